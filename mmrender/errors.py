@@ -1,0 +1,184 @@
+"""Every error that mmrender raises, as one tree.
+
+```
+MMRenderError
+├── InputError (ValueError)               what the caller passed
+│   ├── MessageError                      a message, part or tool call is malformed
+│   └── MediaError                        an image or video cannot be used
+│       ├── MediaBlockedError             the media policy forbids this source
+│       ├── MediaLimitError               too many bytes, pixels or frames, or too slow
+│       ├── MediaFetchError               a file or URL could not be read
+│       └── MediaDecodeError              the bytes are not a readable image
+├── ModelError (ValueError)               the model directory
+│   ├── ModelNotFoundError                no such directory or hub repository
+│   ├── TokenizerError                    tokenizer files missing or unusable
+│   ├── ProcessorError                    image settings missing, unusable or unsupported
+│   └── TemplateError                     the chat template
+│       ├── TemplateMissingError          the model has none, or none of that name
+│       ├── TemplateSyntaxError           it does not compile
+│       ├── TemplateRefusedError          its own raise_exception was called
+│       ├── TemplateRuntimeError          it failed on these messages
+│       ├── TemplateSecurityError         it reached for something outside the sandbox
+│       └── TemplateLimitError            it ran too long or wrote too much
+├── RenderError (ValueError)              template, tokens and media do not fit together
+│   ├── PlaceholderError                  placeholders and media parts differ
+│   └── SpecialTokenError                 content holds special tokens that the policy forbids
+└── MissingDependencyError (ImportError)  an extra is not installed
+```
+
+Each carries `where` (such as `messages[2].content[1]`), `expected`, `got` and `remedy`, and prints them in
+that order, so a program can act on the parts and a person can read the sentence.
+"""
+
+from typing import Self
+
+
+class MMRenderError(Exception):
+    """Base of the tree.
+
+    Args:
+        problem: What is wrong, as one clause.
+        where: Path of the offending value, such as `messages[2].content[1]`.
+        expected: What would have been accepted.
+        got: What came instead.
+        remedy: What the caller can do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        if self.expected is not None and self.got is not None:
+            text += f" - expected {self.expected}, got {self.got}"
+        elif self.expected is not None:
+            text += f" - expected {self.expected}"
+        elif self.got is not None:
+            text += f" - got {self.got}"
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only fields do not survive the default pickling of exceptions between processes.
+        return _rebuild, (type(self), self.__dict__.copy())
+
+    def at(self, where: str) -> Self:
+        """Fill in `where` if it is not known yet, and return the error itself."""
+        if self.where is None:
+            self.where = where
+        return self
+
+
+def _rebuild(cls: type[MMRenderError], state: dict[str, object]) -> MMRenderError:
+    error = cls.__new__(cls, state["problem"])
+    error.__dict__.update(state)
+    return error
+
+
+class InputError(MMRenderError, ValueError):
+    """Something the caller passed cannot be used."""
+
+
+class MessageError(InputError):
+    """A message, part or tool call is malformed."""
+
+
+class MediaError(InputError):
+    """An image or video cannot be used."""
+
+
+class MediaBlockedError(MediaError):
+    """The media policy forbids this source."""
+
+
+class MediaLimitError(MediaError):
+    """A limit of the media policy is exceeded: bytes, pixels, frames or time."""
+
+
+class MediaFetchError(MediaError):
+    """A file or URL could not be read."""
+
+
+class MediaDecodeError(MediaError):
+    """The bytes are not an image that can be read whole."""
+
+
+class ModelError(MMRenderError, ValueError):
+    """A model directory cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no such directory or hub repository."""
+
+
+class TokenizerError(ModelError):
+    """The tokenizer files are missing or unusable."""
+
+
+class ProcessorError(ModelError):
+    """Image processor settings are missing, unusable or unsupported."""
+
+
+class TemplateError(ModelError):
+    """The chat template is missing, broken, or refuses these messages."""
+
+
+class TemplateMissingError(TemplateError):
+    """The model has no chat template, or none of the name asked for."""
+
+
+class TemplateSyntaxError(TemplateError):
+    """The chat template does not compile."""
+
+
+class TemplateRefusedError(TemplateError):
+    """The template called its own `raise_exception`; `problem` keeps its text."""
+
+
+class TemplateRuntimeError(TemplateError):
+    """The template failed on these messages."""
+
+
+class TemplateSecurityError(TemplateError):
+    """The template reached for something outside the sandbox."""
+
+
+class TemplateLimitError(TemplateError):
+    """The template ran too long, recursed too deep or wrote too much."""
+
+
+class RenderError(MMRenderError, ValueError):
+    """Template, tokens and media do not fit together."""
+
+
+class PlaceholderError(RenderError):
+    """The placeholders that the template wrote and the media parts differ."""
+
+
+class SpecialTokenError(RenderError):
+    """Content holds special tokens, and the policy for its role forbids them."""
+
+
+class MissingDependencyError(MMRenderError, ImportError):
+    """An optional dependency is not installed."""
+
+    @classmethod
+    def of_extra(cls, package: str, extra: str, purpose: str, *, otherwise: str | None = None) -> Self:
+        """Build the error for `package`, which `extra` brings and `purpose` needs."""
+        remedy = f"Install it with: pip install 'mmrender[{extra}]'"
+        return cls(
+            f"{purpose} needs {package}, which is not installed",
+            remedy=f"{remedy}, or {otherwise}" if otherwise else remedy,
+        )

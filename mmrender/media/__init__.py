@@ -1,0 +1,1 @@
+"""Images and videos: loading under a policy, identity, processing, caching."""
