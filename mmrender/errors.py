@@ -4,6 +4,7 @@
 MMRenderError
 ├── InputError (ValueError)               what the caller passed
 │   ├── MessageError                      a message, part or tool call is malformed
+│   ├── TrajectoryError                   steps, their token ids or sidecars do not fit together
 │   └── MediaError                        an image or video cannot be used
 │       ├── MediaBlockedError             the media policy forbids this source
 │       ├── MediaLimitError               too many bytes, pixels or frames, or too slow
@@ -93,6 +94,10 @@ class InputError(MMRenderError, ValueError):
 
 class MessageError(InputError):
     """A message, part or tool call is malformed."""
+
+
+class TrajectoryError(InputError):
+    """Trajectory steps, their token ids or their sidecars do not fit together."""
 
 
 class MediaError(InputError):
