@@ -1,0 +1,74 @@
+# Needs python3 (3.11 or later), pip and make. Everything is installed into .venv, nothing elsewhere.
+PYTHON ?= python3
+JOBS ?= 2
+FUZZ_SECONDS ?= 600
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+MAIN_STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+
+# Nothing that runs here may depend on a model hub being reachable.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types layers docs package import-time bench fuzz clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
+
+setup: $(MAIN_STAMP) ## create .venv with everything that demo, test and check need
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "mmrender needs Python 3.11 or later; name one with: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Dependency groups need pip 25.1; the pip that venv brings may be older.
+$(MAIN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) 'pip>=25.1'
+	$(PIP) --group test --group dev -e '.[all]'
+	@touch $@
+
+$(BENCH_STAMP): $(MAIN_STAMP)
+	$(PIP) --group bench -e '.[all]'
+	@touch $@
+
+demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures and show its tokens
+	$(BIN)/python -m mmrender.demo
+
+test: $(MAIN_STAMP) ## run the tests
+	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
+
+check: lint types layers docs package ## run every static check and prove the package
+
+lint: $(MAIN_STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(MAIN_STAMP) ## mypy --strict
+	$(BIN)/mypy
+	$(BIN)/mypy tools
+
+layers: $(MAIN_STAMP) ## imports run one way (import-linter)
+	$(BIN)/lint-imports
+
+docs: $(MAIN_STAMP) ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+package: $(MAIN_STAMP) ## build, install with core dependencies only, and render there
+	$(BIN)/python tools/check_package.py
+
+import-time: $(MAIN_STAMP) ## measure `import mmrender` and name what it pulls in
+	$(BIN)/python tools/check_import.py
+
+bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
+	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+fuzz: $(MAIN_STAMP) ## run the property tests with fresh seeds for FUZZ_SECONDS
+	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
+
+clean: ## remove what the targets above have made
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
