@@ -1,0 +1,1 @@
+"""Chat templates, run with strings that remember where they came from."""
