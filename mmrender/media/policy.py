@@ -1,0 +1,127 @@
+"""What media loading may touch, and how much of it: `MediaPolicy`.
+
+The defaults let a conversation name any `http(s)` URL that resolves to a public address, and no local file
+unless the program itself passes it as a `pathlib.Path`. Law 9: each refusal names the field to change.
+"""
+
+import ipaddress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeAlias
+
+from mmrender.errors import InputError
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+SCHEMES = frozenset({"data", "file", "http", "https"})
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaPolicy:
+    """What loading an image or a video may read, and its limits. Frozen and hashable.
+
+    Attributes:
+        schemes: URL schemes that may be read, out of `data`, `file`, `http` and `https`.
+        local_roots: Folders under which a local file may be named by a `str` path or a `file:` URL; symbolic
+            links are resolved before the check. A `pathlib.Path` object is always read: only the program
+            itself can make one.
+        allow_private_addresses: Whether `http(s)` may reach addresses that are not public: private,
+            loopback, link-local, multicast, reserved or unspecified, also inside IPv4-mapped, NAT64 and 6to4
+            IPv6 addresses. Checked on the resolved address, before every connection.
+        allow_networks: Networks that may be reached although they are not public, such as `"10.2.0.0/16"`.
+        deny_networks: Networks that are never reached; stronger than both of the above.
+        max_bytes: Largest encoded image or video, in bytes.
+        max_pixels: Largest image or frame, in pixels, read from the header before anything is decoded.
+        max_frames: Most frames of one video.
+        max_video_pixels: Most pixels of all frames of one video together.
+        connect_timeout: Seconds for one name resolution, connection or TLS handshake.
+        read_timeout: Seconds that a server may stay silent.
+        total_timeout: Seconds for one source in all, redirects included.
+        max_redirects: Most redirects followed for one URL.
+
+    Raises:
+        InputError: a field is out of range, or a network does not parse.
+    """
+
+    schemes: frozenset[str] = SCHEMES
+    local_roots: tuple[Path, ...] = ()
+    allow_private_addresses: bool = False
+    allow_networks: tuple[str, ...] = ()
+    deny_networks: tuple[str, ...] = ()
+    max_bytes: int = 64 * 2**20
+    # Pillow warns above this figure, so no warning can escape under the default.
+    max_pixels: int = 89_478_485
+    max_frames: int = 1024
+    max_video_pixels: int = 2**29
+    connect_timeout: float = 5.0
+    read_timeout: float = 10.0
+    total_timeout: float = 30.0
+    max_redirects: int = 5
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.schemes) - SCHEMES:
+            raise _bad_field("schemes", f"a subset of {sorted(SCHEMES)}", repr(sorted(unknown)))
+        roots: object = self.local_roots
+        if isinstance(roots, str | Path):
+            raise _bad_field("local_roots", "a tuple of paths", repr(roots))
+        object.__setattr__(self, "schemes", frozenset(self.schemes))
+        object.__setattr__(self, "local_roots", tuple(Path(root) for root in self.local_roots))
+        for name in ("allow_networks", "deny_networks"):
+            networks = getattr(self, name)
+            if isinstance(networks, str):
+                raise _bad_field(name, "a tuple of networks", repr(networks))
+            object.__setattr__(self, name, tuple(str(network) for network in networks))
+            _parse_networks(name, getattr(self, name))
+        for field in fields(self):
+            if field.name.startswith("max_") or field.name.endswith("_timeout"):
+                self._check_positive(field.name)
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        least = 0 if name == "max_redirects" else 1e-3
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+            raise _bad_field(name, "a positive number", repr(value))
+
+    def refusal_of(self, address: str) -> str | None:
+        """Say why `address` (an IP address as text) may not be reached, or return None if it may."""
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        candidates = (parsed, embedded) if (embedded := _embedded_ipv4(parsed)) else (parsed,)
+        for network in _parse_networks("deny_networks", self.deny_networks):
+            if any(candidate in network for candidate in candidates):
+                return f"in {network}, which MediaPolicy.deny_networks holds"
+        if self.allow_private_addresses:
+            return None
+        for network in _parse_networks("allow_networks", self.allow_networks):
+            if any(candidate in network for candidate in candidates):
+                return None
+        return _kind_if_not_public(embedded or parsed)
+
+
+def _bad_field(name: str, expected: str, got: str) -> InputError:
+    return InputError("cannot be used", where=f"MediaPolicy.{name}", expected=expected, got=got)
+
+
+def _parse_networks(name: str, networks: tuple[str, ...]) -> list[Network]:
+    try:
+        return [ipaddress.ip_network(network) for network in networks]
+    except ValueError as error:
+        raise _bad_field(name, "IP networks such as '10.2.0.0/16'", str(error)) from None
+
+
+def _embedded_ipv4(address: Address) -> ipaddress.IPv4Address | None:
+    """Return the IPv4 address that `address` stands for: IPv4-mapped, NAT64 (RFC 6052) or 6to4 (RFC 3056)."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return None
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour
+
+
+def _kind_if_not_public(address: Address) -> str | None:
+    for kind in ("unspecified", "loopback", "link_local", "multicast", "private", "reserved"):
+        if getattr(address, f"is_{kind}"):
+            return f"{kind.replace('_', '-')}, not public"
+    return None if address.is_global else "not public"

@@ -1,0 +1,88 @@
+"""Decode a Pillow image whole or raise, whatever `PIL.ImageFile.LOAD_TRUNCATED_IMAGES` says.
+
+Programs set that flag to survive damaged files; Pillow then fills what is missing with zeros. An image that
+is grey from the middle down is a silent error here, so the rule of the flag being off holds always. The flag
+is read, never written, since other threads may rely on it.
+
+While it is set, each tile of the image is decoded through `_WholeDecoder`, which raises where Pillow would
+look away, and the file is read through a function that raises at its early end.
+"""
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from PIL import Image, ImageFile
+
+_CODEC = "mmrender_whole"
+
+
+def load_whole(image: Image.Image) -> None:
+    """Decode the current frame of `image` in place.
+
+    Raises:
+        OSError: the pixel data is truncated or damaged; Pillow's plugins raise other types too.
+    """
+    tiles = getattr(image, "tile", None)
+    if (
+        not tiles
+        or not ImageFile.LOAD_TRUNCATED_IMAGES
+        or not isinstance(image, ImageFile.ImageFile)
+        or getattr(image, "use_load_libtiff", False)  # libtiff's errors are raised with the flag on as well
+    ):
+        image.load()
+        return
+    image.tile = [tile._replace(codec_name=_CODEC, args=(tile.codec_name, tile.args)) for tile in tiles]
+    image.__dict__["load_read"] = _whole_read(image)
+    try:
+        image.load()
+    except BaseException:
+        image.tile = tiles
+        raise
+    finally:
+        image.__dict__.pop("load_read", None)
+
+
+def _whole_read(image: ImageFile.ImageFile) -> Callable[[int], bytes]:
+    # The PNG plugin's own reader steps from chunk to chunk. The JPEG plugin's invents an end marker.
+    read_chunk: Callable[[int], bytes] | None = (
+        getattr(image, "load_read", None) if image.format == "PNG" else None
+    )
+
+    def whole(count: int) -> bytes:
+        try:
+            # `fp` is looked up on each call: some plugins replace it while they load.
+            data: bytes = read_chunk(count) if read_chunk else image.fp.read(count)  # type: ignore[union-attr]
+        except (IndexError, struct.error):
+            data = b""
+        if not data:
+            raise OSError("image file is truncated")
+        return data
+
+    return whole
+
+
+class _WholeDecoder:
+    """A Pillow decoder that stands in for another and raises on its error codes."""
+
+    def __init__(self, mode: str, codec: str, args: Any, *extra: Any) -> None:
+        self._inner = Image._getdecoder(mode, codec, args, extra)
+        self.pulls_fd = self._inner.pulls_fd
+
+    def setimage(self, im: Any, extents: Any) -> None:
+        self._inner.setimage(im, extents)
+
+    def setfd(self, fd: Any) -> None:
+        self._inner.setfd(fd)
+
+    def decode(self, buffer: bytes) -> tuple[int, int]:
+        consumed, code = self._inner.decode(buffer)
+        if code < 0 and (consumed < 0 or self.pulls_fd):
+            raise OSError(f"decoder error {code} when reading image file")
+        return consumed, code
+
+    def cleanup(self) -> None:
+        self._inner.cleanup()
+
+
+Image.register_decoder(_CODEC, _WholeDecoder)  # type: ignore[arg-type]
