@@ -1,0 +1,270 @@
+"""Foreign objects in, plain Python values out: the ground that the rest of `mmrender.content` stands on.
+
+Mappings, pydantic models, dataclasses and msgspec structs become dicts of their own; strings become exact,
+encodable `str`; nested containers are copied to a bounded depth. Every refusal is a `MessageError`.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mmrender.errors import MessageError
+
+MAX_DEPTH = 100
+"""Deepest nesting of containers in arguments and extra values. Tool schemas in use nest below 20."""
+
+_EXCERPT = 60
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def describe(value: object) -> str:
+    """Name a value in a few words for an error; never calls `repr` of a foreign class."""
+    if value is None or isinstance(value, bool | int | float):
+        return excerpt(f"{value!r}") if type(value) in _SCALARS else type(value).__name__
+    if isinstance(value, str):
+        return repr(excerpt(str.__str__(value)))
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with {keys_of(value)}" if value else f"empty {type(value).__name__}"
+    if isinstance(value, list | tuple | bytes | bytearray):
+        return f"{type(value).__name__} of length {len(value)}"
+    return type(value).__name__
+
+
+def excerpt(text: str) -> str:
+    """Cut a text to one short piece."""
+    return text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…"
+
+
+def keys_of(mapping: Mapping[Any, Any]) -> str:
+    """List the keys of a mapping, the first six of them."""
+    names = [describe(key) for key in list(mapping)[:6]]
+    return ("key " if len(mapping) == 1 else "keys ") + ", ".join(names) + (", …" if len(mapping) > 6 else "")
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Write alternatives as a person would: `a, b or c`."""
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def member(where: str, key: object) -> str:
+    """Path of `key` inside `where`."""
+    if isinstance(key, str) and key.isidentifier() and len(key) <= _EXCERPT:
+        return f"{where}.{key}"
+    return f"{where}[{describe(key)}]"
+
+
+def is_pixels(value: object) -> bool:
+    """Tell whether a value is a PIL image or a numpy array, without importing either."""
+    # A library that nobody imported cannot have made the value.
+    pil, numpy = sys.modules.get("PIL.Image"), sys.modules.get("numpy")
+    return (pil is not None and isinstance(value, pil.Image)) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    )
+
+
+def as_sequence(value: Any) -> Sequence[Any] | None:
+    """Return a list or tuple of the items, or None if the value is no sequence of items.
+
+    One-dimensional arrays of objects count: that is what pandas makes of a nested Parquet column.
+    """
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        return None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return list(value) if value.ndim == 1 and value.dtype.kind in "OU" else None
+    return list(value) if isinstance(value, Sequence) else None
+
+
+def is_record(value: object) -> bool:
+    """Tell whether `as_fields` can read a value: a mapping or an object with named fields."""
+    if isinstance(value, (dict, msgspec.Struct, Mapping)):
+        return True
+    if isinstance(value, (type, str)):
+        return False
+    return dataclasses.is_dataclass(value) or callable(getattr(value, "model_dump", None))
+
+
+def as_fields(value: Any, where: str, expected: str) -> dict[str, Any]:
+    """Copy the fields of a record into a dict, leaving out those that are None.
+
+    A field of None means an absent one throughout: Arrow fills every key that any row has, and pydantic
+    dumps every optional field.
+
+    Args:
+        value: A mapping, pydantic model, dataclass or msgspec struct.
+        where: Path of the value.
+        expected: What the error asks for when the value is none of these.
+    """
+    if type(value) is not dict:
+        if not is_record(value):
+            raise MessageError("cannot be read", where=where, expected=expected, got=describe(value))
+        value = _items_of(value, where)
+    return {key: field for key, field in value.items() if field is not None}
+
+
+def _items_of(value: Any, where: str) -> Mapping[Any, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, msgspec.Struct):
+        return _struct_fields(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return _dump(value, where)
+
+
+def _struct_fields(value: msgspec.Struct) -> dict[str, Any]:
+    config = value.__struct_config__
+    fields: dict[str, Any] = {}
+    if config.tag_field is not None:
+        fields[config.tag_field] = config.tag
+    for name, encoded in zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True):
+        field = getattr(value, name)
+        if field is not msgspec.UNSET:
+            fields[encoded] = field
+    return fields
+
+
+def _dump(value: Any, where: str) -> Mapping[Any, Any]:
+    problem = "gave no mapping"
+    cause: Exception | None = None
+    try:
+        dumped = value.model_dump()
+        if isinstance(dumped, Mapping):
+            return dumped
+    except Exception as error:  # noqa: BLE001 - a foreign serialiser may raise anything
+        problem, cause = f"failed ({excerpt(str(error))})", error
+    raise MessageError(f"model_dump() of {type(value).__name__} {problem}", where=where) from cause
+
+
+def as_text(value: Any, where: str) -> str:
+    """Return an exact `str` that UTF-8 can encode.
+
+    Subclasses are reduced to `str`, as Transformers does before a template sees them.
+    """
+    if type(value) is not str:
+        if not isinstance(value, str):
+            raise MessageError("is not text", where=where, expected="a str", got=describe(value))
+        value = str.__str__(value)
+    text: str = value
+    if not text.isascii():
+        _check_encodable(text, where)
+    return text
+
+
+def _check_encodable(value: str, where: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise MessageError(
+            "the text cannot be encoded as UTF-8",
+            where=where,
+            expected="no lone surrogates",
+            got=f"U+{ord(value[error.start]):04X} at position {error.start}",
+            remedy="Decode the original bytes with errors='replace'",
+        ) from None
+
+
+def as_identifier(value: Any, where: str) -> str:
+    """Return an id or a name as text; an integer counts as its decimal digits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(int(value))
+    return as_text(value, where)
+
+
+def copy_json(value: Any, where: str) -> Any:
+    """Copy a JSON value; tuples become lists, numpy scalars Python numbers.
+
+    Raises:
+        MessageError: At the first value that JSON cannot hold (NaN and infinities among them), the first
+            key that is not a `str`, or nesting beyond `MAX_DEPTH`.
+    """
+    try:
+        return _copy_plain(value, MAX_DEPTH)
+    except _NotPlainError:
+        return _copy_checked(value, where, MAX_DEPTH)
+
+
+class _NotPlainError(Exception):
+    """A value needs conversion, or a refusal that names its path."""
+
+
+def _copy_plain(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if kind is str and value.isascii():
+        return value
+    if kind is int or kind is bool or value is None or (kind is float and math.isfinite(value)):
+        return value
+    if depth:
+        if kind is list:
+            return [_copy_plain(item, depth - 1) for item in value]
+        if kind is dict:
+            for key in value:
+                if type(key) is not str or not key.isascii():
+                    raise _NotPlainError
+            return {key: _copy_plain(item, depth - 1) for key, item in value.items()}
+    raise _NotPlainError
+
+
+def _copy_checked(value: Any, where: str, depth: int) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
+    if isinstance(value, str):
+        return as_text(value, where)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if not depth:
+        raise _too_deep(where)
+    if is_record(value):
+        return _copy_record(value, where, depth)
+    items = as_sequence(value)
+    if items is not None:
+        return [_copy_checked(item, f"{where}[{index}]", depth - 1) for index, item in enumerate(items)]
+    raise MessageError(
+        "is no JSON value",
+        where=where,
+        expected="text, a finite number, bool, None, list or dict",
+        got=describe(value),
+    )
+
+
+def _copy_record(value: Any, where: str, depth: int) -> dict[str, Any]:
+    # None is a value here, so the fields are read without the pruning of `as_fields`.
+    copy: dict[str, Any] = {}
+    for key, item in _items_of(value, where).items():
+        if not isinstance(key, str):
+            raise MessageError("JSON keys are text", where=where, expected="str keys", got=describe(key))
+        copy[as_text(key, where)] = _copy_checked(item, member(where, key), depth - 1)
+    return copy
+
+
+def copy_containers(value: Any, where: str, depth: int = 0) -> Any:
+    """Copy dicts and lists all the way down and keep everything else as it is."""
+    kind = type(value)
+    if kind is not dict and kind is not list and kind is not tuple:
+        return value
+    if depth >= MAX_DEPTH:
+        raise _too_deep(where)
+    if kind is dict:
+        return {key: copy_containers(item, where, depth + 1) for key, item in value.items()}
+    return kind(copy_containers(item, where, depth + 1) for item in value)
+
+
+def _too_deep(where: str) -> MessageError:
+    # The full path of a value this deep would fill the screen.
+    return MessageError(
+        "nests too deep",
+        where=excerpt(where),
+        expected=f"at most {MAX_DEPTH} levels of dicts and lists",
+        remedy="A container that holds itself looks like this too",
+    )
