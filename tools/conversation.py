@@ -20,7 +20,7 @@ MESSAGES: list[dict[str, Any]] = [
             {"type": "text", "text": "What stands on the beach?\n\nNaïve guesses count: 牛?"},
         ],
     },
-    {"role": "assistant", "content": "A brown cow.", "reasoning_content": "Four legs, two horns."},
+    {"role": "assistant", "content": "A white cow.", "reasoning_content": "Four legs, two horns."},
     {"role": "user", "content": "Where does it look?"},
 ]
 

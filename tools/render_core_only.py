@@ -4,7 +4,6 @@ import importlib.util
 import sys
 
 from conversation import MESSAGES, print_result, with_picture
-
 from mmrender import Renderer
 
 EXTRAS = ("torch", "torchvision", "transformers", "aiohttp", "stamina", "rich", "vllm", "ray")

@@ -3,9 +3,10 @@
 import sys
 from pathlib import Path
 
+from transformers import AutoImageProcessor, AutoTokenizer
+
 from conversation import IMAGE_TOKEN, MESSAGES, load_picture, print_result
 from mmrender.demo.model import build_tiny_model
-from transformers import AutoImageProcessor, AutoTokenizer
 
 
 def main() -> None:

@@ -1,0 +1,47 @@
+"""Fixtures that every kind of test shares, and how Hypothesis searches."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A loaded machine must not fail a property, so there are no deadlines. `make test` tries the same examples
+# every time; `make fuzz` searches with a fresh seed each round.
+settings.register_profile(
+    "fixed", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fixed")
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+def _shared(name: str) -> Path:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"needs {name}/ in a folder shared/ beside the checkout; {folder} is missing")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_models() -> Path:
+    """Folder of real model directories (no weights); skips where it is missing."""
+    return _shared("models")
+
+
+@pytest.fixture(scope="session")
+def shared_images() -> Path:
+    """Folder of photographs; skips where it is missing."""
+    return _shared("images")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demonstration's model directory, weights included."""
+    from mmrender.demo.model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,246 @@
+"""The tiny model directory: complete, reproducible, and what Transformers takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tokenizers import Tokenizer
+
+from mmrender.demo.model import ADDED_TOKENS, SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_model, train_tokenizer
+from mmrender.errors import MissingDependencyError, ModelError
+
+TRAINED = train_tokenizer()
+WITHOUT_WEIGHTS = {
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+}
+TOOL = {"type": "function", "function": {"name": "crop", "parameters": {"type": "object"}}}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def apply(directory: Path, messages: list[dict[str, object]], **options: object) -> str:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def test_files_and_size(tiny_model: Path) -> None:
+    built = contents(tiny_model)
+    assert set(built) == WITHOUT_WEIGHTS | {"model.safetensors"}
+    assert sum(map(len, built.values())) < 5_000_000
+
+
+def test_without_weights_everything_else_is_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    built = contents(build_tiny_model(tmp_path / "new" / "model", weights=False))
+    assert built == {name: data for name, data in contents(tiny_model).items() if name in WITHOUT_WEIGHTS}
+
+
+def test_another_process_builds_the_same_tokenizer() -> None:
+    code = "from mmrender.demo.model import train_tokenizer; print(train_tokenizer().to_str())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(other) == json.loads(TRAINED.to_str())
+
+
+def test_without_weights_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from mmrender.demo.model import build_tiny_model\n"
+        f"build_tiny_model(pathlib.Path({str(tmp_path / 'model')!r}), weights=False)\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_vocabulary() -> None:
+    vocabulary = TRAINED.get_vocab()
+    assert sorted(vocabulary.values()) == list(range(VOCAB_SIZE))
+    for token in (*SPECIAL_TOKENS, *ADDED_TOKENS):
+        assert TRAINED.encode(f"a{token}b").ids[1] == vocabulary[token]
+    decoded = TRAINED.decode([vocabulary["<|im_end|>"], vocabulary["<think>"]])
+    assert decoded == "<think>"  # special tokens are skipped, the merely added ones are kept
+
+
+def test_learned_more_than_bytes() -> None:
+    text = "The picture shows a white cow on the beach."
+    assert len(TRAINED.encode(text).ids) < len(text) / 2
+
+
+@settings(max_examples=100)
+@given(st.text(max_size=80))
+def test_any_text_round_trips(text: str) -> None:
+    normal = TRAINED.normalizer.normalize_str(text)
+    assert TRAINED.decode(TRAINED.encode(text).ids, skip_special_tokens=False) == normal
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(max_size=12) | st.sampled_from((*SPECIAL_TOKENS, *ADDED_TOKENS)), max_size=6))
+def test_transformers_encodes_as_the_file_does(tiny_model: Path, pieces: list[str]) -> None:
+    from transformers import AutoTokenizer
+
+    text = "".join(pieces)
+    loaded = AutoTokenizer.from_pretrained(tiny_model)
+    assert (
+        loaded(text)["input_ids"] == Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(text).ids
+    )
+
+
+def test_transformers_loads_every_weight_and_sees_the_picture(tiny_model: Path) -> None:
+    import torch
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    model, loading = AutoModelForImageTextToText.from_pretrained(tiny_model, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    processor = AutoImageProcessor.from_pretrained(tiny_model, backend="pil")
+
+    def logits(colour: str) -> torch.Tensor:
+        features = processor(images=[Image.new("RGB", (256, 128), colour)], return_tensors="pt")
+        count = int(features["image_grid_thw"].prod()) // processor.merge_size**2
+        assert count == 8 * 4
+        ids = tokenizer("<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>What?")["input_ids"]
+        tokens = torch.tensor([ids])
+        types = (tokens == model.config.image_token_id).int()
+        with torch.no_grad():
+            return model(input_ids=tokens, mm_token_type_ids=types, **features).logits[0, -1]
+
+    assert (logits("red") - logits("blue")).abs().max() > 1e-3
+
+
+def test_stop_tokens(tiny_model: Path) -> None:
+    from transformers import GenerationConfig
+
+    stops = GenerationConfig.from_pretrained(tiny_model).eos_token_id
+    assert [TRAINED.id_to_token(stop) for stop in stops] == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_seed_decides_the_weights_and_spares_the_callers_randomness(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    same, again, other = (
+        build_tiny_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert contents(same) == contents(again)
+    assert contents(same)["model.safetensors"] != contents(other)["model.safetensors"]
+
+
+def test_template_writes_a_whole_conversation(tiny_model: Path) -> None:
+    messages: list[dict[str, object]] = [
+        {"role": "system", "content": "Look closely."},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+        {
+            "role": "assistant",
+            "content": "Closer.",
+            "reasoning_content": "Too small.",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "crop", "arguments": {"left": 0.5}}},
+                {"type": "function", "function": {"name": "crop", "arguments": {"left": 0}}},
+            ],
+        },
+        {"role": "tool", "content": [{"type": "image"}]},
+        {"role": "tool", "content": "nothing there"},
+        {"role": "assistant", "content": "A cow."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert apply(tiny_model, messages, tools=[TOOL], add_generation_prompt=True) == (
+        "<|im_start|>system\nLook closely.\n\nYou may call these functions:\n<tools>\n"
+        '{"type": "function", "function": {"name": "crop", "parameters": {"type": "object"}}}\n</tools>\n'
+        "To call one, write its name and arguments as JSON:\n"
+        '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nToo small.\n</think>\n\nCloser.\n"
+        '<tool_call>\n{"name": "crop", "arguments": {"left": 0.5}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "crop", "arguments": {"left": 0}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n<|vision_start|><|image_pad|><|vision_end|>\n</tool_response>\n"
+        "<tool_response>\nnothing there\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\nA cow.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_template_numbers_the_pictures_on_request(tiny_model: Path) -> None:
+    content = [{"type": "image"}, {"type": "video"}, {"type": "image"}]
+    text = apply(tiny_model, [{"role": "user", "content": content}], add_vision_id=True)
+    assert text == (
+        "<|im_start|>user\n"
+        "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
+        "Video 1: <|vision_start|><|video_pad|><|vision_end|>"
+        "Picture 2: <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "refusal"),
+    [
+        ([{"role": "critic", "content": "Bad."}], "This template knows no role critic"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "system", "content": "Late."}],
+            "This template takes a system message only at the start",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "audio"}]}],
+            "This template knows no content part of type audio",
+        ),
+    ],
+)
+def test_template_refuses(tiny_model: Path, messages: list[dict[str, object]], refusal: str) -> None:
+    from jinja2 import TemplateError
+
+    with pytest.raises(TemplateError, match=f"^{refusal}$"):
+        apply(tiny_model, messages)
+
+
+def test_each_turn_extends_the_text_before_it(tiny_model: Path) -> None:
+    turns: list[dict[str, object]] = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Two.", "reasoning_content": "Count."},
+        {"role": "user", "content": "Three?"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    whole = apply(tiny_model, turns)
+    assert all(whole.startswith(apply(tiny_model, turns[:stop])) for stop in range(1, len(turns)))
+
+
+def test_a_directory_that_holds_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(ModelError) as refused:
+        build_tiny_model(tmp_path, weights=False)
+    assert str(refused.value) == (
+        f"{tmp_path}: cannot build a model here - expected a missing or empty directory, "
+        "got one with 1 entries. Name another directory, or remove it first"
+    )
+    assert contents(tmp_path) == {"model.safetensors": b"precious"}
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="expected a missing or empty directory, got a file"):
+        build_tiny_model(tmp_path / "file", weights=False)
+
+
+def test_weights_need_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError) as refused:
+        build_tiny_model(tmp_path / "model")
+    assert str(refused.value) == (
+        "building the tiny model's weights needs torch, which is not installed. "
+        "Install it with: pip install 'mmrender[torch]', or pass weights=False"
+    )
+    assert not (tmp_path / "model").exists()
