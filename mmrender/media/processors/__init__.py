@@ -1,0 +1,1 @@
+"""Image processors: native ones, and an adapter over those of Transformers."""

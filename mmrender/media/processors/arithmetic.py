@@ -1,0 +1,156 @@
+"""From uint8 levels to normalised floats, in the reference's own order of operations.
+
+A pixel value depends on its level and channel only, so 3 x 256 values say everything: they are computed once
+by the reference's formula, and the fast way of computing whole arrays is proved equal to them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.media.item import TensorDtype
+from mmrender.media.processors.base import ImageBackend
+
+STORAGE: dict[TensorDtype, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+}
+"""The numpy type that holds each tensor dtype; numpy has no bfloat16, so its bit patterns stand in."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelArithmetic:
+    """Rescaling and normalising of one processor.
+
+    Attributes:
+        mean: Per channel, in units of the rescaled image.
+        std: Per channel.
+        rescale: Factor from levels to that unit, 1/255 as a rule.
+        backend: Whose order of operations is followed.
+    """
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    rescale: float
+    backend: ImageBackend
+
+    def table(self) -> npt.NDArray[np.float32]:
+        """Return the value of each level: shape `(3, 256)`, float32, by the reference's formula."""
+        return _table(self)
+
+    def write(
+        self,
+        levels: npt.NDArray[np.uint8],
+        channel: int,
+        dtype: TensorDtype,
+        out: npt.NDArray[Any],
+    ) -> None:
+        """Write the values of `levels`, all of one channel, into `out` of the storage type of `dtype`.
+
+        Both arrays are C-contiguous and of equal size.
+        """
+        if dtype == "float32":
+            for operation, operand in _steps(self)[channel]:
+                operation(levels, operand, out)
+        elif levels.size % 2 == 0:
+            pairs = levels.reshape(-1).view(np.uint16)
+            np.take(
+                _pair_table(self, channel, dtype), pairs, out=out.reshape(-1).view(np.uint32), mode="clip"
+            )
+        else:
+            np.take(cast(self.table()[channel], dtype), levels, out=out, mode="clip")
+
+
+Step = tuple[Callable[[npt.NDArray[np.uint8], Any, npt.NDArray[np.float32]], None], Any]
+
+
+def _table(arithmetic: PixelArithmetic) -> npt.NDArray[np.float32]:
+    mean = np.array(arithmetic.mean, np.float32)[:, None]
+    std = np.array(arithmetic.std, np.float32)[:, None]
+    levels = np.arange(256)
+    if arithmetic.backend == "torch":
+        # The torch back end folds the factor into mean and deviation, each product rounded to float32.
+        scale = np.float32(1.0 / arithmetic.rescale)
+        mean, std, values = mean * scale, std * scale, levels.astype(np.float32)
+    else:
+        values = (levels.astype(np.float64) * arithmetic.rescale).astype(np.float32)
+    table: npt.NDArray[np.float32] = (values - mean) / std
+    return table
+
+
+@lru_cache(maxsize=32)
+def _steps(arithmetic: PixelArithmetic) -> tuple[tuple[Step, ...], ...]:
+    """Return, per channel, operations on whole arrays that give exactly the table's values."""
+    table = _table(arithmetic)
+    return tuple(_proved(_candidates(arithmetic, channel), table[channel]) for channel in range(3))
+
+
+def _candidates(arithmetic: PixelArithmetic, channel: int) -> list[tuple[Step, ...]]:
+    mean, std = np.float32(arithmetic.mean[channel]), np.float32(arithmetic.std[channel])
+    if arithmetic.backend == "torch":
+        scale = np.float32(1.0 / arithmetic.rescale)
+        return [((_load, None), (_subtract, mean * scale), (_divide, std * scale))]
+    rescale = np.float32(arithmetic.rescale)
+    return [((_load, None), (_multiply, rescale), (_subtract, mean), (_divide, std))]
+
+
+def _proved(candidates: list[tuple[Step, ...]], values: npt.NDArray[np.float32]) -> tuple[Step, ...]:
+    levels = np.arange(256, dtype=np.uint8)
+    result = np.empty(256, np.float32)
+    for steps in candidates:
+        for operation, operand in steps:
+            operation(levels, operand, result)
+        if np.array_equal(result.view(np.uint32), values.view(np.uint32)):
+            return steps
+    return ((_gather, values),)
+
+
+def _load(levels: npt.NDArray[np.uint8], _operand: None, out: npt.NDArray[np.float32]) -> None:
+    np.copyto(out, levels)
+
+
+def _multiply(_: npt.NDArray[np.uint8], operand: np.float32, out: npt.NDArray[np.float32]) -> None:
+    np.multiply(out, operand, out=out)
+
+
+def _subtract(_: npt.NDArray[np.uint8], operand: np.float32, out: npt.NDArray[np.float32]) -> None:
+    np.subtract(out, operand, out=out)
+
+
+def _divide(_: npt.NDArray[np.uint8], operand: np.float32, out: npt.NDArray[np.float32]) -> None:
+    np.divide(out, operand, out=out)
+
+
+def _gather(
+    levels: npt.NDArray[np.uint8], table: npt.NDArray[np.float32], out: npt.NDArray[np.float32]
+) -> None:
+    np.take(table, levels, out=out, mode="clip")
+
+
+@lru_cache(maxsize=32)
+def _pair_table(arithmetic: PixelArithmetic, channel: int, dtype: TensorDtype) -> npt.NDArray[np.uint32]:
+    """Return the 16-bit values of two neighbouring levels as one word, for each of the 65,536 pairs.
+
+    Gathering pairs halves the look-ups; converting float32 arrays costs twice as much for bfloat16 and six
+    times as much for float16, which numpy converts in software.
+    """
+    values = cast(_table(arithmetic)[channel], dtype).view(np.uint16)
+    levels = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
+    return np.ascontiguousarray(values[levels]).view(np.uint32).reshape(-1)
+
+
+def cast(values: npt.NDArray[np.float32], dtype: TensorDtype) -> npt.NDArray[Any]:
+    """Round float32 to the storage type of `dtype`, to nearest and ties to even, as torch does."""
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
