@@ -140,7 +140,8 @@ def from_plain(packed: object) -> PackedTrajectories:
         TrajectoryError: It is not a packed form, one of another version, or damaged.
     """
     marks = [packed.get(key) for key in ("format", "version")] if isinstance(packed, Mapping) else None
-    if marks != [FORMAT, VERSION]:
+    # Compared as text, since a damaged form may hold anything here, arrays among them.
+    if str(marks) != str([FORMAT, VERSION]):
         raise TrajectoryError(
             "this is not a packed form that can be read",
             where="packed",

@@ -1,7 +1,8 @@
 """Sidecars as references into a table of distinct items.
 
-An item is known by its modality and its hash. Every repetition is checked against the first: the same hash
-with other content is an error, since a reference would then show the model another image.
+An item is known by its modality, its hash and its type, so a hash that comes with its tensors here and without
+them there gives two rows. Every repetition is checked against the first: the same hash with other content is an
+error, since a reference would then show the model another image.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,7 +100,7 @@ class SidecarPacker:
 
     def __init__(self) -> None:
         self.items: list[PackedItem] = []
-        self._rows: dict[tuple[str, str, bool], int] = {}
+        self._rows: dict[tuple[str, str, type], int] = {}
         self._pool: list[tuple[int, int, int, int]] = []
         self._spans: list[tuple[int, int]] = []
 
@@ -155,7 +156,7 @@ class SidecarPacker:
         return entries
 
     def _row(self, modality: str, digest: str, item: Any, where: str) -> int:
-        key = (modality, digest, item is None)
+        key = (modality, digest, type(item))
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = len(self.items)
