@@ -29,11 +29,11 @@ def attach_media(
     Raises:
         MessageError: There are fewer or more of them than parts that wait for one.
     """
-    queues: dict[Modality, _Queue] = {}
+    queues: dict[type, _Queue] = {}
     if images is not None:
-        queues["image"] = _Queue("image", images, messages, where)
+        queues[ImagePart] = _Queue("image", images, messages, where)
     if videos is not None:
-        queues["video"] = _Queue("video", videos, messages, where)
+        queues[VideoPart] = _Queue("video", videos, messages, where)
     if not any(queue.slots for queue in queues.values()):
         return tuple(messages)
     return tuple([_fill(message, queues) for message in messages])
@@ -80,14 +80,14 @@ def _miscount(modality: Modality, given: int, slots: list[str]) -> MessageError:
     )
 
 
-def _fill(message: Message, queues: dict[Modality, _Queue]) -> Message:
+def _fill(message: Message, queues: dict[type, _Queue]) -> Message:
     if not isinstance(message.content, tuple):
         return message
-    parts: list[Part] = []
-    for part in message.content:
-        modality: Modality = "image" if isinstance(part, ImagePart) else "video"
-        if isinstance(part, ImagePart | VideoPart) and part.source is None and modality in queues:
-            parts.append(msgspec.structs.replace(part, source=queues[modality].take()))
-        else:
-            parts.append(part)
+    parts = [_take_turn(part, queues.get(type(part))) for part in message.content]
     return msgspec.structs.replace(message, content=tuple(parts))
+
+
+def _take_turn(part: Part, queue: _Queue | None) -> Part:
+    if queue is None or not isinstance(part, ImagePart | VideoPart) or part.source is not None:
+        return part
+    return msgspec.structs.replace(part, source=queue.take())

@@ -15,6 +15,7 @@ from mmrender.content.coerce import (
     is_record,
     keys_of,
     member,
+    too_deep,
 )
 from mmrender.errors import MessageError
 from mmrender.messages import ToolCall
@@ -59,7 +60,7 @@ def normalize_tool_call(value: Any, where: str) -> ToolCall:
         _refuse_leftovers(fields, where)
     else:
         inner_where, inner = where, fields
-    name = inner.pop("name", None)
+    name = inner.get("name")
     if name is None or name == "":
         raise MessageError(
             "the tool call names no function",
@@ -67,6 +68,7 @@ def normalize_tool_call(value: Any, where: str) -> ToolCall:
             expected=_SHAPE if inner is fields else "a key 'name'",
             got=keys_of(inner) if inner else "no keys",
         )
+    del inner["name"]
     arguments = parse_arguments(inner.pop("arguments", None), f"{inner_where}.arguments")
     _refuse_leftovers(inner, inner_where)
     return ToolCall(
@@ -103,7 +105,9 @@ def _parse_text(text: str, where: str) -> dict[str, Any]:
         return {}
     try:
         value = _decode(text)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise too_deep(where) from None
+    except (msgspec.MsgspecError, ValueError) as error:
         raise MessageError(
             f"arguments are not JSON ({excerpt(str(error))})",
             where=where,

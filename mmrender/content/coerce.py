@@ -18,13 +18,16 @@ MAX_DEPTH = 100
 """Deepest nesting of containers in arguments and extra values. Tool schemas in use nest below 20."""
 
 _EXCERPT = 60
-_SCALARS = frozenset({str, int, float, bool, type(None)})
+_SCALARS = frozenset({int, float, bool, type(None)})
+_LONGEST_INT = 4096  # bits; Python itself refuses to print more than 4300 digits
 
 
 def describe(value: object) -> str:
     """Name a value in a few words for an error; never calls `repr` of a foreign class."""
-    if value is None or isinstance(value, bool | int | float):
-        return excerpt(f"{value!r}") if type(value) in _SCALARS else type(value).__name__
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INT:
+        return f"an int of {value.bit_length()} bits"
+    if type(value) in _SCALARS:
+        return repr(value)
     if isinstance(value, str):
         return repr(excerpt(str.__str__(value)))
     if isinstance(value, Mapping):
@@ -172,7 +175,7 @@ def _check_encodable(value: str, where: str) -> None:
 
 def as_identifier(value: Any, where: str) -> str:
     """Return an id or a name as text; an integer counts as its decimal digits."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= _LONGEST_INT:
         return str(int(value))
     return as_text(value, where)
 
@@ -198,7 +201,9 @@ def _copy_plain(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind is str and value.isascii():
         return value
-    if kind is int or kind is bool or value is None or (kind is float and math.isfinite(value)):
+    if kind is bool or value is None or (kind is float and math.isfinite(value)):
+        return value
+    if kind is int and value.bit_length() <= _LONGEST_INT:
         return value
     if depth:
         if kind is list:
@@ -219,12 +224,12 @@ def _copy_checked(value: Any, where: str, depth: int) -> Any:
         return as_text(value, where)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int):
+    if isinstance(value, int) and value.bit_length() <= _LONGEST_INT:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     if not depth:
-        raise _too_deep(where)
+        raise too_deep(where)
     if is_record(value):
         return _copy_record(value, where, depth)
     items = as_sequence(value)
@@ -248,19 +253,22 @@ def _copy_record(value: Any, where: str, depth: int) -> dict[str, Any]:
     return copy
 
 
-def copy_containers(value: Any, where: str, depth: int = 0) -> Any:
-    """Copy dicts and lists all the way down and keep everything else as it is."""
-    kind = type(value)
-    if kind is not dict and kind is not list and kind is not tuple:
+def copy_containers(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
+    """Copy dicts and lists all the way down and keep what they hold as it is."""
+    if isinstance(value, str):
+        return value if value.isascii() else as_text(value, where)
+    if not isinstance(value, (dict, list, tuple)):
         return value
-    if depth >= MAX_DEPTH:
-        raise _too_deep(where)
-    if kind is dict:
-        return {key: copy_containers(item, where, depth + 1) for key, item in value.items()}
-    return kind(copy_containers(item, where, depth + 1) for item in value)
+    if not depth:
+        raise too_deep(where)
+    if isinstance(value, dict):
+        return {key: copy_containers(item, where, depth - 1) for key, item in value.items()}
+    copies = [copy_containers(item, where, depth - 1) for item in value]
+    return tuple(copies) if isinstance(value, tuple) else copies
 
 
-def _too_deep(where: str) -> MessageError:
+def too_deep(where: str) -> MessageError:
+    """Build the error for nesting beyond `MAX_DEPTH`."""
     # The full path of a value this deep would fill the screen.
     return MessageError(
         "nests too deep",

@@ -30,11 +30,11 @@ _ROLE_OF: dict[str, Role] = {**{role: role for role in ROLES}, "function": "tool
 # Transformers reads the reasoning of a message under these names; the first that is not None wins.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
-# Fields that OpenAI responses carry and that mean nothing when they are empty.
-_EMPTY_WHEN_UNUSED = frozenset({"annotations", "audio", "function_call", "parsed", "refusal"})
-
 # No chat template reads media from here, so they would be lost without a word.
 _MISPLACED_MEDIA = frozenset({"audio", "audios", "image", "images", "video", "videos"})
+
+# Fields that responses and datasets carry along, and that mean nothing when they are empty.
+_API_FIELDS = _MISPLACED_MEDIA | {"annotations", "parsed", "refusal"}
 
 _MESSAGE = "a dict with role and content, a Message, a pydantic model or a dataclass"
 _LIST = "a list of messages"
@@ -173,9 +173,9 @@ def _extra(fields: dict[Any, Any], where: str) -> dict[str, Any]:
             raise MessageError(
                 "keys of a message are text", where=where, expected="str keys", got=describe(key)
             )
-        if key in _EMPTY_WHEN_UNUSED and isinstance(value, str | list | dict) and not value:
+        if key in _API_FIELDS and _is_empty(value):
             continue
-        if key in _MISPLACED_MEDIA and not (isinstance(value, list) and not value):
+        if key in _MISPLACED_MEDIA:
             raise MessageError(
                 "media of a message stand in its content",
                 where=path,
@@ -184,3 +184,10 @@ def _extra(fields: dict[Any, Any], where: str) -> dict[str, Any]:
             )
         extra[key] = copy_containers(value, path)
     return extra
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, (str, dict)):
+        return not value
+    items = as_sequence(value)
+    return items is not None and not items

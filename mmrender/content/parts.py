@@ -257,7 +257,9 @@ def _refuse_leftovers(fields: dict[str, Any], kind: str, where: str) -> None:
             continue
         if key in _KIND_OF_KEY or key in RECORD_KEYS:
             raise MessageError(
-                f"the part is {kind}, yet it also holds {describe(key)}", where=where, expected="one"
+                f"the part is {kind}, yet it also holds {describe(key)}",
+                where=where,
+                expected="a part of one kind",
             )
         if key in _OVERRIDES:
             raise MessageError(

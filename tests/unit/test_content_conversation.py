@@ -1,0 +1,332 @@
+import copy
+import dataclasses
+import enum
+from collections import UserDict
+from typing import Any
+
+import msgspec
+import numpy as np
+import pydantic
+import pytest
+
+from mmrender.content import normalize_messages
+from mmrender.errors import MessageError
+from mmrender.messages import ROLES, ImagePart, Message, TextPart, ToolCall
+
+
+def one(message: Any) -> Message:
+    (result,) = normalize_messages([message])
+    return result
+
+
+def error_of(messages: Any) -> str:
+    with pytest.raises(MessageError) as caught:
+        normalize_messages(messages)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_plain_messages_of_every_role(role):
+    assert one({"role": role, "content": "hi"}) == Message(role=role, content="hi")
+
+
+def test_the_legacy_function_role_is_a_tool():
+    message = one({"role": "function", "name": "add", "content": "3"})
+    assert message == Message(role="tool", name="add", content="3")
+
+
+def test_a_canonical_message_is_returned_as_it_is():
+    message = Message(role="user", content=(TextPart("a"),))
+    assert normalize_messages((message,))[0] is message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", ""),
+        (None, None),
+        ([], ()),
+        ("a\n ", "a\n "),
+        (["a"], (TextPart("a"),)),
+        ({"text": "a"}, (TextPart("a"),)),
+    ],
+)
+def test_content_keeps_its_shape(content, expected):
+    assert one({"role": "user", "content": content}).content == expected
+
+
+def test_absent_content_is_none():
+    assert one({"role": "assistant"}) == Message(role="assistant")
+
+
+class Role(str, enum.Enum):  # noqa: UP042 - the spelling of pydantic models generated before 3.11
+    USER = "user"
+
+
+def test_text_subclasses_become_plain_text():
+    message = one({"role": Role.USER, "content": np.str_("hi"), "reasoning_content": np.str_("r")})
+    assert (type(message.role), type(message.content), type(message.reasoning_content)) == (str, str, str)
+    assert message == Message(role="user", content="hi", reasoning_content="r")
+
+
+class PydanticFunction(pydantic.BaseModel):
+    name: str
+    arguments: str
+
+
+class PydanticCall(pydantic.BaseModel):
+    id: str
+    function: PydanticFunction
+    type: str = "function"
+
+
+class PydanticMessage(pydantic.BaseModel):
+    """The fields of the OpenAI client's response message."""
+
+    role: str
+    content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: list[PydanticCall] | None = None
+
+
+def test_pydantic_response_objects():
+    call = PydanticCall(id="c1", function=PydanticFunction(name="add", arguments='{"a": 1}'))
+    expected = Message(role="assistant", tool_calls=(ToolCall("add", {"a": 1}, id="c1"),))
+    assert one(PydanticMessage(role="assistant", tool_calls=[call], annotations=[])) == expected
+    assert one({"role": "assistant", "content": None, "tool_calls": [call]}) == expected
+    assert one(PydanticMessage(role="assistant", content="x")) == Message(role="assistant", content="x")
+
+
+@dataclasses.dataclass
+class DataclassMessage:
+    role: str
+    content: Any
+    name: str | None = None
+
+
+class StructPart(msgspec.Struct, tag_field="type", tag="text"):
+    body: str = msgspec.field(name="text")
+    note: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class StructMessage(msgspec.Struct):
+    role: str
+    content: list[StructPart]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        DataclassMessage("user", [{"type": "text", "text": "a"}]),
+        StructMessage("user", [StructPart("a")]),
+        UserDict({"role": "user", "content": (UserDict({"type": "text", "text": "a"}),)}),
+    ],
+)
+def test_other_records(message):
+    assert one(message) == Message(role="user", content=(TextPart("a"),))
+
+
+def test_object_arrays_that_pandas_makes_of_nested_columns():
+    parts = np.empty(2, dtype=object)
+    parts[:] = [{"type": "text", "text": "a", "image": None}, {"type": "image", "text": None, "image": None}]
+    messages = np.empty(1, dtype=object)
+    messages[0] = {"role": "user", "content": parts, "tool_calls": np.empty(0, dtype=object)}
+    assert normalize_messages(messages) == (Message(role="user", content=(TextPart("a"), ImagePart(None))),)
+
+
+def test_none_is_absent_and_empty_api_fields_are_dropped():
+    fields = dict.fromkeys(("name", "tool_calls", "tool_call_id", "refusal", "function_call", "weight"))
+    empty = {"annotations": [], "audio": {}, "parsed": "", "images": []}
+    assert one({"role": "assistant", "content": "x", **fields, **empty}) == Message(
+        role="assistant", content="x"
+    )
+
+
+def test_other_keys_go_to_extra_unchanged_but_not_shared():
+    marker = object()
+    source = {"role": "user", "content": "x", "refusal": "no", "tool_responses": [{"a": [1, (2, marker)]}]}
+    before = copy.copy(source)
+    message = one(source)
+    assert message.extra == {"refusal": "no", "tool_responses": [{"a": [1, (2, marker)]}]}
+    source["tool_responses"][0]["a"].append(3)
+    assert message.extra["tool_responses"] == [{"a": [1, (2, marker)]}]
+    assert source == before
+
+
+@pytest.mark.parametrize(
+    ("given", "reasoning", "extra"),
+    [
+        ({"reasoning_content": "a"}, "a", {}),
+        ({"thinking": "a"}, "a", {}),
+        ({"reasoning": "a"}, "a", {}),
+        ({"reasoning": "a", "reasoning_content": None}, "a", {}),
+        ({"reasoning": "a", "thinking": "a"}, "a", {}),
+        ({"reasoning": "a", "thinking": "b"}, "b", {"reasoning": "a"}),
+        ({"thinking": "a", "reasoning_content": ""}, "", {"thinking": "a"}),
+        ({"reasoning_content": ""}, "", {}),
+    ],
+)
+def test_reasoning_names_win_in_the_order_of_transformers(given, reasoning, extra):
+    message = one({"role": "assistant", "content": "x", **given})
+    assert (message.reasoning_content, message.extra) == (reasoning, extra)
+
+
+def test_reasoning_order_is_that_of_the_installed_transformers():
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    fields = {"reasoning": "1", "thinking": "2", "reasoning_content": "3"}
+    while fields:
+        (reference,) = utils._alias_reasoning_fields([{"role": "assistant", **fields}])
+        assert one({"role": "assistant", **fields}).reasoning_content == reference["reasoning_content"]
+        fields.popitem()
+
+
+def test_names_and_ids_given_as_numbers_become_text():
+    message = one({"role": "tool", "content": "x", "name": "f", "tool_call_id": 7})
+    assert (message.name, message.tool_call_id) == ("f", "7")
+    assert one({"role": "tool", "tool_call_id": ""}).tool_call_id == ""
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([], "messages: the conversation is empty - expected at least one message"),
+        (
+            "hi",
+            "messages: is not a conversation - expected a list of messages, got 'hi'. "
+            'Write [{"role": "user", "content": …}], or decode JSON text first',
+        ),
+        (
+            HI,
+            "messages: is not a conversation - expected a list of messages, got dict with keys 'role', "
+            "'content'. Wrap a single message in a list",
+        ),
+        (
+            Message(role="user"),
+            "messages: is not a conversation - expected a list of messages, got Message. "
+            "Wrap a single message in a list",
+        ),
+        (None, "messages: is not a conversation - expected a list of messages, got None"),
+        (
+            [[HI]],
+            "messages[0]: is a list, not a message - expected a dict with role and content, a Message, a "
+            "pydantic model or a dataclass, got list of length 1. Pass one conversation at a time",
+        ),
+        (
+            [HI, "hi"],
+            "messages[1]: cannot be read - expected a dict with role and content, a Message, a pydantic "
+            "model or a dataclass, got 'hi'",
+        ),
+        (
+            [HI, {"role": "assistnat", "content": "x"}],
+            "messages[1].role: unknown role - expected system, developer, user, assistant or tool, "
+            "got 'assistnat'",
+        ),
+        (
+            [{"role": ["user"], "content": "x"}],
+            "messages[0].role: unknown role - expected system, developer, user, assistant or tool, "
+            "got list of length 1",
+        ),
+        (
+            [{"from": "human", "value": "x"}],
+            "messages[0]: the message has no role - expected a key 'role', got keys 'from', 'value'",
+        ),
+        ([{}], "messages[0]: the message has no role - expected a key 'role', got no keys"),
+        (
+            [{"role": "user", "content": 3}],
+            "messages[0].content: content cannot be read - expected a str, None or a list of parts, got 3",
+        ),
+        (
+            [{"role": "user", "content": b"x"}],
+            "messages[0].content: content cannot be read - expected a str, None or a list of parts, "
+            "got bytes of length 1",
+        ),
+        (
+            [{"role": "user", "content": "a\ud800"}],
+            "messages[0].content: the text cannot be encoded as UTF-8 - expected no lone surrogates, got "
+            "U+D800 at position 1. Decode the original bytes with errors='replace'",
+        ),
+        (
+            [{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}],
+            "messages[0].tool_calls: only an assistant calls tools - expected role assistant, got role user",
+        ),
+        (
+            [{"role": "user", "content": "x", "function_call": {"name": "f"}}],
+            "messages[0].function_call: only an assistant calls tools - expected role assistant, "
+            "got role user",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}],
+            "messages[0]: the message has both tool_calls and function_call - expected only one of them",
+        ),
+        (
+            [{"role": "assistant", "reasoning": {"effort": "low"}}],
+            "messages[0].reasoning: is not text - expected a str, got dict with key 'effort'",
+        ),
+        (
+            [{"role": "user", "name": ["a"]}],
+            "messages[0].name: is not text - expected a str, got list of length 1",
+        ),
+        (
+            [{"role": "tool", "tool_call_id": True}],
+            "messages[0].tool_call_id: is not text - expected a str, got True",
+        ),
+        (
+            [{"role": "user", "content": "x", "images": ["a.png"]}],
+            "messages[0].images: media of a message stand in its content - expected parts such as "
+            '{"type": "image", "image": …} in content, got list of length 1',
+        ),
+        (
+            [{"role": "user", "content": "x", 1: 2}],
+            "messages[0]: keys of a message are text - expected str keys, got 1",
+        ),
+        (
+            [{"role": "user", "content": "x", "note": "\udfff"}],
+            "messages[0].note: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+DFFF "
+            "at position 0. Decode the original bytes with errors='replace'",
+        ),
+    ],
+)
+def test_errors(messages, text):
+    assert error_of(messages).removesuffix(".") == text
+
+
+def test_where_names_the_conversation():
+    with pytest.raises(MessageError) as caught:
+        normalize_messages([HI, {"role": "x"}], where="new_messages")
+    assert caught.value.where == "new_messages[1].role"
+
+
+def test_containers_that_hold_themselves_are_named_errors():
+    loop: dict[str, Any] = {}
+    loop["self"] = [loop]
+    assert error_of([{"role": "user", "content": "x", "meta": loop}]) == (
+        "messages[0].meta: nests too deep - expected at most 100 levels of dicts and lists. "
+        "A container that holds itself looks like this too"
+    )
+
+
+def test_a_model_that_cannot_be_dumped_is_a_named_error():
+    class Broken:
+        def model_dump(self):
+            raise RuntimeError("no such field")
+
+    class Odd:
+        def model_dump(self):
+            return "text"
+
+    assert error_of([Broken()]) == "messages[0]: model_dump() of Broken failed (no such field)"
+    assert error_of([Odd()]) == "messages[0]: model_dump() of Odd gave no mapping"
+
+
+def test_foreign_reprs_are_never_called():
+    class Hostile:
+        def __repr__(self):
+            raise AssertionError
+
+    assert error_of([{"role": Hostile()}]).endswith("got Hostile")

@@ -1,0 +1,55 @@
+import msgspec
+import pytest
+
+from mmrender.messages import ROLES, ImagePart, Message, TextPart, ThinkingPart, ToolCall, VideoPart
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        (TextPart("a"), "text"),
+        (ImagePart("a"), "source"),
+        (VideoPart("a"), "fps"),
+        (ThinkingPart("a"), "thinking"),
+        (ToolCall("f", {}), "name"),
+        (Message(role="user"), "content"),
+    ],
+)
+def test_canonical_values_are_frozen(value, field):
+    with pytest.raises(AttributeError, match="immutable"):
+        setattr(value, field, "b")
+
+
+def test_roles_are_those_that_chat_templates_know():
+    assert ROLES == ("system", "developer", "user", "assistant", "tool")
+
+
+def test_media_yields_images_and_videos_with_their_place_in_content():
+    image, video = ImagePart("a.png"), VideoPart("b.mp4", fps=2.0)
+    message = Message(role="user", content=(TextPart("x"), image, ThinkingPart("y"), video))
+    assert list(message.media()) == [(1, image), (3, video)]
+
+
+@pytest.mark.parametrize("content", [None, "text", ()])
+def test_media_of_a_message_without_parts_is_empty(content):
+    assert list(Message(role="user", content=content).media()) == []
+
+
+def test_extra_of_one_message_is_not_shared_with_another():
+    first, second = Message(role="user"), Message(role="user")
+    assert first.extra == {}
+    first.extra["key"] = 1
+    assert second.extra == {}
+
+
+def test_messages_survive_msgpack_where_their_sources_do():
+    message = Message(
+        role="assistant",
+        content=(TextPart("a"), ImagePart("http://x/y.png"), VideoPart(None, fps=1.0), ThinkingPart("t")),
+        reasoning_content="r",
+        tool_calls=(ToolCall("f", {"a": [1, None]}, id="c1"),),
+        name="n",
+        tool_call_id="i",
+        extra={"k": 1},
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message) == message
