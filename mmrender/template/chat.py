@@ -3,9 +3,11 @@
 import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
 from mmrender.errors import (
@@ -18,9 +20,11 @@ from mmrender.errors import (
 from mmrender.messages import Message
 from mmrender.template.environment import RefusedByTemplate, TracingEnvironment, compile_template, run
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.origin import Span, append
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.traced import TracedStr
 from mmrender.template.view import ViewForm, view_documents, view_messages, view_tools
+
+
+_ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "loop", "caller", "varargs", "kwargs")
 
 
 class ChatTemplate:
@@ -64,6 +68,16 @@ class ChatTemplate:
         except RecursionError as error:
             raise TemplateSyntaxError(f"the chat template {name!r} is nested too deep to compile") from error
 
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Variables that the template reads and never sets: what a caller may pass, such as `enable_thinking`."""
+        tree = self._environment.parse(self.source)
+        names = list(tree.find_all(nodes.Name))
+        stored = {name.name for name in names if name.ctx != "load"}
+        called = {macro.name for macro in tree.find_all(nodes.Macro)}
+        known = {*stored, *called, *self._environment.globals, *self.special_tokens, *_ALWAYS_GIVEN}
+        return tuple(sorted({name.name for name in names} - known))
+
     @property
     def reads_clock(self) -> bool:
         """Whether the text may depend on the current date."""
@@ -104,7 +118,7 @@ class ChatTemplate:
             **(arguments or {}),
         }
         try:
-            text = run(self._template, variables, limits=self.limits, clock=self._clock)
+            return run(self._template, variables, limits=self.limits, clock=self._clock)
         except TemplateLimitError:
             raise
         except RefusedByTemplate as error:
@@ -121,7 +135,6 @@ class ChatTemplate:
                 where=f"chat template {self.name!r}, line {_line_of(error)}",
                 got=f"{type(error).__name__}: {error}",
             ) from error
-        return own_regions(text)
 
 
 def _line_of(error: Exception) -> int | str:
@@ -133,44 +146,3 @@ def _line_of(error: Exception) -> int | str:
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return lines[-1] if lines else "unknown"
-
-
-def own_regions(text: TracedStr) -> TracedStr:
-    """Give text written outside any message loop to the one message whose values stand in it.
-
-    Templates often write the system turn before their loop. A stretch between looped scaffold that holds the
-    values of exactly one message is that message's turn; a stretch without any stays without an owner.
-    """
-    spans = text._spans
-    if not spans:
-        return text
-    owned: list[Span] = []
-    stretch: list[Span] = []
-    start = 0
-    for span in (*spans, None):
-        if span is not None and span[2].kind != "scaffold":
-            stretch.append(span)
-            continue
-        stop = len(text) if span is None else span[0]
-        _close_stretch(owned, stretch, start, stop)
-        stretch = []
-        if span is not None:
-            append(owned, (span,), 0)
-            start = span[1]
-    return TracedStr(plain(text), tuple(owned))
-
-
-def _close_stretch(owned: list[Span], stretch: list[Span], start: int, stop: int) -> None:
-    """Append the spans of `[start, stop)`, filling its gaps where one message owns it all."""
-    origins = {span[2].message: span[2] for span in stretch if span[2].message >= 0}
-    scaffold = None
-    if len(origins) == 1:
-        scaffold = next(iter(origins.values())).scaffold
-    position = start
-    for low, high, origin in stretch:
-        if scaffold is not None and low > position:
-            append(owned, ((position, low, scaffold),), 0)
-        append(owned, ((low, high, origin),), 0)
-        position = high
-    if scaffold is not None and position < stop:
-        append(owned, ((position, stop, scaffold),), 0)

@@ -7,7 +7,7 @@ controls, `{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` with
 
 import datetime
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -126,10 +126,10 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def concat(self, pieces: Any) -> TracedStr:  # type: ignore[override]
         """Join what a template, macro or block wrote."""
-        text = ownership.concat(self._measured(pieces))
-        return text
+        return ownership.concat(self.measured(pieces))
 
-    def _measured(self, pieces: Any) -> Any:
+    def measured(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Pass pieces on while their total length is within the limit."""
         total = 0
         limit = self.limits.max_characters
         for piece in pieces:
@@ -246,8 +246,9 @@ def run(
     meter = METER.set(Meter(limits))
     time = CLOCK.set(clock)
     try:
-        text = template.render(variables)
+        environment = template.environment
+        pieces = template.root_render_func(template.new_context(dict(variables)))
+        return ownership.concat_root(environment.measured(pieces))
     finally:
         METER.reset(meter)
         CLOCK.reset(time)
-    return text if isinstance(text, TracedStr) else TracedStr(text)

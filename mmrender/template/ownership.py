@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import nodes
 
-from mmrender.template.origin import Origin, Span, append
-from mmrender.template.traced import TracedStr, spans_of
+from mmrender.template.origin import Origin, Span, Spans, append, clip
+from mmrender.template.traced import TracedStr, plain, spans_of
 
 ENTER = "mmrender_enter"
 LEAVE = "mmrender_leave"
@@ -74,40 +74,102 @@ def _output(filter_name: str, value: nodes.Expr, loop: int, near: nodes.Node) ->
     return nodes.Output([marker]).set_lineno(near.lineno)
 
 
+class _Joiner:
+    """Lays pieces out one after the other, each with the scaffold origin of the message being handled."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.spans: list[Span] = []
+        self.position = 0
+        self._owners: dict[int, Origin] = {}
+        self.owner: Origin | None = None
+
+    def mark(self, marker: Marker) -> None:
+        if marker.origin is None:
+            self._owners.pop(marker.loop, None)
+        else:
+            self._owners[marker.loop] = marker.origin
+        self.owner = next(reversed(self._owners.values())) if self._owners else None
+
+    def add(self, piece: str) -> None:
+        if self.owner is None:
+            append(self.spans, spans_of(piece), self.position)
+        elif type(piece) is str:
+            append(self.spans, ((0, len(piece), self.owner),), self.position)
+        else:
+            append(self.spans, _filled(spans_of(piece), 0, len(piece), self.owner), self.position)
+        self.held.append(piece)
+        self.position += len(piece)
+
+    def result(self) -> TracedStr:
+        return TracedStr("".join(self.held), tuple(self.spans))
+
+
 def concat(pieces: Iterable[str]) -> TracedStr:
-    """Join what a template wrote; scaffold between markers belongs to the message being handled."""
-    held: list[str] = []
-    spans: list[Span] = []
-    position = 0
-    owners: dict[int, Origin] = {}
-    owner: Origin | None = None
+    """Join what a macro or block wrote; scaffold between markers belongs to the message being handled."""
+    joiner = _Joiner()
     for piece in pieces:
         if type(piece) is Marker:
-            if piece.origin is None:
-                owners.pop(piece.loop, None)
-            else:
-                owners[piece.loop] = piece.origin
-            owner = next(reversed(owners.values())) if owners else None
-            continue
-        if not piece:
-            continue
-        if owner is None:
-            append(spans, spans_of(piece), position)
-        elif type(piece) is str:
-            append(spans, ((0, len(piece), owner),), position)
-        else:
-            _append_owned(spans, piece, position, owner)
-        held.append(piece)
-        position += len(piece)
-    return TracedStr("".join(held), tuple(spans))
+            joiner.mark(piece)
+        elif piece:
+            joiner.add(piece)
+    return joiner.result()
 
 
-def _append_owned(spans: list[Span], piece: str, shift: int, owner: Origin) -> None:
-    end = 0
-    for span in spans_of(piece):
-        if span[0] > end:
-            append(spans, ((end, span[0], owner),), shift)
-        append(spans, (span,), shift)
-        end = span[1]
-    if end < len(piece):
-        append(spans, ((end, len(piece), owner),), shift)
+def concat_root(pieces: Iterable[str]) -> TracedStr:
+    """Join what a whole template wrote.
+
+    Templates often write the system turn before their loop. A stretch outside any message loop that holds the
+    values of exactly one message is that message's turn; a stretch without any keeps no owner.
+    """
+    joiner = _Joiner()
+    stretch: tuple[int, int] | None = (0, 0)  # where the current stretch begins: character, span
+    for piece in pieces:
+        if type(piece) is Marker:
+            joiner.mark(piece)
+        elif piece:
+            if joiner.owner is not None and stretch is not None:
+                _own_stretch(joiner, stretch)
+                stretch = None
+            elif joiner.owner is None and stretch is None:
+                stretch = (joiner.position, len(joiner.spans))
+            joiner.add(piece)
+    if stretch is not None:
+        _own_stretch(joiner, stretch)
+    return joiner.result()
+
+
+def _own_stretch(joiner: _Joiner, stretch: tuple[int, int]) -> None:
+    start, index = stretch
+    inside = tuple(joiner.spans[index:])
+    messages = {origin.message: origin for _, _, origin in inside if origin.message >= 0}
+    if len(messages) != 1:
+        return
+    scaffold = next(iter(messages.values())).scaffold
+    if scaffold is not None:
+        del joiner.spans[index:]
+        append(joiner.spans, _filled(inside, start, joiner.position, scaffold), 0)
+
+
+def _filled(spans: Spans, start: int, stop: int, owner: Origin) -> Spans:
+    """The spans, with the gaps of `[start, stop)` given to `owner`."""
+    filled: list[Span] = []
+    for span in spans:
+        if span[0] > start:
+            filled.append((start, span[0], owner))
+        filled.append(span)
+        start = span[1]
+    if start < stop:
+        filled.append((start, stop, owner))
+    return tuple(filled)
+
+
+def disown_tail(text: TracedStr, length: int) -> TracedStr:
+    """The text with the scaffold of its last `length` characters given to no message.
+
+    A generation prompt that the template writes inside its loop belongs to the coming turn, not to the last.
+    """
+    cut = len(text) - length
+    if length <= 0 or any(stop > cut and origin.is_content for _, stop, origin in text._spans):
+        return text
+    return TracedStr(plain(text), clip(text._spans, 0, cut))

@@ -1,0 +1,160 @@
+"""`RenderedTokens`: token ids with everything that is known about each of them.
+
+Attribution is a few dozen spans over the token list; per-token arrays are built when asked for.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.media.item import MultiModalData
+from mmrender.messages import Role
+from mmrender.template.origin import Kind
+
+TokenKind: TypeAlias = Kind | Literal["template", "image", "video"]
+"""`Kind` of the text a token was made from; `template` where no message is involved; or a media placeholder."""
+
+CONTENT_KINDS: frozenset[str] = frozenset(
+    {"content", "reasoning", "tool_call", "name", "extra", "tools", "documents", "image", "video"}
+)
+
+
+class TokenSpan(NamedTuple):
+    """Tokens `[start, stop)` of one message (-1: none) and one kind.
+
+    A token that joins two pieces of text belongs to the piece of its first character. `sampled` says that the
+    model writes these tokens: they follow a generation prompt and run through the stop token.
+    """
+
+    start: int
+    stop: int
+    message: int
+    kind: TokenKind
+    sampled: bool
+
+
+@dataclass(frozen=True)
+class RenderedTokens:
+    """A rendered conversation.
+
+    Attributes:
+        token_ids: The prompt, placeholders widened.
+        spans: Attribution; rising, without gaps, from 0 to `len(token_ids)`.
+        roles: Role of each message.
+        tool_names: For each tool message the name of the tool, where it is known; None for others.
+        multi_modal_data: Items, hashes and placeholder ranges, in prompt order.
+        text: What the template wrote, each placeholder once.
+        rewritten: Assistant messages that do not begin with their generation prompt, because the template
+            writes them differently as history than it asked for them; none of their tokens count as sampled.
+    """
+
+    token_ids: list[int]
+    spans: tuple[TokenSpan, ...]
+    roles: tuple[Role, ...] = ()
+    tool_names: tuple[str | None, ...] = ()
+    multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
+    text: str = ""
+    rewritten: tuple[int, ...] = ()
+    _decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_decode": None}
+
+    @property
+    def token_array(self) -> npt.NDArray[np.int32]:
+        """`token_ids` as int32 of shape `(n,)`."""
+        return np.array(self.token_ids, np.int32)
+
+    def _filled(self, values: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        lengths = [span.stop - span.start for span in self.spans]
+        return np.repeat(np.array(values, dtype), lengths)
+
+    @property
+    def message_indices(self) -> npt.NDArray[np.int32]:
+        """Index of the message each token belongs to, -1 for none; int32 of shape `(n,)`.
+
+        A sampled stop token belongs to the message it ends, also where it opens the next turn.
+        """
+        return self._filled([span.message for span in self.spans], np.int32)
+
+    @property
+    def sampled_mask(self) -> npt.NDArray[np.bool_]:
+        """Which tokens the model writes; bool of shape `(n,)`."""
+        return self._filled([span.sampled for span in self.spans], np.bool_)
+
+    @property
+    def is_content(self) -> npt.NDArray[np.bool_]:
+        """Which tokens carry what a caller or the model wrote, as against scaffold; bool of shape `(n,)`."""
+        return self._filled([span.sampled or span.kind in CONTENT_KINDS for span in self.spans], np.bool_)
+
+    @property
+    def message_roles(self) -> list[Role | None]:
+        """Role of the message each token belongs to, None for none; length `n`."""
+        return [
+            self.roles[span.message] if span.message >= 0 else None
+            for span in self.spans
+            for _ in range(span.stop - span.start)
+        ]
+
+    @property
+    def message_tool_names(self) -> list[str | None]:
+        """Name of the tool for each token of a tool message, None for others; length `n`."""
+        return [
+            self.tool_names[span.message] if span.message >= 0 else None
+            for span in self.spans
+            for _ in range(span.stop - span.start)
+        ]
+
+    def loss_mask(self, roles: Collection[Role] = ("assistant",)) -> npt.NDArray[np.bool_]:
+        """Which tokens to train on; bool of shape `(n,)`.
+
+        For `assistant` its sampled tokens; for any other role the content of its messages without scaffold.
+        """
+        return self._filled([self._trained(span, roles) for span in self.spans], np.bool_)
+
+    def _trained(self, span: TokenSpan, roles: Collection[Role]) -> bool:
+        if span.message < 0 or self.roles[span.message] not in roles:
+            return False
+        if self.roles[span.message] == "assistant":
+            return span.sampled
+        return span.kind in CONTENT_KINDS and span.kind not in ("image", "video")
+
+    @property
+    def tokens_per_message(self) -> list[int]:
+        """Number of tokens of each message."""
+        counts = [0] * len(self.roles)
+        for span in self.spans:
+            if span.message >= 0:
+                counts[span.message] += span.stop - span.start
+        return counts
+
+    def slices(self, message: int) -> Iterator[slice]:
+        """Yield the runs of tokens of one message, as slices of `token_ids`."""
+        start = stop = -1
+        for span in self.spans:
+            if span.message != message:
+                continue
+            if span.start == stop:
+                stop = span.stop
+                continue
+            if start >= 0:
+                yield slice(start, stop)
+            start, stop = span.start, span.stop
+        if start >= 0:
+            yield slice(start, stop)
+
+    def decode(self, start: int = 0, stop: int | None = None) -> str:
+        """Text of the tokens `[start, stop)`, special tokens and placeholders included.
+
+        Raises:
+            ValueError: The object was unpickled; it then carries no tokenizer.
+        """
+        if self._decode is None:
+            raise ValueError("an unpickled RenderedTokens carries no tokenizer: use renderer.decode(token_ids)")
+        return self._decode(self.token_ids[start:stop])
