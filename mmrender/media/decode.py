@@ -151,7 +151,7 @@ def named_errors(name: str, where: str | None) -> Iterator[None]:
         raise MediaLimitError(
             f"the {name} is larger than Pillow itself allows ({error})",
             where=where,
-            remedy="Set PIL.Image.MAX_IMAGE_PIXELS if you trust the source.",
+            remedy="If you trust it, raise MediaPolicy(max_pixels=...) and PIL.Image.MAX_IMAGE_PIXELS.",
         ) from error
     except Exception as error:
         raise MediaDecodeError(

@@ -23,14 +23,14 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from mmrender._version import __version__
 from mmrender.errors import MediaBlockedError, MediaError, MediaFetchError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
+from mmrender.media.sockets import DeadlineSocket
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
@@ -134,14 +134,7 @@ class _Hop:
             host = ""
         if not host:
             raise self._failed("is not a URL with a host")
-        if parts.scheme not in self.policy.schemes:
-            raise MediaBlockedError(
-                f"{printable_url(url)} is of a scheme that the media policy forbids",
-                where=self.where,
-                expected=f"one of {sorted(self.policy.schemes)}",
-                got=parts.scheme,
-                remedy="Add it to MediaPolicy(schemes=...).",
-            )
+        self.policy.check_scheme(parts.scheme, self.where)
         return parts, host, port
 
     def _checked_addresses(self, host: str, port: int) -> list[str]:
@@ -184,7 +177,7 @@ class _Hop:
             raise found
         return found
 
-    def _connect(self, addresses: list[str], host: str, port: int, *, secure: bool) -> "_DeadlineSocket":
+    def _connect(self, addresses: list[str], host: str, port: int, *, secure: bool) -> "DeadlineSocket":
         for position, address in enumerate(addresses):
             try:
                 sock = socket.create_connection((address, port), self.wait(self.policy.connect_timeout))
@@ -200,7 +193,7 @@ class _Hop:
         except BaseException:
             sock.close()
             raise
-        return _DeadlineSocket(sock, lambda: self.wait(self.policy.read_timeout))
+        return DeadlineSocket(sock, lambda: self.wait(self.policy.read_timeout))
 
     def _answer(self, response: http.client.HTTPResponse) -> tuple[bytes | None, str]:
         location = response.headers.get("Location")
@@ -292,40 +285,3 @@ def _headers(parts: SplitResult) -> dict[str, str]:
 @lru_cache(maxsize=1)
 def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
-
-
-class _DeadlineSocket:
-    """A socket whose every read waits no longer than `timeout()` says at that moment.
-
-    A plain socket timeout bounds one read, so a server that sends a byte now and then would never be late.
-    """
-
-    def __init__(self, sock: socket.socket, timeout: Callable[[], float]) -> None:
-        self._sock = sock
-        self._timeout = timeout
-
-    def sendall(self, data: Any) -> None:
-        self._sock.settimeout(self._timeout())
-        self._sock.sendall(data)
-
-    def makefile(self, mode: str, *_: object, **__: object) -> io.BufferedReader:
-        return io.BufferedReader(_DeadlineReader(self._sock, self._timeout), _CHUNK)
-
-    def close(self) -> None:
-        """Do nothing: the connection closes its socket before the body is read."""
-
-    def release(self) -> None:
-        self._sock.close()
-
-
-class _DeadlineReader(io.RawIOBase):
-    def __init__(self, sock: socket.socket, timeout: Callable[[], float]) -> None:
-        self._sock = sock
-        self._timeout = timeout
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._sock.settimeout(self._timeout())
-        return self._sock.recv_into(buffer)

@@ -17,9 +17,10 @@ from PIL import Image, ImageFile
 
 from mmrender.errors import MediaDecodeError, MediaLimitError
 from mmrender.media.decode import check_pixels, named_errors, open_image
+from mmrender.media.files import type_name
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.rgb import rgb_of_array, rgb_of_image
-from mmrender.media.sources import read_source, type_name
+from mmrender.media.sources import read_source
 
 _ANIMATED = ("GIF", "WEBP", "AVIF", "PNG")
 
@@ -49,6 +50,11 @@ class LoadedImage:
 
     def __repr__(self) -> str:
         return f"LoadedImage(height={self.height}, width={self.width})"
+
+    @property
+    def at_hand(self) -> "Image.Image | npt.NDArray[np.uint8]":
+        """`image` or `array`, whichever is there without a conversion."""
+        return self.array if self._image is None else self._image
 
     @property
     def image(self) -> Image.Image:

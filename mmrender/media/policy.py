@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeAlias
 
-from mmrender.errors import InputError
+from mmrender.errors import InputError, MediaBlockedError, MediaLimitError
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -85,6 +85,28 @@ class MediaPolicy:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
             raise _bad_field(name, "a positive number", repr(value))
 
+    def check_scheme(self, scheme: str, where: str | None) -> None:
+        """Raise MediaBlockedError unless URLs of `scheme` may be read."""
+        if scheme not in self.schemes:
+            raise MediaBlockedError(
+                f"the media policy forbids {scheme}: URLs",
+                where=where,
+                expected=f"one of {sorted(self.schemes)}",
+                got=f"{scheme}:",
+                remedy=f'Add "{scheme}" to MediaPolicy(schemes=...).',
+            )
+
+    def check_bytes(self, count: int, where: str | None) -> None:
+        """Raise MediaLimitError if `count` bytes are more than one source may hold."""
+        if count > self.max_bytes:
+            raise MediaLimitError(
+                "the encoded image is too large",
+                where=where,
+                expected=f"at most {self.max_bytes} bytes",
+                got=f"{count} bytes",
+                remedy="Raise MediaPolicy(max_bytes=...).",
+            )
+
     def refusal_of(self, address: str) -> str | None:
         """Say why `address` (an IP address as text) may not be reached, or return None if it may."""
         parsed = ipaddress.ip_address(address.partition("%")[0])
@@ -121,7 +143,8 @@ def _embedded_ipv4(address: Address) -> ipaddress.IPv4Address | None:
 
 
 def _kind_if_not_public(address: Address) -> str | None:
-    for kind in ("unspecified", "loopback", "link_local", "multicast", "private", "reserved"):
-        if getattr(address, f"is_{kind}"):
+    for kind in ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved"):
+        # Only IPv6 knows site-local addresses.
+        if getattr(address, f"is_{kind}", False):
             return f"{kind.replace('_', '-')}, not public"
     return None if address.is_global else "not public"

@@ -8,7 +8,7 @@ not depend on how it was handed over, so one had to be picked:
 | image | rule | reference |
 |---|---|---|
 | EXIF orientation 1 to 8, from EXIF or XMP | applied | `load_image`; not `convert_to_rgb` |
-| RGBA, LA, PA, RGBa, or a transparent colour | composited onto white | `convert_to_rgb`; not `load_image` |
+| alpha (RGBA, LA, PA, RGBa, La), transparent colour | put onto white | `convert_to_rgb`; not `load_image` |
 | palette | looked up | both |
 | CMYK, YCbCr, LAB, HSV | Pillow's conversion, no ICC profile | both |
 | 16-bit and 32-bit grey (I;16, I), float grey (F) | clipped to 0..255, not scaled, fraction cut off | both |
@@ -44,6 +44,11 @@ _TRANSPOSE = {
 _IMAGE_LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
+def image_lock(image: Image.Image) -> threading.Lock:
+    """Return the lock under which the lazy state of `image`, its pixels and EXIF block, is read."""
+    return _IMAGE_LOCKS[id(image) // 16 % len(_IMAGE_LOCKS)]
+
+
 def rgb_of_image(image: Image.Image, policy: MediaPolicy, *, where: str | None = None) -> Image.Image:
     """Return `image` upright and in mode RGB: the very same object where it is both already.
 
@@ -55,13 +60,20 @@ def rgb_of_image(image: Image.Image, policy: MediaPolicy, *, where: str | None =
     """
     check_pixels(image.size, policy, where)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with _IMAGE_LOCKS[id(image) // 16 % len(_IMAGE_LOCKS)]:
+    with image_lock(image):
         load_pixels(image, where=where)
         with named_errors("image's EXIF block", where):
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    with named_errors(f"image of mode {image.mode}", where):
-        method = _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None
-        return _to_rgb(image if method is None else image.transpose(method))
+    method = _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None
+    upright = image if method is None else image.transpose(method)
+    try:
+        return _to_rgb(upright)
+    except ValueError as error:
+        raise MediaDecodeError(
+            f"an image of mode {image.mode} has no conversion to RGB ({error})",
+            where=where,
+            remedy="Convert it yourself and pass the result.",
+        ) from error
 
 
 def rgb_of_array(
@@ -88,7 +100,9 @@ def rgb_of_array(
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and image.info.get("transparency") is None:
         return image
-    # An "A" band of mode LAB is a colour, and "RGBa" (premultiplied) has an "a".
+    if image.mode == "La":
+        image = image.convert("LA")
+    # Not by the bands' names: the "A" of LAB is a colour.
     if image.mode in ("RGBA", "LA", "PA", "RGBa") or image.info.get("transparency") is not None:
         return _onto_white(image.convert("RGBA"))
     return image.convert("RGB")

@@ -30,17 +30,24 @@ def load_whole(image: Image.Image) -> None:
         or not isinstance(image, ImageFile.ImageFile)
         or getattr(image, "use_load_libtiff", False)  # libtiff's errors are raised with the flag on as well
     ):
-        image.load()
+        _load_or_stay_unloaded(image, tiles)
         return
     image.tile = [tile._replace(codec_name=_CODEC, args=(tile.codec_name, tile.args)) for tile in tiles]
     image.__dict__["load_read"] = _whole_read(image)
     try:
-        image.load()
-    except BaseException:
-        image.tile = tiles
-        raise
+        _load_or_stay_unloaded(image, tiles)
     finally:
         image.__dict__.pop("load_read", None)
+
+
+def _load_or_stay_unloaded(image: Image.Image, tiles: Any) -> None:
+    try:
+        image.load()
+    except BaseException:
+        # Pillow forgets the tiles first and raises then: a second load() would give the half-decoded pixels.
+        if isinstance(image, ImageFile.ImageFile):
+            image.tile = tiles
+        raise
 
 
 def _whole_read(image: ImageFile.ImageFile) -> Callable[[int], bytes]:

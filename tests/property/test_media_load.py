@@ -1,0 +1,138 @@
+"""Laws of media loading: hostile input only raises the named errors; the form of a source does not matter."""
+
+import base64
+import io
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from PIL import Image
+
+from mmrender.errors import MediaError
+from mmrender.media.load import load_image, load_video
+from mmrender.media.policy import MediaPolicy
+
+WHERE = "messages[0].content[0]"
+# Small limits, so that a header that lies about its size costs nothing; nothing may be fetched.
+POLICY = MediaPolicy(max_pixels=100_000, max_bytes=200_000, schemes=frozenset({"data", "file"}))
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF", "LZW", "BMP", "APNG", "PALETTE", "EXIF")
+
+rgb_arrays = npst.arrays(
+    np.uint8, npst.array_shapes(min_dims=2, max_dims=2, max_side=12).map(lambda s: (*s, 3))
+)
+
+
+@lru_cache
+def sample(name: str) -> bytes:
+    pixels = np.random.default_rng(3).integers(0, 256, (24, 31, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    out = io.BytesIO()
+    options: dict[str, Any] = {}
+    fmt = {"LZW": "TIFF", "APNG": "PNG", "PALETTE": "PNG", "EXIF": "JPEG"}.get(name, name)
+    if name == "LZW":
+        options["compression"] = "tiff_lzw"
+    elif name in ("GIF", "APNG"):
+        options.update(save_all=True, append_images=[image.rotate(90), image.rotate(180)], duration=40)
+    elif name == "PALETTE":
+        image, options["transparency"] = image.quantize(16), 3
+    elif name == "EXIF":
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = 6
+    image.save(out, fmt, **options)
+    return out.getvalue()
+
+
+def loads_or_names_the_error(source: object) -> None:
+    for load in (load_image, load_video):
+        try:
+            loaded = load(source, POLICY, where=WHERE)
+        except MediaError as caught:
+            message = str(caught)
+        else:
+            message = WHERE
+            for frame in getattr(loaded, "frames", (loaded,)):
+                assert frame.array.shape == (frame.height, frame.width, 3)
+                assert frame.image.size == (frame.width, frame.height)
+        assert message.startswith(WHERE)
+        assert len(message) < 1000
+
+
+@settings(max_examples=150)
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes(data: bytes) -> None:
+    loads_or_names_the_error(data)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(FORMATS), st.binary(max_size=200), st.integers(0, 64))
+def test_arbitrary_bytes_after_a_true_beginning(name: str, data: bytes, keep: int) -> None:
+    loads_or_names_the_error(sample(name)[:keep] + data)
+
+
+@settings(max_examples=500)
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=8),
+    st.floats(0.01, 1),
+)
+def test_damaged_images(name: str, edits: list[tuple[float, int]], keep: float) -> None:
+    data = bytearray(sample(name))
+    for place, value in edits:
+        data[int(place * len(data))] = value
+    loads_or_names_the_error(bytes(data[: int(keep * len(data)) + 1]))
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(FORMATS), st.integers(0, 120), st.binary(min_size=1, max_size=4))
+def test_damaged_headers(name: str, place: int, written: bytes) -> None:
+    data = bytearray(sample(name))
+    data[place : place + len(written)] = written
+    loads_or_names_the_error(bytes(data))
+
+
+@settings(max_examples=150)
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.text(max_size=60).map("data:{}".format),
+        st.text(max_size=60).map("data:image/png;base64,{}".format),
+        st.text(max_size=60).map("file:///{}".format),
+        st.text(max_size=60).map("http://{}".format),
+        st.none() | st.integers() | st.lists(st.integers(), max_size=3),
+        st.dictionaries(st.sampled_from(["bytes", "path", "x"]), st.none() | st.text() | st.binary()),
+    )
+)
+def test_arbitrary_sources(source: object) -> None:
+    loads_or_names_the_error(source)
+
+
+@settings(max_examples=60)
+@given(
+    npst.arrays(
+        st.sampled_from([np.uint8, np.bool_, np.float32, np.uint16, np.int64]),
+        npst.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=5),
+    )
+)
+def test_arbitrary_arrays(array: np.ndarray[Any, Any]) -> None:
+    loads_or_names_the_error(array)
+
+
+@settings(max_examples=60)
+@given(rgb_arrays)
+def test_the_form_of_a_source_does_not_matter(array: np.ndarray[Any, Any]) -> None:
+    out = io.BytesIO()
+    Image.fromarray(array).save(out, "PNG")
+    data = out.getvalue()
+    text = base64.b64encode(data).decode()
+    for source in (
+        array,
+        Image.fromarray(array),
+        data,
+        {"bytes": data},
+        text,
+        f"data:image/png;base64,{text}",
+    ):
+        np.testing.assert_array_equal(load_image(source, POLICY).array, array)

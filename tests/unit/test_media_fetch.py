@@ -1,0 +1,431 @@
+"""Fetching, against real servers on the loopback interface and a resolver under the test's control."""
+
+import contextlib
+import io
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
+from mmrender.media import fetch as fetching
+from mmrender.media.fetch import fetch, printable_url
+from mmrender.media.load import load_image
+from mmrender.media.policy import MediaPolicy
+
+WHERE = "messages[0].content[0]"
+CERTIFICATE = Path(__file__).parent.parent / "data" / "tls" / "images.test.pem"
+LOOPBACK = MediaPolicy(allow_networks=("127.0.0.1",), connect_timeout=5, read_timeout=5, total_timeout=20)
+SLOW = MediaPolicy(allow_networks=("127.0.0.1",), connect_timeout=5, read_timeout=0.2, total_timeout=20)
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (5, 4), "green").save(out, "PNG")
+    return out.getvalue()
+
+
+PNG = png()
+
+
+class Site(ThreadingHTTPServer):
+    """A server whose answers the test sets, and which keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {}
+        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.released = threading.Event()
+
+    def handle_error(self, *_: object) -> None:
+        """A client that hangs up early is what these tests are about."""
+
+    def url(self, path: str = "/a.png", host: str = "127.0.0.1") -> str:
+        return f"http://{host}:{self.server_port}{path}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, dict(self.headers)))
+        self.server.answers[self.path.partition("?")[0]](self)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def body(data: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in {"content_length": str(len(data)), **headers}.items():
+            if value:
+                handler.send_header(name.replace("_", "-").title(), value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+def raw(data: bytes, *, wait: threading.Event | None = None) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(data)
+        handler.wfile.flush()
+        if wait is not None:
+            wait.wait(30)
+        handler.close_connection = True
+
+    return answer
+
+
+def redirect(location: str, status: int = 302) -> Callable[[BaseHTTPRequestHandler], None]:
+    return body(b"", status, location=location)
+
+
+@contextlib.contextmanager
+def serving(site: Site) -> Iterator[Site]:
+    thread = threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield site
+    finally:
+        site.released.set()
+        site.shutdown()
+        thread.join()
+        site.server_close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serving(Site()) as running:
+        running.answers["/a.png"] = body(PNG)
+        yield running
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """A resolver that knows what the test writes into this table, addresses included."""
+    table: dict[str, list[str]] = {}
+
+    def resolve(host: str, port: int) -> list[str]:
+        if host not in table:
+            raise socket.gaierror(-2, "Name or service not known")
+        return table[host]
+
+    monkeypatch.setattr(fetching, "resolve", resolve)
+    return table
+
+
+def test_plain_fetch(site: Site) -> None:
+    loaded = load_image(site.url("/a.png?size=1&name=ü b"), LOOPBACK)
+    assert loaded.array[0, 0].tolist() == [0, 128, 0]
+    path, headers = site.asked[0]
+    assert path == "/a.png?size=1&name=%C3%BC%20b"
+    assert headers["Host"] == f"127.0.0.1:{site.server_port}"
+    assert headers["Accept-Encoding"] == "identity"
+    assert headers["User-Agent"].startswith("mmrender/")
+    assert "Authorization" not in headers
+
+
+def test_body_forms(site: Site) -> None:
+    site.answers["/unstated"] = body(PNG, content_length="")
+    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (PNG[:7], PNG[7:])) + b"0\r\n\r\n"
+    site.answers["/chunked"] = body(chunked, content_length="", transfer_encoding="chunked")
+    assert fetch(site.url("/unstated"), LOOPBACK) == PNG
+    Handler.protocol_version, before = "HTTP/1.1", Handler.protocol_version
+    try:
+        assert fetch(site.url("/chunked"), LOOPBACK) == PNG
+    finally:
+        Handler.protocol_version = before
+
+
+def test_proxies_of_the_environment_are_not_used(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert fetch(site.url(), LOOPBACK) == PNG
+
+
+def test_loopback_is_blocked_by_default(site: Site) -> None:
+    for host in ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "user:pass@127.0.0.1"):
+        with pytest.raises(MediaBlockedError):
+            load_image(site.url(host=host))
+    with pytest.raises(MediaBlockedError) as caught:
+        load_image(site.url("/a.png?sig=SECRET#f", "me:SECRET@127.0.0.1"), where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: http://127.0.0.1:{site.server_port}/a.png?... leads to an address that the media policy "
+        "forbids - expected a public address, got 127.0.0.1 (loopback, not public). If you trust it, pass "
+        'MediaPolicy(allow_networks=("127.0.0.1",)).'
+    )
+    assert site.asked == []
+
+
+def test_name_that_resolves_to_a_private_address(names: dict[str, list[str]]) -> None:
+    names["inside.test"] = ["10.0.0.7"]
+    names["mapped.test"] = ["::ffff:169.254.169.254"]
+    names["nowhere.test"] = []
+    for host, address in [("inside.test", "10.0.0.7"), ("mapped.test", "::ffff:169.254.169.254")]:
+        with pytest.raises(MediaBlockedError, match=f"got {address} "):
+            fetch(f"https://{host}/", MediaPolicy())
+    with pytest.raises(MediaFetchError, match="resolves to no address"):
+        fetch("https://nowhere.test/", MediaPolicy())
+
+
+def test_connection_goes_to_the_checked_address(site: Site, names: dict[str, list[str]]) -> None:
+    # The first answer is allowed, and every later one is not: a second look-up would be caught.
+    answers = iter([["127.0.0.1"]])
+    names.update({"images.test": []})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetching, "resolve", lambda host, port: next(answers))
+        assert fetch(site.url(host="images.test"), LOOPBACK) == PNG
+    assert site.asked[0][1]["Host"] == f"images.test:{site.server_port}"
+
+
+def test_only_the_allowed_of_several_addresses_is_used(
+    site: Site, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names["mixed.test"] = ["10.0.0.1", "127.0.0.1"]
+    tried: list[str] = []
+    connect = socket.create_connection
+
+    def recording(address: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(address[0])
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", recording)
+    assert fetch(site.url(host="mixed.test"), LOOPBACK) == PNG
+    assert tried == ["127.0.0.1"]
+
+
+def test_next_address_is_tried(site: Site, names: dict[str, list[str]]) -> None:
+    names["two.test"] = ["127.0.0.2", "127.0.0.1"]
+    policy = MediaPolicy(allow_networks=("127.0.0.0/8",))
+    assert fetch(site.url(host="two.test"), policy) == PNG
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_followed(site: Site, status: int) -> None:
+    site.answers["/from"] = redirect("/a b.png?x=1", status)
+    site.answers["/a%20b.png"] = body(PNG)
+    assert fetch(site.url("/from"), LOOPBACK) == PNG
+
+
+def test_redirect_to_a_private_address(site: Site, names: dict[str, list[str]]) -> None:
+    names.update({"127.0.0.1": ["127.0.0.1"], "169.254.169.254": ["169.254.169.254"], "trap": ["10.0.0.1"]})
+    for target, address in [("http://169.254.169.254/latest", "169.254.169.254"), ("//trap/x", "10.0.0.1")]:
+        site.answers["/from"] = redirect(target)
+        with pytest.raises(MediaBlockedError) as caught:
+            fetch(site.url("/from"), LOOPBACK, where=WHERE)
+        assert f"got {address} (" in str(caught.value)
+
+
+def test_redirect_may_not_leave_http(site: Site) -> None:
+    for target, scheme in [("file:///etc/passwd", "file"), ("data:image/png,x", "data"), ("ftp://x/", "ftp")]:
+        site.answers["/from"] = redirect(target)
+        with pytest.raises(MediaBlockedError) as caught:
+            fetch(site.url("/from"), LOOPBACK, where=WHERE)
+        assert str(caught.value) == (
+            f"{WHERE}: {site.url('/from')} redirects from http: to {scheme}: - expected a redirect to http: "
+            "or https:. Fetch it yourself and pass the bytes."
+        )
+
+
+def test_redirects_are_counted(site: Site) -> None:
+    site.answers["/loop"] = redirect("/loop")
+    with pytest.raises(MediaLimitError) as caught:
+        fetch(site.url("/loop"), LOOPBACK, where=WHERE)
+    assert len(site.asked) == LOOPBACK.max_redirects + 1
+    assert str(caught.value) == (
+        f"{WHERE}: {site.url('/loop')} is one redirect too many - expected at most 5 redirects. Raise "
+        "MediaPolicy(max_redirects=...), or pass the final URL."
+    )
+
+
+def test_credentials_stay_with_their_host(site: Site) -> None:
+    site.answers["/from"] = redirect(site.url())
+    assert fetch(site.url("/from", "me:p%40ss@127.0.0.1"), LOOPBACK) == PNG
+    assert site.asked[0][1]["Authorization"] == "Basic bWU6cEBzcw=="
+    assert "Authorization" not in site.asked[1][1]
+
+
+def test_statuses_other_than_200(site: Site) -> None:
+    site.answers["/gone"] = body(b"no", 404)
+    site.answers["/empty"] = body(b"", 204)
+    site.answers["/lost"] = body(b"", 302)
+    for path, reason in [("/gone", "404 Not Found"), ("/empty", "204 No Content"), ("/lost", "302 Found")]:
+        with pytest.raises(MediaFetchError) as caught:
+            fetch(site.url(path + "?k=SECRET"), LOOPBACK, where=WHERE)
+        assert str(caught.value) == f"{WHERE}: {site.url(path)}?... answered with status {reason}"
+
+
+def test_oversized_bodies(site: Site) -> None:
+    policy = MediaPolicy(allow_networks=("127.0.0.1",), max_bytes=1000)
+    site.answers["/stated"] = raw(b"HTTP/1.0 200 OK\r\nContent-Length: 1001\r\n\r\n")
+    site.answers["/unstated"] = body(bytes(1001), content_length="")
+    site.answers["/fits"] = body(bytes(1000), content_length="")
+    for path, got in [("/stated", "1001 bytes"), ("/unstated", "more")]:
+        with pytest.raises(MediaLimitError) as caught:
+            fetch(site.url(path), policy, where=WHERE)
+        assert str(caught.value) == (
+            f"{WHERE}: {site.url(path)} is too large - expected at most 1000 bytes, got {got}. Raise "
+            "MediaPolicy(max_bytes=...)."
+        )
+    assert fetch(site.url("/fits"), policy) == bytes(1000)
+
+
+def test_broken_answers(site: Site) -> None:
+    site.answers["/short"] = raw(b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc")
+    site.answers["/gzip"] = body(b"x", content_encoding="gzip")
+    site.answers["/noise"] = raw(b"SSH-2.0-OpenSSH\r\n\r\n")
+    site.answers["/nothing"] = raw(b"")
+    site.answers["/chunk"] = raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc")
+    site.answers["/heads"] = raw(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500 + b"\r\n")
+    for path, problem in [
+        ("/short", "broke off after 3 of 100 bytes"),
+        ("/gzip", "came compressed ('gzip') although that was not asked for"),
+        ("/noise", "could not be fetched (BadStatusLine)"),
+        (
+            "/nothing",
+            "could not be fetched (RemoteDisconnected: Remote end closed connection without response)",
+        ),
+        ("/chunk", "could not be fetched (IncompleteRead)"),
+        ("/heads", "could not be fetched (HTTPException)"),
+    ]:
+        with pytest.raises(MediaFetchError) as caught:
+            fetch(site.url(path), LOOPBACK, where=WHERE)
+        assert str(caught.value) == f"{WHERE}: {site.url(path)} {problem}"
+
+
+def test_content_that_is_no_image(site: Site) -> None:
+    site.answers["/page"] = body(b"<html>log in</html>", content_type="image/png")
+    with pytest.raises(MediaDecodeError, match="got an HTML page"):
+        load_image(site.url("/page"), LOOPBACK)
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc"])
+def test_silent_server(site: Site, sent: bytes) -> None:
+    site.answers["/slow"] = raw(sent, wait=site.released)
+    with pytest.raises(MediaLimitError) as caught:
+        fetch(site.url("/slow"), SLOW, where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: {site.url('/slow')} was too slow (connect_timeout or read_timeout) - expected connect "
+        "5 s, read 0.2 s, total 20 s. Raise "
+        "MediaPolicy(connect_timeout=..., read_timeout=..., total_timeout=...)."
+    )
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.0 200 OK\r\nX: ", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_server_that_drips_is_stopped_by_the_total_timeout(site: Site, start: bytes) -> None:
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(start)
+        while not site.released.wait(0.02):
+            handler.wfile.write(b"x")
+
+    site.answers["/drip"] = drip
+    policy = MediaPolicy(allow_networks=("127.0.0.1",), read_timeout=5, total_timeout=0.4)
+    with pytest.raises(MediaLimitError, match=r"too slow \(total_timeout\)"):
+        fetch(site.url("/drip"), policy)
+
+
+def test_slow_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(fetching, "resolve", lambda host, port: released.wait(30))
+    try:
+        with pytest.raises(MediaLimitError, match=r"too slow \(connect_timeout\)"):
+            fetch("http://images.test/", MediaPolicy(connect_timeout=0.1))
+    finally:
+        released.set()
+
+
+def test_unreachable(names: dict[str, list[str]]) -> None:
+    with pytest.raises(MediaFetchError) as caught:
+        fetch("http://nosuch.test/a.png", MediaPolicy(), where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: http://nosuch.test/a.png has a host that cannot be resolved "
+        "([Errno -2] Name or service not known)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    names["images.test"] = ["127.0.0.1"]
+    with pytest.raises(MediaFetchError) as caught:
+        fetch(f"http://images.test:{port}/", LOOPBACK, where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: http://images.test:{port}/ could not be fetched "
+        "(ConnectionRefusedError: [Errno 111] Connection refused)"
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///a", "http://a:99999/", "http://a:b/", "http://[::1/", "http://" + "a" * 70 + "/"],
+)
+def test_urls_without_a_host(url: str) -> None:
+    with pytest.raises(MediaFetchError, match="is not a URL with a host"):
+        fetch(url, MediaPolicy())
+
+
+def test_printed_urls() -> None:
+    assert printable_url("https://me:pw@host:1/a/b?sig=1#x") == "https://host:1/a/b?..."
+    assert printable_url("https://host/ü\n") == "https://host/\\xfc"
+    assert printable_url("https://host/" + "a" * 300).endswith("a... (313 characters)")
+    assert printable_url("http://[::1") == "http: URL"
+
+
+# ------------------------------------------------------------------------------------------ TLS
+
+
+@pytest.fixture
+def secure_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """An https site whose certificate is for `images.test`; `asked` also keeps the server names."""
+    site = Site()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATE)
+    context.sni_callback = lambda sock, name, _: site.asked.append(("SNI", {"name": str(name)}))
+    site.socket = context.wrap_socket(site.socket, server_side=True)
+    trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
+    monkeypatch.setattr(fetching, "_tls_context", lambda: trusting)
+    with serving(site) as running:
+        running.answers["/a.png"] = body(PNG)
+        yield running
+
+
+def test_tls_name_is_that_of_the_url(secure_site: Site, names: dict[str, list[str]]) -> None:
+    names.update({"images.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]})
+    port = secure_site.server_port
+    assert fetch(f"https://images.test:{port}/a.png", LOOPBACK) == PNG
+    assert secure_site.asked[0] == ("SNI", {"name": "images.test"})
+    assert secure_site.asked[1][1]["Host"] == f"images.test:{port}"
+    with pytest.raises(MediaFetchError, match=r"SSLCertVerificationError.*not valid for 'other.test'"):
+        fetch(f"https://other.test:{port}/a.png", LOOPBACK)
+
+
+def test_untrusted_certificate(secure_site: Site, names: dict[str, list[str]]) -> None:
+    names["images.test"] = ["127.0.0.1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetching, "_tls_context", ssl.create_default_context)
+        with pytest.raises(MediaFetchError, match="SSLCertVerificationError"):
+            fetch(f"https://images.test:{secure_site.server_port}/a.png", LOOPBACK)
+
+
+def test_redirect_from_https_to_http_is_refused(secure_site: Site, names: dict[str, list[str]]) -> None:
+    names["images.test"] = ["127.0.0.1"]
+    url = f"https://images.test:{secure_site.server_port}/from"
+    secure_site.answers["/from"] = redirect("http://images.test/a.png")
+    with pytest.raises(MediaBlockedError) as caught:
+        fetch(url, LOOPBACK, where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: {url} redirects from https: to http: - expected a redirect to https:. Fetch it yourself "
+        "and pass the bytes."
+    )
+
+
+def test_default_tls_context_verifies() -> None:
+    context = fetching._tls_context()
+    assert context.verify_mode is ssl.CERT_REQUIRED
+    assert context.check_hostname

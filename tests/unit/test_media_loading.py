@@ -1,0 +1,611 @@
+"""What every source and mode becomes, and what each bad one says."""
+
+import base64
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
+from mmrender.media.load import LoadedImage, load_image, load_video
+from mmrender.media.policy import MediaPolicy
+
+WHERE = "messages[0].content[1]"
+NOT_AN_IMAGE = (
+    "this is not an image that can be decoded - expected one of PNG, JPEG, WebP, AVIF, GIF, TIFF, BMP"
+)
+
+
+def picture(height: int = 6, width: int = 9) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(7).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, fmt, **options)
+    return out.getvalue()
+
+
+PIXELS = picture()
+PNG = encoded(Image.fromarray(PIXELS))
+BASE64 = base64.b64encode(PNG).decode()
+
+
+class Unseekable(io.RawIOBase):
+    def __init__(self, data: bytes) -> None:
+        self.rest = data
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        part, self.rest = self.rest[: min(size, 10)], self.rest[min(size, 10) :]
+        return part
+
+
+@pytest.fixture
+def png_file(tmp_path: Path) -> Path:
+    path = tmp_path / "a picture #1.png"
+    path.write_bytes(PNG)
+    return path
+
+
+# ------------------------------------------------------------------------------------------ sources
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PNG,
+        bytearray(PNG),
+        memoryview(PNG),
+        memoryview(b"x".join(bytes([byte]) for byte in PNG))[::2],
+        {"bytes": PNG, "path": None},
+        {"bytes": PNG, "path": "gone.png"},
+        {"bytes": None, "path": f"data:image/png;base64,{BASE64}"},
+        f"data:image/png;base64,{BASE64}",
+        f"DATA:;BASE64,{BASE64}",
+        f"data:image/png;base64,{base64.encodebytes(PNG).decode()}",
+        "data:image/png;base64," + BASE64.replace("+", "%2B").replace("=", "%3D"),
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in PNG),
+        BASE64,
+        base64.encodebytes(PNG).decode(),
+        io.BytesIO(PNG),
+        Unseekable(PNG),
+        Image.fromarray(PIXELS),
+        Image.open(io.BytesIO(PNG)),
+        PIXELS,
+        PIXELS[:, ::-1].copy()[:, ::-1],
+    ],
+    ids=lambda source: type(source).__name__,
+)
+def test_every_source_gives_the_same_pixels(source: object) -> None:
+    loaded = load_image(source, where=WHERE)
+    assert (loaded.height, loaded.width) == (6, 9)
+    np.testing.assert_array_equal(loaded.array, PIXELS)
+    assert loaded.array.flags.c_contiguous
+    assert not loaded.array.flags.writeable
+    assert loaded.image.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(loaded.image), PIXELS)
+
+
+def test_local_files(png_file: Path, tmp_path: Path) -> None:
+    policy = MediaPolicy(local_roots=(tmp_path,))
+    for source in (
+        png_file,
+        str(png_file),
+        png_file.as_uri(),
+        png_file.as_uri().replace("file://", "file:"),
+        png_file.as_uri().replace("file://", "FILE://localhost"),
+        {"bytes": None, "path": str(png_file)},
+        {"bytes": None, "path": png_file},
+    ):
+        np.testing.assert_array_equal(load_image(source, policy).array, PIXELS)
+    np.testing.assert_array_equal(load_image(png_file).array, PIXELS)
+
+
+def test_local_file_by_name_needs_a_root(png_file: Path) -> None:
+    for source in (str(png_file), png_file.as_uri(), {"path": str(png_file)}):
+        with pytest.raises(MediaBlockedError) as caught:
+            load_image(source, where=WHERE)
+        assert str(caught.value) == (
+            f"{WHERE}: the media policy forbids the local file {str(png_file)!r} - expected a pathlib.Path, "
+            "or a folder in local_roots, got a string that names a file. Pass a pathlib.Path object, or "
+            "allow its folder: MediaPolicy(local_roots=(Path(DIR),))."
+        )
+
+
+def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link.png").symlink_to(png_file)
+    (tmp_path / "root2").mkdir()
+    (tmp_path / "root2" / "x.png").write_bytes(PNG)
+    policy = MediaPolicy(local_roots=(root,))
+    outside = [root / "link.png", root / ".." / png_file.name, tmp_path / "root2" / "x.png"]
+    for path in outside:
+        with pytest.raises(MediaBlockedError, match="got a path outside"):
+            load_image(str(path), policy)
+    with pytest.raises(MediaBlockedError) as missing:
+        load_image(str(tmp_path / "nothing.png"), policy)
+    assert "No such file" not in str(missing.value)
+    # A root that is itself a link is its target.
+    (tmp_path / "alias").symlink_to(root)
+    (root / "in.png").write_bytes(PNG)
+    policy = MediaPolicy(local_roots=(tmp_path / "alias",))
+    assert load_image(str(root / "in.png"), policy).width == 9
+
+
+def test_relative_paths_are_taken_from_the_current_folder(
+    png_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(png_file.parent)
+    assert load_image(png_file.name, MediaPolicy(local_roots=(Path(),))).width == 9
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in [
+        (tmp_path / "none.png", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "pipe", "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
+    ]:
+        with pytest.raises(MediaFetchError) as caught:
+            load_image(path, where=WHERE)
+        assert str(caught.value) == f"{WHERE}: the file {str(path)!r} cannot be read ({reason})"
+
+
+@pytest.mark.parametrize(
+    "url", ["file://host/a.png", "file:a.png", "file:///a.png#x", "file:///a.png?x", "file:///a%00"]
+)
+def test_file_urls_that_name_no_local_file(url: str) -> None:
+    with pytest.raises(MediaFetchError) as caught:
+        load_image(url, MediaPolicy(local_roots=(Path("/"),)), where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: the file: URL does not name a file of this machine - expected file:///absolute/path, with "
+        f"?, # and % percent-encoded, got {url!r}"
+    )
+
+
+def test_streams_are_read_from_the_start_and_put_back(png_file: Path) -> None:
+    memory = io.BytesIO(PNG)
+    memory.seek(0, io.SEEK_END)
+    assert load_image(memory).width == 9
+    assert memory.tell() == len(PNG)
+    with png_file.open("rb") as file:
+        file.seek(5)
+        assert load_image(file).width == load_image(file).width == 9
+        assert file.tell() == 5
+    with png_file.open("r", encoding="latin-1") as text, pytest.raises(MediaDecodeError) as caught:
+        load_image(text, where=WHERE)
+    assert str(caught.value) == f"{WHERE}: the stream is not binary - expected read() to give bytes, got str"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            None,
+            "this names no image - expected a PIL.Image, uint8 array, bytes, path, URL, binary stream or "
+            "{'bytes': ..., 'path': ...}, got NoneType",
+        ),
+        (
+            {"bytes": None, "path": None},
+            "the mapping holds no image - expected 'bytes' or 'path' to be filled, "
+            "got keys ['bytes', 'path']",
+        ),
+        (
+            {"url": "x"},
+            "the mapping holds no image - expected 'bytes' or 'path' to be filled, got keys ['url']",
+        ),
+        ({"bytes": "text"}, "the mapping's 'bytes' cannot be used - expected bytes, got str"),
+        (
+            b"",
+            f"{NOT_AN_IMAGE}, got no bytes at all. Check that the file or field is filled.",
+        ),
+        (
+            b" <!DOCTYPE html><p>not found",
+            f"{NOT_AN_IMAGE}, got an HTML page. Pillow may read other formats: open it yourself "
+            "and pass the PIL.Image.",
+        ),
+        (
+            b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00isommp42",
+            f"{NOT_AN_IMAGE}, got an MP4 or QuickTime video. mmrender ships no video decoder: decode it "
+            "first, and pass a list of frames or a uint8 array of shape (N, H, W, 3).",
+        ),
+        (
+            "data:image/png;base64," + "A" * 1_000_001,
+            "the base64 is broken - expected the standard alphabet, padded to a multiple of 4 "
+            "characters, got 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA'... "
+            "(1000001 characters)",
+        ),
+        ("data:image/png;base64", "the data: URL holds no comma - expected data:image/png;base64,..., got "
+         "'data:image/png;base64'"),
+        ("", "this string names no image - expected a URL, a path, or base64 of an image, got ''"),
+        (
+            "x" * 5000,
+            "this string names no image - expected a URL, a path, or base64 of an image, got "
+            "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'... (5000 characters)",
+        ),
+    ],
+)  # fmt: skip
+def test_sources_that_hold_no_image(source: object, message: str) -> None:
+    with pytest.raises(MediaDecodeError) as caught:
+        load_image(source, where=WHERE)
+    assert str(caught.value) == f"{WHERE}: {message}"
+
+
+def test_base64_is_strict() -> None:
+    for text in (BASE64[:-1], BASE64[:90] + " " + BASE64[90:], BASE64[:90] + "*" + BASE64[91:]):
+        with pytest.raises(MediaDecodeError, match="the base64 is broken"):
+            load_image(text)
+        with pytest.raises(MediaDecodeError, match="the base64 is broken"):
+            load_image(f"data:image/png;base64,{text}")
+
+
+def test_schemes_are_a_choice() -> None:
+    policy = MediaPolicy(schemes=frozenset({"https"}), local_roots=(Path("/"),))
+    for source, scheme in [
+        (f"data:image/png;base64,{BASE64}", "data"),
+        ("http://a/b.png", "http"),
+        ("/b.png", "file"),
+    ]:
+        with pytest.raises(MediaBlockedError) as caught:
+            load_image(source, policy, where=WHERE)
+        assert str(caught.value) == (
+            f"{WHERE}: the media policy forbids {scheme}: URLs - expected one of ['https'], got {scheme}:. "
+            f'Add "{scheme}" to MediaPolicy(schemes=...).'
+        )
+    with pytest.raises(MediaBlockedError) as caught:
+        load_image("s3://bucket/key?secret=1", where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: s3: URLs cannot be read - expected http:, https:, data: or file:, got s3:. Read it "
+        "yourself and pass the bytes."
+    )
+
+
+def test_byte_limit_of_every_source(png_file: Path) -> None:
+    policy = MediaPolicy(max_bytes=len(PNG) - 1, local_roots=(png_file.parent,))
+    encoded_as_percent = "data:," + "".join(f"%{byte:02x}" for byte in PNG)
+    for source in (PNG, memoryview(PNG), {"bytes": PNG}, BASE64, f"data:;base64,{BASE64}", encoded_as_percent,
+                   png_file, str(png_file), io.BytesIO(PNG), Unseekable(PNG)):  # fmt: skip
+        with pytest.raises(MediaLimitError) as caught:
+            load_image(source, policy, where=WHERE)
+        assert str(caught.value) == (
+            f"{WHERE}: the encoded image is too large - expected at most {len(PNG) - 1} bytes, got "
+            f"{len(PNG)} bytes. Raise MediaPolicy(max_bytes=...)."
+        )
+    policy = MediaPolicy(max_bytes=len(PNG), local_roots=(png_file.parent,))
+    for source in (PNG, BASE64, encoded_as_percent, png_file, Unseekable(PNG)):
+        assert load_image(source, policy).width == 9
+
+
+# ------------------------------------------------------------------------------------------ no needless work
+
+
+def test_rgb_images_and_arrays_are_not_copied() -> None:
+    image = Image.fromarray(PIXELS)
+    assert load_image(image).image is image
+    loaded = load_image(PIXELS)
+    assert np.shares_memory(loaded.array, PIXELS)
+    assert loaded.array is loaded.array
+    assert loaded.image is loaded.image
+    assert PIXELS.flags.writeable
+    assert repr(loaded) == "LoadedImage(height=6, width=9)"
+
+
+def test_the_callers_image_is_never_changed() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for mode in ("RGB", "RGBA", "L", "P"):
+        opened = Image.open(io.BytesIO(encoded(Image.fromarray(PIXELS).convert(mode), exif=exif)))
+        before = opened.copy()
+        info = dict(opened.info)
+        assert load_image(opened).height == 9
+        assert opened.size == (9, 6)
+        assert opened.mode == mode
+        assert opened.info == info
+        assert opened.getexif()[0x0112] == 6
+        assert opened.tobytes() == before.tobytes()
+
+
+def test_lazily_opened_image_shared_by_threads() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    data = encoded(Image.fromarray(picture(400, 300)), exif=exif)
+    expected = load_image(data).array
+    for _ in range(5):
+        opened = Image.open(io.BytesIO(data))
+        results: list[LoadedImage | Exception] = []
+        gate = threading.Barrier(8)
+
+        def run(
+            opened: Image.Image = opened,
+            results: list[LoadedImage | Exception] = results,
+            gate: threading.Barrier = gate,
+        ) -> None:
+            gate.wait()
+            try:
+                results.append(load_image(opened))
+            except Exception as error:  # noqa: BLE001 - shown by the assertion below
+                results.append(error)
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            assert isinstance(result, LoadedImage), result
+            np.testing.assert_array_equal(result.array, expected)
+
+
+# ------------------------------------------------------------------------------------------ arrays
+
+
+def test_array_channels() -> None:
+    grey = PIXELS[:, :, 0]
+    for array in (grey, grey[:, :, None]):
+        np.testing.assert_array_equal(load_image(array).array, np.dstack([grey] * 3))
+    # One image of every (colour, alpha): round(c * a / 255 + 255 - a), as a float computation gives it.
+    alpha, colour = np.meshgrid(np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8))
+    rgba = np.stack([colour, colour, colour, alpha], axis=-1)
+    share = alpha / 255
+    onto_white = np.round(share * colour + (1 - share) * 255).astype(np.uint8)
+    np.testing.assert_array_equal(load_image(rgba).array, np.dstack([onto_white] * 3))
+    np.testing.assert_array_equal(load_image(Image.fromarray(rgba)).array, np.dstack([onto_white] * 3))
+
+
+@pytest.mark.parametrize(
+    ("array", "got", "remedy"),
+    [
+        (
+            np.zeros((3, 5, 6), np.uint8),
+            "uint8 of shape (3, 5, 6)",
+            "Channels go last: array.transpose(1, 2, 0).",
+        ),
+        (np.zeros((5, 6, 2), np.uint8), "uint8 of shape (5, 6, 2)", None),
+        (np.zeros(5, np.uint8), "uint8 of shape (5,)", None),
+        (
+            np.zeros((2, 5, 6, 3), np.uint8),
+            "uint8 of shape (2, 5, 6, 3)",
+            "Four dimensions are a video: pass it as a video part, or one image array[i].",
+        ),
+        (
+            np.zeros((5, 6), np.bool_),
+            "bool of shape (5, 6)",
+            "Convert it yourself: array.astype('uint8') * 255.",
+        ),
+        (
+            np.zeros((5, 6, 3), np.float32),
+            "float32 of shape (5, 6, 3)",
+            "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8').",
+        ),
+        (
+            np.zeros((5, 6, 3), np.uint16),
+            "uint16 of shape (5, 6, 3)",
+            "Convert it yourself, for values in 0..65535: (array >> 8).astype('uint8').",
+        ),
+        (
+            np.zeros((5, 6, 3), np.int64),
+            "int64 of shape (5, 6, 3)",
+            "Convert it to uint8 with values in 0..255 yourself.",
+        ),
+    ],
+)
+def test_arrays_that_are_refused(array: np.ndarray[Any, Any], got: str, remedy: str | None) -> None:
+    with pytest.raises(MediaDecodeError) as caught:
+        load_image(array, where=WHERE)
+    expected = (
+        f"{WHERE}: this array is not an image - expected uint8 of shape (H, W), (H, W, 1), (H, W, 3) or "
+    )
+    assert str(caught.value) == f"{expected}(H, W, 4), got {got}" + (f". {remedy}" if remedy else "")
+
+
+def test_torch_tensor_is_refused_with_the_conversion() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(MediaDecodeError, match=r"got torch.Tensor. Pass a uint8 array of shape \(H, W, 3\)"):
+        load_image(torch.zeros(3, 4, 4))
+
+
+def test_images_without_pixels() -> None:
+    for source, got in [(np.zeros((0, 5, 3), np.uint8), "5x0"), (Image.new("RGB", (0, 4)), "0x4")]:
+        with pytest.raises(MediaDecodeError) as caught:
+            load_image(source, where=WHERE)
+        assert str(caught.value) == f"{WHERE}: the image has no pixels - expected at least 1x1, got {got}"
+
+
+# ------------------------------------------------------------------------------------------ limits and damage
+
+
+def test_pixel_limit_is_checked_before_decoding() -> None:
+    # A valid header of 50000 x 50000 pixels, and no pixel data at all: decoding would fail in another way.
+    header = bytearray(encoded(Image.new("1", (8, 8))))
+    import zlib
+
+    header[16:24] = (50_000).to_bytes(4, "big") * 2
+    header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
+    with pytest.raises(MediaLimitError) as caught:
+        load_image(bytes(header), where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: the image is too large to decode - expected at most 89478485 pixels, got 50000x50000 = "
+        "2500000000. Raise MediaPolicy(max_pixels=...) if you trust the source."
+    )
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF", "BMP"])
+def test_pixel_limit_of_every_format_and_form(fmt: str) -> None:
+    data = encoded(Image.fromarray(PIXELS), fmt)
+    for source in (data, Image.open(io.BytesIO(data)), PIXELS):
+        assert load_image(source, MediaPolicy(max_pixels=54)).width == 9
+        with pytest.raises(MediaLimitError, match="expected at most 53 pixels, got 9x6 = 54"):
+            load_image(source, MediaPolicy(max_pixels=53))
+
+
+def test_pillows_own_limit_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    for fmt in ("PNG", "JPEG", "AVIF", "GIF", "BMP"):
+        assert load_image(encoded(Image.fromarray(PIXELS), fmt)).width == 9
+    with pytest.raises(MediaLimitError) as caught:
+        load_image(encoded(Image.fromarray(PIXELS), "WEBP"), where=WHERE)
+    assert str(caught.value).endswith(
+        "If you trust it, raise MediaPolicy(max_pixels=...) and PIL.Image.MAX_IMAGE_PIXELS."
+    )
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "options"),
+    [("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("AVIF", {}), ("GIF", {}),
+     ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("BMP", {})],
+)  # fmt: skip
+def test_truncated_images_are_errors_whatever_the_flag(
+    fmt: str, options: dict[str, Any], flag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encoded(Image.fromarray(picture(120, 90)), fmt, **options)
+    whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", flag)
+    np.testing.assert_array_equal(load_image(data).array, whole)
+    np.testing.assert_array_equal(load_image(Image.open(io.BytesIO(data))).array, whole)
+    for keep in (len(data) // 3, len(data) // 2, len(data) * 9 // 10):
+        with pytest.raises(MediaDecodeError, match="is damaged or truncated"):
+            load_image(data[:keep])
+    assert flag is ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_damaged_pixel_data_is_an_error_whatever_the_flag(
+    flag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytearray(encoded(Image.fromarray(picture(120, 90))))
+    data[2000:2040] = b"\xff\x00" * 20
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", flag)
+    with pytest.raises(MediaDecodeError, match="the PNG is damaged or truncated"):
+        load_image(bytes(data))
+    shared = Image.open(io.BytesIO(bytes(data)))
+    for _ in range(2):
+        with pytest.raises(MediaDecodeError, match="the PNG is damaged or truncated"):
+            load_image(shared)
+
+
+def test_truncation_message() -> None:
+    data = encoded(Image.fromarray(picture(120, 90)))
+    with pytest.raises(MediaDecodeError) as caught:
+        load_image(data[: len(data) // 2], where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: the PNG is damaged or truncated (OSError: image file is truncated). Check that the file "
+        "was written and transferred whole."
+    )
+
+
+# ------------------------------------------------------------------------------------------ videos
+
+
+def frames(count: int = 4) -> list[Image.Image]:
+    return [Image.fromarray(np.full((8, 10, 3), 40 * index, np.uint8)) for index in range(count)]
+
+
+@pytest.mark.parametrize("fmt", ["GIF", "WEBP", "AVIF", "PNG"])
+def test_animations_in_order(fmt: str) -> None:
+    first, *rest = frames()
+    lossless = {"lossless": True} if fmt == "WEBP" else {"quality": 100} if fmt == "AVIF" else {}
+    data = encoded(first, fmt, save_all=True, append_images=rest, duration=50, **lossless)
+    video = load_video(data, where=WHERE)
+    assert [int(frame.array[0, 0, 0]) for frame in video.frames] == pytest.approx([0, 40, 80, 120], abs=1)
+    assert video.fps == 20
+    assert load_image(data).array[0, 0, 0] == 0
+    with pytest.raises(MediaLimitError) as caught:
+        load_video(data, MediaPolicy(max_frames=3), where=WHERE)
+    assert str(caught.value) == (
+        f"{WHERE}: the video is too long - expected at most 3 frames. Sample fewer frames, or raise "
+        "MediaPolicy(max_frames=...)."
+    )
+    with pytest.raises(MediaLimitError, match=r"at most 319 pixels in all.*MediaPolicy\(max_video_pixels"):
+        load_video(data, MediaPolicy(max_video_pixels=319))
+    assert len(load_video(data, MediaPolicy(max_frames=4, max_video_pixels=320)).frames) == 4
+
+
+def test_apng_still_picture_is_no_frame() -> None:
+    _, *rest = frames()
+    data = encoded(Image.new("RGB", (10, 8), "red"), save_all=True, append_images=rest, default_image=True)
+    assert [int(frame.array[0, 0, 1]) for frame in load_video(data).frames] == [40, 80, 120]
+    assert load_image(data).array[0, 0].tolist() == [255, 0, 0]
+
+
+def test_frame_rate_only_where_the_source_states_one() -> None:
+    first, *rest = frames()
+    uneven = encoded(first, "GIF", save_all=True, append_images=rest, duration=[50, 50, 100, 50])
+    assert load_video(uneven).fps is None
+    assert load_video(frames()).fps is None
+    assert load_video(encoded(first)).fps is None
+
+
+def test_frame_sequences_and_arrays() -> None:
+    stack = np.stack([np.asarray(frame) for frame in frames()])
+    for source in (frames(), tuple(frames()), [encoded(frame) for frame in frames()], stack, list(stack)):
+        video = load_video(source)
+        np.testing.assert_array_equal(np.stack([frame.array for frame in video.frames]), stack)
+    assert np.shares_memory(load_video(stack).frames[2].array, stack)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], f"{WHERE}: the video has no frames - expected at least one frame"),
+        (
+            [PIXELS, PIXELS[:-1]],
+            f"{WHERE}: frame 1 of the video differs in size - expected height and width (6, 9) as of the "
+            "first, got (5, 9)",
+        ),
+        (
+            [PNG, b""],
+            f"{WHERE}.frames[1]: {NOT_AN_IMAGE}, got no bytes at all. Check that the file or field "
+            "is filled.",
+        ),
+        (
+            PIXELS,
+            f"{WHERE}: this array is not a video - expected uint8 of shape (N, H, W, 3), got uint8 of shape "
+            "(6, 9, 3)",
+        ),
+        (
+            Image.new("RGB", (2, 2)),
+            f"{WHERE}: a PIL image is not a video - expected a list of frames, or the encoded animation, got "
+            "PIL.Image.Image. Pass its bytes or path, or [f.copy() for f in "
+            "PIL.ImageSequence.Iterator(image)].",
+        ),
+        (
+            encoded(Image.new("RGB", (2, 2)), "JPEG"),
+            f"{WHERE}: this image format holds no video - expected a GIF, WebP, AVIF or PNG, or a list of "
+            "frames, got JPEG. Pass [source] for a video of one frame.",
+        ),
+    ],
+)
+def test_videos_that_are_refused(source: object, message: str) -> None:
+    with pytest.raises(MediaDecodeError) as caught:
+        load_video(source, where=WHERE)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"\x1aE\xdf\xa3",
+        b"FLV\x01",
+        b"\x00\x00\x01\xba",
+        b"RIFF\x00\x00\x00\x00AVI ",
+        b"\x00\x00\x00\x18ftypmp42",
+        b"\x00\x00\x00\x14ftypqt  ",
+    ],
+)
+def test_what_needs_a_video_decoder_says_what_to_pass(start: bytes) -> None:
+    with pytest.raises(
+        MediaDecodeError, match=r"got an? .* video. mmrender ships no video decoder: decode it"
+    ):
+        load_video(start + bytes(40))
