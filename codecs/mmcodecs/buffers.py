@@ -1,0 +1,82 @@
+"""Aligned memory that is used again.
+
+Writing into fresh memory costs six to nine times a copy into warm memory, because the system hands the pages out
+one by one. A pool keeps them. Its buffers come back by themselves, when the last view of them is gone: a decoded
+array, a tensor over it, or a slice of any of these keeps the buffer out of the pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import insort
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+ALIGNMENT = 64
+_STEP = 4096
+
+Buffer = bytearray | memoryview | npt.NDArray[np.uint8]
+
+
+def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Give `nbytes` of uninitialised memory whose address is a multiple of 64."""
+    slab = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -slab.ctypes.data % ALIGNMENT
+    return slab[start : start + nbytes]
+
+
+class BufferPool:
+    """Buffers of any size, aligned to 64 bytes, returned when their last view dies. Safe to use from threads.
+
+    Args:
+        max_idle_bytes: Memory kept for later while nobody uses it; beyond that, the smallest buffers are freed.
+    """
+
+    def __init__(self, max_idle_bytes: int = 1 << 30) -> None:
+        self.max_idle_bytes = max_idle_bytes
+        self._lock = threading.Lock()
+        self._idle: list[npt.NDArray[np.uint8]] = []
+        # A finalizer may run anywhere, inside of acquire on its own thread too: it only appends, which is atomic.
+        self._returned: deque[npt.NDArray[np.uint8]] = deque()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory that waits for its next use."""
+        self._settle()
+        return sum(slab.nbytes for slab in list(self._idle))
+
+    def acquire(self, nbytes: int) -> memoryview:
+        """Give a writable view of exactly `nbytes`, with old bytes in it.
+
+        A waiting buffer is taken if it is long enough and not more than twice as long as needed, the smallest
+        such first; else memory is allocated.
+        """
+        self._settle()
+        with self._lock:
+            fits = (i for i, slab in enumerate(self._idle) if nbytes <= slab.nbytes <= max(2 * nbytes, _STEP))
+            best = next(fits, None)
+            slab = None if best is None else self._idle.pop(best)
+        if slab is None:
+            slab = aligned_empty(max(1, -(-nbytes // _STEP)) * _STEP)
+        # A view of its own, which every memoryview and array over it keeps alive, and nothing else does.
+        lease = slab[:nbytes]
+        weakref.finalize(lease, self._give_back, slab).atexit = False
+        return memoryview(lease)
+
+    def _give_back(self, slab: npt.NDArray[np.uint8]) -> None:
+        self._returned.append(slab)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Sort what came back into the idle list, unless somebody does so already; then they see it, too."""
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    insort(self._idle, self._returned.popleft(), key=lambda slab: slab.nbytes)
+                while sum(slab.nbytes for slab in self._idle) > self.max_idle_bytes:
+                    del self._idle[0]
+            finally:
+                self._lock.release()

@@ -1,0 +1,160 @@
+"""Every error that mmcodecs raises, as one tree.
+
+```
+CodecError (ValueError)
+├── EncodeError                  what was to be written
+│   ├── UnsupportedTypeError     a value that the wire cannot keep as it is
+│   └── BufferTooSmallError      the caller's buffer cannot hold the message; `needed` says how much
+├── DecodeError                  what was read: malformed, inconsistent or not canonical
+│   ├── VersionError             a version of the wire that this reader does not speak
+│   ├── TruncatedError           the input ends early
+│   ├── ChecksumError            the bytes are not those that were written
+│   ├── MissingKeyError          a shared array that this side does not hold; `keys` lists them
+│   └── ConversionError          well-formed, but not of the type that was asked for
+├── LimitError                   a limit of `Limits` was passed, while writing or while reading
+└── FrameworkError (ImportError) an optional package (torch, xxhash, blake3) is not installed
+```
+
+Each carries `where` (a path such as `$.steps[3].pixels`, or the part of the message), `expected`, `got` and
+`remedy`, and prints them in that order. A decoder raises nothing else, whatever its input.
+"""
+
+from collections.abc import Iterable
+from typing import Self
+
+
+class CodecError(ValueError):
+    """Base of the tree.
+
+    Args:
+        problem: What is wrong, as one clause.
+        where: Path of the offending value, such as `$.steps[3].pixels`, or a part of the message.
+        expected: What would have been accepted.
+        got: What came instead.
+        remedy: What the caller can do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        where: str | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.where = where
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        parts = []
+        if self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        if self.got is not None:
+            parts.append(f"got {self.got}")
+        if parts:
+            text += f" - {', '.join(parts)}"
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only fields do not survive the default pickling of exceptions between processes.
+        return _rebuild, (type(self), self.__dict__.copy())
+
+    def at(self, where: str) -> Self:
+        """Fill in `where` if it is not known yet, and return the error itself."""
+        if self.where is None:
+            self.where = where
+        return self
+
+    def under(self, step: str) -> Self:
+        """Put one more step (`.name` or `[3]`) in front of the path, and return the error itself."""
+        rest = "" if self.where is None else self.where.removeprefix("$")
+        self.where = f"${step}{rest}"
+        return self
+
+
+class EncodeError(CodecError):
+    """The value cannot be written."""
+
+
+class UnsupportedTypeError(EncodeError):
+    """The wire has no form that keeps this value as it is."""
+
+
+class BufferTooSmallError(EncodeError):
+    """The buffer that the caller gave is shorter than the message.
+
+    Args:
+        needed: Length of the whole message, in bytes.
+        available: Length of the buffer, in bytes.
+    """
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(
+            "the buffer cannot hold the message",
+            where="buffer",
+            expected=f"at least {needed:,} bytes",
+            got=f"{available:,}",
+        )
+        self.needed = needed
+        self.available = available
+
+
+class DecodeError(CodecError):
+    """The input is malformed, inconsistent or not canonical."""
+
+
+class VersionError(DecodeError):
+    """The input says a version of the wire that this reader does not speak."""
+
+
+class TruncatedError(DecodeError):
+    """The input ends before what it announced."""
+
+
+class ChecksumError(DecodeError):
+    """A checksum does not fit the bytes it covers."""
+
+
+class MissingKeyError(DecodeError):
+    """The message refers to shared arrays that this decoder does not hold.
+
+    What else the message brought has been stored, so the sender answers by `Encoder.forget(keys)` and by
+    encoding the same value once more.
+
+    Args:
+        keys: The keys that are missing, in the order of the message, each once.
+    """
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        self.keys = tuple(keys)
+        shown = ", ".join(key.hex() for key in self.keys[:3]) + (", ..." if len(self.keys) > 3 else "")
+        super().__init__(
+            f"{len(self.keys)} shared array(s) are not in the table",
+            got=shown,
+            remedy="Answer the sender with the keys; it calls Encoder.forget(keys) and encodes again",
+        )
+
+
+class ConversionError(DecodeError):
+    """The message is well-formed, but does not fit the type that was asked for."""
+
+
+class LimitError(CodecError):
+    """A limit was passed; the message names the field of `Limits` that sets it."""
+
+
+class FrameworkError(CodecError, ImportError):
+    """An optional package that this call needs is not installed."""
+
+
+def _rebuild(kind: type[CodecError], state: dict[str, object]) -> CodecError:
+    """Build an error again in another process, without running its constructor."""
+    error = kind.__new__(kind, state["problem"])
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,162 @@
+"""Writing vLLM's multimodal items. The wire form is described in `vllm_items`."""
+
+import operator
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pybase64
+
+from mmcodecs.errors import CodecError, LimitError, UnsupportedTypeError
+from mmcodecs.limits import DEFAULT_LIMITS, Limits
+from mmcodecs.strict_msgpack import array_head, ext_head, map_head, scalar
+from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar, of_tensor
+from mmcodecs.vllm_model import (
+    RAW_VIEW,
+    BatchedField,
+    Field,
+    FieldElem,
+    FlatField,
+    NestedTensors,
+    SharedField,
+)
+
+
+def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS) -> str:
+    """Write an item as vLLM's base64 text.
+
+    Tensors that lie in C order are copied once, straight into the message. Tuples are written as lists, and
+    arrays of the other byte order in little-endian.
+
+    Raises:
+        UnsupportedTypeError: A value or dtype that the format does not have.
+        LimitError: The item is deeper or larger than `limits` allow.
+    """
+    writer = _Writer(limits)
+    writer.head(map_head(len(item)))
+    for key, elem in item.items():
+        if not isinstance(key, str) or not isinstance(elem, FieldElem):
+            raise UnsupportedTypeError(
+                "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
+            )
+        writer.head(scalar(key) + map_head(2) + scalar("data"))
+        if elem.data is None:
+            writer.head(scalar(None))
+        else:
+            writer.nested(elem.data, f"$.{key}", 0)
+        writer.head(scalar("field") + _field_bytes(elem.field, f"$.{key}.field"))
+    return pybase64.b64encode_as_string(writer.assemble())
+
+
+class _Writer:
+    """Collects heads as bytes and tensors as they are, then lays them out once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parts: list[bytes | Source] = []
+        self._size = 0
+
+    def head(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+
+    def nested(self, value: NestedTensors, where: str, depth: int) -> None:
+        source = _source_of(value, where)
+        if source is not None:
+            self._tensor(source, where)
+        elif isinstance(value, bool | int | float):
+            try:
+                self.head(scalar(value))
+            except OverflowError:
+                raise UnsupportedTypeError("an integer needs more than 64 bits", where=where) from None
+        elif isinstance(value, list | tuple):
+            if depth >= self._limits.max_depth:
+                raise LimitError("too many lists inside each other", where=where, expected=f"at most {depth}")
+            self.head(array_head(len(value)))
+            for index, entry in enumerate(value):
+                self.nested(entry, f"{where}[{index}]", depth + 1)
+        else:
+            raise UnsupportedTypeError(
+                "vLLM's items do not hold such values",
+                where=where,
+                expected="a tensor, a number or a list of these",
+                got=type(value).__name__,
+            )
+
+    def _tensor(self, source: Source, where: str) -> None:
+        if not source.row.torch:
+            raise UnsupportedTypeError(f"torch has no dtype {source.row.name}", where=where)
+        if source.array.ndim > self._limits.max_ndim:
+            raise LimitError("too many dimensions", where=where, expected=f"at most {self._limits.max_ndim}")
+        shape = b"".join(map(scalar, source.array.shape))
+        head = array_head(3) + scalar(source.row.name) + array_head(source.array.ndim) + shape
+        self.head(head + ext_head(RAW_VIEW, source.array.nbytes))
+        self._parts.append(source)
+        self._size += source.array.nbytes
+
+    def assemble(self) -> npt.NDArray[np.uint8]:
+        if self._size > self._limits.max_bytes:
+            raise LimitError("the item is too large", expected=f"at most {self._limits.max_bytes:,} bytes")
+        message = np.empty(self._size, np.uint8)
+        target = memoryview(message)
+        position = 0
+        for part in self._parts:
+            if isinstance(part, bytes):
+                target[position : position + len(part)] = part
+                position += len(part)
+                continue
+            array = part.array
+            little = array.dtype.newbyteorder("<")
+            np.copyto(np.ndarray(array.shape, little, buffer=message, offset=position), array)
+            position += array.nbytes
+        return message
+
+
+def _source_of(value: object, where: str) -> Source | None:
+    torch = sys.modules.get("torch")
+    try:
+        if isinstance(value, np.ndarray):
+            return of_array(value)
+        if isinstance(value, np.generic):
+            return of_scalar(value)
+        if isinstance(value, RawTensor):
+            return of_raw(value)
+        if torch is not None and isinstance(value, torch.Tensor):
+            return of_tensor(value)
+    except CodecError as error:
+        raise error.at(where) from None
+    return None
+
+
+def _field_bytes(field: Field, where: str) -> bytes:
+    keep = scalar("keep_on_cpu") + scalar(bool(field.keep_on_cpu))
+    if isinstance(field, BatchedField):
+        return array_head(2) + scalar("batched") + map_head(1) + keep
+    if isinstance(field, SharedField):
+        size = scalar("batch_size") + _integer(field.batch_size, where)
+        return array_head(2) + scalar("shared") + map_head(2) + keep + size
+    if isinstance(field, FlatField):
+        rest = scalar("slices") + _slices(field.slices, where) + scalar("dim") + _integer(field.dim, where)
+        return array_head(2) + scalar("flat") + map_head(3) + keep + rest
+    raise UnsupportedTypeError("this is no field", where=where, got=type(field).__name__)
+
+
+def _slices(slices: object, where: str) -> bytes:
+    if isinstance(slices, slice):
+        bounds = (slices.start, slices.stop, slices.step)
+        return array_head(3) + b"".join(scalar(None) if b is None else _integer(b, where) for b in bounds)
+    if isinstance(slices, list | tuple):
+        return array_head(len(slices)) + b"".join(_slices(part, where) for part in slices)
+    raise UnsupportedTypeError(
+        "slices must be slices or lists of them", where=where, got=type(slices).__name__
+    )
+
+
+def _integer(value: object, where: str) -> bytes:
+    try:
+        return scalar(operator.index(value))  # type: ignore[arg-type]  # what is no integer raises here
+    except (TypeError, OverflowError):
+        raise UnsupportedTypeError(
+            "an integer of 64 bits is needed", where=where, got=repr(value)[:80]
+        ) from None
