@@ -107,6 +107,11 @@ def spelled_part(draw, part):
 
 
 @st.composite
+def spelled_parts(draw):
+    return draw(spelled_part(draw(PARTS)))
+
+
+@st.composite
 def spelled_call(draw, call):
     arguments = draw(
         st.sampled_from([call.arguments, json.dumps(call.arguments), json.dumps(call.arguments, indent=1)])
@@ -283,38 +288,27 @@ JUNK = st.recursive(
     ),
     max_leaves=12,
 )
+KNOWN = st.sampled_from(PART_TYPES)
+NEARLY_PART = st.fixed_dictionaries(
+    {"type": KNOWN},
+    optional={
+        "text": TEXT | JUNK,
+        "image": SOURCES | JUNK,
+        "image_url": SOURCES | JUNK,
+        "source": JUNK,
+        "video": JUNK,
+    },
+)
+NEARLY_CALL = st.fixed_dictionaries(
+    {"name": TEXT | WORDS}, optional={"arguments": WORDS | JUNK, "id": TEXT | JUNK, "function": JUNK}
+)
 NEARLY = st.fixed_dictionaries(
     {"role": st.sampled_from(ROLES)},
     optional={
-        "content": JUNK
-        | st.lists(
-            st.fixed_dictionaries(
-                {"type": st.sampled_from(PART_TYPES)},
-                optional={
-                    "text": JUNK,
-                    "image": JUNK,
-                    "image_url": JUNK,
-                    "source": JUNK,
-                    "video": JUNK,
-                    "thinking": JUNK,
-                },
-            ),
-            max_size=3,
-        ),
-        "tool_calls": JUNK
-        | st.lists(
-            st.fixed_dictionaries(
-                {"name": WORDS},
-                optional={
-                    "arguments": JUNK,
-                    "id": JUNK,
-                    "function": JUNK,
-                },
-            ),
-            max_size=2,
-        ),
-        "reasoning": JUNK,
-        "name": JUNK,
+        "content": st.one_of(TEXT, st.lists(spelled_parts() | NEARLY_PART, max_size=3), JUNK),
+        "tool_calls": st.none() | st.lists(NEARLY_CALL, max_size=2) | JUNK,
+        "reasoning": TEXT | JUNK,
+        "name": TEXT | JUNK,
         "note": JUNK,
     },
 )
@@ -326,7 +320,7 @@ def check_named(error, place):
     assert len(str(error)) < 2000
 
 
-@given(JUNK | st.lists(NEARLY | JUNK, max_size=3))
+@given(st.one_of(JUNK, st.lists(NEARLY, min_size=1, max_size=2), st.lists(NEARLY | JUNK, max_size=3)))
 @settings(max_examples=600)
 def test_junk_is_normalised_or_refused_by_name_and_never_changed(junk):
     before = repr(copy.deepcopy(junk))
