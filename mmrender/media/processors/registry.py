@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mmrender.errors import ProcessorError
 from mmrender.media.processors.base import IMAGE_BACKENDS, ImageBackend, MediaProcessor
+from mmrender.media.processors.huggingface import HuggingFaceProcessor
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.resize import require_backend
 from mmrender.media.processors.settings import read_processor_files
@@ -43,4 +44,4 @@ def load_processor(
     native = PatchProcessor.from_files(files, image_backend)
     if native is not None:
         return native
-    raise ProcessorError("not built", where=str(directory))
+    return HuggingFaceProcessor(files, image_backend, trust_remote_code=trust_remote_code)
