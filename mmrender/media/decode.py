@@ -17,7 +17,7 @@ from PIL import Image, ImageFile
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.whole import load_whole
+from mmrender.media.whole import check_png_header, load_whole
 
 FORMATS = ("PNG", "JPEG", "WebP", "AVIF", "GIF", "TIFF", "BMP")
 
@@ -101,6 +101,8 @@ def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) ->
         raise _not_an_image(data, where)
     plugin, opener = _PLUGINS[name]
     with named_errors(name, where):
+        if name == "PNG":
+            check_png_header(data)
         factory: Callable[..., ImageFile.ImageFile] = getattr(
             importlib.import_module(f"PIL.{plugin}"), opener
         )

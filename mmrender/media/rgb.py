@@ -109,6 +109,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _onto_white(image: Image.Image) -> Image.Image:
+    """Composite an RGBA image onto white. A wholly opaque one, such as a screenshot, only loses its band."""
+    if image.getchannel("A").getextrema() == (255, 255):
+        return image.convert("RGB")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image).convert("RGB")
 

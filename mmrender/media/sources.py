@@ -28,7 +28,6 @@ import pybase64
 
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError
 from mmrender.media.decode import sniff
-from mmrender.media.fetch import fetch
 from mmrender.media.files import path_of_file_url, printable, read_file, read_named_file, type_name
 from mmrender.media.policy import MediaPolicy
 
@@ -83,6 +82,9 @@ def _read_str(source: str, policy: MediaPolicy, where: str | None) -> bytes:
             return _read_data_url(source, policy, where)
         if name == "file":
             return read_named_file(path_of_file_url(source, where), policy, where)
+        # http.client and ssl would be a tenth of the package's import time, and many programs never fetch.
+        from mmrender.media.fetch import fetch
+
         return fetch(source.strip(), policy, where=where)
     if scheme and scheme.group(2):
         raise MediaBlockedError(

@@ -4,17 +4,37 @@ Programs set that flag to survive damaged files; Pillow then fills what is missi
 is grey from the middle down is a silent error here, so the rule of the flag being off holds always. The flag
 is read, never written, since other threads may rely on it.
 
-While it is set, each tile of the image is decoded through `_WholeDecoder`, which raises where Pillow would
-look away, and the file is read through a function that raises at its early end.
+While it is set, the checksums that stand before the pixels of a PNG are checked here, each tile of
+the image is decoded through `_WholeDecoder`, which raises where Pillow would look away, and the file is read
+through a function that raises at its early end.
 """
 
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 from PIL import Image, ImageFile
 
 _CODEC = "mmrender_whole"
+
+
+def check_png_header(data: bytes) -> None:
+    """Check what stands before the pixel data of a PNG, if the flag makes Pillow skip some of the check.
+
+    Raises:
+        OSError: the checksum of a chunk is wrong, or a chunk is cut off.
+    """
+    if not ImageFile.LOAD_TRUNCATED_IMAGES:
+        return
+    start, name = 8, b""
+    while name != b"IDAT":
+        length = int.from_bytes(data[start : start + 4], "big")
+        name, end = data[start + 4 : start + 8], start + 8 + length
+        checksum = data[end : end + 4]
+        if name != b"IDAT" and zlib.crc32(data[start + 4 : end]).to_bytes(4, "big") != checksum:
+            raise OSError(f"broken PNG file (bad header checksum in {name!r})")
+        start = end + 4
 
 
 def load_whole(image: Image.Image) -> None:
