@@ -18,9 +18,18 @@ _NARROWER = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Normalised pixels as the uint8 levels they came from, channels on the third axis from the end."""
+    """Normalised pixels as the uint8 levels they came from.
+
+    Attributes:
+        levels: `(tiles held, 3, height, width)`.
+        held: Which tiles of the whole these are; the others are all zero, padding added after normalising.
+        shape: Of the whole: `(..., 3, height, width)`.
+        arithmetic: How levels become values.
+    """
 
     levels: npt.NDArray[np.uint8]
+    held: tuple[int, ...]
+    shape: tuple[int, ...]
     arithmetic: PixelArithmetic
 
     @property
@@ -29,12 +38,12 @@ class Levels:
         return self.levels.nbytes
 
     def expanded(self, dtype: TensorDtype) -> npt.NDArray[Any]:
-        """Return the pixels, of the levels' shape, in the storage type of `dtype`."""
-        out = np.empty(self.levels.shape, STORAGE[dtype])
-        planes = self.levels.reshape(-1, 3, *self.levels.shape[-2:])
-        for source, target in zip(planes, out.reshape(planes.shape), strict=True):
+        """Return the pixels, of shape `shape`, in the storage type of `dtype`."""
+        out = np.zeros(self.shape, STORAGE[dtype])
+        tiles = out.reshape(-1, *self.shape[-3:])
+        for index, tile in zip(self.held, self.levels, strict=True):
             for channel in range(3):
-                self.arithmetic.write(source[channel], channel, dtype, target[channel])
+                self.arithmetic.write(tile[channel], channel, dtype, tiles[index, channel])
         return out
 
 
@@ -86,23 +95,25 @@ def compacted(values: npt.NDArray[Any], arithmetic: PixelArithmetic | None) -> C
     if not np.issubdtype(values.dtype, np.floating):
         return _narrowed(values)
     if arithmetic is not None and values.dtype == np.float32 and values.ndim >= 3 and values.shape[-3] == 3:
-        levels = _levels(values, arithmetic)
+        levels = _levels(np.ascontiguousarray(values), arithmetic)
         if levels is not None:
             return levels
     return Floats(_frozen(values))
 
 
 def _levels(values: npt.NDArray[np.float32], arithmetic: PixelArithmetic) -> Levels | None:
+    tiles = values.reshape(-1, *values.shape[-3:])
+    # Compared as bits throughout: -0.0 and NaN must come back as they were.
+    held = tuple(index for index, tile in enumerate(tiles) if tile.view(np.uint32).any())
     table = arithmetic.table()
-    levels = np.empty(values.shape, np.uint8)
-    for channel in range(3):
-        lowest, highest = table[channel, 0], table[channel, -1]
-        scale = np.float32(255) / (highest - lowest)
-        plane = (values[..., channel, :, :] - lowest) * scale
-        np.rint(plane, out=plane)
-        levels[..., channel, :, :] = np.clip(plane, 0, 255)
-    candidate = Levels(_frozen(levels), arithmetic)
-    # Compared as bits: -0.0 and NaN must come back as they were.
+    levels = np.empty((len(held), *tiles.shape[1:]), np.uint8)
+    for target, index in zip(levels, held, strict=True):
+        for channel in range(3):
+            lowest, highest = table[channel, 0], table[channel, -1]
+            with np.errstate(invalid="ignore"):
+                plane = (tiles[index, channel] - lowest) * (np.float32(255) / (highest - lowest))
+                target[channel] = np.clip(np.rint(plane), 0, 255)
+    candidate = Levels(_frozen(levels), held, values.shape, arithmetic)
     same = np.array_equal(candidate.expanded("float32").view(np.uint32), values.view(np.uint32))
     return candidate if same else None
 

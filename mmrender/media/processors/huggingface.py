@@ -223,8 +223,23 @@ class HuggingFaceProcessor:
         self._digest = digest_settings(self._described())
         for size, seen in zip(_PROBE_SIZES, alone, strict=True):
             self._prove_equal(self._tensors(_probe_image(*size), 1), self._observe(_probe_image(*size), 1))
-            if self._observe(blank_image(*size), 2).text != seen.text:
-                self._depends_on_company = True
+            self._compare_in_company(size, seen)
+
+    def _compare_in_company(self, size: tuple[int, int], alone: Observation) -> None:
+        pair = self._observe(blank_image(*size), 2)
+        beside = _first_of(pair.tensors, 2)
+        same = pair.text == alone.text and all(
+            np.array_equal(values, alone.tensors[name]) for name, values in beside.items()
+        )
+        if same:
+            return
+        self._depends_on_company = True
+        if self._observe(blank_image(*size), 3).text != pair.text:
+            raise ProcessorError(
+                f"{type(self._reference).__name__} treats an image differently for each number of others",
+                where=str(self._files.directory),
+                expected="one treatment for all numbers above one",
+            )
 
     def _prove_equal(self, short: Mapping[str, npt.NDArray[Any]], whole: Observation) -> None:
         same = set(short) == set(whole.tensors) and all(

@@ -5,12 +5,21 @@ without torchvision, which only the video part needs. Here the parts that images
 processor is made of these.
 """
 
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.processors.base import ImageBackend
 from mmrender.media.processors.settings import ProcessorFiles
 
+_TORCHVISION_PATH = ("torchvision", "transforms", "v2", "functional")
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 
 
@@ -31,8 +40,8 @@ def build_reference_processor(
         ) from error
     image_processor = build_image_processor(files, backend, trust_remote_code=trust_remote_code)
     name = files.processor_class or _processor_class_by_model_type(files)
-    cls = getattr(transformers, name, None) if name else None
     try:
+        cls = _processor_class(name) if name else None
         if cls is None:
             return _remote_processor(files, image_processor, trust_remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -110,6 +119,50 @@ def _remote_processor(files: ProcessorFiles, image_processor: Any, trust_remote_
         )
     processor.image_processor = image_processor
     return processor
+
+
+def _processor_class(name: str) -> Any:
+    """Return the class of that name, or `None` where Transformers has none.
+
+    Transformers shows a stand-in for a class whose module it takes to need a package that is missing; several
+    of these modules need it for videos only, and can be imported.
+    """
+    import transformers
+
+    cls = getattr(transformers, name, None)
+    if cls is None or not getattr(cls, "is_dummy", False):
+        return cls
+    for path in (Path(transformers.__file__).parent / "models").glob("*/processing_*.py"):
+        if f"\nclass {name}(" in path.read_text(encoding="utf-8"):
+            with _torchvision_hidden():
+                module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            return getattr(module, name)
+    return cls
+
+
+@contextmanager
+def _torchvision_hidden() -> Iterator[None]:
+    """Where torchvision is missing, let modules that import it and do not use it for images be imported.
+
+    Pixtral's processor, for one, takes a function of pure arithmetic from the module of its torchvision back
+    end. The names are empty: code that does use torchvision fails on its first call, by name.
+    """
+    if find_spec("torchvision") is not None:
+        yield
+        return
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # Settles, for the life of the process, that it is missing.
+    names = [".".join(_TORCHVISION_PATH[: length + 1]) for length in range(len(_TORCHVISION_PATH))]
+    modules = {name: ModuleType(name) for name in names}
+    for parent, child in pairwise(names):
+        setattr(modules[parent], child.rpartition(".")[2], modules[child])
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 def _processor_class_by_model_type(files: ProcessorFiles) -> str | None:
