@@ -176,6 +176,16 @@ KEEP = "If a model wrote this call, keep it as text in content instead of tool_c
             ".arguments.a: is no JSON value - expected text, a finite number, bool, None, list or dict, "
             "got an int of 5001 bits",
         ),
+        (
+            {"name": "f", "arguments": {"a": ["é", "\ud800"]}},
+            ".arguments.a[1]: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+D800 "
+            "at position 0. Decode the original bytes with errors='replace'",
+        ),
+        (
+            {"name": "f", "arguments": {"\udc00": 1}},
+            ".arguments: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+DC00 at "
+            "position 0. Decode the original bytes with errors='replace'",
+        ),
         ({"name": "f", "arguments": {1: 2}}, ".arguments: JSON keys are text - expected str keys, got 1"),
         ({"name": "f", "id": ["x"]}, ".id: is not text - expected a str, got list of length 1"),
     ],

@@ -146,6 +146,15 @@ def test_pydantic_parts():
     assert normalize_content(content, "c") == (ImagePart(URL), ImagePart(URL))
 
 
+@pytest.mark.parametrize("make", [bytearray, lambda data: memoryview(bytearray(data))])
+def test_buffers_are_not_shared_with_the_caller(make):
+    buffer = make(BYTES)
+    part = normalize_part({"type": "image", "image": buffer}, "p")
+    buffer[0] = 0
+    assert type(part.source) is bytes
+    assert part.source == BYTES
+
+
 @pytest.mark.parametrize("value", [PICTURE, ARRAY])
 def test_a_single_image_as_content_counts_as_a_list_of_one(value):
     (part,) = normalize_content(value, "c")
