@@ -5,6 +5,7 @@ import io
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -331,6 +332,15 @@ def test_server_that_drips_is_stopped_by_the_total_timeout(site: Site, start: by
     policy = MediaPolicy(allow_networks=("127.0.0.1",), read_timeout=5, total_timeout=0.4)
     with pytest.raises(MediaLimitError, match=r"too slow \(total_timeout\)"):
         fetch(site.url("/drip"), policy)
+
+
+def test_no_wait_goes_beyond_the_deadline() -> None:
+    hop = fetching._Hop(MediaPolicy(), None, deadline=time.monotonic() + 3)
+    assert hop.wait(2) == 2
+    assert hop.wait(5) <= 3
+    hop.deadline = time.monotonic()
+    with pytest.raises(MediaLimitError):
+        hop.wait(5)
 
 
 def test_slow_resolver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,6 +495,17 @@ def test_damaged_pixel_data_is_an_error_whatever_the_flag(
             load_image(shared)
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_damaged_png_header_is_an_error_whatever_the_flag(
+    flag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytearray(encoded(Image.fromarray(PIXELS).quantize(8), transparency=3))
+    data[data.index(b"tRNS") + 4] ^= 1
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", flag)
+    with pytest.raises(MediaDecodeError, match="bad header checksum in b'tRNS'"):
+        load_image(bytes(data))
+
+
 def test_truncation_message() -> None:
     data = encoded(Image.fromarray(picture(120, 90)))
     with pytest.raises(MediaDecodeError) as caught:
