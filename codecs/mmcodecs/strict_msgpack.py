@@ -203,5 +203,5 @@ def ext_head(code: int, length: int) -> bytes:
 
 
 def scalar(value: Any) -> bytes:
-    """Write text, a boolean, nil, a float (as float64) or an integer of at most 64 bits in its shortest form."""
+    """Write text, a boolean, nil, a float (as float64) or an integer of 64 bits in its shortest form."""
     return msgspec.msgpack.encode(value)

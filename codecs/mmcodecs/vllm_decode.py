@@ -98,7 +98,7 @@ class _Loader:
     def _entries(
         self, where: str, readers: dict[str, Callable[[str], Any]], required: set[str]
     ) -> dict[str, Any]:
-        """Read a map in which each key has its own reader, no other key may stand, and `required` ones must."""
+        """Read a map in which each key has its own reader, no other may stand, and `required` ones must."""
         found: dict[str, Any] = {}
         for _ in range(self._reader.map_head(where)):
             key = self._reader.string(where)
@@ -154,7 +154,13 @@ class _Loader:
                 got=str(len(data)),
             )
         dtype = np.dtype("<" + row.carrier)
-        return restore(row, TENSOR, dtype, shape, data, framework=self._framework, copy=self._copy)
+        try:
+            return restore(row, TENSOR, dtype, shape, data, framework=self._framework, copy=self._copy)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, CodecError):
+                raise error.at(where) from None
+            # An empty array may announce other dimensions beyond all bounds.
+            raise DecodeError("no array can have this shape", where=where, got=str(list(shape))) from error
 
     def _shape(self, where: str) -> tuple[int, ...]:
         ndim = self._reader.array_head(where)

@@ -40,7 +40,7 @@ Field: TypeAlias = BatchedField | FlatField | SharedField
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldElem:
-    """One keyword of an item: its data, `None` where the receiver is known to hold it, and how it is joined."""
+    """One keyword of an item: its data, `None` where the receiver holds it already, and how it is joined."""
 
     data: NestedTensors | None
     field: Field

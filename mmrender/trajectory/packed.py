@@ -151,7 +151,7 @@ def from_plain(packed: object) -> PackedTrajectories:
         )
     try:
         form = msgspec.convert(packed, PackedTrajectories)
-    except msgspec.ValidationError as error:
+    except (ValueError, TypeError, AttributeError) as error:  # msgspec asks an array, say, for its keys
         raise TrajectoryError("the packed form is damaged", where="packed", got=str(error)) from error
     _check_pool(form.tokens, "tokens", None)
     _check_pool(form.placeholders, "placeholders", 4)
