@@ -109,7 +109,7 @@ class Prober:
 
     def _call_form(self, form: ViewForm) -> ViewForm:
         conversation = [_user(), Message(role="assistant", content=None, tool_calls=_CALL)]
-        for none_content in ("none", "empty"):
+        for none_content in ("none", "absent", "empty"):
             for arguments in ("parsed", "json"):
                 candidate = replace(form, none_content=none_content, arguments=arguments)
                 shown = self.render(conversation, form=candidate)
@@ -126,7 +126,9 @@ class Prober:
         )
         if without is None or with_image is None:
             return None
-        return _inserted(plain(without), plain(with_image))
+        added = _inserted(plain(without), plain(with_image))
+        # A template that does not expect parts prints their Python form, which is no placeholder.
+        return "" if "'type'" in added else added
 
     @staticmethod
     def _around(role: Role) -> tuple[list[Message], Message, list[Message]]:

@@ -21,13 +21,13 @@ class ViewForm:
     """Which of the shapes in use a template takes, found by probing.
 
     Attributes:
-        none_content: How absent content is given: as `None`, or as empty text.
+        none_content: How absent content is given: as `None`, by leaving the key out, or as empty text.
         arguments: How the arguments of a call are given: parsed, or as JSON text.
         image: How an image part names itself.
         content: Whether lists of parts are taken, or text only.
     """
 
-    none_content: Literal["none", "empty"] = "none"
+    none_content: Literal["none", "absent", "empty"] = "none"
     arguments: Literal["parsed", "json"] = "parsed"
     image: Literal["image", "image_url"] = "image"
     content: Literal["parts", "text"] = "parts"
@@ -51,7 +51,7 @@ class _MessageView:
 
     def content(self, content: str | tuple[Part, ...] | None) -> Any:
         if content is None:
-            return None if self.form.none_content == "none" else ""
+            return "" if self.form.none_content == "empty" else None
         if isinstance(content, str):
             return self.text(content, "content", "content")
         parts = [self.part(part, f"content[{index}]") for index, part in enumerate(content)]
@@ -83,6 +83,8 @@ class _MessageView:
 
     def build(self, message: Message) -> dict[str, Any]:
         view: dict[str, Any] = {"role": self.text(self.role, "role", "role"), "content": self.content(message.content)}
+        if message.content is None and self.form.none_content == "absent":
+            del view["content"]
         if message.reasoning_content is not None:
             reasoning = self.text(message.reasoning_content, "reasoning", "reasoning_content")
             view.update(reasoning_content=reasoning, thinking=reasoning)

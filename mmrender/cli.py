@@ -1,0 +1,197 @@
+"""The command line. Needs the `cli` extra."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from mmrender.errors import InputError, MissingDependencyError, MMRenderError
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.processors.base import ImageBackend
+from mmrender.renderer import Renderer
+
+if TYPE_CHECKING:
+    from mmrender.rendered import RenderedTokens
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as error:
+    raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_out = Console()
+_log = Console(stderr=True)
+
+ModelArgument = Annotated[str, typer.Argument(help="Model directory or hub id.", metavar="MODEL")]
+ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model directory or hub id.")]
+FileArgument = Annotated[
+    str, typer.Argument(help='JSON: a list of messages, or {"messages", "tools", ...}; "-" is standard input.')
+]
+BackendOption = Annotated[str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')]
+
+
+@app.command()
+def render(
+    file: FileArgument,
+    model: ModelOption,
+    generation_prompt: Annotated[bool, typer.Option(help="Open the assistant's turn.")] = True,
+    image_backend: BackendOption = "torch",
+) -> None:
+    """Render a conversation and print ids, spans and media as JSON."""
+    rendered = _rendered(file, model, image_backend, generation_prompt)
+    data = rendered.multi_modal_data
+    document = {
+        "token_ids": rendered.token_ids,
+        "spans": [span._asdict() for span in rendered.spans],
+        "rewritten": rendered.rewritten,
+        "mm_hashes": data.mm_hashes,
+        "mm_placeholders": {
+            modality: [{"offset": entry.offset, "length": entry.length} for entry in ranges]
+            for modality, ranges in data.mm_placeholders.items()
+        },
+        "mm_grids": {modality: [item.grid for item in items] for modality, items in data.mm_items.items()},
+    }
+    sys.stdout.write(json.dumps(document) + "\n")
+
+
+@app.command()
+def view(
+    file: FileArgument,
+    model: ModelOption,
+    generation_prompt: Annotated[bool, typer.Option(help="Open the assistant's turn.")] = True,
+    image_backend: BackendOption = "torch",
+) -> None:
+    """Show every token of a conversation, coloured by what it is."""
+    from mmrender.view.terminal import legend, message_table, token_strip
+
+    rendered = _rendered(file, model, image_backend, generation_prompt)
+    _out.print(legend(), "")
+    _out.print(token_strip(rendered), "")
+    _out.print(message_table(rendered))
+
+
+@app.command()
+def doctor(
+    model: ModelArgument,
+    image_backend: BackendOption = "pil",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what was found out about a model's template, tokenizer and processor, and what was proved."""
+    from mmrender.view.doctor import diagnose, findings_table
+
+    findings = diagnose(_load(model, image_backend))
+    if as_json:
+        sys.stdout.write(json.dumps(findings, indent=2) + "\n")
+    else:
+        _out.print(findings_table(findings))
+
+
+@app.command()
+def parity(
+    models: Annotated[list[Path], typer.Argument(help="Model directories.", metavar="MODEL...")],
+    cases: Annotated[int, typer.Option(min=1, help="Conversations for each model and back end.")] = 300,
+    image_backend: Annotated[str, typer.Option(help='"torch", "pil" or "both".')] = "both",
+    seed: Annotated[int, typer.Option(help="Of the generated conversations.")] = 0,
+    images: Annotated[Path | None, typer.Option(help="Folder of photographs to use as well.")] = None,
+) -> None:
+    """Compare with the reference, Transformers, to the last bit; exit 1 at the first difference."""
+    from mmrender.testing.parity import ParityReport, check_parity
+    from mmrender.testing.pictures import load_pictures
+
+    backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
+    pictures = load_pictures(images) if images is not None else []
+    reports: list[ParityReport] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_log) as bars:
+        for model in models:
+            for backend in backends:
+                bar = bars.add_task(f"{model.name} {backend}", total=cases)
+                report = check_parity(
+                    model,
+                    image_backend=backend,
+                    cases=cases,
+                    seed=seed,
+                    pictures=pictures,
+                    progress=lambda done, bar=bar: bars.update(bar, completed=done),  # type: ignore[misc]
+                )
+                reports.append(report)
+    _out.print(_parity_table(reports))
+    for report in reports:
+        if report.mismatch is not None:
+            _print_mismatch(report)
+            raise typer.Exit(1)
+
+
+def _parity_table(reports: "list[Any]") -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for heading in ("model", "mode", "cases", "refused by both", "tokens", "images", "pixel values", "result"):
+        table.add_column(heading, justify="left" if heading in ("model", "mode", "result") else "right")
+    for report in reports:
+        result = "[green]equal[/]" if report.mismatch is None else f"[red]{report.mismatch.what} differ[/]"
+        if report.without_processor is not None and report.mismatch is None:
+            result = f"[yellow]text and ids equal; no images: {report.without_processor}[/]"
+        table.add_row(
+            report.model, report.image_backend, str(report.cases), str(report.refused), f"{report.tokens:,}",
+            f"{report.images:,}", f"{report.pixel_values:,}", result,
+        )  # fmt: skip
+    return table
+
+
+def _print_mismatch(report: Any) -> None:
+    difference = report.mismatch
+    _out.print(f"\n[red]{report.model}, {report.image_backend}, case {difference.case}: {difference.what} differ[/]")
+    for name, side in (("ours", difference.ours), ("reference", difference.reference)):
+        _out.print(f"{name}:", side, markup=False, highlight=False)
+    _out.print("options:", difference.options, markup=False)
+    _out.print("messages:", difference.messages, markup=False)
+
+
+def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool) -> "RenderedTokens":
+    document = _read(file)
+    options = document if isinstance(document, dict) else {"messages": document}
+    if "messages" not in options:
+        raise InputError("no messages in the input", where=file, expected='a list, or an object with "messages"')
+    renderer = _load(model, image_backend)
+    messages = options.pop("messages")
+    return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **options})
+
+
+def _read(file: str) -> Any:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        return json.loads(text)
+    except OSError as error:
+        raise InputError("cannot read the file", where=file, got=error.strerror) from error
+    except ValueError as error:
+        raise InputError("the file is not JSON", where=file, got=str(error)) from error
+
+
+def _load(model: str, image_backend: str) -> Renderer:
+    # Someone who names a file in the current folder means it; elsewhere a program must allow it.
+    policy = MediaPolicy(local_roots=(Path.cwd(),))
+    with _log.status(f"loading {model}"):
+        return Renderer.from_pretrained(model, image_backend=_backend(image_backend), media_policy=policy)
+
+
+def _backend(name: str) -> ImageBackend:
+    if name == "torch":
+        return "torch"
+    if name == "pil":
+        return "pil"
+    raise InputError("there is no such image back end", expected="torch or pil", got=name)
+
+
+def main() -> None:
+    """Run the command; an error of ours ends it with one line and status 2."""
+    try:
+        app()
+    except MMRenderError as error:
+        _log.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

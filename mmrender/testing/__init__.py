@@ -1,0 +1,1 @@
+"""Tools for testing renderers: generated conversations, reference implementations, parity."""

@@ -1,0 +1,152 @@
+"""Generated conversations: everything that a template claims to take, and text that is awkward to encode.
+
+One generator serves both the `mmrender parity` command, from a seed, and Hypothesis, from its own source of
+randomness, so that both test the same language.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from mmrender.template.profile import TemplateProfile
+
+_PLAIN = (
+    "What is in this picture?",
+    "Describe it.",
+    "x",
+    "Answer: 42",
+    "The quick brown fox jumps over the lazy dog.",
+    "  leading and trailing  ",
+    "line one\nline two\n\nline four",
+    "\n\nnewlines around\n\n\n",
+    "tab\tand\r\nreturn",
+    "ünïcödé - naïve café, Ångström e\u0301 \u212b",
+    "日本語のテキスト 中文 한국어 ภาษาไทย العربية",
+    "emoji 🙂🏳️‍🌈👩‍👩‍👧 zero\u200bwidth",
+    '{"json": [1, 2.5, null, true], "nested": {"a": "b"}}',
+    "def f(x):\n    return x ** 2  # comment\n",
+    "1234567890 3.14159 -1e-9",
+    "<b>html &amp; entities</b> \\backslash\\ `code` ${var} {{ not jinja }} {% raw %}",
+    "a" * 200,
+    "",
+    " ",
+    "don't can't I'LL we've",
+)
+_ARGUMENTS: tuple[Any, ...] = (
+    "text", "", "two\nlines", 'quoted "text" \\ backslash', "ünï 日本", 0, -7, 3.5, 1e20, True, False, None,
+    [], [1, "two", None], {}, {"deep": {"er": [True, 1.5]}},
+)  # fmt: skip
+
+
+@dataclass
+class ConversationMaker:
+    """Makes conversations that a template takes.
+
+    Attributes:
+        profile: What the template takes.
+        images: Pictures to choose from; none makes text-only conversations.
+        literals: Special tokens to write into content, as text that looks like syntax.
+        max_turns: Most rounds of user and assistant.
+        tools: Whether to write tool definitions, calls and results.
+    """
+
+    profile: TemplateProfile
+    images: Sequence[Image.Image] = ()
+    literals: Sequence[str] = ()
+    max_turns: int = 4
+    tools: bool = True
+    _call_ids: int = field(default=0, repr=False)
+
+    def make(self, source: random.Random) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return messages in Hugging Face form, and options for `render`."""
+        messages: list[dict[str, Any]] = []
+        if "system" in self.profile.roles and source.random() < 0.5:
+            messages.append({"role": "system", "content": self._content(source, "system")})
+        for _ in range(source.randint(1, self.max_turns)):
+            messages.append({"role": "user", "content": self._content(source, "user")})
+            messages += self._answer(source)
+        if messages[-1]["role"] == "assistant" and source.random() < 0.4:
+            messages.append({"role": "user", "content": self._content(source, "user")})
+        options: dict[str, Any] = {"add_generation_prompt": messages[-1]["role"] != "assistant" and source.random() < 0.8}
+        if self.tools and self.profile.prints_tools and source.random() < 0.5:
+            options["tools"] = [self._tool(source) for _ in range(source.randint(1, 3))]
+        if "add_vision_id" in self.profile.arguments and source.random() < 0.2:
+            options["add_vision_id"] = True
+        if "enable_thinking" in self.profile.arguments and source.random() < 0.3:
+            options["enable_thinking"] = source.random() < 0.5
+        return messages, options
+
+    def _answer(self, source: random.Random) -> list[dict[str, Any]]:
+        """The assistant's turn, with tool rounds before it at times."""
+        rounds: list[dict[str, Any]] = []
+        if self.tools and "tool" in self.profile.roles and source.random() < 0.4:
+            for _ in range(source.randint(1, 2)):
+                rounds += self._tool_round(source)
+        return [*rounds, self._assistant(source)]
+
+    def _assistant(self, source: random.Random) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self._content(source, "assistant")}
+        if source.random() < 0.4:
+            message["reasoning_content"] = self._text(source)
+        return message
+
+    def _tool_round(self, source: random.Random) -> list[dict[str, Any]]:
+        message = self._assistant(source)
+        if source.random() < 0.3:
+            message["content"] = ""
+        calls = [self._call(source) for _ in range(source.randint(1, 3))]
+        if not self.profile.prints_tool_calls:
+            return [message, *[self._result(source, call) for call in calls]]
+        return [{**message, "tool_calls": calls}, *[self._result(source, call) for call in calls]]
+
+    def _call(self, source: random.Random) -> dict[str, Any]:
+        self._call_ids += 1
+        names = source.sample(["query", "x", "box", "naïve name"], source.randint(0, 3))
+        function = {"name": source.choice(["zoom", "search", "run_code"])}
+        arguments = {name: source.choice(_ARGUMENTS) for name in names}
+        call_id = f"call{self._call_ids % 100000:05d}"
+        return {"id": call_id, "type": "function", "function": {**function, "arguments": arguments}}
+
+    def _result(self, source: random.Random, call: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "tool", "content": self._content(source, "tool")}
+        return {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
+
+    def _tool(self, source: random.Random) -> dict[str, Any]:
+        properties = {name: {"type": source.choice(["string", "number", "object"])} for name in ("query", "x")}
+        parameters = {"type": "object", "properties": properties, "required": ["query"]}
+        name = source.choice(["zoom", "search", "run_code"])
+        return {
+            "type": "function",
+            "function": {"name": name, "description": self._text(source), "parameters": parameters},
+        }
+
+    def _content(self, source: random.Random, role: str) -> str | list[dict[str, Any]]:
+        with_images = bool(self.images) and role in self.profile.image_roles and source.random() < 0.3
+        if not with_images and (source.random() < 0.6 or self.profile.form.content == "text" or role == "tool"):
+            return self._text(source)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": self._text(source)} for _ in range(source.randint(1, 2))]
+        if with_images:
+            for _ in range(source.choice([1, 1, 1, 2])):
+                picture = {"type": "image", "image": source.choice(list(self.images))}
+                parts.insert(source.randint(0, len(parts)), picture)
+        return parts
+
+    def _text(self, source: random.Random) -> str:
+        pieces = [source.choice(_PLAIN) for _ in range(source.choice([1, 1, 2, 3]))]
+        if self.literals and source.random() < 0.25:
+            pieces.insert(source.randint(0, len(pieces)), source.choice(list(self.literals)))
+        return source.choice(["", " ", "\n"]).join(pieces)
+
+
+def sample_images(source: random.Random, count: int, *, largest: int = 640) -> list[Image.Image]:
+    """Pictures of many sizes: noise over a gradient, so that resampling errors show."""
+    return [_picture(source, source.randint(32, largest), source.randint(32, largest)) for _ in range(count)]
+
+
+def _picture(source: random.Random, width: int, height: int) -> Image.Image:
+    noise = Image.frombytes("RGB", (width, height), source.randbytes(width * height * 3))
+    gradient = Image.merge("RGB", [Image.linear_gradient("L").resize((width, height)).rotate(90 * k) for k in range(3)])
+    return Image.blend(gradient, noise, source.choice([0.1, 0.5, 1.0]))

@@ -1,0 +1,199 @@
+"""Parity: our rendering against the reference's, on generated conversations, to the last bit."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from mmrender.errors import MMRenderError
+from mmrender.media.item import MediaItem, Repeat
+from mmrender.media.processors.base import ImageBackend
+from mmrender.rendered import RenderedTokens
+from mmrender.renderer import Renderer
+from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.reference_renderer import ReferenceRenderer, ReferenceRendering
+
+Progress: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first thing in which the two differ, both sides as a person can read them."""
+
+    case: int
+    what: str
+    ours: str
+    reference: str
+    messages: Sequence[dict[str, Any]]
+    options: dict[str, Any]
+
+
+@dataclass
+class ParityReport:
+    """Outcome for one model and one image back end.
+
+    Attributes:
+        cases: Conversations compared.
+        refused: How many of them both sides refused.
+        images: Media items compared.
+        tokens: Token ids compared.
+        pixel_values: Number of pixel values compared, all of which were equal.
+        without_processor: Why images were left out, or None.
+        mismatch: The first difference, or None.
+    """
+
+    model: str
+    image_backend: str
+    cases: int = 0
+    refused: int = 0
+    images: int = 0
+    tokens: int = 0
+    pixel_values: int = 0
+    without_processor: str | None = None
+    mismatch: Mismatch | None = None
+    kinds: set[str] = field(default_factory=set)
+
+
+def check_parity(
+    directory: Path,
+    *,
+    image_backend: ImageBackend,
+    cases: int,
+    seed: int = 0,
+    pictures: Sequence[Image.Image] = (),
+    progress: Progress = lambda _: None,
+) -> ParityReport:
+    """Compare text, ids, tensors and placeholder ranges on generated conversations; stop at a difference.
+
+    Args:
+        directory: A model directory.
+        image_backend: Which exact mode to compare with the reference's back end of the same name.
+        cases: Number of conversations.
+        seed: Of the generator.
+        pictures: Photographs to use beside generated ones.
+        progress: Called with the number of cases done.
+    """
+    renderer = Renderer.from_pretrained(
+        directory, image_backend=image_backend, content_special_tokens="parse", memo_bytes=0
+    )
+    reference = ReferenceRenderer(directory, image_backend)
+    report = ParityReport(directory.name, image_backend, without_processor=reference.processor_missing)
+    source = random.Random(seed)
+    has_images = renderer.media is not None and reference.processor is not None
+    images = [*sample_images(source, 10), *pictures] if has_images else []
+    maker = ConversationMaker(renderer.profile, images, _literals(renderer))
+    for case in range(cases):
+        messages, options = maker.make(source)
+        report.mismatch = _compare(renderer, reference, messages, options, report, case)
+        report.cases += 1
+        progress(case + 1)
+        if report.mismatch is not None:
+            break
+    return report
+
+
+def _literals(renderer: Renderer) -> list[str]:
+    media = renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
+    return sorted(set(renderer.tokenizer.added_ids) - media)
+
+
+def _compare(
+    renderer: Renderer,
+    reference: ReferenceRenderer,
+    messages: Sequence[dict[str, Any]],
+    options: dict[str, Any],
+    report: ParityReport,
+    case: int,
+) -> Mismatch | None:
+    pictures = [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
+    try:
+        expected: ReferenceRendering | str = reference.render(messages, pictures, **options)
+    except Exception as error:  # noqa: BLE001 - whatever the reference raises, ours must refuse too
+        expected = f"{type(error).__name__}: {error}"
+    try:
+        ours: RenderedTokens | str = renderer.render(messages, **options)
+    except MMRenderError as error:
+        ours = f"{type(error).__name__}: {error}"
+    if isinstance(ours, str) or isinstance(expected, str):
+        if isinstance(ours, str) and isinstance(expected, str):
+            report.refused += 1
+            return None
+        shown = [side if isinstance(side, str) else "renders" for side in (ours, expected)]
+        return Mismatch(case, "acceptance", *shown, messages, options)
+    difference = first_difference(renderer, ours, expected)
+    if difference is not None:
+        return Mismatch(case, *difference, messages, options)
+    _count(report, ours)
+    return None
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return message["content"] if isinstance(message["content"], list) else []
+
+
+def _count(report: ParityReport, ours: RenderedTokens) -> None:
+    report.tokens += len(ours)
+    for item in _items(ours):
+        report.images += 1
+        report.pixel_values += item.tensors("float32")["pixel_values"].size
+
+
+def _items(rendered: RenderedTokens) -> list[MediaItem]:
+    return list(rendered.multi_modal_data.mm_items.get("image", ()))
+
+
+def first_difference(
+    renderer: Renderer, ours: RenderedTokens, expected: ReferenceRendering
+) -> tuple[str, str, str] | None:
+    """What differs first, and both sides of it; None where all is equal."""
+    if ours.text != expected.text:
+        start = _first_unequal(ours.text, expected.text)
+        return "text", repr(ours.text[max(0, start - 40) : start + 80]), repr(expected.text[max(0, start - 40) : start + 80])
+    if ours.token_ids != expected.ids:
+        start = max(0, _first_unequal(ours.token_ids, expected.ids) - 5)
+        sides = [ids[start : start + 15] for ids in (ours.token_ids, expected.ids)]
+        return "token ids", *[f"[{start}:] {ids} {renderer.decode(ids)!r}" for ids in sides]
+    return _range_difference(renderer, ours) or _tensor_difference(_items(ours), expected.tensors)
+
+
+def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _range_difference(renderer: Renderer, ours: RenderedTokens) -> tuple[str, str, str] | None:
+    """The ranges must name exactly the feature tokens that the reference's ids hold."""
+    items = _items(ours)
+    tokens = {piece.token for item in items for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds}
+    ids = {renderer.tokenizer.token_id(token) for token in tokens}
+    expected = [index for index, token_id in enumerate(ours.token_ids) if token_id in ids]
+    found: list[int] = []
+    for placeholder in ours.multi_modal_data.mm_placeholders.get("image", ()):
+        found += (np.flatnonzero(placeholder.is_embed) + placeholder.offset).tolist()
+    return None if found == expected else ("placeholder ranges", str(found[:20]), str(expected[:20]))
+
+
+def _tensor_difference(
+    items: Sequence[MediaItem], expected: dict[str, npt.NDArray[Any]]
+) -> tuple[str, str, str] | None:
+    if not items:
+        return None
+    tensors = [item.tensors("float32") for item in items]
+    for key, value in tensors[0].items():
+        theirs = expected.get(key)
+        if theirs is None:
+            return f"tensor {key}", f"shape {value.shape}", "absent"
+        # Some families count samples on the first axis and the tiles of all their images on the second.
+        by_sample = len(items) > 1 and theirs.shape[0] == 1
+        ours = np.concatenate([entry[key] for entry in tensors], axis=1 if by_sample else 0)
+        if ours.shape != theirs.shape:
+            return f"shape of {key}", str(ours.shape), str(theirs.shape)
+        if not np.array_equal(ours, theirs):
+            worst = float(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max())
+            return key, f"{ours.dtype}, first {ours.ravel()[:4]}", f"{theirs.dtype}, largest difference {worst:g}"
+    return None

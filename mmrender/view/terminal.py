@@ -1,0 +1,104 @@
+"""The token strip: every token of a rendering, coloured by what it is, pads folded.
+
+Needs rich, which the `cli` extra brings.
+"""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from mmrender.media.item import MediaItem
+from mmrender.rendered import RenderedTokens, TokenSpan
+
+STYLES = {
+    "content": ("white on grey23", "white on grey30"),
+    "reasoning": ("plum1 on grey15", "plum1 on grey19"),
+    "tool_call": ("khaki1 on grey15", "khaki1 on grey19"),
+    "tools": ("dark_sea_green2 on grey11", "dark_sea_green2 on grey15"),
+    "documents": ("dark_sea_green2 on grey11", "dark_sea_green2 on grey15"),
+    "image": ("black on sky_blue1", "black on sky_blue1"),
+    "video": ("black on sky_blue1", "black on sky_blue1"),
+}
+_SCAFFOLD = ("grey58", "grey46")
+_SAMPLED = ("black on dark_sea_green3", "black on dark_sea_green4")
+_VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
+
+
+def token_strip(rendered: RenderedTokens) -> Text:
+    """Every token in its colour: sampled tokens green, content bright, scaffold dim, media folded to one mark."""
+    strip = Text(no_wrap=False, overflow="fold")
+    items = _items_by_offset(rendered)
+    for span in rendered.spans:
+        if span.kind in ("image", "video"):
+            strip.append(_folded(span, items.get(span.start)), STYLES[span.kind][0])
+            continue
+        styles = _SAMPLED if span.sampled else STYLES.get(span.kind, _SCAFFOLD)
+        for index, piece in enumerate(_pieces(rendered, span)):
+            strip.append(piece.translate(_VISIBLE), styles[index % 2])
+            if piece.endswith("\n"):
+                strip.append("\n")
+    return strip
+
+
+def _pieces(rendered: RenderedTokens, span: TokenSpan) -> Iterator[str]:
+    """Text of each token; tokens that share a character are shown together."""
+    start = span.start
+    for stop in range(span.start + 1, span.stop + 1):
+        text = rendered.decode(start, stop)
+        if "\ufffd" not in text or stop == span.stop:
+            yield text
+            start = stop
+
+
+def _items_by_offset(rendered: RenderedTokens) -> dict[int, MediaItem]:
+    data = rendered.multi_modal_data
+    return {
+        placeholder.offset: item
+        for modality, ranges in data.mm_placeholders.items()
+        for placeholder, item in zip(ranges, data.mm_items[modality], strict=True)
+    }
+
+
+def _folded(span: TokenSpan, item: MediaItem | None) -> str:
+    count = span.stop - span.start
+    layout = f"{_layout(item, count)} = " if item is not None else ""
+    return f"⟨{span.kind} {layout}{count}⟩"
+
+
+def _layout(item: MediaItem, count: int) -> str:
+    """Rows and columns of tokens, or the number of tiles."""
+    if len(item.grid) != 3:
+        return "×".join(map(str, item.grid)) + " tiles"
+    frames, rows, columns = item.grid
+    merge = round((frames * rows * columns / count) ** 0.5)
+    shape = f"{rows // merge}×{columns // merge}"
+    return shape if frames == 1 else f"{frames}×{shape}"
+
+
+def message_table(rendered: RenderedTokens) -> Table:
+    """Tokens of each message, how many of them are sampled, and its media."""
+    table = Table(title=None, show_edge=False, pad_edge=False)
+    for heading, justify in (("message", "right"), ("role", "left"), ("tokens", "right"), ("sampled", "right"), ("media", "left")):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    counts = rendered.tokens_per_message
+    for index, role in enumerate(rendered.roles):
+        spans = [span for span in rendered.spans if span.message == index]
+        sampled = sum(span.stop - span.start for span in spans if span.sampled)
+        media = sum(span.kind in ("image", "video") for span in spans)
+        table.add_row(str(index), role, str(counts[index]), str(sampled or ""), f"{media} image(s)" if media else "")
+    outside = len(rendered) - sum(counts)
+    if outside:
+        table.add_row("", "template", str(outside), "", "")
+    return table
+
+
+def legend() -> Text:
+    """What the colours mean."""
+    text = Text()
+    entries = [("sampled", _SAMPLED), ("content", STYLES["content"]), ("reasoning", STYLES["reasoning"])]
+    entries += [("tool call", STYLES["tool_call"]), ("image", STYLES["image"]), ("template", _SCAFFOLD)]
+    for name, styles in entries:
+        text.append(f" {name} ", styles[0])
+        text.append(" ")
+    return text
