@@ -1,8 +1,8 @@
 """Aligned memory that is used again.
 
-Writing into fresh memory costs six to nine times a copy into warm memory, because the system hands the pages out
-one by one. A pool keeps them. Its buffers come back by themselves, when the last view of them is gone: a decoded
-array, a tensor over it, or a slice of any of these keeps the buffer out of the pool.
+Writing into fresh memory costs six to nine times a copy into warm memory, because the system hands the pages
+out one by one. A pool keeps them. Its buffers come back by themselves, when the last view of them is gone: a
+decoded array, a tensor over it, or a slice of any of these keeps the buffer out of the pool.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import threading
 import weakref
 from bisect import insort
 from collections import deque
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 ALIGNMENT = 64
 _STEP = 4096
 
-Buffer = bytearray | memoryview | npt.NDArray[np.uint8]
+Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Buffer: TypeAlias = bytearray | memoryview | Bytes
 
 
-def aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+def aligned_empty(nbytes: int) -> Bytes:
     """Give `nbytes` of uninitialised memory whose address is a multiple of 64."""
     slab = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -slab.ctypes.data % ALIGNMENT
@@ -32,15 +33,16 @@ class BufferPool:
     """Buffers of any size, aligned to 64 bytes, returned when their last view dies. Safe to use from threads.
 
     Args:
-        max_idle_bytes: Memory kept for later while nobody uses it; beyond that, the smallest buffers are freed.
+        max_idle_bytes: Memory kept for later while nobody uses it; beyond that, the smallest buffers are
+            freed.
     """
 
     def __init__(self, max_idle_bytes: int = 1 << 30) -> None:
         self.max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
-        self._idle: list[npt.NDArray[np.uint8]] = []
-        # A finalizer may run anywhere, inside of acquire on its own thread too: it only appends, which is atomic.
-        self._returned: deque[npt.NDArray[np.uint8]] = deque()
+        self._idle: list[Bytes] = []
+        # A finalizer may run anywhere, even inside of acquire on its thread: it only appends (atomic).
+        self._returned: deque[Bytes] = deque()
 
     @property
     def idle_bytes(self) -> int:
@@ -64,9 +66,9 @@ class BufferPool:
         # A view of its own, which every memoryview and array over it keeps alive, and nothing else does.
         lease = slab[:nbytes]
         weakref.finalize(lease, self._give_back, slab).atexit = False
-        return memoryview(lease)
+        return lease.data
 
-    def _give_back(self, slab: npt.NDArray[np.uint8]) -> None:
+    def _give_back(self, slab: Bytes) -> None:
         self._returned.append(slab)
         self._settle()
 

@@ -2,8 +2,8 @@
 
 Three ways out, one value, no copy more than stated:
 
-- `encode_frames`: `[head, payload, ...]`, payloads are views of the arrays' own memory (law of the sender: do not
-  write to an array before its frames are sent). For transports that send many parts.
+- `encode_frames`: `[head, payload, ...]`, payloads are views of the arrays' own memory (law of the sender: do
+  not write to an array before its frames are sent). For transports that send many parts.
 - `encode_parts`: the pieces whose concatenation is the single form, payloads again views. For `sendmsg` and
   `writev`, towards a reader that receives into one buffer.
 - `encode`: the single form in one buffer, each array copied once, straight to its place.
@@ -41,14 +41,14 @@ def encode(
 
     Args:
         value: What to write; see `docs/codec.md` for the types.
-        buffer: Where to: a pool, a writable buffer of the caller's (its start is used), or None for fresh memory.
-            A pool's buffer goes back when the result and everything decoded from it is gone.
+        buffer: Where to: a pool, a writable buffer of the caller's (its start is used), or None for fresh
+            memory. A pool's buffer goes back when the result and everything decoded from it is gone.
         checksums: Whether to add XXH3-64 of head and payloads, at about 35 GB/s on each side.
         limits: Bounds to stay within.
 
     Returns:
-        A view of exactly the message. Its payloads are aligned to 64 bytes if its start is, as that of pools and
-        fresh memory is.
+        A view of exactly the message. Its payloads are aligned to 64 bytes if its start is, as that of pools
+        and fresh memory is.
 
     Raises:
         EncodeError: Some value cannot be kept, or the buffer is too short.
@@ -107,8 +107,8 @@ def decode(
     Args:
         data: One buffer, or the list of frames.
         copy: Whether arrays get writable memory of their own, instead of being read-only views of `data`.
-        framework: What arrays become: "numpy", "torch", or "source" for what the sender held. With torch, tensors
-            are views if `data` is writable memory, else copies.
+        framework: What arrays become: "numpy", "torch", or "source" for what the sender held. With torch,
+            tensors are views if `data` is writable memory, else copies.
         type: A type to build, such as a Struct, dataclass or pydantic model; None for the neutral form.
         limits: Bounds to hold to.
 
@@ -128,7 +128,7 @@ def write_single(
     table_bytes: int = 0,
 ) -> memoryview:
     """Lay a written body and its payloads into one buffer."""
-    # A checksum needs the elements in order before the head is written; an array that is not so is copied then.
+    # A checksum needs the elements in order before the head is written: others are copied here.
     payloads = [_as_bytes(payload) for payload in writer.frames] if checksums else writer.frames
     head, offsets, total = _head(
         writer, body, payloads, single=True, checksums=checksums, table_bytes=table_bytes
@@ -231,7 +231,7 @@ def _as_bytes(payload: Payload) -> memoryview:
 
 def _target(buffer: BufferPool | Buffer | None, total: int) -> memoryview:
     if buffer is None:
-        return memoryview(aligned_empty(total))
+        return aligned_empty(total).data
     if isinstance(buffer, BufferPool):
         return buffer.acquire(total)
     try:

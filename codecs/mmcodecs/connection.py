@@ -1,6 +1,7 @@
 """The two ends of a connection that share a table of arrays; the rule they follow is in `shared.py`.
 
-Messages must be decoded in the order in which they were encoded. Neither end may be used from two threads at once.
+Messages must be decoded in the order in which they were encoded. Neither end may be used from two threads at
+once.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _own(record: Record, data: memoryview) -> tuple[Record, memoryview]:
     target = aligned_empty(data.nbytes)
     np.copyto(target, np.ndarray(target.shape, np.uint8, buffer=data))
     target.flags.writeable = False
-    return record._replace(rest=memoryview(b"")), memoryview(target)
+    return record._replace(rest=memoryview(b"")), target.data
 
 
 class Decoder:

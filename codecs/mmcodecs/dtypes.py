@@ -22,6 +22,7 @@ An id never changes its meaning. A name from outside is looked up in this table 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,6 +140,7 @@ def of_torch(dtype: torch.dtype) -> DType:
     return row
 
 
+@lru_cache(maxsize=1024)
 def to_numpy(row: DType, unit: int, parameter: int, *, big_endian: bool) -> np.dtype[Any]:
     """Give the numpy dtype of the array that holds a record's elements, or their bits where numpy lacks it.
 

@@ -1,7 +1,7 @@
 """Scalars that msgpack lacks: their extension types, how each is written, and how each is read back strictly.
 
-Reading accepts exactly what writing gives: a text that `fromisoformat` would tolerate but `isoformat` would not
-write is refused, so a value has one form.
+Reading accepts exactly what writing gives: a text that `fromisoformat` would tolerate but `isoformat` would
+not write is refused, so a value has one form.
 """
 
 from __future__ import annotations
@@ -72,11 +72,8 @@ def _read_decimal(data: bytes) -> Decimal:
 
 
 def _write_path(value: pathlib.PurePath) -> bytes:
-    if isinstance(value, pathlib.Path):
-        flavour = 0
-    else:
-        flavour = 1 if type(value) is pathlib.PurePosixPath else 2
-    return bytes([flavour]) + str(value).encode("utf-8", "surrogateescape")
+    flavours = {pathlib.PurePosixPath: 1, pathlib.PureWindowsPath: 2}
+    return bytes([flavours.get(type(value), 0)]) + str(value).encode("utf-8", "surrogateescape")
 
 
 def _read_path(data: bytes) -> pathlib.PurePath:

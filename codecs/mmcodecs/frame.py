@@ -1,16 +1,17 @@
-"""The wire, version 1: preamble, frame table, body, payloads. This docstring is its specification.
+r"""The wire, version 1: preamble, frame table, body, payloads. This docstring is its specification.
 
-All integers are little-endian and unsigned unless said otherwise. A message is a **head** and **payload frames**:
+All integers are little-endian and unsigned unless said otherwise. A message is a **head** and **payload
+frames**:
 
 - *frames mode*: the head and each payload are separate byte strings `[head, payload 0, payload 1, ...]`;
-- *single mode*: one byte string: the head, then the payloads, each at the next offset that is a multiple of 64,
-  counted from the start of the message. The gaps are zero bytes. Nothing follows the last payload.
+- *single mode*: one byte string: the head, then the payloads, each at the next offset that is a multiple of
+  64, counted from the start of the message. The gaps are zero bytes. Nothing follows the last payload.
 
 **Head**
 
 | offset | type | field |
 |---|---|---|
-| 0 | 8 bytes | magic: `89 6D 6D 63 6F 64 65 63` (`\\x89mmcodec`) |
+| 0 | 8 bytes | magic: `89 6D 6D 63 6F 64 65 63` (`\x89mmcodec`) |
 | 8 | u16 | version: 1 |
 | 10 | u16 | flags: bit 0 single mode, bit 1 checksums; all others zero |
 | 12 | u32 | n: number of payload frames |
@@ -19,17 +20,17 @@ All integers are little-endian and unsigned unless said otherwise. A message is 
 | 32 | u64 | capacity of the writer's table of shared arrays, in bytes; 0 without one |
 | 40 | u64 | with checksums: XXH3-64 (seed 0) of the head with these eight bytes zero; else 0 |
 | 48 | 16 bytes | zero |
-| 64 | n x 24 bytes | frame table: u64 offset (0 in frames mode), u64 length, u64 XXH3-64 of the payload or 0 |
+| 64 | n x 24 bytes | frame table: u64 offset (frames mode: 0), u64 length, u64 XXH3-64 of payload or 0 |
 | 64 + 24 n | b bytes | body |
 
 **Body**: one msgpack value. Integers, floats, strings, booleans, nil, binaries, arrays and maps stand for
-themselves. Maps have string keys only, each once. Everything else is an extension of one of these types, so user
-data can never be mistaken for a record:
+themselves. Maps have string keys only, each once. Everything else is an extension of one of these types, so
+user data can never be mistaken for a record:
 
 | type | stands for | payload |
 |---|---|---|
 | 1 | array | an array record, below |
-| 2 | list of scalars | msgpack array of nil, booleans, integers, floats and strings: same value as a plain array |
+| 2 | list of scalars | msgpack array of nil, booleans, integers, floats, strings; same as a plain array |
 | 3 | tuple | msgpack array |
 | 4, 5 | set, frozenset | msgpack array, no element twice |
 | 6 | map whose keys are not all strings | msgpack array: key, value, key, value, ...; no key twice |
@@ -39,10 +40,10 @@ data can never be mistaken for a record:
 | 10 | date and time | u8 fold (0 or 1), ISO 8601 text as Python's `isoformat` writes it |
 | 11 | date | ISO 8601 text |
 | 12 | time of day | u8 fold, ISO 8601 text |
-| 13 | duration | i32 days, i32 seconds, i32 microseconds, normalised: 0 <= seconds < 86400, 0 <= microseconds < 10^6 |
+| 13 | duration | i32 days, i32 seconds in [0, 86400), i32 microseconds in [0, 10^6) |
 | 14 | UUID | 16 bytes, as printed |
 | 15 | decimal | text |
-| 16 | path | u8 flavour (0 native, 1 POSIX, 2 Windows), UTF-8 text with undecodable bytes as lone surrogates |
+| 16 | path | u8 flavour (0 native, 1 POSIX, 2 Windows), UTF-8 text; undecodable bytes stand as they are |
 
 *Storage* is 0: the data is a u32, the index of a payload frame; or 1: the data is the bytes themselves.
 
@@ -51,17 +52,17 @@ data can never be mistaken for a record:
 | offset | type | field |
 |---|---|---|
 | 0 | u8 | dtype id (`dtypes.py`) |
-| 1 | u8 | bits 0-1 what the sender held: 0 array, 1 scalar, 2 tensor, 3 raw bits; bit 2 big-endian elements; bits 3-4 storage |
+| 1 | u8 | bits 0-1: sent as 0 array, 1 scalar, 2 tensor, 3 raw bits; bit 2: big-endian; bits 3-4: storage |
 | 2 | u8 | d: number of dimensions |
 | 3 | u8 | datetime64, timedelta64: unit id (`dtypes.UNITS`); else 0 |
 | 4 | u32 | datetime64, timedelta64: multiple of the unit; bytes, str: width; else 0 |
 | 8 | d x u64 | dimensions, outermost first |
 | 8 + 8 d | | storage 0: u32 frame index. 1: the elements. 2: u32 frame index, then key. 3: key |
 
-Elements lie in C order. Their bytes are exactly `product(dimensions) * itemsize` long: a frame, or what follows
-inline. Several records may name one frame; each frame is named at least once. A scalar has no dimensions and is
-inline. Storages 2 and 3 belong to the table of shared arrays (`shared.py`): 2 also enters the array under its key,
-3 means the array that was entered.
+Elements lie in C order. Their bytes are exactly `product(dimensions) * itemsize` long: a frame, or what
+follows inline. Several records may name one frame; each frame is named at least once. A scalar has no
+dimensions and is inline. Storages 2 and 3 belong to the table of shared arrays (`shared.py`): 2 also enters
+the array under its key, 3 means the array that was entered.
 
 A reader refuses what does not hold to this, at whatever place, and checks `Limits` before it allocates.
 """

@@ -1,7 +1,8 @@
 """Writing a body: the value becomes msgpack, its arrays and long byte strings become frames.
 
 One walk over the value. It visits containers, not scalars: a list is first asked whether all of it is plain
-scalars, which C code answers, and is then written as it stands. What the wire cannot keep raises with its path.
+scalars, which C code answers, and is then written as it stands. What the wire cannot keep raises with its
+path.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mmcodecs.extensions import (
 )
 from mmcodecs.limits import Limits
 from mmcodecs.record import ENTER, FRAME, INDEX, INLINE, REFER, write_record
+from mmcodecs.scan import LEAF_COST
 from mmcodecs.shared import Shared, SharedTable, content_key
 from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar, of_tensor
 from mmcodecs.typed import neutral_form
@@ -128,6 +130,10 @@ class BodyWriter:
                 remedy="Give arrays, or lists of scalars; or raise the limit on both sides",
             )
 
+    def _leaf(self, code: int, payload: bytes) -> Ext:
+        self._spend(LEAF_COST - 1)
+        return Ext(code, payload)
+
     def _walk(self, value: Any, depth: int) -> Any:
         kind = type(value)
         if kind in _PLAIN and not self._careful:
@@ -148,7 +154,8 @@ class BodyWriter:
         out: list[Any] = []
         try:
             for item in items:
-                out.append(item if type(item) in _PLAIN and not self._careful else self._walk(item, depth))
+                # Not a comprehension: its length is the index that an error's path needs.
+                out.append(item if type(item) in _PLAIN and not self._careful else self._walk(item, depth))  # noqa: PERF401
         except CodecError as error:
             raise error.under(f"[{len(out)}]") from error.__cause__
         return out
@@ -183,7 +190,7 @@ class BodyWriter:
     def _list(self, value: list[Any], depth: int) -> Any:
         if len(value) >= PACKED_LENGTH and is_packable(value):
             try:
-                return Ext(LIST, _ENCODE(value))
+                return self._leaf(LIST, _ENCODE(value))
             except (TypeError, OverflowError, UnicodeEncodeError):
                 pass  # the walk below says which element it is, or can write it
         return self._each(value, self._enter(depth, len(value)))
@@ -196,7 +203,7 @@ class BodyWriter:
         return Ext(code, _ENCODE(self._each(value, self._enter(depth, len(value)))))
 
     def _int(self, value: int, _depth: int) -> int | Ext:
-        return value if -(1 << 63) <= value < 1 << 64 else Ext(BIG_INT, write_int(value))
+        return value if -(1 << 63) <= value < 1 << 64 else self._leaf(BIG_INT, write_int(value))
 
     def _same(self, value: Any, _depth: int) -> Any:
         return value
@@ -221,15 +228,17 @@ class BodyWriter:
 
     def _data(self, kind: int, value: bytes | bytearray | memoryview) -> Ext:
         if len(value) < FRAMED_BYTES:
-            return Ext(DATA, bytes((kind, INLINE)) + bytes(value))
+            return self._leaf(DATA, bytes((kind, INLINE)) + bytes(value))
         done = self._written.get(id(value))
         if done is None:
             done = self._written[id(value)] = value, self._frame_data(kind, memoryview(value))
+        else:
+            self._spend(LEAF_COST - 1)
         return done[1]
 
     def _frame_data(self, kind: int, data: memoryview) -> Ext:
         self.frames.append(data.toreadonly())
-        return Ext(DATA, bytes((kind, FRAME)) + INDEX.pack(len(self.frames) - 1))
+        return self._leaf(DATA, bytes((kind, FRAME)) + INDEX.pack(len(self.frames) - 1))
 
     def _ndarray(self, value: Any, _depth: int) -> Ext:
         return self._array(value, of_array)
@@ -240,6 +249,7 @@ class BodyWriter:
     def _array(self, value: Any, describe: Callable[[Any], Source], key: bytes | None = None) -> Ext:
         done = self._written.get(id(value))
         if done is not None:
+            self._spend(LEAF_COST - 1)
             return done[1]
         source = describe(value)
         if source.array.ndim > self.limits.max_ndim:
@@ -249,7 +259,7 @@ class BodyWriter:
                 got=str(source.array.ndim),
             )
         if source.array.nbytes <= INLINE_BYTES:
-            return Ext(ARRAY_RECORD, write_record(source, INLINE, bytes(source.contiguous())))
+            return self._leaf(ARRAY_RECORD, write_record(source, INLINE, bytes(source.contiguous())))
         if key is None and self.share_from is not None and source.array.nbytes >= self.share_from:
             key = content_key(source)
         record = self._framed(source) if key is None else self._keyed(source, key)
@@ -258,7 +268,7 @@ class BodyWriter:
 
     def _framed(self, source: Source) -> Ext:
         self.frames.append(source)
-        return Ext(ARRAY_RECORD, write_record(source, FRAME, INDEX.pack(len(self.frames) - 1)))
+        return self._leaf(ARRAY_RECORD, write_record(source, FRAME, INDEX.pack(len(self.frames) - 1)))
 
     def _keyed(self, source: Source, key: bytes) -> Ext:
         """Write an array under a key: by reference if the peer has it, and once in any case."""
@@ -267,22 +277,25 @@ class BodyWriter:
         if done is not None:
             if done[0] != shape:
                 raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
+            self._spend(LEAF_COST - 1)
             return done[1]
         nbytes = source.array.nbytes
         if self.table is None or nbytes > self.table.capacity_bytes:
             record = self._framed(source)
         elif key in self.table:
             self.uses[key] = (key, nbytes, None)
-            record = Ext(ARRAY_RECORD, write_record(source, REFER, key))
+            record = self._leaf(ARRAY_RECORD, write_record(source, REFER, key))
         else:
             self.uses[key] = (key, nbytes, True)
             self.frames.append(source)
-            record = Ext(ARRAY_RECORD, write_record(source, ENTER, INDEX.pack(len(self.frames) - 1) + key))
+            record = self._leaf(
+                ARRAY_RECORD, write_record(source, ENTER, INDEX.pack(len(self.frames) - 1) + key)
+            )
         self._written[key] = shape, record
         return record
 
     def _shared(self, value: Shared, _depth: int) -> Ext:
-        describe = _describer(value.value)
+        describe = array_describer(value.value)
         if describe is None:
             raise UnsupportedTypeError("only an array can be Shared", got=type(value.value).__name__)
         if len(value.key) > self.limits.max_key_bytes:
@@ -295,17 +308,17 @@ class BodyWriter:
         """Write a value whose exact type has no handler."""
         if isinstance(value, np.generic):
             source = of_scalar(value)
-            return Ext(ARRAY_RECORD, write_record(source, INLINE, bytes(source.contiguous())))
-        describe = _describer(value)
+            return self._leaf(ARRAY_RECORD, write_record(source, INLINE, bytes(source.contiguous())))
+        describe = array_describer(value)
         if describe is not None:
             return self._array(value, describe)
         scalar = write_scalar(value)
         if scalar is not None:
-            return Ext(*scalar)
+            return self._leaf(*scalar)
         neutral = neutral_form(value)
         if neutral is not NotImplemented:
             return self._walk(neutral, depth)
-        raise _unsupported(value)
+        raise unsupported(value)
 
 
 def _check_text(value: str) -> bytes:
@@ -317,7 +330,8 @@ def _check_text(value: str) -> bytes:
         ) from error
 
 
-def _describer(value: Any) -> Callable[[Any], Source] | None:
+def array_describer(value: Any) -> Callable[[Any], Source] | None:
+    """Give the function that describes this array or tensor, or None for another value."""
     if isinstance(value, np.ndarray):
         return of_array
     if isinstance(value, RawTensor):
@@ -326,7 +340,8 @@ def _describer(value: Any) -> Callable[[Any], Source] | None:
     return of_tensor if torch is not None and isinstance(value, torch.Tensor) else None
 
 
-def _unsupported(value: Any) -> UnsupportedTypeError:
+def unsupported(value: Any) -> UnsupportedTypeError:
+    """Build the error for a value that no form keeps."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     for base in (str, int, float, dict, list, tuple, set, frozenset, bytes, bytearray):

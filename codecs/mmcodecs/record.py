@@ -77,15 +77,15 @@ def read_record(data: memoryview, limits: Limits) -> Record:
         raise DecodeError("array record too short for its dimensions", got=f"{data.nbytes} bytes for {ndim}")
     shape = _DIMS[ndim].unpack_from(data, _START.size)
     dtype = to_numpy(row, unit, parameter, big_endian=bool(flags & 4))
+    nbytes = math.prod(shape) * dtype.itemsize
     # numpy multiplies the dimensions that are not zero, and refuses a product beyond its index type.
-    if math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:
+    if not nbytes and math.prod(n for n in shape if n) * dtype.itemsize >= 1 << 63:
         raise DecodeError("array too large to exist", got=f"shape {shape}")
     kind, storage = flags & 3, flags >> 3 & 3
     if kind == SCALAR and (ndim or storage != INLINE or row.numpy is None):
         raise DecodeError(
             "a scalar has no dimensions and lies inline", got=f"{ndim} dimensions, storage {storage}"
         )
-    nbytes = math.prod(shape) * dtype.itemsize
     return Record(row, kind, dtype, shape, nbytes, storage, data[dims_end:])
 
 

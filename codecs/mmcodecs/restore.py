@@ -1,8 +1,8 @@
 """Reading a body, second half: extensions become values, and msgspec builds the containers around them.
 
-The walk (`scan.py`) resolves arrays, byte strings and scalars through `Resolver`; msgspec then decodes the checked
-body and asks `Builder` for each extension in the same order. Tuples, sets and maps with other keys are built from
-the arrays that their extensions hold.
+The walk (`scan.py`) resolves arrays, byte strings and scalars through `Resolver`; msgspec then decodes the
+checked body and asks `Builder` for each extension in the same order. Tuples, sets and maps with other keys
+are built from the arrays that their extensions hold.
 """
 
 from __future__ import annotations
@@ -87,10 +87,7 @@ class Resolver:
         if record.storage == INLINE:
             check_length(record, record.rest)
             return self._inline(record)
-        if record.storage == REFER:
-            value = self._shared(record)
-        else:
-            value = self._framed(record)
+        value = self._shared(record) if record.storage == REFER else self._framed(record)
         self._seen[key] = value
         return value
 

@@ -1,9 +1,9 @@
 """Reading a body, first half: walk the msgpack bytes once, and check every one before anything is built.
 
-What a msgpack library leaves open is decided here: depth, number of values, lengths against what is left, string
-keys, duplicate keys, extension types, and the bytes behind the last value. The walk hands the payload of each
-extension that is no container to `Leaves`, in the order of the body, and keeps what comes back. A msgpack library
-then builds the containers and takes those values in the same order (`restore.py`).
+What a msgpack library leaves open is decided here: depth, number of values, lengths against what is left,
+string keys, duplicate keys, extension types, and the bytes behind the last value. The walk hands the payload
+of each extension that is no container to `Leaves`, in the order of the body, and keeps what comes back. A
+msgpack library then builds the containers and takes those values in the same order (`restore.py`).
 
 A walk, and not a walk of what was built: ten megabytes of empty maps are refused before one exists.
 """
@@ -21,11 +21,14 @@ CONTAINERS = (TUPLE, SET, FROZENSET, MAP)
 # Classes of first bytes: FIXED has all of its length in the table, the others say it themselves.
 FIXED, STRING, BINARY, ARRAY, MAPPING, EXTENSION, INVALID = range(7)
 
+LEAF_COST = 4
+"""What an extension that is no container counts in `Limits.max_values`."""
+
 Leaves = Callable[[int, memoryview], object]
 
 
 def _tables() -> tuple[list[int], list[int], list[int]]:
-    """Class of each first byte; bytes of the length field behind it; the whole length, or length in the byte."""
+    """Give for each first byte its class, the width of its length field, and the length it says itself."""
     kinds, fields, sizes = [FIXED] * 256, [0] * 256, [1] * 256
     for byte in range(0x80, 0x90):
         kinds[byte], sizes[byte] = MAPPING, byte & 15
@@ -33,6 +36,8 @@ def _tables() -> tuple[list[int], list[int], list[int]]:
         kinds[byte], sizes[byte] = ARRAY, byte & 15
     for byte in range(0xA0, 0xC0):
         sizes[byte] = 1 + (byte & 31)
+    kinds[0x80] = kinds[0x90] = FIXED  # an empty container has nothing to go into
+    sizes[0x80] = sizes[0x90] = 1
     kinds[0xC1] = INVALID
     for first, kind, widths in (
         (0xC4, BINARY, (1, 2, 4)), (0xC7, EXTENSION, (1, 2, 4)), (0xD9, STRING, (1, 2, 4)),
@@ -49,7 +54,7 @@ def _tables() -> tuple[list[int], list[int], list[int]]:
     return kinds, fields, sizes
 
 
-_KIND, _FIELD, _SIZE = _tables()
+KIND, FIELD, SIZE = _tables()
 
 
 class Level:
@@ -88,6 +93,7 @@ class Scanner:
         self.values: list[Any] = []
         self.levels: list[Level] = []
         self.level = Level(1, None, None)
+        self.budget = limits.max_values
 
     def run(self) -> list[Any]:
         """Check the body and give the values of its leaves, in order.
@@ -105,22 +111,22 @@ class Scanner:
             raise error.at("$" + "".join(steps)) from error.__cause__
         return self.values
 
-    def _walk(self) -> int:
+    def _walk(self) -> int:  # noqa: PLR0912 - one loop: a call per value would double its cost
         body, levels, size = self.body, self.levels, len(self.body)
-        at, budget = 0, self.limits.max_values
+        at = 0
         level = self.level
         while True:
             if level.keys is not None:
                 at = self._key(level, at)
             if at >= size:
                 self._ends_early(at)
-            budget -= 1
-            if budget < 0:
+            self.budget -= 1
+            if self.budget < 0:
                 raise LimitError("Limits.max_values is passed", expected=f"at most {self.limits.max_values}")
             byte = body[at]
-            kind = _KIND[byte]
+            kind = KIND[byte]
             if kind == FIXED:
-                at += _SIZE[byte]
+                at += SIZE[byte]
                 inner = None
             else:
                 at, inner = self._long(byte, kind, at)
@@ -151,7 +157,7 @@ class Scanner:
         byte = body[at]
         if 0xA0 <= byte < 0xC0:
             start, length = at + 1, byte & 31
-        elif _KIND[byte] == STRING:
+        elif KIND[byte] == STRING:
             start, length = self._length(byte, at)
         else:
             raise DecodeError("a key is a string", got=f"first byte {byte:#04x}")
@@ -168,14 +174,14 @@ class Scanner:
 
     def _length(self, byte: int, at: int) -> tuple[int, int]:
         """Give where the content behind a length field starts, and the length."""
-        width = _FIELD[byte]
+        width = FIELD[byte]
         start = at + 1 + width
         if start > len(self.body):
             self._ends_early(start)
-        return start, int.from_bytes(self.body[at + 1 : start], "big") if width else _SIZE[byte]
+        return start, int.from_bytes(self.body[at + 1 : start], "big") if width else SIZE[byte]
 
     def _long(self, byte: int, kind: int, at: int) -> tuple[int, Level | None]:
-        """Read a value that is not of fixed length: give where it ends, or where its inside starts and that."""
+        """Read a value of varying length: give where it ends, or where its inside starts and the inside."""
         if kind == INVALID:
             raise DecodeError("no msgpack value starts with 0xc1")
         start, length = self._length(byte, at)
@@ -200,12 +206,13 @@ class Scanner:
         code = self.body[at]
         if code in CONTAINERS:
             byte = self.body[at + 1] if length else 0xC1
-            if _KIND[byte] != ARRAY:
+            if not _is_array(byte):
                 raise DecodeError("a tuple, set or map extension holds an array", got=f"type {code}")
-            start, count = self._length(byte, at + 1)
+            start, count = (at + 2, 0) if byte == 0x90 else self._length(byte, at + 1)
             if start + count > end or (code == MAP and count % 2):
                 raise DecodeError("the array in an extension does not fit it", got=f"{count} elements")
             return start, Level(count, None, end)
+        self.budget -= LEAF_COST - 1
         self.values.append(self.leaves(code, self.view[at + 1 : end]))
         return end, None
 
@@ -215,6 +222,10 @@ class Scanner:
         )
 
 
+def _is_array(byte: int) -> bool:
+    return byte == 0x90 or KIND[byte] == ARRAY
+
+
 def check_packed(payload: memoryview) -> None:
     """Check that the count of a packed list fits its bytes, before a reader allocates for it.
 
@@ -222,9 +233,9 @@ def check_packed(payload: memoryview) -> None:
         DecodeError: It is no array, or announces more elements than it has bytes.
     """
     byte = payload[0] if payload.nbytes else 0xC1
-    if _KIND[byte] != ARRAY or payload.nbytes < 1 + _FIELD[byte]:
+    if not _is_array(byte) or payload.nbytes < 1 + FIELD[byte]:
         raise DecodeError("a list of scalars is an array", got=f"first byte {byte:#04x}")
-    width = _FIELD[byte]
-    count = int.from_bytes(payload[1 : 1 + width], "big") if width else _SIZE[byte]
+    width = FIELD[byte]
+    count = int.from_bytes(payload[1 : 1 + width], "big") if width else byte & 15
     if count > payload.nbytes - 1 - width:
         raise TruncatedError("a list announces more than it holds", expected=f"{count} elements")

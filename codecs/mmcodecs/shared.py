@@ -1,18 +1,20 @@
 """Arrays that are sent once over a connection and then named by a key.
 
-The writer wraps an array in `Shared` with a key that stands for its content (a hash that it already has), or lets
-the encoder hash arrays from a size on. The first message carries the array and enters it in a table that both
-sides keep; later ones carry the key alone. Within one message an array under one key is written once, table or not.
+The writer wraps an array in `Shared` with a key that stands for its content (a hash that it already has), or
+lets the encoder hash arrays from a size on. The first message carries the array and enters it in a table that
+both sides keep; later ones carry the key alone. Within one message an array under one key is written once,
+table or not.
 
-Both tables follow one rule, so they agree without talking. The preamble of each message says the capacity C that
-the writer has chosen. The first record of a key in a message counts: an entered array goes to the end of the table
-with its length in bytes, one that is referred to moves to the end. After the last record, entries leave from the
-front until the lengths add up to at most C. A reader that allows less than C refuses the message. An array longer
-than C is never entered. What a reader enters it copies, so a table never holds a whole message alive.
+Both tables follow one rule, so they agree without talking. The preamble of each message says the capacity C
+that the writer has chosen. The first record of a key in a message counts: an entered array goes to the end of
+the table with its length in bytes, one that is referred to moves to the end. After the last record, entries
+leave from the front until the lengths add up to at most C. A reader that allows less than C refuses the
+message. An array longer than C is never entered. What a reader enters it copies, so a table never holds a
+whole message alive.
 
 A message that was lost, or a reader that was restarted, shows as `MissingKeyError`: the reader keeps what the
-message did bring, the writer calls `forget` with the missing keys and encodes the value again. Entries that only
-the reader still has are never referred to, and leave in time.
+message did bring, the writer calls `forget` with the missing keys and encodes the value again. Entries that
+only the reader still has are never referred to, and leave in time.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class SharedTable(Generic[T]):
         """Apply one message.
 
         Args:
-            uses: Key, length and content of each record in order; the content is None where it is referred to.
+            uses: Key, length and content of each record in order; the content is None where it is referred
+            to.
             capacity: The capacity that the message says.
         """
         for key, nbytes, content in uses:

@@ -1,31 +1,31 @@
 """Arrays and tensors on their way in and out: what is viewed, what is copied, who owns the memory.
 
-In: a `Source` describes a numpy array, a numpy scalar, a torch tensor or a `RawTensor` as an array over its own
-memory. Nothing is copied, except: a tensor on a device is moved to the CPU, and a lazily conjugated or negated
-one is resolved. A tensor that needs gradients is detached. An array that is not C-contiguous is copied once,
-when it is written.
+In: a `Source` describes a numpy array, a numpy scalar, a torch tensor or a `RawTensor` as an array over its
+own memory. Nothing is copied, except: a tensor on a device is moved to the CPU, and a lazily conjugated or
+negated one is resolved. A tensor that needs gradients is detached. An array that is not C-contiguous is
+copied once, when it is written.
 
-Out: a numpy array is a read-only view of the message, or with `copy=True` a writable array of its own. A torch
-tensor can be written to by anyone who holds it, so it is a view only where the message itself lies in writable
-memory; over `bytes` and other read-only memory it is a copy. Tensors of dtypes that numpy lacks come out as
-`RawTensor` where numpy was asked for, and arrays of dtypes that torch lacks stay numpy where torch was.
+Out: a numpy array is a read-only view of the message, or with `copy=True` a writable array of its own. A
+torch tensor can be written to by anyone who holds it, so it is a view only where the message itself lies in
+writable memory; over `bytes` and other read-only memory it is a copy. Tensors of dtypes that numpy lacks come
+out as `RawTensor` where numpy was asked for, and arrays of dtypes that torch lacks stay numpy where torch
+was.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from mmcodecs.dtypes import BY_NAME, DType, of_numpy, of_torch, to_torch
 from mmcodecs.errors import UnsupportedTypeError
 from mmcodecs.optional import require
 
-Framework = Literal["numpy", "torch", "source"]
-AnyArray = npt.NDArray[Any]
+Framework: TypeAlias = Literal["numpy", "torch", "source"]
+AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 # What the sender held, so that framework="source" gives the same back.
 ARRAY, SCALAR, TENSOR, RAW = range(4)
@@ -33,7 +33,7 @@ ARRAY, SCALAR, TENSOR, RAW = range(4)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawTensor:
-    """A tensor of a dtype that numpy lacks, such as bfloat16: its bits, and the name that says what they mean.
+    """A tensor of a dtype that numpy lacks, such as bfloat16: its bits, and what they mean.
 
     Two are equal when dtype, shape and bits are.
 
@@ -62,7 +62,8 @@ class RawTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        return self.bits.shape
+        shape: tuple[int, ...] = self.bits.shape
+        return shape
 
     def to_torch(self) -> Any:
         """Give a torch tensor of its own memory.
@@ -109,7 +110,7 @@ class Source:
     def contiguous(self) -> memoryview:
         """Give the elements as bytes in C order: a read-only view, or one copy where they do not lie so."""
         flat = np.ascontiguousarray(self.array).reshape(-1)
-        return memoryview(flat.view(np.uint8)).toreadonly()
+        return flat.view(np.uint8).data.toreadonly()
 
     def write_into(self, target: memoryview) -> None:
         """Write the elements in C order into `target`, which is as long as they are."""
@@ -120,7 +121,8 @@ def of_array(value: AnyArray) -> Source:
     """Describe a numpy array; a memory map counts as one.
 
     Raises:
-        UnsupportedTypeError: Masked arrays, matrices and other subclasses, and dtypes without a form on the wire.
+        UnsupportedTypeError: Masked arrays, matrices and other subclasses, and dtypes without a form on the
+            wire.
     """
     if type(value) is not np.ndarray and type(value) is not np.memmap:
         raise UnsupportedTypeError(

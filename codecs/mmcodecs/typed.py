@@ -1,8 +1,9 @@
 """Typed objects: the neutral form each travels in, and how the caller's own types are filled again.
 
-The wire names no class, so decoding never imports or runs one. A msgspec Struct, a dataclass and a pydantic model
-travel as a map of their fields (an `array_like` Struct as a list), a named tuple as a tuple, an enum member as its
-value. `decode(..., type=T)` builds the types that the caller names; without it the neutral form comes out.
+The wire names no class, so decoding never imports or runs one. A msgspec Struct, a dataclass and a pydantic
+model travel as a map of their fields (an `array_like` Struct as a list), a named tuple as a tuple, an enum
+member as its value. `decode(..., type=T)` builds the types that the caller names; without it the neutral form
+comes out.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def _of_struct(value: msgspec.Struct) -> dict[str, Any] | list[Any]:
     fields = {key: getattr(value, name) for key, name in names}
     if config.array_like:
         return ([] if config.tag is None else [config.tag]) + list(fields.values())
-    kept = {key: item for key, item in fields.items() if item is not msgspec.UNSET}
-    return kept if config.tag is None else {config.tag_field: config.tag, **kept}
+    kept: dict[str, Any] = {key: item for key, item in fields.items() if item is not msgspec.UNSET}
+    return kept if config.tag is None else {str(config.tag_field): config.tag, **kept}
 
 
 def _of_pydantic(model: Any) -> Any:
@@ -67,14 +68,14 @@ def convert(value: Any, target: Any) -> Any:
     except CodecError:
         raise
     except msgspec.ValidationError as error:
-        problem, _, where = str(error).rpartition(" - at `")
-        raise ConversionError(problem or str(error), where=where.rstrip("`") or "$") from error
+        problem, _, where = str(error).partition(" - at `")
+        raise ConversionError(problem, where=where.rstrip("`") or "$") from error
     except (TypeError, ValueError) as error:
         raise ConversionError(f"cannot build {target}: {error}") from error
 
 
 def _fill(target: Any, value: Any) -> Any:
-    """Fill types that msgspec leaves to us: arrays and paths as they are, pydantic models through pydantic."""
+    """Fill the types that msgspec leaves to us: arrays and paths as they are, models by pydantic."""
     if isinstance(target, type) and isinstance(value, target):
         return value
     validate = getattr(target, "model_validate", None)
