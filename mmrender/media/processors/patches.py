@@ -145,13 +145,14 @@ def _expand_frame(
     )
     per_band = (width // patch) * merge
     bands = max(1, _BLOCK_VALUES // (per_band * patch**2))
-    scratch = np.empty(bands * per_band * patch**2, STORAGE[dtype])
+    scratch = np.empty(3 * bands * per_band * patch**2, STORAGE[dtype])
     for band in range(0, rows.shape[1], bands):
         block = np.ascontiguousarray(rows[:, band : band + bands].transpose(0, 1, 4, 2, 5, 3))
         levels = block.view(np.uint8).reshape(3, -1, patch**2)
         count = levels.shape[1]
-        values = scratch[: count * patch**2].reshape(count, patch**2)
-        start = band * per_band
+        values = scratch[: levels.size].reshape(levels.shape)
         for channel in range(3):
-            arithmetic.write(levels[channel], channel, dtype, values)
-            target[start : start + count, channel] = values[:, None]
+            arithmetic.write(levels[channel], channel, dtype, values[channel])
+        start = band * per_band
+        # One store in the order of the target: written channel by channel, each line is fetched three times.
+        target[start : start + count] = values.transpose(1, 0, 2)[:, :, None]

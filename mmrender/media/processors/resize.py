@@ -47,11 +47,12 @@ def _interpolated(
     from torch.nn.functional import interpolate
 
     strips = [image] if isinstance(image, np.ndarray) else list(raw_strips(image))
-    # Pillow's four bytes a pixel are torch's channels-last layout: its kernel then has nothing to repack.
+    # Pillow's four bytes a pixel are torch's channels-last layout, for which its kernel has nothing to repack;
+    # torch tells the layout by the strides, that of the batch of one among them.
     pixels = strips[0] if len(strips) == 1 else np.concatenate(strips)
     if not pixels.flags.writeable:
         pixels = pixels.copy()
-    batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     resampled = interpolate(batch, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
     result: npt.NDArray[np.uint8] = resampled[0].permute(1, 2, 0).contiguous().numpy()
     return result
