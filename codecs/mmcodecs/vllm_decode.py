@@ -26,6 +26,7 @@ from mmcodecs.vllm_model import (
 )
 
 _PICKLES: Final = {1: "a pickle", 2: "a cloudpickle"}
+_STRICT: Final = "the standard alphabet, padded to fours, no bits after the last byte, and nothing else"
 _OUT_OF_BAND: Final = {
     "int": "an index of a buffer outside the message",
     "map": "a record of a tensor outside the message",
@@ -77,10 +78,10 @@ def _decoded(data: str | bytes | bytearray | memoryview, limits: Limits) -> byte
         raw = pybase64.b64decode_as_bytearray(data, validate=True)
         tail = data[-4:].encode("ascii") if isinstance(data, str) else bytes(data[-4:])
     except (binascii.Error, ValueError, TypeError, BufferError) as error:
-        raise DecodeError("this is not strict base64", got=str(error)) from None
+        raise DecodeError("this is not strict base64", expected=_STRICT) from error
     # Bits after the last byte must be zero, or several texts would stand for one message.
     if len(raw) % 3 and pybase64.b64encode(raw[-(len(raw) % 3) :]) != tail:
-        raise DecodeError("this is not strict base64", got="bits after the last byte")
+        raise DecodeError("this is not strict base64", expected=_STRICT)
     return raw
 
 

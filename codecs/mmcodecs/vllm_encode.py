@@ -15,7 +15,6 @@ from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar, of_
 from mmcodecs.vllm_model import (
     RAW_VIEW,
     BatchedField,
-    Field,
     FieldElem,
     FlatField,
     NestedTensors,
@@ -129,17 +128,17 @@ def _source_of(value: object, where: str) -> Source | None:
     return None
 
 
-def _field_bytes(field: Field, where: str) -> bytes:
+def _field_bytes(field: object, where: str) -> bytes:
+    if not isinstance(field, BatchedField | FlatField | SharedField):
+        raise UnsupportedTypeError("this is no field", where=where, got=type(field).__name__)
     keep = scalar("keep_on_cpu") + scalar(bool(field.keep_on_cpu))
     if isinstance(field, BatchedField):
         return array_head(2) + scalar("batched") + map_head(1) + keep
     if isinstance(field, SharedField):
         size = scalar("batch_size") + _integer(field.batch_size, where)
         return array_head(2) + scalar("shared") + map_head(2) + keep + size
-    if isinstance(field, FlatField):
-        rest = scalar("slices") + _slices(field.slices, where) + scalar("dim") + _integer(field.dim, where)
-        return array_head(2) + scalar("flat") + map_head(3) + keep + rest
-    raise UnsupportedTypeError("this is no field", where=where, got=type(field).__name__)
+    rest = scalar("slices") + _slices(field.slices, where) + scalar("dim") + _integer(field.dim, where)
+    return array_head(2) + scalar("flat") + map_head(3) + keep + rest
 
 
 def _slices(slices: object, where: str) -> bytes:

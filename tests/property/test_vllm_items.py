@@ -1,0 +1,150 @@
+"""Laws of vLLM's items: what is written is read again, and whatever is read raises nothing but CodecError."""
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pybase64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmcodecs.dtypes import BY_ID
+from mmcodecs.errors import CodecError
+from mmcodecs.tensors import RawTensor
+from mmcodecs.vllm_batch import collate_items, join_items, split_items
+from mmcodecs.vllm_fields import LAYOUTS
+from mmcodecs.vllm_items import (
+    BatchedField,
+    FieldElem,
+    FlatField,
+    SharedField,
+    decode_mm_kwargs_item,
+    encode_mm_kwargs_item,
+)
+from vllm_cases import batch_of, described, described_item
+
+ROWS = [row for row in BY_ID.values() if row.torch]
+RECORDED = sorted((Path(__file__).parents[1] / "data" / "vllm_items").glob("*.json"))
+
+
+@st.composite
+def tensors(draw):
+    row = draw(st.sampled_from(ROWS))
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    count = int(np.prod(shape, dtype=int))
+    raw = draw(st.binary(min_size=count * row.itemsize, max_size=count * row.itemsize))
+    if row.name == "bool":
+        raw = bytes(byte & 1 for byte in raw)
+    array = np.frombuffer(raw, f"<{row.carrier}").reshape(shape)
+    if row.numpy is None:
+        return RawTensor(row.name, array)
+    change = draw(
+        st.sampled_from([lambda a: a, lambda a: a.T, lambda a: a.astype(a.dtype.newbyteorder(">"))])
+    )
+    return change(array)
+
+
+values = st.recursive(
+    st.one_of(tensors(), st.integers(-(2**63), 2**64 - 1), st.booleans(), st.floats(allow_nan=False)),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=5,
+)
+bounds = st.none() | st.integers(-(2**31), 2**31)
+slices = st.recursive(
+    st.builds(slice, bounds, bounds, bounds), lambda inner: st.lists(inner, max_size=3).map(tuple)
+)
+fields = st.one_of(
+    st.builds(BatchedField, st.booleans()),
+    st.builds(FlatField, slices, st.integers(-3, 3), st.booleans()),
+    st.builds(SharedField, st.integers(0, 99), st.booleans()),
+)
+items = st.dictionaries(st.text(max_size=8), st.builds(FieldElem, st.none() | values, fields), max_size=4)
+
+
+def little(data):
+    """A value as the wire holds it: little-endian."""
+    if isinstance(data, list):
+        return [little(entry) for entry in data]
+    return data.astype(data.dtype.newbyteorder("<")) if isinstance(data, np.ndarray) else data
+
+
+@given(items, st.booleans(), st.sampled_from(["numpy", "torch"]))
+@settings(max_examples=200)
+def test_reading_undoes_writing(item, copy, framework):
+    text = encode_mm_kwargs_item(item)
+    expected = {key: FieldElem(little(elem.data), elem.field) for key, elem in item.items()}
+    found = decode_mm_kwargs_item(text, copy=copy, framework=framework)
+    assert described_item(found) == described_item(expected)
+    assert encode_mm_kwargs_item(found) == text
+    assert pybase64.b64decode(text, validate=True)[:1] == bytes([0x80 + len(item)])
+
+
+@given(items)
+@settings(max_examples=100)
+def test_a_general_msgpack_reader_finds_the_documented_form(item):
+    raw = pybase64.b64decode(encode_mm_kwargs_item(item), validate=True)
+    plain = msgspec.msgpack.decode(raw)
+    assert list(plain) == list(item)
+    for key, elem in item.items():
+        assert plain[key].keys() == {"data", "field"}
+        assert plain[key]["field"][0] == type(elem.field).__name__.removesuffix("Field").lower()
+
+
+@given(items, st.data())
+@settings(max_examples=300)
+def test_damaged_messages_raise_only_codec_errors(item, data):
+    raw = bytearray(pybase64.b64decode(encode_mm_kwargs_item(item)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(raw)))
+        stop = data.draw(st.integers(start, min(len(raw), start + 4)))
+        raw[start:stop] = data.draw(st.binary(max_size=4))
+    read_without_accident(pybase64.b64encode(raw))
+
+
+@given(
+    st.one_of(st.binary(max_size=60), st.text(max_size=60), st.binary(max_size=60).map(pybase64.b64encode))
+)
+@settings(max_examples=300)
+def test_arbitrary_input_raises_only_codec_errors(text):
+    read_without_accident(text)
+
+
+@given(st.sampled_from(RECORDED), st.data())
+@settings(max_examples=200)
+def test_damaged_text_raises_only_codec_errors(path, data):
+    text = msgspec.json.decode(path.read_bytes())["text"]
+    position = data.draw(st.integers(0, len(text) - 1))
+    read_without_accident(text[:position] + data.draw(st.text(max_size=2)) + text[position + 1 :])
+
+
+def read_without_accident(text):
+    for framework in ("numpy", "torch"):
+        with contextlib.suppress(CodecError):
+            encode_mm_kwargs_item(decode_mm_kwargs_item(text, framework=framework))
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(1, 4))
+@settings(max_examples=60)
+def test_items_made_one_by_one_join_to_the_batch(layout, count):
+    for modality in {spec.modality for spec in layout.fields.values()}:
+        single = {key: elem.data for key, elem in first_item(layout, modality).items()}
+        outputs = [single] * count
+        collated = collate_items(layout, outputs, spatial_merge_size=2)
+        joined = join_items(collated)
+        again = split_items(layout, joined, spatial_merge_size=2)[modality]
+        assert [described_item(item) for item in again] == [described_item(item) for item in collated]
+
+
+def first_item(layout, modality):
+    """A processor's output for one item: the first of a batch, with its batch dimension."""
+    batch = batch_of(layout, modality)
+    item = split_items(layout, batch, spatial_merge_size=2)[modality][0]
+    return {
+        key: FieldElem(elem.data[None] if isinstance(elem.field, BatchedField) else elem.data, elem.field)
+        for key, elem in item.items()
+    }
+
+
+def test_described_tells_dtypes_apart():
+    assert described(np.zeros(1, np.int32)) != described(np.zeros(1, np.uint32))
