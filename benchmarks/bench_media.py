@@ -3,9 +3,9 @@
     python benchmarks/bench_media.py [MODEL_DIR ...] [--rounds 15] [--json FILE]
 
 All contenders of a case take turns within one process, so that a change in the machine's speed falls on all
-of them; the table gives medians in milliseconds and ratios of medians. "cold" starts from a PIL image that was
-never seen: identity, resizing and (but for uint8) expansion. "warm" is a look-up by a resolver that has seen
-the image. "memcpy" copies the float32 result once.
+of them; the table gives medians in milliseconds and ratios of medians. "uint8", "bf16" and "f32" start from a
+PIL image that was never seen: identity, resizing and, but for uint8, expansion. "warm" is a look-up by a
+resolver that has seen the image. "memcpy" copies the float32 result once.
 """
 
 import argparse
@@ -124,7 +124,7 @@ COLUMNS = ("uint8", "bfloat16", "float32", "warm", "memcpy", "reference")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print medians, how many times faster than the reference on the same back end, and the share of bytes."""
+    """Print medians, ratios to the reference on the same back end, and bytes kept of the float32 ones."""
     heads = ("uint8", "bf16", "f32", "warm", "memcpy", "reference", "x uint8", "x bf16", "x f32", "bytes")
     print(f"{'model':<13}{'mode':<7}{'size':<10}" + "".join(f"{head:>10}" for head in heads))
     for row in rows:

@@ -47,7 +47,7 @@ def _interpolated(
     from torch.nn.functional import interpolate
 
     strips = [image] if isinstance(image, np.ndarray) else list(raw_strips(image))
-    # Pillow's four bytes a pixel are torch's channels-last layout, for which its kernel has nothing to repack;
+    # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel need not repack;
     # torch tells the layout by the strides, that of the batch of one among them.
     pixels = strips[0] if len(strips) == 1 else np.concatenate(strips)
     if not pixels.flags.writeable:
