@@ -17,7 +17,8 @@ def described(data):
     if isinstance(data, np.ndarray):
         return {"dtype": data.dtype.name, "shape": list(data.shape), "hex": data.tobytes().hex()}
     if isinstance(data, torch.Tensor):
-        raw = data.flatten().contiguous().view(torch.uint8).numpy().tobytes()
+        # An empty tensor may have strides of 0, which cannot be viewed as bytes.
+        raw = data.flatten().contiguous().view(torch.uint8).numpy().tobytes() if data.numel() else b""
         return {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape), "hex": raw.hex()}
     return [described(entry) for entry in data] if isinstance(data, list) else data
 
