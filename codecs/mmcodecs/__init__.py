@@ -27,7 +27,15 @@ from mmcodecs.errors import (
 )
 from mmcodecs.frame import message_length
 from mmcodecs.limits import Limits
+from mmcodecs.records import RecordReader, RecordWriter, open
 from mmcodecs.shared import Shared
+from mmcodecs.tagged import (
+    decode_tagged,
+    decode_tensor_payload,
+    encode_tagged,
+    to_tagged,
+    walk_decode_tensors,
+)
 from mmcodecs.tensors import RawTensor
 
 __all__ = [
@@ -45,13 +53,21 @@ __all__ = [
     "Limits",
     "MissingKeyError",
     "RawTensor",
+    "RecordReader",
+    "RecordWriter",
     "Shared",
     "TruncatedError",
     "UnsupportedTypeError",
     "VersionError",
     "decode",
+    "decode_tagged",
+    "decode_tensor_payload",
     "encode",
     "encode_frames",
     "encode_parts",
+    "encode_tagged",
     "message_length",
+    "open",
+    "to_tagged",
+    "walk_decode_tensors",
 ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from mmcodecs.buffers import Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, ChecksumError, DecodeError, EncodeError, LimitError
-from mmcodecs.frame import build_head, hasher, read_layout, split_single
+from mmcodecs.frame import fill_head, hasher, read_layout, split_single
 from mmcodecs.head import BodyWriter, Payload
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
 from mmcodecs.restore import Resolver, Table, read_body
@@ -81,9 +81,9 @@ def encode_parts(
         LimitError: A bound is passed.
     """
     writer = BodyWriter(limits)
-    body = writer.write(value)
+    head = writer.write(value)
     payloads = [_as_bytes(payload) for payload in writer.frames]
-    head, offsets, _ = _head(writer, body, payloads, single=True, checksums=checksums)
+    offsets, _ = _fill(writer, head, payloads, single=True, checksums=checksums)
     parts: list[bytes | bytearray | memoryview] = [head]
     end = len(head)
     for offset, payload in zip(offsets, payloads, strict=True):
@@ -121,18 +121,16 @@ def decode(
 
 def write_single(
     writer: BodyWriter,
-    body: bytes,
+    head: bytearray,
     *,
     buffer: BufferPool | Buffer | None,
     checksums: bool,
     table_bytes: int = 0,
 ) -> memoryview:
-    """Lay a written body and its payloads into one buffer."""
+    """Lay a written head and its payloads into one buffer."""
     # A checksum needs the elements in order before the head is written: others are copied here.
     payloads = [_as_bytes(payload) for payload in writer.frames] if checksums else writer.frames
-    head, offsets, total = _head(
-        writer, body, payloads, single=True, checksums=checksums, table_bytes=table_bytes
-    )
+    offsets, total = _fill(writer, head, payloads, single=True, checksums=checksums, table_bytes=table_bytes)
     out = _target(buffer, total)
     end = len(head)
     out[:end] = head
@@ -147,11 +145,11 @@ def write_single(
 
 
 def write_frames(
-    writer: BodyWriter, body: bytes, *, checksums: bool, table_bytes: int = 0
+    writer: BodyWriter, head: bytearray, *, checksums: bool, table_bytes: int = 0
 ) -> list[bytearray | memoryview]:
-    """Give a written body and its payloads as frames."""
+    """Give a written head and its payloads as frames."""
     payloads = [_as_bytes(payload) for payload in writer.frames]
-    head, _, _ = _head(writer, body, payloads, single=False, checksums=checksums, table_bytes=table_bytes)
+    _fill(writer, head, payloads, single=False, checksums=checksums, table_bytes=table_bytes)
     return [head, *payloads]
 
 
@@ -191,20 +189,20 @@ def read_message(
     return read_body(bytes(head[slice(*layout.body)]), resolver)
 
 
-def _head(
+def _fill(
     writer: BodyWriter,
-    body: bytes,
+    head: bytearray,
     payloads: Sequence[Payload],
     *,
     single: bool,
     checksums: bool,
     table_bytes: int = 0,
-) -> tuple[bytearray, list[int], int]:
+) -> tuple[list[int], int]:
     limits = writer.limits
     lengths = [_nbytes(payload) for payload in payloads]
     digest = hasher() if checksums else None
     sums = None if digest is None else [digest(payload) for payload in payloads]
-    head, offsets, total = build_head(body, lengths, single=single, checksums=sums, table_bytes=table_bytes)
+    offsets, total = fill_head(head, lengths, single=single, checksums=sums, table_bytes=table_bytes)
     for name, value, bound, remedy in (
         ("max_frames", len(lengths), limits.max_frames, "Stack arrays of one shape"),
         ("max_head_bytes", len(head), limits.max_head_bytes, "Give long lists of numbers as arrays"),
@@ -218,7 +216,7 @@ def _head(
                 got=str(value),
                 remedy=f"{remedy}, or raise the limit on both sides",
             )
-    return head, offsets, total
+    return offsets, total
 
 
 def _nbytes(payload: Payload) -> int:

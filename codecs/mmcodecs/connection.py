@@ -51,17 +51,17 @@ class Encoder:
 
     def encode(self, value: Any, *, buffer: BufferPool | Buffer | None = None) -> memoryview:
         """Write a value as one buffer; see `mmcodecs.encode`."""
-        writer, body = self._write(value)
+        writer, head = self._write(value)
         out = write_single(
-            writer, body, buffer=buffer, checksums=self.checksums, table_bytes=self.table_bytes
+            writer, head, buffer=buffer, checksums=self.checksums, table_bytes=self.table_bytes
         )
         self._table.commit(writer.uses.values(), self.table_bytes)
         return out
 
     def encode_frames(self, value: Any) -> list[bytearray | memoryview]:
         """Write a value as frames; see `mmcodecs.encode_frames`."""
-        writer, body = self._write(value)
-        out = write_frames(writer, body, checksums=self.checksums, table_bytes=self.table_bytes)
+        writer, head = self._write(value)
+        out = write_frames(writer, head, checksums=self.checksums, table_bytes=self.table_bytes)
         self._table.commit(writer.uses.values(), self.table_bytes)
         return out
 
@@ -73,7 +73,7 @@ class Encoder:
         """Start over, as towards a new reader."""
         self._table.clear()
 
-    def _write(self, value: Any) -> tuple[BodyWriter, bytes]:
+    def _write(self, value: Any) -> tuple[BodyWriter, bytearray]:
         writer = BodyWriter(self.limits, self._table, self.share_from)
         return writer, writer.write(value)
 

@@ -126,33 +126,48 @@ def hasher() -> Callable[[object], int]:
     return digest
 
 
-def build_head(
-    body: bytes, lengths: Sequence[int], *, single: bool, checksums: Sequence[int] | None, table_bytes: int
-) -> tuple[bytearray, list[int], int]:
-    """Lay out a message.
+def head_room(frames: int) -> int:
+    """Give the length of what comes before the body, for so many frames."""
+    return PREAMBLE_BYTES + _ENTRY.size * frames
+
+
+def fill_head(
+    head: bytearray,
+    lengths: Sequence[int],
+    *,
+    single: bool,
+    checksums: Sequence[int] | None,
+    table_bytes: int,
+) -> tuple[list[int], int]:
+    """Lay out a message, and write preamble and frame table.
+
+    Args:
+        head: `head_room(len(lengths))` bytes, then the body.
+        lengths: Length of each payload.
+        single: Whether the payloads follow in the same byte string.
+        checksums: XXH3-64 of each payload, or None for a message without.
+        table_bytes: Capacity of the writer's table of shared arrays.
 
     Returns:
-        The head, the offset of each payload (0 in frames mode), and the length of the message.
+        The offset of each payload (0 in frames mode), and the length of the message.
     """
-    head_bytes = PREAMBLE_BYTES + _ENTRY.size * len(lengths) + len(body)
-    offsets, end = [], head_bytes
+    body_bytes = len(head) - head_room(len(lengths))
+    offsets, end = [], len(head)
     for length in lengths:
         start = align(end) if single else end
         offsets.append(start if single else 0)
         end = start + length
     flags = (SINGLE if single else 0) | (CHECKSUMS if checksums is not None else 0)
-    head = bytearray(head_bytes)
     _PREAMBLE.pack_into(
-        head, 0, MAGIC, VERSION, flags, len(lengths), len(body), end, table_bytes, 0, bytes(16)
+        head, 0, MAGIC, VERSION, flags, len(lengths), body_bytes, end, table_bytes, 0, bytes(16)
     )
     at = PREAMBLE_BYTES
     for offset, length, checksum in zip(offsets, lengths, checksums or [0] * len(lengths), strict=True):
         _ENTRY.pack_into(head, at, offset, length, checksum)
         at += _ENTRY.size
-    head[at:] = body
     if checksums is not None:
         struct.pack_into("<Q", head, _CHECKSUM_AT, hasher()(head))
-    return head, offsets, end
+    return offsets, end
 
 
 def message_length(start: bytes | bytearray | memoryview, limits: Limits) -> int:
@@ -178,7 +193,7 @@ def _preamble(view: memoryview, limits: Limits) -> tuple[int, int, int, int, int
         raise VersionError("unknown version", where="head", expected=str(VERSION), got=str(version))
     if flags & ~(SINGLE | CHECKSUMS) or rest != bytes(16) or (checksum and not flags & CHECKSUMS):
         raise DecodeError("reserved bits of the preamble are set", where="head", got=f"flags {flags:#06x}")
-    head_bytes = PREAMBLE_BYTES + _ENTRY.size * count + body
+    head_bytes = head_room(count) + body
     for name, value, bound in (
         ("max_frames", count, limits.max_frames),
         ("max_head_bytes", head_bytes, limits.max_head_bytes),
@@ -204,7 +219,7 @@ def read_layout(view: memoryview, limits: Limits) -> Layout:
     """
     flags, count, body_bytes, total, table_bytes, checksum = _preamble(view, limits)
     single = bool(flags & SINGLE)
-    body_at = PREAMBLE_BYTES + _ENTRY.size * count
+    body_at = head_room(count)
     head_bytes = body_at + body_bytes
     if view.nbytes < head_bytes or (single and view.nbytes < total):
         needed = total if single else head_bytes

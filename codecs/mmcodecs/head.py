@@ -7,7 +7,6 @@ path.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
+from mmcodecs.describe import array_describer, unsupported, utf8
 from mmcodecs.errors import CodecError, EncodeError, LimitError, UnsupportedTypeError
 from mmcodecs.extensions import (
     ARRAY_RECORD,
@@ -28,47 +28,24 @@ from mmcodecs.extensions import (
     write_int,
     write_scalar,
 )
+from mmcodecs.frame import head_room
 from mmcodecs.limits import Limits
+from mmcodecs.packing import FRAMED_BYTES, pack
 from mmcodecs.record import ENTER, FRAME, INDEX, INLINE, REFER, write_record
 from mmcodecs.scan import LEAF_COST
 from mmcodecs.shared import Shared, SharedTable, content_key
-from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar, of_tensor
+from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar
 from mmcodecs.typed import neutral_form
 
 INLINE_BYTES = 256
 """Arrays up to this size lie in the head: a frame costs more than it saves."""
-FRAMED_BYTES = 4096
-"""Byte strings and texts from this length on get a frame of their own."""
-PACKED_LENGTH = 16
-"""Lists of scalars from this length on are packed: the reader counts one as a single value."""
 
-_ENCODE = msgspec.msgpack.Encoder().encode
+_ENCODER = msgspec.msgpack.Encoder()
+_ENCODE = _ENCODER.encode
 _PLAIN = frozenset((type(None), bool, int, float))
-_PACKABLE = _PLAIN | {str}
 _BYTES, _BYTEARRAY, _MEMORYVIEW, _TEXT = range(4)
 
 Payload = Source | memoryview
-
-
-def is_packable(items: list[Any]) -> bool:
-    """Tell whether a list holds nothing but None, booleans, numbers and short strings.
-
-    A few exotic objects pass (a subclass of int, say); msgspec then refuses to write them.
-    """
-    first = type(items[0])
-    try:
-        if first is float:
-            # At a fifth of what asking each type costs; Decimal and numpy scalars show in the result.
-            if type(sum(items)) is float:
-                return True
-        elif first is int:
-            msgspec.convert(items, list[int])
-            return True
-    except (msgspec.ValidationError, TypeError, ArithmeticError, ValueError, RuntimeError):
-        pass
-    if not _PACKABLE.issuperset(map(type, items)):
-        return False
-    return all(len(item) < FRAMED_BYTES for item in items if type(item) is str)
 
 
 class BodyWriter:
@@ -100,8 +77,8 @@ class BodyWriter:
         # The objects are kept beside their records, or an id might come to mean another object.
         self._written: dict[int | bytes, tuple[Any, Ext]] = {}
 
-    def write(self, value: Any) -> bytes:
-        """Give the body.
+    def write(self, value: Any) -> bytearray:
+        """Give the body, with room before it for the preamble and the table of its frames.
 
         Raises:
             EncodeError: The wire cannot keep some value; the message names its path.
@@ -114,10 +91,14 @@ class BodyWriter:
             self._reset(careful=True)
             return self._write(value)
 
-    def _write(self, value: Any) -> bytes:
+    def _write(self, value: Any) -> bytearray:
         try:
             self._spend(1)
-            return _ENCODE(self._walk(value, 0))
+            tree = self._walk(value, 0)
+            room = head_room(len(self.frames))
+            head = bytearray(room)
+            _ENCODER.encode_into(tree, head, room)
+            return head
         except CodecError as error:
             raise error.at("$") from error.__cause__
 
@@ -170,7 +151,7 @@ class BodyWriter:
         try:
             for key, item in value.items():
                 if self._careful:
-                    _check_text(key)
+                    utf8(key)
                 out[key] = item if type(item) in _PLAIN and not self._careful else self._walk(item, inner)
         except CodecError as error:
             raise error.under(f".{key}") from error.__cause__
@@ -188,11 +169,9 @@ class BodyWriter:
         return Ext(MAP, _ENCODE(flat))
 
     def _list(self, value: list[Any], depth: int) -> Any:
-        if len(value) >= PACKED_LENGTH and is_packable(value):
-            try:
-                return self._leaf(LIST, _ENCODE(value))
-            except (TypeError, OverflowError, UnicodeEncodeError):
-                pass  # the walk below says which element it is, or can write it
+        packed = pack(value)
+        if packed is not None:
+            return self._leaf(LIST, packed)
         return self._each(value, self._enter(depth, len(value)))
 
     def _tuple(self, value: tuple[Any, ...], depth: int) -> Ext:
@@ -210,9 +189,9 @@ class BodyWriter:
 
     def _text(self, value: str, _depth: int) -> str | Ext:
         if len(value) >= FRAMED_BYTES:
-            return self._frame_data(_TEXT, memoryview(_check_text(value)))
+            return self._frame_data(_TEXT, memoryview(utf8(value)))
         if self._careful:
-            _check_text(value)
+            utf8(value)
         return value
 
     def _bytes(self, value: bytes, _depth: int) -> bytes | Ext:
@@ -319,40 +298,6 @@ class BodyWriter:
         if neutral is not NotImplemented:
             return self._walk(neutral, depth)
         raise unsupported(value)
-
-
-def _check_text(value: str) -> bytes:
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedTypeError(
-            "a lone surrogate is no text", got=repr(value[error.start : error.end]), remedy="Give the bytes"
-        ) from error
-
-
-def array_describer(value: Any) -> Callable[[Any], Source] | None:
-    """Give the function that describes this array or tensor, or None for another value."""
-    if isinstance(value, np.ndarray):
-        return of_array
-    if isinstance(value, RawTensor):
-        return of_raw
-    torch = sys.modules.get("torch")
-    return of_tensor if torch is not None and isinstance(value, torch.Tensor) else None
-
-
-def unsupported(value: Any) -> UnsupportedTypeError:
-    """Build the error for a value that no form keeps."""
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    for base in (str, int, float, dict, list, tuple, set, frozenset, bytes, bytearray):
-        if isinstance(value, base):
-            return UnsupportedTypeError(
-                f"{name} is a subclass of {base.__name__}, and what it adds would be lost",
-                remedy=f"Give {base.__name__}(value)",
-            )
-    return UnsupportedTypeError(
-        f"{name} has no form on the wire", remedy="Give a dataclass, a msgspec Struct, or plain containers"
-    )
 
 
 _HANDLERS: dict[type, Callable[[BodyWriter, Any, int], Any]] = {

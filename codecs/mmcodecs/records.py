@@ -1,140 +1,37 @@
-r"""A file of messages: append one, read one by memory map, lose nothing but the last when the power goes.
+"""A file of messages: append one, read one by memory map, lose nothing but torn appends when the power goes.
 
-The file is a row of blocks. Each starts at a multiple of 64 and is a header of 64 bytes, its content, and
-zero bytes up to the next multiple. All integers are little-endian and unsigned.
-
-| offset | type | field |
-|---|---|---|
-| 0 | 8 bytes | magic: `\x89mmcfile` |
-| 8 | u16 | version: 1 |
-| 10 | u16 | kind: 1 message, 2 index, 3 end |
-| 12 | u32 | zero |
-| 16 | u64 | length of the content |
-| 24 | u64 | message: how many are before it; index: how many there are; end: where the index block starts |
-| 32 | u64 | XXH3-64 of the content |
-| 40 | 16 bytes | zero |
-| 56 | u64 | XXH3-64 of the 56 bytes before |
-
-The content of a message block is one message in single mode (`frame.py`). A file that was closed ends with an
-index block, whose content is the offset of each message block as u64, and an end block without content. A
-file that was not closed has neither: a reader then walks the headers, and what does not hold at the tail is a
-torn append. It is left aside by readers and cut off by the next writer. Each content is checked against its
-checksum when it is read.
+The format is that of `blocks.py`.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 
+from mmcodecs.blocks import (
+    BLOCK,
+    END,
+    INDEX,
+    MAGIC,
+    MESSAGE,
+    check_content,
+    from_index,
+    pack_header,
+    read_header,
+    walk,
+)
 from mmcodecs.codec import decode, encode_parts
-from mmcodecs.errors import ChecksumError, DecodeError, EncodeError, TruncatedError, VersionError
-from mmcodecs.frame import align, hasher
+from mmcodecs.errors import DecodeError, EncodeError
+from mmcodecs.frame import align
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
 from mmcodecs.optional import require
 from mmcodecs.tensors import Framework
-
-MAGIC = b"\x89mmcfile"
-VERSION = 1
-BLOCK = 64
-MESSAGE, INDEX, END = 1, 2, 3
-_HEADER = struct.Struct("<8sHHIQQQ16s")
-_SUM = struct.Struct("<Q")
-
-
-class _Block(NamedTuple):
-    """One header: what kind it is, where its content lies, its number, and the checksum of the content."""
-
-    kind: int
-    start: int
-    stop: int
-    number: int
-    checksum: int
-
-
-def _header(kind: int, length: int, number: int, checksum: int) -> bytes:
-    fields = _HEADER.pack(MAGIC, VERSION, kind, 0, length, number, checksum, bytes(16))
-    return fields + _SUM.pack(hasher()(fields))
-
-
-def _read_header(view: memoryview, at: int) -> _Block:
-    """Read the header at `at`.
-
-    Raises:
-        DecodeError: There is no whole block.
-    """
-    where = f"byte {at}"
-    if at < 0 or at % BLOCK or at + BLOCK > view.nbytes:
-        raise TruncatedError("no room for a header", where=where, got=f"a file of {view.nbytes} bytes")
-    fields = view[at : at + _HEADER.size]
-    magic, version, kind, zero, length, number, checksum, rest = _HEADER.unpack(fields)
-    if magic != MAGIC:
-        raise DecodeError("not a block of a record file", where=where, expected=repr(MAGIC), got=repr(magic))
-    if version != VERSION:
-        raise VersionError("unknown version", where=where, expected=str(VERSION), got=str(version))
-    if hasher()(fields) != _SUM.unpack(view[at + _HEADER.size : at + BLOCK])[0]:
-        raise ChecksumError("checksum mismatch in a header", where=where)
-    if kind not in (MESSAGE, INDEX, END) or zero or rest != bytes(16):
-        raise DecodeError("unknown kind of block", where=where, got=str(kind))
-    start = at + BLOCK
-    if align(start + length) > view.nbytes:
-        raise TruncatedError("the block ends beyond the file", where=where, got=f"{length} bytes of content")
-    return _Block(kind, start, start + length, number, checksum)
-
-
-def _check_content(view: memoryview, block: _Block) -> None:
-    if hasher()(view[block.start : block.stop]) != block.checksum:
-        raise ChecksumError("checksum mismatch in a block", where=f"byte {block.start - BLOCK}")
-
-
-def _walk(view: memoryview) -> tuple[list[int], int]:
-    """Follow the headers and give the offset of each message block, and where the last good one ends."""
-    offsets: list[int] = []
-    ends = [0]
-    while ends[-1] < view.nbytes:
-        try:
-            block = _read_header(view, ends[-1])
-        except VersionError:
-            raise
-        except DecodeError:
-            break
-        if block.kind != MESSAGE or block.number != len(offsets):
-            break
-        offsets.append(ends[-1])
-        ends.append(align(block.stop))
-    while offsets:
-        # Only the newest appends can be torn: their headers may be on disk before their contents.
-        try:
-            _check_content(view, _read_header(view, offsets[-1]))
-            break
-        except ChecksumError:
-            del offsets[-1], ends[-1]
-    return offsets, ends[-1]
-
-
-def _from_index(view: memoryview) -> tuple[list[int], int] | None:
-    """Give what `_walk` gives from the index of a closed file, or None if there is none that holds."""
-    try:
-        end = _read_header(view, view.nbytes - BLOCK)
-        if end.kind != END:
-            return None
-        index = _read_header(view, end.number)
-        _check_content(view, index)
-    except DecodeError:
-        return None
-    offsets = (
-        np.frombuffer(view[index.start : index.stop], "<u8").tolist() if index.stop > index.start else []
-    )
-    if index.kind != INDEX or len(offsets) != index.number:
-        return None
-    return offsets, end.number
 
 
 def _map(path: Path) -> memoryview:
@@ -180,10 +77,10 @@ class RecordReader:
         self._view = _map(Path(path))
         if self._view.nbytes >= BLOCK and self._view[:8] != MAGIC:
             raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
-        found = _from_index(self._view)
+        found = from_index(self._view)
         self.torn_bytes = 0
         if found is None:
-            found = _walk(self._view)
+            found = walk(self._view)
             self.torn_bytes = self._view.nbytes - found[1]
         self._offsets = found[0]
 
@@ -204,11 +101,11 @@ class RecordReader:
             CodecError: The block or the message is damaged.
         """
         at = self._offsets[number]
-        block = _read_header(self._view, at)
+        block = read_header(self._view, at)
         if block.kind != MESSAGE:
             raise DecodeError("the index names no message", where=f"byte {at}")
         if self.verify:
-            _check_content(self._view, block)
+            check_content(self._view, block)
         content = self._view[block.start : block.stop]
         return decode(content, copy=self.copy, framework=self.framework, type=type, limits=self.limits)
 
@@ -242,7 +139,7 @@ class RecordWriter:
             view = _map(target)
             if view.nbytes >= BLOCK and view[:8] != MAGIC:
                 raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
-            self._offsets, self._end = _from_index(view) or _walk(view)
+            self._offsets, self._end = from_index(view) or walk(view)
         except BaseException:
             self._file.close()
             raise
@@ -289,7 +186,7 @@ class RecordWriter:
         length = sum(len(part) for part in parts)
         end = align(self._end + BLOCK + length)
         try:
-            self._file.write(_header(kind, length, number, digest.intdigest()))
+            self._file.write(pack_header(kind, length, number, digest.intdigest()))
             for part in parts:
                 self._file.write(part)
             self._file.write(bytes(end - self._end - BLOCK - length))

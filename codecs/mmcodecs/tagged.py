@@ -22,10 +22,11 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
+from mmcodecs.describe import array_describer, unsupported
 from mmcodecs.dtypes import by_name, to_numpy
 from mmcodecs.errors import CodecError, DecodeError, LimitError, TruncatedError, UnsupportedTypeError
-from mmcodecs.head import array_describer, is_packable, unsupported
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
+from mmcodecs.packing import holds_no_containers
 from mmcodecs.scan import ARRAY, BINARY, EXTENSION, FIELD, INVALID, KIND, MAPPING, SIZE, STRING
 from mmcodecs.tensors import TENSOR, Source, restore
 from mmcodecs.typed import neutral_form
@@ -168,7 +169,7 @@ def _rebuild(value: Any, is_leaf: Callable[[Any], bool], leaf: Callable[[Any], A
             for step, item in value.items():
                 out[step] = _rebuild(item, is_leaf, leaf, room - 1)
             return out
-        if type(value) is list and value and is_packable(value):
+        if type(value) is list and holds_no_containers(value):
             return list(value)
         items: list[Any] = []
         for item in value:
