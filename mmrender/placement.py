@@ -22,11 +22,11 @@ class MediaPlace(NamedTuple):
     part: ImagePart | VideoPart
 
 
-def media_places(messages: Sequence[Message]) -> list[MediaPlace]:
-    """Every media part, in order."""
+def media_places(messages: Sequence[Message], *, where: str = "messages") -> list[MediaPlace]:
+    """Every media part, in order, with paths that begin with `where`."""
     return [
         MediaPlace(
-            f"messages[{index}].content[{position}]",
+            f"{where}[{index}].content[{position}]",
             index,
             "image" if isinstance(part, ImagePart) else "video",
             part,

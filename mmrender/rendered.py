@@ -14,8 +14,9 @@ from mmrender.media.item import MultiModalData
 from mmrender.messages import Role
 from mmrender.template.origin import Kind
 
-TokenKind: TypeAlias = Kind | Literal["template", "image", "video"]
-"""`Kind` of the text a token was made from; `template` where no message is involved; or a media placeholder."""
+TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]
+"""`Kind` of the text a token was made from; `template` where no message is involved; a media placeholder; or,
+after a bridge, the previous prompt and the previous completion as they were."""
 
 CONTENT_KINDS: frozenset[str] = frozenset(
     {"content", "reasoning", "tool_call", "name", "extra", "tools", "documents", "image", "video"}

@@ -1,14 +1,17 @@
 """The facade: a model directory in, rendered conversations out."""
 
 import datetime
+import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from mmrender.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.content import attach_media, normalize_messages, normalize_tools
-from mmrender.errors import PlaceholderError, ProcessorError, RenderError
+from mmrender.errors import ProcessorError, RenderError
 from mmrender.media.cache import MediaCache
 from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.media.policy import MediaPolicy
@@ -30,6 +33,8 @@ from mmrender.template.profile import Prober, TemplateProfile
 from mmrender.template.traced import TracedStr, plain
 from mmrender.tokenizer import Tokenizer
 from mmrender.tokens import DEFAULT_RULES, Layout, SpecialTokenRule, TokenWriter
+
+_log = logging.getLogger("mmrender.bridge")
 
 SpecialTokenRules = SpecialTokenRule | Mapping[Role, SpecialTokenRule]
 
@@ -83,6 +88,8 @@ class Renderer:
         )
         self._model_stop_ids = tuple(model_stop_ids)
         self._memo = RenderMemo(memo_bytes) if memo_bytes else None
+        self._bridges: dict[Any, Bridge] = {}
+        self._outcome = threading.local()
         self._probed = lru_cache(maxsize=64)(self._probe)
 
     @classmethod
@@ -239,21 +246,17 @@ class Renderer:
         if not places and not layout.placeholders:
             return ()
         if self.media is None:
-            raise ProcessorError(
-                "the model has no image processor",
-                where=places[0].where,
-                expected="preprocessor_config.json or processor_config.json in the model directory",
-                got="a text-only model",
-                remedy="Use a vision-language model, or remove the image",
-            )
+            raise _no_processor(places[0].where)
         check_placement(places, layout.placeholders, profile.image_roles)
         return self._resolved(places, self.media)
 
     @staticmethod
-    def _resolved(places: Sequence[MediaPlace], media: MediaResolver) -> list[MediaItem | None]:
+    def _resolved(
+        places: Sequence[MediaPlace], media: MediaResolver, earlier: int = 0
+    ) -> list[MediaItem | None]:
         """Items of the parts; a part without a source stays one unexpanded placeholder."""
         given = [(place.where, place.part) for place in places if place.part.source is not None]
-        images = sum(place.modality == "image" for place in places)
+        images = earlier + sum(place.modality == "image" for place in places)
         found = iter(media.resolve(given, company=images))
         return [None if place.part.source is None else next(found) for place in places]
 
@@ -286,6 +289,87 @@ class Renderer:
             rewritten=tuple(sorted([*rewritten, *torn])),
             _decode=self.tokenizer.decode,
         )
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: TokenIds,
+        previous_completion_ids: TokenIds,
+        new_messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        previous_multi_modal_data: MultiModalData | None = None,
+        history: History = "sampled",
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        **template_arguments: Any,
+    ) -> RenderedTokens | None:
+        """Append new messages and the generation prompt to what was sampled, which stays as it is.
+
+        The result begins with the previous prompt and completion, token for token; its `roles` and message
+        indices count from the first new message, and its sidecar holds the previous items and then the new ones.
+
+        Args:
+            previous_prompt_ids: What the model was asked with; a list, or an integer array of shape `(n,)`.
+            previous_completion_ids: What it sampled, stop token included if there was one.
+            new_messages: Tool results, user turns, and what else may follow an assistant turn.
+            tools: Tool definitions of the conversation.
+            previous_multi_modal_data: The sidecar of the previous prompt.
+            history: `"sampled"` keeps earlier turns as they are; `"template"` gives None where the template would
+                now write them differently.
+            images: Sources for the image parts that have none.
+            videos: The same for video parts.
+            **template_arguments: Those of the previous rendering.
+
+        Returns:
+            None where it cannot be proved that appending is right; `why_not_bridged` then says why, and the caller
+            renders in full.
+
+        Raises:
+            MessageError: A new message is malformed.
+            MediaError: A new image cannot be loaded or processed.
+            PlaceholderError: The template drops a new image.
+        """
+        try:
+            messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
+            messages = attach_media(messages, images, videos, where="new_messages")
+            template = self.template(has_tools=tools is not None)
+            bridge = self._bridge(template, template_arguments)
+            self._outcome.reason = None
+            return bridge.extend(
+                previous_prompt_ids,
+                previous_completion_ids,
+                messages,
+                previous=previous_multi_modal_data or MultiModalData(),
+                history=history,
+                resolve=self._resolve_new,
+                depends_on_company=self.media is not None and self.media.processor.depends_on_company,
+            )
+        except NotBridged as refusal:
+            self._outcome.reason = str(refusal)
+            _log.debug("no bridge: %s", refusal)
+            return None
+
+    @property
+    def why_not_bridged(self) -> str | None:
+        """Why this thread's last `bridge_to_next_turn` gave None; None where it gave a bridge."""
+        return getattr(self._outcome, "reason", None)
+
+    def _bridge(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Bridge:
+        key = (template.name, conversation_key(dict(arguments)))
+        known = self._bridges.get(key) if key[1] is not None else None
+        if known is None:
+            profile = self.profile_for(template, arguments)
+            known = Bridge(template, profile, self._writer, self._stop_id_set(profile), arguments)
+            if key[1] is not None:
+                self._bridges[key] = known
+        return known
+
+    def _resolve_new(self, places: Sequence[MediaPlace], earlier: int) -> Sequence[MediaItem | None]:
+        if not places:
+            return ()
+        if self.media is None:
+            raise _no_processor(places[0].where)
+        return self._resolved(places, self.media, earlier)
 
     def template(self, *, has_tools: bool = False) -> ChatTemplate:
         """The template that a conversation with or without tools uses."""
@@ -356,6 +440,16 @@ def _rules(given: SpecialTokenRules) -> Mapping[Role, SpecialTokenRule]:
     return rules
 
 
+def _no_processor(where: str) -> ProcessorError:
+    return ProcessorError(
+        "the model has no image processor",
+        where=where,
+        expected="preprocessor_config.json or processor_config.json in the model directory",
+        got="a text-only model",
+        remedy="Use a vision-language model, or remove the image",
+    )
+
+
 def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
 
@@ -380,6 +474,3 @@ def _tool_names(messages: Sequence[Message]) -> tuple[str | None, ...]:
         (message.name or calls.get(message.tool_call_id or "")) if message.role == "tool" else None
         for message in messages
     ])
-
-
-__all__ = ["PlaceholderError", "Renderer", "SpecialTokenRules"]

@@ -68,9 +68,13 @@ class TokenStream:
         tokenizer: Encodes the runs.
         text: The rendered text; `special` and `media` consume it up to their match.
         cuts: Rising character positions whose token index is wanted.
+        begins: Whether the text begins the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text: TracedStr, cuts: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, text: TracedStr, cuts: Sequence[int] = (), *, begins: bool = True
+    ) -> None:
+        self._begins = begins
         self._tokenizer = tokenizer
         self._text = plain(text)
         self._spans = text._spans
@@ -198,7 +202,7 @@ class TokenStream:
         """Encode the collected run."""
         if not self._length:
             return
-        run = self._tokenizer.encode_run("".join(self._pieces), first=not self._out.ids)
+        run = self._tokenizer.encode_run("".join(self._pieces), first=self._begins and not self._out.ids)
         base, edges = len(self._out.ids), self._edges
         if len(edges) == 1:
             firsts = [0]

@@ -130,13 +130,21 @@ class TokenWriter:
             )
         return rule == "parse"
 
-    def write(self, layout: Layout, items: Sequence[MediaItem | None], cuts: Sequence[int] = ()) -> Encoded:
+    def write(
+        self,
+        layout: Layout,
+        items: Sequence[MediaItem | None],
+        cuts: Sequence[int] = (),
+        *,
+        begins: bool = True,
+    ) -> Encoded:
         """Encode a text.
 
         Args:
             layout: The text and its syntax.
             items: What stands in place of each placeholder; None leaves it as one token.
             cuts: Rising character positions whose token index is wanted.
+            begins: Whether the text begins the prompt.
 
         Raises:
             TokenizerError: Runs of this tokenizer are not independent.
@@ -148,7 +156,7 @@ class TokenWriter:
                 expected="an encoding between special tokens that depends on nothing outside",
                 remedy="Its pre-tokenizer is of a kind that mmrender does not know; please report the model",
             )
-        stream = TokenStream(self.tokenizer, layout.text, cuts)
+        stream = TokenStream(self.tokenizer, layout.text, cuts, begins=begins)
         queue = iter(zip(layout.placeholders, items, strict=True))
         for match in layout.matches:
             if match.token not in self._modality:

@@ -5,6 +5,7 @@ takes, how it opens and closes the assistant's turn, whether history stays as it
 may hold images, and whether everything that it prints is attributed.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,6 +51,8 @@ class TemplateProfile:
         prints_tool_calls: Whether calls are printed.
         prints_reasoning: Where `reasoning_content` is printed: in the turns after the last user message
             (`last`), in earlier ones (`history`).
+        reasoning: What opens a reasoning block, and all that the template writes between the block's text and the
+            content, such as `("<think>", "\\n</think>\\n\\n")`; None where it prints no reasoning.
         arguments: Template variables that a caller may set, such as `enable_thinking`.
         unattributed: Probe texts that the template printed without their origin.
         reads_clock: Whether the text depends on the date.
@@ -64,6 +67,7 @@ class TemplateProfile:
     prints_tools: bool
     prints_tool_calls: bool
     prints_reasoning: tuple[str, ...]
+    reasoning: tuple[str, str] | None
     arguments: tuple[str, ...]
     unattributed: tuple[str, ...]
     reads_clock: bool
@@ -230,6 +234,16 @@ class Prober:
         found = {"last": last, "history": earlier}
         return tuple(place for place, shown in found.items() if shown is not None and f"{_WORD}R" in shown)
 
+    def reasoning(self) -> tuple[str, str] | None:
+        """What opens a reasoning block, and what stands between its text and the content."""
+        shown = self.render([_user(), _assistant(reasoning_content=f"{_WORD}R")])
+        if shown is None or f"{_WORD}R" not in shown:
+            return None
+        before, _, after = plain(shown).partition(f"{_WORD}R")
+        between, found, _ = after.partition(f"{_WORD}A")
+        opener = re.search(r"(<[^<>\s]*>|\[[^\[\]\s]*\]|\S+)\s*\Z", before)
+        return (opener.group(1), between) if opener and found else None
+
     def unattributed(self) -> tuple[str, ...]:
         """Probe texts that were printed without their origin."""
         thinker = _assistant(f"{_WORD}A", reasoning_content=f"{_WORD}R", tool_calls=_CALL)
@@ -256,6 +270,7 @@ class Prober:
             prints_tools=with_tools is not None and f"{_WORD}F" in with_tools,
             prints_tool_calls=with_call is not None and "bravo" in with_call,
             prints_reasoning=self.prints_reasoning(),
+            reasoning=self.reasoning(),
             arguments=self._template.arguments,
             unattributed=self.unattributed(),
             reads_clock=self._template.reads_clock,
