@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
+import mmcodecs
 from mmrender.errors import TrajectoryError
 from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.trajectory import (
@@ -20,7 +21,7 @@ from mmrender.trajectory import (
     unpack_group,
     unpack_sidecars,
 )
-from trajectory_cases import Picture, Step, Tokens, as_mapping, equal, sidecar, step, turns
+from trajectory_cases import Picture, Step, Tokens, as_mapping, equal, mapping_sidecar, sidecar, step, turns
 
 A, B, C = ("A", 1, 2), ("B", 4, 2), ("C", 7, 2)
 
@@ -250,6 +251,16 @@ class TestPack:
         ranges = {"image": [{"offset": 1, "length": 2, "embed_spans": spans}]}
         steps = [step([1, 9, 9], [3], {"mm_hashes": {"image": ["A"]}, "mm_placeholders": ranges})]
         assert equal(unpack_sidecars(pack_sidecars(steps)), steps)
+
+    def test_the_packed_form_goes_through_the_codec(self):
+        steps = turns(5)
+        for entry in steps:
+            entry["tokens"]["multi_modal_data"] = mapping_sidecar(entry["tokens"]["multi_modal_data"])
+            entry["response"]["message"]["tokens"]["multi_modal_data"] = None
+        frames = mmcodecs.encode_frames(pack_sidecars(steps))
+        # One frame each for head, tokens, placeholders and five items at most: no more with more steps.
+        assert len(frames) <= 8
+        assert equal(unpack_sidecars(mmcodecs.decode(frames)), steps)
 
     def test_nothing_is_something(self):
         assert unpack_sidecars(pack_sidecars([])) == []
