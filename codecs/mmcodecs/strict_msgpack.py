@@ -5,9 +5,7 @@ cost no more than the first of them. Positions are kept, so that payloads stay v
 """
 
 import struct
-from typing import Any, Final, NoReturn
-
-import msgspec
+from typing import Final, NoReturn
 
 from mmcodecs.errors import DecodeError, LimitError, TruncatedError
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
@@ -44,6 +42,9 @@ def kind_of(first: int) -> str:
     return others.get(first, "bin" if 0xC4 <= first <= 0xC6 else "reserved byte")
 
 
+_KINDS: Final = [kind_of(first) for first in range(256)]
+
+
 class Reader:
     """A position in a msgpack message, and the values read from there.
 
@@ -62,7 +63,7 @@ class Reader:
         """Name the type of the next value, and leave it to be read."""
         if self.position >= self._end:
             raise TruncatedError("the message ends where a value should be", where=where)
-        return kind_of(self._data[self.position])
+        return _KINDS[self._data[self.position]]
 
     def wrong(self, where: str, expected: str) -> NoReturn:
         """Raise the error that says that the next value is not what is expected."""
@@ -104,7 +105,11 @@ class Reader:
 
     def integer(self, where: str) -> int:
         """Read an integer; a boolean is none."""
-        if self.peek(where) != "int":
+        first = self._first(where)
+        if first < 0x80:
+            return first
+        self.position -= 1
+        if _KINDS[first] != "int":
             self.wrong(where, "int")
         return int(self.number(where))
 
@@ -159,7 +164,11 @@ class Reader:
             raise LimitError(
                 "too many values", where=where, expected=f"at most max_values={self._limits.max_values}"
             )
-        return self._take(1, where)[0]
+        position = self.position
+        if position >= self._end:
+            raise TruncatedError("the message ends where a value should be", where=where)
+        self.position = position + 1
+        return self._data[position]
 
     def _take(self, count: int, where: str) -> memoryview:
         start = self.position
@@ -174,34 +183,16 @@ class Reader:
         return self._data[start : start + count]
 
 
-def pack_head(count: int, fix: int, sizes: dict[int, int], fixed: int) -> bytes:
-    """Write the head of a string, array, map or extension of `count` bytes or values in its shortest form."""
-    if count < fixed:
-        return bytes([fix + count])
-    for first, size in sizes.items():
-        if count < 1 << 8 * size:
-            return bytes([first]) + count.to_bytes(size, "big")
-    raise LimitError("msgpack has no length so large", got=str(count))
-
-
-def array_head(count: int) -> bytes:
-    """Write the head of an array of `count` values."""
-    return pack_head(count, 0x90, _ARRAY, 0x10)
-
-
-def map_head(count: int) -> bytes:
-    """Write the head of a map of `count` entries."""
-    return pack_head(count, 0x80, _MAP, 0x10)
-
-
 def ext_head(code: int, length: int) -> bytes:
-    """Write the head of an extension with `length` bytes."""
+    """Write the head of an extension with `length` bytes in its shortest form.
+
+    Raises:
+        LimitError: msgpack has no length so large.
+    """
     for first, size in _FIXEXT.items():
         if size == length:
-            return bytes([first, code])
-    return pack_head(length, 0, _EXT, 0) + bytes([code])
-
-
-def scalar(value: Any) -> bytes:
-    """Write text, a boolean, nil, a float (as float64) or an integer of 64 bits in its shortest form."""
-    return msgspec.msgpack.encode(value)
+            return bytes((first, code))
+    for first, size in _EXT.items():
+        if length < 1 << 8 * size:
+            return bytes((first,)) + length.to_bytes(size, "big") + bytes((code,))
+    raise LimitError("msgpack has no length so large", got=f"{length:,} bytes")

@@ -4,13 +4,14 @@ import operator
 import sys
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
 
 from mmcodecs.errors import CodecError, LimitError, UnsupportedTypeError
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
-from mmcodecs.strict_msgpack import array_head, ext_head, map_head, scalar
+from mmcodecs.strict_msgpack import ext_head
 from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar, of_tensor
 from mmcodecs.vllm_model import (
     RAW_VIEW,
@@ -20,6 +21,9 @@ from mmcodecs.vllm_model import (
     NestedTensors,
     SharedField,
 )
+
+msgpack = msgspec.msgpack.Encoder().encode
+# Writes a value in its shortest form, floats as float64.
 
 
 def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS) -> str:
@@ -33,18 +37,18 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
         LimitError: The item is deeper or larger than `limits` allow.
     """
     writer = _Writer(limits)
-    writer.head(map_head(len(item)))
+    writer.head(_map_head(len(item)))
     for key, elem in item.items():
         if not isinstance(key, str) or not isinstance(elem, FieldElem):
             raise UnsupportedTypeError(
                 "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
             )
-        writer.head(scalar(key) + map_head(2) + scalar("data"))
+        writer.head(_text(key) + b"\x82\xa4data")
         if elem.data is None:
-            writer.head(scalar(None))
+            writer.head(b"\xc0")
         else:
             writer.nested(elem.data, f"$.{key}", 0)
-        writer.head(scalar("field") + _field_bytes(elem.field, f"$.{key}.field"))
+        writer.head(b"\xa5field" + _field(elem.field, f"$.{key}.field"))
     return pybase64.b64encode_as_string(writer.assemble())
 
 
@@ -66,13 +70,13 @@ class _Writer:
             self._tensor(source, where)
         elif isinstance(value, bool | int | float):
             try:
-                self.head(scalar(value))
+                self.head(msgpack(value))
             except OverflowError:
                 raise UnsupportedTypeError("an integer needs more than 64 bits", where=where) from None
         elif isinstance(value, list | tuple):
             if depth >= self._limits.max_depth:
                 raise LimitError("too many lists inside each other", where=where, expected=f"at most {depth}")
-            self.head(array_head(len(value)))
+            self.head(_array_head(len(value)))
             for index, entry in enumerate(value):
                 self.nested(entry, f"{where}[{index}]", depth + 1)
         else:
@@ -88,8 +92,7 @@ class _Writer:
             raise UnsupportedTypeError(f"torch has no dtype {source.row.name}", where=where)
         if source.array.ndim > self._limits.max_ndim:
             raise LimitError("too many dimensions", where=where, expected=f"at most {self._limits.max_ndim}")
-        shape = b"".join(map(scalar, source.array.shape))
-        head = array_head(3) + scalar(source.row.name) + array_head(source.array.ndim) + shape
+        head = b"\x93" + msgpack(source.row.name) + msgpack(source.array.shape)
         self.head(head + ext_head(RAW_VIEW, source.array.nbytes))
         self._parts.append(source)
         self._size += source.array.nbytes
@@ -128,34 +131,58 @@ def _source_of(value: object, where: str) -> Source | None:
     return None
 
 
-def _field_bytes(field: object, where: str) -> bytes:
+def _text(key: str) -> bytes:
+    try:
+        return msgpack(key)
+    except UnicodeEncodeError:
+        raise UnsupportedTypeError(
+            "a key cannot be written as UTF-8", where="$", got=ascii(key)[:80]
+        ) from None
+
+
+def _field(field: object, where: str) -> bytes:
     if not isinstance(field, BatchedField | FlatField | SharedField):
         raise UnsupportedTypeError("this is no field", where=where, got=type(field).__name__)
-    keep = scalar("keep_on_cpu") + scalar(bool(field.keep_on_cpu))
+    options: dict[str, object] = {"keep_on_cpu": bool(field.keep_on_cpu)}
     if isinstance(field, BatchedField):
-        return array_head(2) + scalar("batched") + map_head(1) + keep
-    if isinstance(field, SharedField):
-        size = scalar("batch_size") + _integer(field.batch_size, where)
-        return array_head(2) + scalar("shared") + map_head(2) + keep + size
-    rest = scalar("slices") + _slices(field.slices, where) + scalar("dim") + _integer(field.dim, where)
-    return array_head(2) + scalar("flat") + map_head(3) + keep + rest
+        kind = "batched"
+    elif isinstance(field, SharedField):
+        kind = "shared"
+        options["batch_size"] = _integer(field.batch_size, where)
+    else:
+        kind = "flat"
+        options |= {"slices": _slices(field.slices, where), "dim": _integer(field.dim, where)}
+    return msgpack((kind, options))
 
 
-def _slices(slices: object, where: str) -> bytes:
+def _slices(slices: object, where: str) -> list[object]:
     if isinstance(slices, slice):
         bounds = (slices.start, slices.stop, slices.step)
-        return array_head(3) + b"".join(scalar(None) if b is None else _integer(b, where) for b in bounds)
+        return [None if bound is None else _integer(bound, where) for bound in bounds]
     if isinstance(slices, list | tuple):
-        return array_head(len(slices)) + b"".join(_slices(part, where) for part in slices)
+        return [_slices(part, where) for part in slices]
     raise UnsupportedTypeError(
         "slices must be slices or lists of them", where=where, got=type(slices).__name__
     )
 
 
-def _integer(value: object, where: str) -> bytes:
+def _integer(value: object, where: str) -> int:
     try:
-        return scalar(operator.index(value))  # type: ignore[arg-type]  # what is no integer raises here
-    except (TypeError, OverflowError):
-        raise UnsupportedTypeError(
-            "an integer of 64 bits is needed", where=where, got=repr(value)[:80]
-        ) from None
+        number = operator.index(value)  # type: ignore[arg-type]  # what is no integer raises here
+    except TypeError:
+        number = 1 << 64
+    if not -(1 << 63) <= number < 1 << 64:
+        raise UnsupportedTypeError("an integer of 64 bits is needed", where=where, got=repr(value)[:80])
+    return number
+
+
+def _map_head(count: int) -> bytes:
+    if count < 16:
+        return bytes((0x80 + count,))
+    return b"\xde" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdf" + count.to_bytes(4, "big")
+
+
+def _array_head(count: int) -> bytes:
+    if count < 16:
+        return bytes((0x90 + count,))
+    return b"\xdc" + count.to_bytes(2, "big") if count < 1 << 16 else b"\xdd" + count.to_bytes(4, "big")
