@@ -28,9 +28,12 @@ _log = Console(stderr=True)
 ModelArgument = Annotated[str, typer.Argument(help="Model directory or hub id.", metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model directory or hub id.")]
 FileArgument = Annotated[
-    str, typer.Argument(help='JSON: a list of messages, or {"messages", "tools", ...}; "-" is standard input.')
+    str,
+    typer.Argument(help='JSON: a list of messages, or {"messages", "tools", ...}; "-" is standard input.'),
 ]
-BackendOption = Annotated[str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')]
+BackendOption = Annotated[
+    str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')
+]
 
 
 @app.command()
@@ -127,7 +130,16 @@ def parity(
 
 def _parity_table(reports: "list[Any]") -> Table:
     table = Table(show_edge=False, pad_edge=False)
-    for heading in ("model", "mode", "cases", "refused by both", "tokens", "images", "pixel values", "result"):
+    for heading in (
+        "model",
+        "mode",
+        "cases",
+        "refused by both",
+        "tokens",
+        "images",
+        "pixel values",
+        "result",
+    ):
         table.add_column(heading, justify="left" if heading in ("model", "mode", "result") else "right")
     for report in reports:
         result = "[green]equal[/]" if report.mismatch is None else f"[red]{report.mismatch.what} differ[/]"
@@ -142,7 +154,9 @@ def _parity_table(reports: "list[Any]") -> Table:
 
 def _print_mismatch(report: Any) -> None:
     difference = report.mismatch
-    _out.print(f"\n[red]{report.model}, {report.image_backend}, case {difference.case}: {difference.what} differ[/]")
+    _out.print(
+        f"\n[red]{report.model}, {report.image_backend}, case {difference.case}: {difference.what} differ[/]"
+    )
     for name, side in (("ours", difference.ours), ("reference", difference.reference)):
         _out.print(f"{name}:", side, markup=False, highlight=False)
     _out.print("options:", difference.options, markup=False)
@@ -153,7 +167,9 @@ def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool
     document = _read(file)
     options = document if isinstance(document, dict) else {"messages": document}
     if "messages" not in options:
-        raise InputError("no messages in the input", where=file, expected='a list, or an object with "messages"')
+        raise InputError(
+            "no messages in the input", where=file, expected='a list, or an object with "messages"'
+        )
     renderer = _load(model, image_backend)
     messages = options.pop("messages")
     return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **options})

@@ -35,7 +35,9 @@ class ModelDir:
         try:
             return file.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise ModelError(f"cannot read {name}", where=str(file), expected="UTF-8 text", got=str(error)) from error
+            raise ModelError(
+                f"cannot read {name}", where=str(file), expected="UTF-8 text", got=str(error)
+            ) from error
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Object held by a JSON file; an empty one where there is no such file.
@@ -54,7 +56,10 @@ class ModelDir:
             ) from error
         if not isinstance(value, dict):
             raise ModelError(
-                f"cannot read {name}", where=str(self.path / name), expected="a JSON object", got=type(value).__name__
+                f"cannot read {name}",
+                where=str(self.path / name),
+                expected="a JSON object",
+                got=type(value).__name__,
             )
         return value
 
@@ -89,10 +94,14 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
         return ModelDir(path)
     name = os.fspath(name_or_path)
     if path.exists():
-        raise ModelNotFoundError("not a model directory", where=name, expected="a directory in hub layout", got="a file")
+        raise ModelNotFoundError(
+            "not a model directory", where=name, expected="a directory in hub layout", got="a file"
+        )
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ModelNotFoundError(
-            "no such model directory", where=name, expected="an existing directory, or a hub id such as org/name"
+            "no such model directory",
+            where=name,
+            expected="an existing directory, or a hub id such as org/name",
         )
     return ModelDir(_fetched(name, revision))
 

@@ -157,5 +157,7 @@ class RenderedTokens:
             ValueError: The object was unpickled; it then carries no tokenizer.
         """
         if self._decode is None:
-            raise ValueError("an unpickled RenderedTokens carries no tokenizer: use renderer.decode(token_ids)")
+            raise ValueError(
+                "an unpickled RenderedTokens carries no tokenizer: use renderer.decode(token_ids)"
+            )
         return self._decode(self.token_ids[start:stop])

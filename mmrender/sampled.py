@@ -25,7 +25,9 @@ class Turn(NamedTuple):
     content_stop: int
 
 
-def assistant_turns(text: TracedStr, assistants: Collection[int], prompt: str) -> tuple[list[Turn], list[int]]:
+def assistant_turns(
+    text: TracedStr, assistants: Collection[int], prompt: str
+) -> tuple[list[Turn], list[int]]:
     """Find the assistant turns that begin with the generation prompt, and the messages whose turns do not.
 
     Args:

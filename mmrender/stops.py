@@ -16,7 +16,9 @@ def stop_token_ids(model: ModelDir, tokenizer: Tokenizer) -> list[int]:
     found: set[int] = set()
     for config in configs:
         value = config.get("eos_token_id")
-        found.update(item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int))
+        found.update(
+            item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)
+        )
     token = model.tokenizer_config.get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
     token_id = tokenizer.token_id(text) if isinstance(text, str) else None

@@ -114,10 +114,21 @@ class Tokenizer:
     @cached_property
     def runs_are_independent(self) -> bool:
         """Whether encoding between added tokens gives the ids of the whole text, shown by a probe."""
-        specials = [token for token in self.added_ids if token not in self._flags][:2] or list(self.added_ids)[:2]
+        specials = [token for token in self.added_ids if token not in self._flags][:2] or list(
+            self.added_ids
+        )[:2]
         if not specials:
             return True
-        texts = ["Hello world", " leading and trailing ", "\n\nnew\n", "é\u0301ü 12345", "{}();", " ", "日本語", "a"]
+        texts = [
+            "Hello world",
+            " leading and trailing ",
+            "\n\nnew\n",
+            "é\u0301ü 12345",
+            "{}();",
+            " ",
+            "日本語",
+            "a",
+        ]
         text = "".join(piece + specials[index % len(specials)] for index, piece in enumerate(texts)) + "end"
         return self.encode(text) == self._engine.encode(text, add_special_tokens=False).ids
 

@@ -70,7 +70,9 @@ class ConversationMaker:
             messages += self._answer(source)
         if messages[-1]["role"] == "assistant" and source.random() < 0.4:
             messages.append({"role": "user", "content": self._content(source, "user")})
-        options: dict[str, Any] = {"add_generation_prompt": messages[-1]["role"] != "assistant" and source.random() < 0.8}
+        options: dict[str, Any] = {
+            "add_generation_prompt": messages[-1]["role"] != "assistant" and source.random() < 0.8
+        }
         if self.tools and self.profile.prints_tools and source.random() < 0.5:
             options["tools"] = [self._tool(source) for _ in range(source.randint(1, 3))]
         if "add_vision_id" in self.profile.arguments and source.random() < 0.2:
@@ -115,7 +117,9 @@ class ConversationMaker:
         return {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
 
     def _tool(self, source: random.Random) -> dict[str, Any]:
-        properties = {name: {"type": source.choice(["string", "number", "object"])} for name in ("query", "x")}
+        properties = {
+            name: {"type": source.choice(["string", "number", "object"])} for name in ("query", "x")
+        }
         parameters = {"type": "object", "properties": properties, "required": ["query"]}
         name = source.choice(["zoom", "search", "run_code"])
         return {
@@ -125,9 +129,13 @@ class ConversationMaker:
 
     def _content(self, source: random.Random, role: str) -> str | list[dict[str, Any]]:
         with_images = bool(self.images) and role in self.profile.image_roles and source.random() < 0.3
-        if not with_images and (source.random() < 0.6 or self.profile.form.content == "text" or role == "tool"):
+        if not with_images and (
+            source.random() < 0.6 or self.profile.form.content == "text" or role == "tool"
+        ):
             return self._text(source)
-        parts: list[dict[str, Any]] = [{"type": "text", "text": self._text(source)} for _ in range(source.randint(1, 2))]
+        parts: list[dict[str, Any]] = [
+            {"type": "text", "text": self._text(source)} for _ in range(source.randint(1, 2))
+        ]
         if with_images:
             for _ in range(source.choice([1, 1, 1, 2])):
                 picture = {"type": "image", "image": source.choice(list(self.images))}
@@ -148,5 +156,7 @@ def sample_images(source: random.Random, count: int, *, largest: int = 640) -> l
 
 def _picture(source: random.Random, width: int, height: int) -> Image.Image:
     noise = Image.frombytes("RGB", (width, height), source.randbytes(width * height * 3))
-    gradient = Image.merge("RGB", [Image.linear_gradient("L").resize((width, height)).rotate(90 * k) for k in range(3)])
+    gradient = Image.merge(
+        "RGB", [Image.linear_gradient("L").resize((width, height)).rotate(90 * k) for k in range(3)]
+    )
     return Image.blend(gradient, noise, source.choice([0.1, 0.5, 1.0]))

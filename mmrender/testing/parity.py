@@ -123,8 +123,8 @@ def _compare(
         if isinstance(ours, str) and isinstance(expected, str):
             report.refused += 1
             return None
-        shown = [side if isinstance(side, str) else "renders" for side in (ours, expected)]
-        return Mismatch(case, "acceptance", *shown, messages, options)
+        left, right = (side if isinstance(side, str) else "renders" for side in (ours, expected))
+        return Mismatch(case, "acceptance", left, right, messages, options)
     difference = first_difference(renderer, ours, expected)
     if difference is not None:
         return Mismatch(case, *difference, messages, options)
@@ -153,11 +153,13 @@ def first_difference(
     """What differs first, and both sides of it; None where all is equal."""
     if ours.text != expected.text:
         start = _first_unequal(ours.text, expected.text)
-        return "text", repr(ours.text[max(0, start - 40) : start + 80]), repr(expected.text[max(0, start - 40) : start + 80])
+        left, right = (repr(text[max(0, start - 40) : start + 80]) for text in (ours.text, expected.text))
+        return "text", left, right
     if ours.token_ids != expected.ids:
         start = max(0, _first_unequal(ours.token_ids, expected.ids) - 5)
-        sides = [ids[start : start + 15] for ids in (ours.token_ids, expected.ids)]
-        return "token ids", *[f"[{start}:] {ids} {renderer.decode(ids)!r}" for ids in sides]
+        sides = (ids[start : start + 15] for ids in (ours.token_ids, expected.ids))
+        left, right = (f"[{start}:] {ids} {renderer.decode(ids)!r}" for ids in sides)
+        return "token ids", left, right
     return _range_difference(renderer, ours) or _tensor_difference(_items(ours), expected.tensors)
 
 
@@ -169,7 +171,12 @@ def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
 def _range_difference(renderer: Renderer, ours: RenderedTokens) -> tuple[str, str, str] | None:
     """The ranges must name exactly the feature tokens that the reference's ids hold."""
     items = _items(ours)
-    tokens = {piece.token for item in items for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds}
+    tokens = {
+        piece.token
+        for item in items
+        for piece in item.expansion
+        if isinstance(piece, Repeat) and piece.embeds
+    }
     ids = {renderer.tokenizer.token_id(token) for token in tokens}
     expected = [index for index, token_id in enumerate(ours.token_ids) if token_id in ids]
     found: list[int] = []
@@ -195,5 +202,9 @@ def _tensor_difference(
             return f"shape of {key}", str(ours.shape), str(theirs.shape)
         if not np.array_equal(ours, theirs):
             worst = float(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max())
-            return key, f"{ours.dtype}, first {ours.ravel()[:4]}", f"{theirs.dtype}, largest difference {worst:g}"
+            return (
+                key,
+                f"{ours.dtype}, first {ours.ravel()[:4]}",
+                f"{theirs.dtype}, largest difference {worst:g}",
+            )
     return None

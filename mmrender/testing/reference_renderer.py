@@ -59,14 +59,18 @@ class ReferenceRenderer:
         import transformers
 
         image_processor = load_reference_image_processor(directory, backend)
-        configs = [self.model.read_json(name) for name in ("processor_config.json", "preprocessor_config.json")]
+        configs = [
+            self.model.read_json(name) for name in ("processor_config.json", "preprocessor_config.json")
+        ]
         configs.append(dict(self.model.tokenizer_config))
         name = next((config["processor_class"] for config in configs if "processor_class" in config), None)
         if name is None:
             raise ValueError("the directory names no processor class")
         processor_class = getattr(transformers, name)
         accepted = inspect.signature(processor_class.__init__).parameters
-        settings = {key: value for key, value in configs[0].items() if key in accepted and not isinstance(value, dict)}
+        settings = {
+            key: value for key, value in configs[0].items() if key in accepted and not isinstance(value, dict)
+        }
         if "video_processor" in accepted:
             settings["video_processor"] = None
         template = self.tokenizer.chat_template or self.model.read_text("chat_template.jinja")
@@ -85,7 +89,9 @@ class ReferenceRenderer:
         )
         if self.processor is None or not images:
             return ReferenceRendering(text, self.tokenizer(text, add_special_tokens=False).input_ids)
-        output = self.processor(text=[text], images=[list(images)], return_tensors="np", add_special_tokens=False)
+        output = self.processor(
+            text=[text], images=[list(images)], return_tensors="np", add_special_tokens=False
+        )
         ids = np.asarray(output.pop("input_ids"))[0].tolist()
         output.pop("attention_mask", None)
         return ReferenceRendering(text, ids, {key: np.asarray(value) for key, value in output.items()})

@@ -54,7 +54,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{key}: {_escaped(repr(item))}" for key, item in value.items()) or "-"
     if isinstance(value, tuple | list):
-        return ", ".join(_escaped(item if isinstance(item, str) and item.isprintable() else repr(item)) for item in value) or "-"
+        return (
+            ", ".join(
+                _escaped(item if isinstance(item, str) and item.isprintable() else repr(item))
+                for item in value
+            )
+            or "-"
+        )
     return _escaped(str(value))
 
 

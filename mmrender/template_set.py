@@ -1,0 +1,78 @@
+"""A model's templates with what is known about each: profiles by template arguments, and stop tokens."""
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mmrender.memo import conversation_key
+from mmrender.template.chat import ChatTemplate
+from mmrender.template.limits import TemplateLimits
+from mmrender.template.loader import choose_template
+from mmrender.template.profile import Prober, TemplateProfile
+from mmrender.tokenizer import Tokenizer
+
+
+class TemplateSet:
+    """Compiled templates by name. Safe to use from many threads.
+
+    Args:
+        sources: Jinja texts by name.
+        tokenizer: Tells which of the texts that templates write are special tokens.
+        special_tokens: Template variables such as `bos_token`.
+        chosen: Name of the template to use instead of the usual choice.
+        model_stop_ids: Stop tokens that the model's files name.
+        limits: What one run may spend.
+        clock: What `strftime_now` reads.
+
+    Raises:
+        TemplateError: There is no template to use, or one does not compile.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        tokenizer: Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chosen: str | None = None,
+        model_stop_ids: Sequence[int] = (),
+        limits: TemplateLimits | None = None,
+        clock: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        choose_template(sources, name=chosen, has_tools=False)
+        self._sources = dict(sources)
+        self._tokenizer = tokenizer
+        self._chosen = chosen
+        self._model_stop_ids = frozenset(model_stop_ids)
+        self._templates = {
+            name: ChatTemplate(source, name=name, special_tokens=special_tokens, limits=limits, clock=clock)
+            for name, source in sources.items()
+        }
+        self._profiles: dict[Any, TemplateProfile] = {}
+
+    def choose(self, *, has_tools: bool) -> ChatTemplate:
+        """The template for a conversation with or without tools."""
+        return self._templates[choose_template(self._sources, name=self._chosen, has_tools=has_tools)]
+
+    def profile(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
+        """What probes found out about a template with these arguments."""
+        key = (template.name, conversation_key(dict(arguments)))
+        known = self._profiles.get(key)
+        if known is None:
+            known = Prober(template, arguments).profile()
+            if key[1] is not None:
+                self._profiles[key] = known
+        return known
+
+    def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
+        """The model's stop tokens, and the special token that the template writes first after the assistant's
+        content, whatever follows."""
+        written = (self._first_special(text) for text in profile.closes.values())
+        return self._model_stop_ids.union(token_id for token_id in written if token_id is not None)
+
+    def _first_special(self, text: str) -> int | None:
+        match = next(self._tokenizer.find(text, lambda _: True), None)
+        if match is None:
+            return None
+        token_id = self._tokenizer.added_ids[match.token]
+        return token_id if token_id in self._tokenizer.special_ids else None
