@@ -110,7 +110,7 @@ def _levels(values: npt.NDArray[np.float32], arithmetic: PixelArithmetic) -> Lev
     for target, index in zip(levels, held, strict=True):
         for channel in range(3):
             lowest, highest = table[channel, 0], table[channel, -1]
-            with np.errstate(invalid="ignore"):
+            with np.errstate(invalid="ignore", over="ignore"):
                 plane = (tiles[index, channel] - lowest) * (np.float32(255) / (highest - lowest))
                 target[channel] = np.clip(np.rint(plane), 0, 255)
     candidate = Levels(_frozen(levels), held, values.shape, arithmetic)
@@ -132,7 +132,8 @@ def _narrowed(values: npt.NDArray[Any]) -> Integers:
 
 
 def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    values = np.ascontiguousarray(values)
-    values = values.copy() if values.base is not None else values
+    # A view would keep all of its base alive.
+    if values.base is not None or not values.flags.c_contiguous:
+        values = values.copy(order="C")
     values.flags.writeable = False
     return values

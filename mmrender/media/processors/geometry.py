@@ -81,6 +81,6 @@ def _check_aspect_ratio(height: int, width: int) -> None:
         raise MediaError(
             "the image is too long and thin for this model",
             expected=f"an aspect ratio of at most {MAX_ASPECT_RATIO}",
-            got=f"{width}x{height} pixels, a ratio of {ratio:.0f}",
+            got=f"{width}x{height} pixels, a ratio of {ratio:.1f}",
             remedy="Crop or pad it before rendering.",
         )

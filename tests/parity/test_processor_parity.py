@@ -1,0 +1,238 @@
+"""Items against the reference image processors: pixels bit for bit, grids and token counts equal."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from adapter_models import ADAPTER_FAMILIES
+from mmrender.errors import MediaError
+from mmrender.media.load import LoadedImage
+from mmrender.media.processors.base import ImageBackend, MediaProcessor
+from mmrender.media.processors.huggingface import HuggingFaceProcessor
+from mmrender.media.processors.probe import expansion_text
+from mmrender.media.processors.registry import load_processor
+from mmrender.testing.reference import (
+    has_reference_backend,
+    import_torchvision,
+    load_reference_image_processor,
+)
+from reference_processors import ADAPTED_MODELS, PATCH_MODELS, TorchReplica, reference_processor
+
+BACKENDS: tuple[ImageBackend, ...] = ("torch", "pil")
+PHOTOS = ("cow_in_beach.jpg", "kiwi.jpg", "lilly.jpg", "sunflower.jpg")
+EXTREMES = ((1, 1), (1, 200), (200, 1), (1, 201), (2500, 13), (13, 2500), (31, 33), (56, 56), (1700, 9))
+few = hypothesis_settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = hypothesis_settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+def picture(height: int, width: int) -> Image.Image:
+    """Return smooth and noisy halves: resampling rounds differently on each."""
+    rng = np.random.default_rng(height * 10_007 + width)
+    pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels[: height // 2] = np.linspace(0, 255, width, dtype=np.uint8)[None, :, None]
+    return Image.fromarray(pixels, "RGB")
+
+
+def assert_equal_to_reference(processor: MediaProcessor, reference: Any, image: Image.Image) -> None:
+    try:
+        expected = reference(image, return_tensors="pt")
+    except ValueError:
+        with pytest.raises(MediaError):
+            processor.process(LoadedImage(image=image))
+        return
+    item = processor.process(LoadedImage(image=image))
+    got = item.tensors(framework="torch")
+    assert torch.equal(got["image_grid_thw"], expected["image_grid_thw"])
+    assert got["pixel_values"].dtype == expected["pixel_values"].dtype
+    assert (got["pixel_values"] - expected["pixel_values"]).abs().max() == 0
+    for dtype in ("bfloat16", "float16"):
+        rounded = expected["pixel_values"].to(getattr(torch, dtype))
+        assert torch.equal(item.tensors(dtype, framework="torch")["pixel_values"], rounded)
+    assert item.nbytes * 8 == expected["pixel_values"].nbytes
+
+
+@pytest.fixture(params=[(name, backend) for name in PATCH_MODELS for backend in BACKENDS], ids="-".join)
+def native(request: pytest.FixtureRequest, shared_models: Path) -> tuple[MediaProcessor, Any]:
+    name, backend = request.param
+    processor = load_processor(shared_models / name, image_backend=backend)
+    assert processor is not None
+    return processor, reference_processor(shared_models / name, backend)
+
+
+@few
+@given(height=st.integers(1, 700), width=st.integers(1, 700))
+def test_pixels_of_any_size(native: tuple[MediaProcessor, Any], height: int, width: int) -> None:
+    assert_equal_to_reference(*native, picture(height, width))
+
+
+@pytest.mark.parametrize("size", EXTREMES, ids=str)
+def test_pixels_of_extreme_sizes(native: tuple[MediaProcessor, Any], size: tuple[int, int]) -> None:
+    assert_equal_to_reference(*native, picture(*size))
+
+
+@pytest.mark.parametrize("photo", PHOTOS)
+def test_pixels_of_photographs(native: tuple[MediaProcessor, Any], photo: str, shared_images: Path) -> None:
+    with Image.open(shared_images / photo) as opened:
+        assert_equal_to_reference(*native, opened.convert("RGB"))
+
+
+def test_pixels_of_an_image_in_several_blocks(shared_models: Path) -> None:
+    for backend in BACKENDS:
+        directory = shared_models / "qwen2_5_vl"
+        processor = load_processor(directory, image_backend=backend)
+        assert processor is not None
+        assert_equal_to_reference(processor, reference_processor(directory, backend), picture(2111, 2053))
+
+
+@pytest.mark.parametrize("name", PATCH_MODELS)
+def test_geometry_without_pixels(name: str, shared_models: Path) -> None:
+    reference = load_reference_image_processor(shared_models / name, "pil")
+    processor = load_processor(shared_models / name, image_backend="pil")
+    assert processor is not None
+
+    @many
+    @given(height=st.integers(1, 2500), width=st.integers(1, 2500))
+    def compare(height: int, width: int) -> None:
+        try:
+            patches = reference.get_number_of_image_patches(height, width)
+        except ValueError:
+            with pytest.raises(MediaError):
+                processor.geometry(height, width)
+            return
+        geometry = processor.geometry(height, width)
+        assert np.prod(geometry.grid) == patches
+        assert geometry.num_tokens == patches // reference.merge_size**2
+
+    compare()
+
+
+@pytest.mark.skipif(not has_reference_backend("torch"), reason="needs torchvision")
+@pytest.mark.parametrize("name", PATCH_MODELS)
+def test_replica_equals_the_torchvision_back_end(name: str, shared_models: Path) -> None:
+    real = load_reference_image_processor(shared_models / name, "torch")
+    replica = TorchReplica(load_reference_image_processor(shared_models / name, "pil"))
+    for size in ((300, 200), (64, 64), (1000, 37), (513, 1025)):
+        expected, got = (
+            real(picture(*size), return_tensors="pt"),
+            replica(picture(*size), return_tensors="pt"),
+        )
+        assert torch.equal(expected["pixel_values"], got["pixel_values"])
+        assert torch.equal(expected["image_grid_thw"], got["image_grid_thw"])
+
+
+def adapted_backends() -> list[ImageBackend]:
+    return [backend for backend in BACKENDS if has_reference_backend(backend)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (name, backend) for name in (*ADAPTED_MODELS, *ADAPTER_FAMILIES) for backend in adapted_backends()
+    ],
+    ids="-".join,
+)
+def adapted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[HuggingFaceProcessor, Any]:
+    name, backend = request.param
+    if name in ADAPTED_MODELS:
+        directory = request.getfixturevalue("shared_models") / name
+    else:
+        directory = ADAPTER_FAMILIES[name](tmp_path_factory.mktemp("adapted") / name)
+    if backend == "torch":
+        import_torchvision()
+    processor = load_processor(directory, image_backend=backend)
+    assert isinstance(processor, HuggingFaceProcessor)
+    return processor, load_reference_image_processor(directory, backend)
+
+
+@few
+@given(height=st.integers(1, 500), width=st.integers(1, 500))
+def test_adapted_tensors(adapted: tuple[HuggingFaceProcessor, Any], height: int, width: int) -> None:
+    processor, reference = adapted
+    image = picture(height, width)
+    options = {"crop_to_patches": True} if "GotOcr2" in processor.name else {}
+    try:
+        expected = reference([[image]], return_tensors="pt", **options)
+    except (ValueError, ZeroDivisionError):
+        with pytest.raises(MediaError):
+            processor.process(LoadedImage(image=image))
+        return
+    item = processor.process(LoadedImage(image=image))
+    assert item.compact
+    got = item.tensors(framework="torch")
+    assert set(got) == set(expected) - {"num_patches", "rows", "cols", "num_crops", "num_tiles"}
+    for key, values in got.items():
+        assert values.dtype == expected[key].dtype
+        assert torch.equal(values, expected[key])
+    rounded = item.tensors("bfloat16", framework="torch")["pixel_values"]
+    assert torch.equal(rounded, expected["pixel_values"].to(torch.bfloat16))
+
+
+SHORT_SIDES = st.integers(20, 400)
+
+
+@few
+@given(height=SHORT_SIDES, width=SHORT_SIDES)
+def test_adapted_expansion(adapted: tuple[HuggingFaceProcessor, Any], height: int, width: int) -> None:
+    """The processor's own ids for a text with the placeholder are the ids of the text we expand it to."""
+    processor, _ = adapted
+    reference = processor._reference
+    placeholder = processor.placeholder["image"]
+    text = expansion_text(processor.geometry(height, width).expansion)
+    whole = reference(text=["before " + placeholder + " after"], images=[[picture(height, width)]])
+    prefix = "<s>" if reference.tokenizer.bos_token == "<s>" and "Mllama" in type(reference).__name__ else ""
+    expected = reference.tokenizer(prefix + "before " + text + " after")["input_ids"]
+    assert list(whole["input_ids"][0]) == expected
+
+
+def test_tiles_depend_on_company(tmp_path: Path) -> None:
+    directory = ADAPTER_FAMILIES["llava_onevision"](tmp_path / "model")
+    processor = load_processor(directory, image_backend="pil")
+    assert processor is not None
+    assert processor.depends_on_company
+    image = picture(90, 150)
+    loaded = LoadedImage(image=image)
+    alone, together = processor.process(loaded), processor.process(loaded, company=2)
+    assert alone.identity != together.identity
+    assert together.identity == processor.process(loaded, company=5).identity
+    assert processor.geometry(90, 150).expansion == alone.expansion
+    assert processor.geometry(90, 150, company=2).expansion == together.expansion != alone.expansion
+    reference = load_reference_image_processor(directory, "pil")
+    expected = reference([[image, picture(33, 44), image]], return_tensors="np")
+    got = together.tensors()
+    np.testing.assert_array_equal(got["pixel_values"][0], expected["pixel_values"][0])
+    assert got["image_sizes"].tolist() == [[90, 150]]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("gemma3", "\n\n<start_of_image>{16}<end_of_image>\n\n"),
+        ("pixtral", "{4}[IMG_BREAK]{4}[IMG_END]"),
+        ("llava", "{16}"),
+    ],
+)
+def test_expansions_a_person_can_read(name: str, shape: str, tmp_path: Path) -> None:
+    processor = load_processor(ADAPTER_FAMILIES[name](tmp_path / name), image_backend="pil")
+    assert processor is not None
+    pieces = processor.geometry(32, 64).expansion
+    assert "".join(getattr(piece, "text", f"{{{getattr(piece, 'count', 0)}}}") for piece in pieces) == shape

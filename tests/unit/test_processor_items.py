@@ -1,0 +1,195 @@
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmrender.errors import InputError, MediaError, ProcessorError
+from mmrender.media.item import MediaItem, Repeat
+from mmrender.media.load import LoadedImage, LoadedVideo
+from mmrender.media.pixels import raw_pixels, rgb_planes
+from mmrender.media.processors.arithmetic import PixelArithmetic
+from mmrender.media.processors.patches import PatchItem, PatchLayout
+from mmrender.media.processors.qwen import PatchProcessor
+
+
+def processor(**changes: object) -> PatchProcessor:
+    fields: dict[str, object] = {
+        "name": "Qwen2VLImageProcessor",
+        "image_backend": "pil",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "layout": PatchLayout(16, 2, 2),
+        "arithmetic": PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil"),
+        "min_pixels": 65536,
+        "max_pixels": 16777216,
+        "counts_frames": False,
+    }
+    return PatchProcessor(**(fields | changes))  # type: ignore[arg-type]
+
+
+def picture(height: int, width: int, seed: int = 0) -> LoadedImage:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return LoadedImage(image=Image.fromarray(pixels, "RGB"))
+
+
+@pytest.fixture
+def item() -> PatchItem:
+    made = processor().process(picture(256, 320))
+    assert isinstance(made, PatchItem)
+    return made
+
+
+def test_item_of_an_image_that_needs_no_resizing(item: PatchItem) -> None:
+    assert isinstance(item, MediaItem)
+    assert item.size == (256, 320)
+    assert item.grid == (1, 16, 20)
+    assert item.expansion == (Repeat("<|image_pad|>", 80),)
+    assert item.compact
+    assert not item.frames.flags.writeable
+    np.testing.assert_array_equal(item.frames[0], picture(256, 320).array.transpose(2, 0, 1))
+
+
+def test_patches_in_merge_order(item: PatchItem) -> None:
+    """Against the definition: patch (row, column), channel, repeated in time, then its own rows."""
+    values = item.tensors()["pixel_values"]
+    table = item.arithmetic.table()
+    order = [
+        (row + i, column + j)
+        for row in range(0, 16, 2)
+        for column in range(0, 20, 2)
+        for i in (0, 1)
+        for j in (0, 1)
+    ]
+    for index in (0, 1, 2, 3, 4, 41, 319):
+        row, column = order[index]
+        pixels = item.frames[0][:, row * 16 : row * 16 + 16, column * 16 : column * 16 + 16]
+        expected = np.stack([table[channel][pixels[channel]].reshape(-1) for channel in range(3)])
+        got = values[index].reshape(3, 2, 256)
+        np.testing.assert_array_equal(got[:, 0], expected)
+        np.testing.assert_array_equal(got[:, 1], expected)
+
+
+def test_an_eighth_of_the_bytes(item: PatchItem) -> None:
+    assert item.nbytes * 8 == item.tensors()["pixel_values"].nbytes
+
+
+def test_dtypes_and_frameworks(item: PatchItem) -> None:
+    floats = torch.from_numpy(item.tensors()["pixel_values"])
+    for dtype in ("float32", "bfloat16", "float16"):
+        rounded = floats.to(getattr(torch, dtype))
+        tensors = item.tensors(dtype, framework="torch")
+        assert torch.equal(tensors["pixel_values"], rounded)
+        assert tensors["image_grid_thw"].tolist() == [[1, 16, 20]]
+        assert tensors["image_grid_thw"].dtype == torch.int64
+        array = item.tensors(dtype)["pixel_values"]
+        assert array.dtype == (np.uint16 if dtype == "bfloat16" else np.dtype(dtype))
+        assert array.tobytes() == rounded.view(torch.uint8).numpy().tobytes()
+
+
+def test_tensors_are_the_callers_own(item: PatchItem) -> None:
+    first = item.tensors()["pixel_values"]
+    first[:] = 0
+    assert item.tensors()["pixel_values"].any()
+
+
+def test_expand_into_part_of_a_batch(item: PatchItem) -> None:
+    batch = np.full((400, 1536), np.nan, np.float32)
+    item.expand_into(batch[40:360])
+    np.testing.assert_array_equal(batch[40:360], item.tensors()["pixel_values"])
+    assert np.isnan(batch[:40]).all()
+    assert np.isnan(batch[360:]).all()
+
+
+def test_expand_into_a_buffer_that_does_not_fit(item: PatchItem) -> None:
+    with pytest.raises(InputError) as caught:
+        item.expand_into(np.empty((320, 1536), np.float16), "bfloat16")
+    assert str(caught.value) == (
+        "the buffer to expand into does not fit - expected a C-contiguous uint16 array of shape (320, 1536), "
+        "got a float16 array of shape (320, 1536) and strides (3072, 2)"
+    )
+    with pytest.raises(InputError, match="strides"):
+        item.expand_into(np.empty((320, 3072), np.float32)[:, ::2])
+
+
+def test_survives_pickling(item: PatchItem) -> None:
+    again = pickle.loads(pickle.dumps(item))
+    assert again.identity == item.identity
+    np.testing.assert_array_equal(again.tensors()["pixel_values"], item.tensors()["pixel_values"])
+
+
+def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:
+    image = picture(64, 96)
+    as_array = LoadedImage(array=np.asarray(image.image))
+    assert processor().process(image).identity == processor().process(as_array).identity
+    assert processor().process(image).identity != processor(min_pixels=3136).process(image).identity
+    assert processor().process(image).identity != processor().process(picture(64, 96, seed=1)).identity
+    assert processor().process(image).identity == processor().process(image, company=4).identity
+
+
+def test_identity_tells_shapes_apart() -> None:
+    black = [LoadedImage(image=Image.new("RGB", size)) for size in ((64, 96), (96, 64))]
+    assert processor().process(black[0]).identity != processor().process(black[1]).identity
+
+
+@pytest.mark.parametrize("backend", ["torch", "pil"])
+def test_an_array_is_resized_as_the_image_of_it(backend: str) -> None:
+    image = picture(100, 131)
+    as_array = LoadedImage(array=np.asarray(image.image))
+    made = processor(image_backend=backend)
+    first, second = made.process(image), made.process(as_array)
+    np.testing.assert_array_equal(first.tensors()["pixel_values"], second.tensors()["pixel_values"])
+
+
+def test_long_and_thin() -> None:
+    with pytest.raises(MediaError) as caught:
+        processor().process(picture(5, 1001))
+    assert str(caught.value) == (
+        "the image is too long and thin for this model - expected an aspect ratio of at most 200, "
+        "got 1001x5 pixels, a ratio of 200.2. Crop or pad it before rendering."
+    )
+
+
+def test_video_is_refused_by_name() -> None:
+    with pytest.raises(ProcessorError) as caught:
+        processor().process(LoadedVideo((picture(32, 32),)))
+    assert str(caught.value) == (
+        "videos are not supported for Qwen2VLImageProcessor - expected images. Pass the frames as images."
+    )
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 3), (1024, 1024), (2300, 2000)])
+def test_planes_of_small_and_of_many_blocks(size: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = Image.fromarray(pixels, "RGB")
+    assert (raw_pixels(image) is None) == (size[0] * size[1] > 1 << 22)
+    np.testing.assert_array_equal(rgb_planes(image), pixels.transpose(2, 0, 1))
+    np.testing.assert_array_equal(rgb_planes(pixels), pixels.transpose(2, 0, 1))
+
+
+def test_raw_pixels_outlive_their_image() -> None:
+    pixels = raw_pixels(Image.new("RGB", (512, 512), (1, 2, 3)))
+    for _ in range(3):
+        Image.new("RGB", (512, 512), (9, 9, 9))
+    assert pixels is not None
+    assert (pixels[..., :3] == (1, 2, 3)).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "bytes_per_pixel"), [("L", 1), ("P", 1), ("RGBA", 4), ("I", 4), ("F", 4), ("I;16", 2)]
+)
+def test_raw_pixels_are_whole_in_every_mode(mode: str, bytes_per_pixel: int) -> None:
+    image = Image.new(mode, (5, 3))
+    image.putpixel((4, 2), (7, 8, 9, 10) if mode == "RGBA" else 7)
+    pixels = raw_pixels(image)
+    assert pixels is not None
+    assert pixels.shape == (3, 5, bytes_per_pixel)
+    assert pixels[2, 4].any()
+    assert not pixels[:2].any()
+
+
+def test_corpus_photograph(shared_images: Path) -> None:
+    image = Image.open(shared_images / "kiwi.jpg").convert("RGB")
+    np.testing.assert_array_equal(rgb_planes(image), np.asarray(image).transpose(2, 0, 1))

@@ -1,0 +1,289 @@
+import io
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError
+from mmrender.media.cache import MediaCache
+from mmrender.media.identity import source_fingerprint
+from mmrender.media.item import MediaItem
+from mmrender.media.load import LoadedImage
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.processors.base import Prepared
+from mmrender.media.resolve import MediaResolver
+from mmrender.messages import ImagePart
+
+
+@dataclass
+class Counting:
+    """A processor that counts what it does; items are the images' sizes and sums."""
+
+    settings_digest: bytes = b"settings"
+    depends_on_company: bool = False
+    prepared: int = 0
+    finished: int = 0
+    entered: Callable[[], None] = field(default=lambda: None)
+
+    def prepare(self, loaded: LoadedImage, *, company: int = 1) -> Prepared:
+        self.prepared += 1
+        identity = f"{loaded.array.shape} {loaded.array.tobytes().hex()}"
+        identity += f" {company}" if self.depends_on_company else ""
+
+        def finish() -> MediaItem:
+            self.finished += 1
+            self.entered()
+            return Sized(identity, 100)  # type: ignore[return-value]
+
+        return Prepared(identity, finish)
+
+
+@dataclass(frozen=True)
+class Sized:
+    identity: str
+    nbytes: int
+
+
+def png(color: tuple[int, int, int] = (1, 2, 3), **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), color).save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def resolver(cache: MediaCache | None = None, **policy: Any) -> MediaResolver:
+    return MediaResolver(Counting(), MediaPolicy(**policy), cache or MediaCache())  # type: ignore[arg-type]
+
+
+def parts(*sources: Any) -> list[tuple[str, ImagePart]]:
+    return [(f"messages[0].content[{i}]", ImagePart(source)) for i, source in enumerate(sources)]
+
+
+def test_one_item_for_all_forms_of_one_image(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png())
+    image = Image.open(path)
+    made = resolver()
+    items = made.resolve(parts(png(), path, image, np.asarray(image), png()))
+    assert all(item is items[0] for item in items)
+    assert made.processor.finished == 1  # type: ignore[attr-defined]
+
+
+def test_known_sources_are_not_loaded_again(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png())
+    sources = parts(png((9, 9, 9)), path, Image.new("RGB", (8, 8)))
+    made = resolver()
+    first = made.resolve(sources)
+    assert made.processor.prepared == 3  # type: ignore[attr-defined]
+    assert made.resolve(sources) == first
+    assert made.processor.prepared == 3  # type: ignore[attr-defined]
+
+
+def test_a_lazily_opened_image_is_known_from_the_second_time_on() -> None:
+    image = Image.open(io.BytesIO(png()))
+    made = resolver()
+    assert source_fingerprint(image) is None
+    made.resolve(parts(image))
+    made.resolve(parts(image))
+    assert made.processor.prepared == 1  # type: ignore[attr-defined]
+
+
+def test_an_image_changed_in_place_is_another_one() -> None:
+    image = Image.new("RGB", (8, 8))
+    made = resolver()
+    before = made.resolve(parts(image))[0]
+    image.putpixel((7, 7), (0, 0, 1))
+    assert made.resolve(parts(image))[0].identity != before.identity
+
+
+def test_a_file_written_again_is_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(png((1, 1, 1)))
+    made = resolver()
+    before = made.resolve(parts(path))[0]
+    path.write_bytes(png((2, 2, 2)))
+    os.utime(path, ns=(1, 1))
+    assert made.resolve(parts(path))[0].identity != before.identity
+
+
+def test_the_same_object_twice_in_one_call_is_loaded_once() -> None:
+    image = Image.open(io.BytesIO(png()))
+    made = resolver()
+    made.resolve(parts(image, image))
+    assert made.processor.prepared == 1  # type: ignore[attr-defined]
+
+
+def test_a_shared_cache_does_not_lend_what_a_policy_forbids() -> None:
+    cache = MediaCache()
+    data = "data:image/png;base64," + __import__("base64").b64encode(png()).decode()
+    resolver(cache).resolve(parts(data))
+    with pytest.raises(MediaBlockedError):
+        resolver(cache, schemes=frozenset({"https"})).resolve(parts(data))
+
+
+def test_no_source() -> None:
+    with pytest.raises(MediaError) as caught:
+        resolver().resolve(parts(png(), None))
+    assert str(caught.value) == (
+        "messages[0].content[1]: the image is not at hand - expected a source to load, got None. "
+        "Give the image again, or render without media."
+    )
+
+
+def test_errors_name_the_part() -> None:
+    with pytest.raises(MediaDecodeError) as caught:
+        resolver().resolve(parts(png(), b"not an image"))
+    assert caught.value.where == "messages[0].content[1]"
+
+
+def test_company_is_part_of_the_key_only_where_it_matters() -> None:
+    made = resolver()
+    made.processor.depends_on_company = True  # type: ignore[misc]
+    alone = made.resolve(parts(png()))[0]
+    together = made.resolve(parts(png(), png((5, 5, 5))))[0]
+    assert alone.identity != together.identity
+    assert made.resolve(parts(png()), company=2)[0] is together
+
+
+def test_fingerprints_see_all_that_pixels_are_made_of() -> None:
+    image = Image.new("P", (4, 4))
+    image.putpalette([0, 0, 0, 255, 0, 0])
+    prints = [source_fingerprint(image)]
+    image.putpalette([0, 0, 0, 0, 255, 0])
+    prints.append(source_fingerprint(image))
+    image.info["transparency"] = 0
+    prints.append(source_fingerprint(image))
+    image.getexif()[0x0112] = 6
+    prints.append(source_fingerprint(image))
+    assert None not in prints
+    assert len(set(prints)) == 4
+    grey = Image.frombytes("L", (4, 1), b"abcd"), Image.frombytes("L", (1, 4), b"abcd")
+    assert source_fingerprint(grey[0]) != source_fingerprint(grey[1])
+
+
+def test_fingerprints_of_arrays() -> None:
+    array = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    before = source_fingerprint(array)
+    assert source_fingerprint(array.copy()) == before
+    assert source_fingerprint(array.reshape(2, 8, 3)) != before
+    assert source_fingerprint(array[:, ::-1]) != before
+    array[0, 0, 0] = 9
+    assert source_fingerprint(array) != before
+
+
+@pytest.mark.parametrize(
+    "source", ["https://example.com/a.png", "file:///a.png", "a.png", io.BytesIO(b"x"), Path("/nowhere"), 3]
+)
+def test_what_may_change_under_its_name_has_no_fingerprint(source: object) -> None:
+    assert source_fingerprint(source) is None
+
+
+def test_a_frame_of_an_animation_has_no_fingerprint(shared_images: Path) -> None:
+    with Image.open(shared_images / "progress.gif") as image:
+        image.load()
+        assert source_fingerprint(image) is None
+
+
+def test_fingerprint_does_not_decode() -> None:
+    image = Image.open(io.BytesIO(png()))
+    assert isinstance(image, PngImagePlugin.PngImageFile)
+    source_fingerprint(image)
+    assert image.tile
+
+
+def made_item(name: str, nbytes: int = 100) -> MediaItem:
+    return Sized(name, nbytes)  # type: ignore[return-value]
+
+
+def test_least_recently_used_items_go_first() -> None:
+    cache = MediaCache(max_bytes=250)
+    for name in "abac":
+        cache.get_or_compute(name, lambda name=name: made_item(name))
+    assert cache.get("a") is not None
+    assert cache.get("b") is None
+    assert cache.get("c") is not None
+    stats = cache.stats
+    assert (stats.items, stats.nbytes, stats.evictions, stats.misses, stats.hits) == (2, 200, 1, 3, 3)
+
+
+def test_an_item_over_the_bound_is_given_and_not_kept() -> None:
+    cache = MediaCache(max_bytes=50)
+    assert cache.get_or_compute("a", lambda: made_item("a")).identity == "a"
+    assert cache.stats.items == 0
+    assert cache.stats.nbytes == 0
+
+
+def test_an_evicted_item_is_made_again_from_its_source() -> None:
+    cache = MediaCache(max_bytes=100)
+    prepared = []
+
+    def prepare(name: str) -> Prepared:
+        prepared.append(name)
+        return Prepared(name, lambda: made_item(name))
+
+    for name in ("a", "b", "a"):
+        assert cache.get_or_prepare(f"source {name}", lambda name=name: prepare(name)).identity == name
+    assert prepared == ["a", "b", "a"]
+
+
+def test_clear() -> None:
+    cache = MediaCache()
+    cache.get_or_compute("a", lambda: made_item("a"))
+    cache.clear()
+    assert cache.get("a") is None
+    assert cache.stats.nbytes == 0
+
+
+def test_sources_are_bounded_too() -> None:
+    cache = MediaCache()
+    item = cache.get_or_compute("a", lambda: made_item("a"))
+    for number in range(10_000):
+        cache.bind(number, item)
+    assert len(cache._identities) == 4096
+    assert cache.get_or_prepare(9_999, lambda: pytest.fail("known")) is item
+
+
+def test_threads_that_ask_at_once_compute_once() -> None:
+    cache = MediaCache()
+    computed = []
+    first_is_in, others_wait = threading.Event(), threading.Event()
+
+    def compute() -> MediaItem:
+        computed.append(1)
+        first_is_in.set()
+        assert others_wait.wait(10)
+        return made_item("a")
+
+    with ThreadPoolExecutor(8) as pool:
+        leader = pool.submit(cache.get_or_compute, "a", compute)
+        assert first_is_in.wait(10)
+        followers = [pool.submit(cache.get_or_compute, "a", compute) for _ in range(7)]
+        others_wait.set()
+        items = [future.result(10) for future in (leader, *followers)]
+    assert len(computed) == 1
+    assert all(item is items[0] for item in items)
+
+
+def test_a_failure_is_the_callers_own() -> None:
+    cache = MediaCache()
+    barrier = threading.Barrier(4)
+
+    def ask(number: int) -> str:
+        def fail() -> MediaItem:
+            raise MediaError("broken", where=f"messages[{number}]")
+
+        barrier.wait(10)
+        with pytest.raises(MediaError) as caught:
+            cache.get_or_compute("a", fail)
+        return str(caught.value.where)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(ask, range(4))) == [f"messages[{number}]" for number in range(4)]
+    assert cache.get_or_compute("a", lambda: made_item("a")).identity == "a"

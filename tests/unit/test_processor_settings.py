@@ -1,0 +1,138 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.media.item import Repeat
+from mmrender.media.processors.base import MediaProcessor
+from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.registry import load_processor
+from mmrender.media.processors.settings import read_processor_files
+
+QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+}
+
+
+def directory(tmp_path: Path, **files: object) -> Path:
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+def load(tmp_path: Path, image: dict[str, object], **files: object) -> PatchProcessor:
+    processor = load_processor(directory(tmp_path, preprocessor_config=image, **files), image_backend="pil")
+    assert isinstance(processor, PatchProcessor)
+    return processor
+
+
+def test_nested_settings_come_before_a_file_of_their_own(tmp_path: Path) -> None:
+    nested = {"image_processor": {**QWEN, "patch_size": 14}, "processor_class": "Qwen3VLProcessor"}
+    files = read_processor_files(directory(tmp_path, preprocessor_config=QWEN, processor_config=nested))
+    assert files.image["patch_size"] == 14
+    assert files.processor_class == "Qwen3VLProcessor"
+
+
+@pytest.mark.parametrize("suffix", ["", "Fast", "Pil"])
+def test_back_end_suffixes_name_the_same_processor(tmp_path: Path, suffix: str) -> None:
+    name = load(tmp_path, {**QWEN, "image_processor_type": f"Qwen2VLImageProcessor{suffix}"}).name
+    assert name == "Qwen2VLImageProcessor"
+
+
+def test_satisfies_the_protocol(tmp_path: Path) -> None:
+    assert isinstance(load(tmp_path, QWEN), MediaProcessor)
+
+
+def test_both_spellings_of_the_pixel_bounds(tmp_path: Path) -> None:
+    by_size = load(tmp_path, {**QWEN, "size": {"shortest_edge": 3136, "longest_edge": 100352}})
+    spelled_out = {key: value for key, value in QWEN.items() if key != "size"}
+    by_name = load(tmp_path, {**spelled_out, "min_pixels": 3136, "max_pixels": 100352})
+    assert by_size == by_name
+    assert by_size.geometry(2000, 1000).grid != load(tmp_path, QWEN).geometry(2000, 1000).grid
+
+
+def test_named_bounds_override_size(tmp_path: Path) -> None:
+    assert load(tmp_path, {**QWEN, "max_pixels": 262144}).max_pixels == 262144
+
+
+def test_defaults_of_the_family_where_the_files_are_silent(tmp_path: Path) -> None:
+    processor = load(tmp_path, {"image_processor_type": "Glm4vImageProcessor"})
+    assert (processor.min_pixels, processor.max_pixels) == (112 * 112, 28 * 28 * 15000)
+    assert processor.placeholder == {"image": "<|image|>", "video": "<|video|>"}
+
+
+def test_tokenizer_settings_name_the_placeholder(tmp_path: Path) -> None:
+    processor = load(tmp_path, QWEN, tokenizer_config={"extra_special_tokens": {"image_token": "<|pic|>"}})
+    assert processor.placeholder["image"] == "<|pic|>"
+    assert processor.geometry(64, 64).expansion == (Repeat("<|pic|>", 64),)
+    assert processor.placeholder_tokens == {"<|pic|>", "<|video_pad|>"}
+
+
+def test_incomplete_bounds(tmp_path: Path) -> None:
+    with pytest.raises(ProcessorError) as caught:
+        load(tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
+    assert str(caught.value) == (
+        f"{tmp_path}: the image processor's bounds on pixels are incomplete - expected `size` with "
+        "`shortest_edge` and `longest_edge`, got {'height': 448, 'width': 448}"
+    )
+
+
+def test_file_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ProcessorError) as caught:
+        load_processor(tmp_path, image_backend="pil")
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'preprocessor_config.json'}: the settings file cannot be read - got Expecting property"
+    )
+
+
+def test_file_that_is_not_an_object(tmp_path: Path) -> None:
+    with pytest.raises(ProcessorError) as caught:
+        load_processor(directory(tmp_path, config=[1]), image_backend="pil")
+    assert str(caught.value) == (
+        f"{tmp_path / 'config.json'}: the settings file is not usable - expected a JSON object, got list"
+    )
+
+
+def test_text_only_model(tmp_path: Path) -> None:
+    assert load_processor(directory(tmp_path, config={"model_type": "llama"}), image_backend="pil") is None
+
+
+def test_unknown_back_end(tmp_path: Path) -> None:
+    with pytest.raises(ProcessorError) as caught:
+        load_processor(tmp_path, image_backend="cuda")  # type: ignore[arg-type]
+    assert str(caught.value) == "there is no such image back end - expected 'torch' or 'pil', got 'cuda'"
+
+
+def test_torch_is_not_replaced_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError) as caught:
+        load_processor(directory(tmp_path, preprocessor_config=QWEN))
+    assert str(caught.value) == (
+        'image_backend="torch" needs torch, which is not installed. Install it with: '
+        "pip install 'mmrender[torch]', or choose image_backend=\"pil\""
+    )
+
+
+def test_identities_of_the_back_ends_differ(tmp_path: Path) -> None:
+    folder = directory(tmp_path, preprocessor_config=QWEN)
+    digests = {
+        processor.settings_digest
+        for backend in ("torch", "pil")
+        if (processor := load_processor(folder, image_backend=backend)) is not None  # type: ignore[arg-type]
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"patch_size": 14}, {"image_std": [0.5, 0.5, 0.4]}, {"max_pixels": 10**6}]
+)
+def test_each_setting_is_part_of_the_identity(tmp_path: Path, change: dict[str, object]) -> None:
+    assert load(tmp_path, QWEN).settings_digest != load(tmp_path, {**QWEN, **change}).settings_digest
