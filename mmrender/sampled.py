@@ -17,7 +17,7 @@ from mmrender.token_stream import Encoded
 
 
 class Turn(NamedTuple):
-    """The characters of one assistant message: where its text begins, where its prompt and its content end."""
+    """The characters of one assistant message: where it begins, where its prompt and its content end."""
 
     message: int
     start: int

@@ -8,7 +8,7 @@ from mmrender.tokenizer import Tokenizer
 
 
 def stop_token_ids(model: ModelDir, tokenizer: Tokenizer) -> list[int]:
-    """`eos_token_id` of the generation config, of the config and its text part, and the tokenizer's `eos_token`."""
+    """`eos_token_id` of generation config, config and text config, and the tokenizer's `eos_token`."""
     text_config = model.config.get("text_config")
     configs: list[Mapping[str, Any]] = [model.generation_config, model.config]
     if isinstance(text_config, Mapping):

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmrender.memo import conversation_key
+from mmrender.memo import value_key
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import choose_template
@@ -56,7 +56,7 @@ class TemplateSet:
 
     def profile(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
         """What probes found out about a template with these arguments."""
-        key = (template.name, conversation_key(dict(arguments)))
+        key = (template.name, value_key(dict(arguments)))
         known = self._profiles.get(key)
         if known is None:
             known = Prober(template, arguments).profile()
@@ -65,8 +65,7 @@ class TemplateSet:
         return known
 
     def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
-        """The model's stop tokens, and the special token that the template writes first after the assistant's
-        content, whatever follows."""
+        """Stop tokens: the model's, and the first special one that the template writes after an answer."""
         written = (self._first_special(text) for text in profile.closes.values())
         return self._model_stop_ids.union(token_id for token_id in written if token_id is not None)
 

@@ -1,4 +1,4 @@
-"""One pass from cut text to tokens: collect the run between two cuts, encode it, append it with its origins."""
+"""One pass from cut text to tokens: collect the run between two cuts, encode it, append it attributed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

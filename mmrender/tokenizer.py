@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from mmrender.model_dir import ModelDir
 
 
 class Run(NamedTuple):
-    """An encoded run: token ids, and for each token the index of its first character, int32 of shape `(n,)`."""
+    """An encoded run: token ids, and for each the index of its first character, int32 of shape `(n,)`."""
 
     ids: list[int]
     starts: npt.NDArray[np.int32]
@@ -58,7 +59,7 @@ class Tokenizer:
         self._engine = engine
         engine.no_padding()
         engine.no_truncation()
-        added = {token_id: token for token_id, token in engine.get_added_tokens_decoder().items()}
+        added = dict(engine.get_added_tokens_decoder())
         self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_id_set = frozenset(added)
@@ -89,7 +90,7 @@ class Tokenizer:
             )
         try:
             engine = Engine.from_file(str(file))
-        except Exception as error:  # noqa: BLE001 - the binding raises plain Exception
+        except Exception as error:
             raise TokenizerError("cannot read tokenizer.json", where=str(file), got=str(error)) from error
         _declare(engine, model.tokenizer_config)
         return cls(engine)
@@ -187,7 +188,7 @@ class Tokenizer:
         cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
         ids: list[int] = []
         starts: list[int] = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             encoding = engine.encode(text[begin:end], add_special_tokens=False)
             ids += encoding.ids
             starts += [begin + start for start, _ in encoding.offsets]
@@ -207,8 +208,8 @@ class Tokenizer:
     def find(self, text: str, accept: Callable[[Match], bool]) -> Iterator[Match]:
         """Yield the added tokens of `text` that `accept` takes, from left to right, without overlap.
 
-        Tokens that swallow white space (`lstrip`, `rstrip`) or need word bounds (`single_word`) are matched by
-        the rules of `tokenizers` (`added_vocabulary.rs`).
+        Tokens that swallow white space (`lstrip`, `rstrip`) or need word bounds (`single_word`) are matched
+        by the rules of `tokenizers` (`added_vocabulary.rs`).
         """
         search = self._pattern.search
         position = floor = 0
@@ -279,8 +280,8 @@ def _declare(engine: Engine, config: Mapping[str, Any]) -> None:
     declared: list[AddedToken] = []
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, Mapping):
-        for _, entry in sorted(decoder.items(), key=lambda pair: int(pair[0])):
-            declared.append(_added_token(entry))
+        entries = sorted(decoder.items(), key=lambda pair: int(pair[0]))
+        declared.extend(_added_token(entry) for _, entry in entries)
     extra = config.get("extra_special_tokens")
     named = extra.values() if isinstance(extra, Mapping) else extra if isinstance(extra, list) else ()
     by_key = (value for key, value in config.items() if key.endswith("_token"))

@@ -32,7 +32,7 @@ DEFAULT_RULES: Mapping[Role, SpecialTokenRule] = {
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A placeholder that the template wrote: characters `[start, stop)`, and the message that owns it or -1."""
+    """A placeholder that the template wrote: characters `[start, stop)`, and its message or -1."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Syntax of a rendered text: `(start, stop, token)` of each special token, and the placeholders in order."""
+    """A rendered text with its syntax: special tokens and placeholders, in order."""
 
     text: TracedStr
     matches: tuple[Match, ...]
@@ -57,7 +57,7 @@ class _Origins:
         self._index = 0
 
     def overlapping(self, start: int, stop: int) -> Iterable[Origin]:
-        """Origins of the characters `[start, stop)`; `start` never falls between calls by more than a token."""
+        """Origins of the characters `[start, stop)`; between calls `start` falls by a token at most."""
         while self._index and self._spans[self._index - 1][1] > start:
             self._index -= 1
         while self._index < len(self._spans) and self._spans[self._index][1] <= start:

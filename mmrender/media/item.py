@@ -125,7 +125,7 @@ class MediaItem(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MultiModalData:
-    """The sidecar of a rendered prompt: per modality the hashes, placeholder ranges and items, in prompt order.
+    """The sidecar of a rendered prompt: hashes, placeholder ranges and items by modality, in prompt order.
 
     The three mappings have equal keys and lists of equal length. Instances are treated as immutable: `merged`
     and `shifted` return new ones that share the items.
@@ -159,7 +159,7 @@ class MultiModalData:
         return MultiModalData(self.mm_hashes, moved, self.mm_items)
 
     def merged(self, later: "MultiModalData") -> "MultiModalData":
-        """Return the sidecar that holds these items and then those of `later`, whose offsets are taken as they are."""
+        """Return the sidecar of these items and then those of `later`, whose offsets are kept."""
         return MultiModalData(
             _joined(self.mm_hashes, later.mm_hashes),
             _joined(self.mm_placeholders, later.mm_placeholders),

@@ -89,7 +89,7 @@ def check_parity(
     maker = ConversationMaker(renderer.profile, images, _literals(renderer))
     for case in range(cases):
         messages, options = maker.make(source)
-        report.mismatch = _compare(renderer, reference, messages, options, report, case)
+        report.mismatch = _compare(renderer, reference, messages, options, report=report, case=case)
         report.cases += 1
         progress(case + 1)
         if report.mismatch is not None:
@@ -107,6 +107,7 @@ def _compare(
     reference: ReferenceRenderer,
     messages: Sequence[dict[str, Any]],
     options: dict[str, Any],
+    *,
     report: ParityReport,
     case: int,
 ) -> Mismatch | None:

@@ -22,7 +22,7 @@ from mmrender.testing.reference import load_reference_image_processor
 
 @dataclass(frozen=True)
 class ReferenceRendering:
-    """What the reference makes of a conversation: text, ids of shape `(n,)`, and the processor's other outputs."""
+    """What the reference makes of a conversation: text, ids, and the processor's other outputs."""
 
     text: str
     ids: list[int]
@@ -82,7 +82,7 @@ class ReferenceRenderer:
     def render(
         self, messages: Sequence[dict[str, Any]], images: Sequence[Any], **options: Any
     ) -> ReferenceRendering:
-        """Render as `apply_chat_template` and the processor do, each special token in content being syntax."""
+        """Render as `apply_chat_template` and the processor do: special tokens in content are syntax."""
         template = self.tokenizer.chat_template or self.model.read_text("chat_template.jinja")
         text = self.tokenizer.apply_chat_template(
             list(messages), chat_template=template, tokenize=False, **options

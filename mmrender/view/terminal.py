@@ -26,7 +26,7 @@ _VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
 def token_strip(rendered: RenderedTokens) -> Text:
-    """Every token in its colour: sampled tokens green, content bright, scaffold dim, media folded to one mark."""
+    """Every token in its colour: sampled green, content bright, scaffold dim, media folded to one mark."""
     strip = Text(no_wrap=False, overflow="fold")
     items = _items_by_offset(rendered)
     for span in rendered.spans:
