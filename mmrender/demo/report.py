@@ -1,0 +1,113 @@
+"""How the demonstration shows what it found: one section a step, at most 80 columns."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console, JustifyMethod
+from rich.table import Table
+
+from mmrender.demo.proofs import ForwardPass, Proof, images_of
+from mmrender.rendered import RenderedTokens
+from mmrender.renderer import Renderer
+from mmrender.view.terminal import legend, token_strip
+
+WIDTH = 80
+_MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[yellow]-[/]"}
+
+
+class Report:
+    """Writes the demonstration to a console, and keeps the proofs.
+
+    Args:
+        console: Where to write.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.proofs: list[Proof] = []
+        self._numbers = count(1)
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        """Head a section; while it runs a spinner turns, and then its duration is shown."""
+        number = next(self._numbers)
+        start = time.perf_counter()
+        with self.console.status(f"{title} …"):
+            yield
+        took = f"{time.perf_counter() - start:.1f} s"
+        heading = f"[bold cyan]{number}[/] [bold]{title}[/]"
+        self.console.print(f"\n{heading} [dim]{took}[/]", highlight=False)
+
+    def line(self, text: str) -> None:
+        """Write one indented line."""
+        self.console.print(f"  {text}", highlight=False)
+
+    def strip(self, rendered: RenderedTokens) -> None:
+        """Show every token."""
+        self.console.print(legend(), "", token_strip(rendered), "", sep="\n")
+
+    def messages(self, rendered: RenderedTokens) -> None:
+        """Show tokens and bytes of each message."""
+        self.console.print(message_bytes(rendered))
+
+    def prove(self, *proofs: Proof) -> None:
+        """Show proofs and remember them."""
+        for proof in proofs:
+            self.proofs.append(proof)
+            claim = f"{_MARKS[proof.holds]} {proof.claim:<35}"
+            self.line(f"{claim} [dim]{proof.detail}[/]")
+
+    @property
+    def failed(self) -> list[Proof]:
+        """Proofs that do not hold; one that could not be tried is not among them."""
+        return [proof for proof in self.proofs if proof.holds is False]
+
+
+def message_bytes(rendered: RenderedTokens) -> Table:
+    """Tokens of each message, how many are trained on, and bytes of its pictures as kept and as float32."""
+    table = Table(show_edge=False, box=None, padding=(0, 1))
+    for heading in ("message", "role", "tokens", "trained", "picture", "bytes kept", "as float32"):
+        justify: JustifyMethod = "left" if heading in ("role", "picture") else "right"
+        table.add_column(heading, justify=justify, header_style="bold", no_wrap=True)
+    trained = rendered.loss_mask()
+    owners = rendered.message_indices
+    places = rendered.multi_modal_data.mm_placeholders.get("image", ())
+    pictures = list(zip(places, images_of(rendered), strict=True))
+    for index, (role, tokens) in enumerate(zip(rendered.roles, rendered.tokens_per_message, strict=True)):
+        items = [item for place, item in pictures if owners[place.offset] == index]
+        kept = sum(item.nbytes for item in items)
+        full = sum(item.tensors("float32")["pixel_values"].nbytes for item in items)
+        sizes = ", ".join(f"{width}x{height}" for height, width in (item.size for item in items))
+        cells = [str(index), role, str(tokens), str(int(trained[owners == index].sum()) or "")]
+        table.add_row(*cells, sizes, f"{kept:,}" if kept else "", f"{full:,}" if full else "")
+    outside = len(rendered) - sum(rendered.tokens_per_message)
+    table.add_row("", "[dim]template[/]", str(outside), "", "", "", "")
+    table.add_row("", "all", str(len(rendered)), str(int(trained.sum())), "", "", "", style="bold")
+    return table
+
+
+def model_lines(directory: Path, renderer: Renderer) -> list[str]:
+    """Describe a model directory: its files, its vocabulary, and what probing its template found."""
+    files = sorted(file for file in directory.iterdir())
+    size = sum(file.stat().st_size for file in files)
+    profile = renderer.profile
+    prompts = "a prompt is a prefix of what follows it" if profile.prefix_stable else "history is rewritten"
+    stops = " or ".join(str(renderer.tokenizer.token(token_id)) for token_id in renderer.get_stop_token_ids())
+    return [
+        f"{len(files)} files, {size / 1e6:.1f} MB, a vocabulary of {renderer.tokenizer.vocab_size:,} tokens",
+        f"its template, by probing: {prompts};",
+        f"images in {', '.join(profile.image_roles)} turns; a turn stops at {stops}",
+    ]
+
+
+def forward_lines(result: ForwardPass) -> list[str]:
+    """Describe a forward pass."""
+    shape = " x ".join(f"{size:,}" for size in result.shape)
+    return [
+        f"logits {shape}, {'all finite' if result.finite else '[red]not all finite[/]'}",
+        f"loss {result.loss:.2f} over the {result.trained} sampled tokens; "
+        f"a uniform guess costs {result.uniform:.2f}",
+    ]

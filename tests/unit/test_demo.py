@@ -1,0 +1,122 @@
+"""The demonstration: it runs offline, and it fails when what it claims is not so."""
+
+from dataclasses import replace
+
+import pytest
+
+from mmrender.demo import __main__ as demo
+from mmrender.demo.conversation import load_pictures, three_turns
+from mmrender.demo.proofs import forward, model_inputs, prove_parity
+from mmrender.demo.report import WIDTH
+from mmrender.renderer import Renderer
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+@pytest.fixture(scope="module")
+def conversation():
+    return three_turns()
+
+
+@pytest.fixture(scope="module")
+def rendered(renderer, conversation):
+    return renderer.render(conversation.messages, **conversation.options)
+
+
+def test_it_runs_and_every_proof_holds(capsys):
+    assert demo.main() == 0
+    out = capsys.readouterr().out
+    assert out.count("✓") == 5
+    assert "✗" not in out
+    assert "⟨image 13×19 = 247⟩" in out
+    assert "<tool_call>⏎" in out
+    assert "logits 1 x 836 x 1,024, all finite" in out
+    assert max(map(len, out.splitlines())) <= WIDTH
+
+
+def test_a_wrong_token_is_noticed(monkeypatch, capsys):
+    honest = Renderer.render
+
+    def wrong(self, messages, **options):
+        rendering = honest(self, messages, **options)
+        return replace(rendering, token_ids=[*rendering.token_ids[:-1], 0])
+
+    monkeypatch.setattr(Renderer, "render", wrong)
+    assert demo.main() == 1
+    assert "not so: ids equal its processor's (first difference at 835)" in capsys.readouterr().out
+
+
+def test_an_error_of_ours_is_one_line(monkeypatch, capsys, tmp_path):
+    (tmp_path / "tiny-vlm").write_text("in the way")
+    monkeypatch.setattr(demo.tempfile, "TemporaryDirectory", lambda **_: _Folder(tmp_path))
+    assert demo.main() == 2
+    assert "ModelError:" in capsys.readouterr().out
+
+
+class _Folder:
+    def __init__(self, path):
+        self.path = path
+
+    def __enter__(self):
+        return str(self.path)
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_a_wrong_pixel_is_noticed(tiny_model, conversation, renderer):
+    photo, chart = load_pictures()
+    photo.putpixel((5, 5), (255, 0, 0))
+    other = renderer.render(
+        [_with_pictures(message, iter([photo, chart])) for message in conversation.messages[:2]],
+        **conversation.options,
+    )
+    reference = replace(conversation, messages=conversation.messages[:2], pictures=conversation.pictures[:1])
+    text, ids, pixels = prove_parity(tiny_model, reference, other)
+    assert text.holds
+    assert ids.holds
+    assert not pixels.holds
+
+
+def _with_pictures(message, pictures):
+    if isinstance(message["content"], str):
+        return message
+    parts = [
+        {**part, "image": next(pictures)} if part["type"] == "image" else part for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def test_without_a_processor_the_proof_is_not_claimed(tiny_model, conversation, rendered, monkeypatch):
+    def refuse(*_):
+        raise ImportError("no torchvision here")
+
+    monkeypatch.setattr("mmrender.testing.reference_renderer.load_reference_image_processor", refuse)
+    text, rest = prove_parity(tiny_model, conversation, rendered)
+    assert text.holds
+    assert rest.holds is None
+    assert rest.detail == "no torchvision here"
+
+
+def test_the_model_is_shown_where_the_images_are(rendered, renderer):
+    kinds = model_inputs(rendered)["mm_token_type_ids"][0]
+    pad = renderer.tokenizer.token_id("<|image_pad|>")
+    assert kinds.tolist() == [int(token_id == pad) for token_id in rendered.token_ids]
+
+
+def test_the_loss_is_that_of_the_sampled_tokens(tiny_model, rendered):
+    import torch
+
+    model = demo.load_model(tiny_model)
+    result = forward(model, rendered)
+    with torch.inference_mode():
+        ids = torch.tensor([rendered.token_ids])
+        logits = model(input_ids=ids, **model_inputs(rendered)).logits.log_softmax(-1)[0]
+    sampled = [index for index, is_sampled in enumerate(rendered.sampled_mask) if is_sampled]
+    losses = [-logits[index - 1, rendered.token_ids[index]].item() for index in sampled]
+    assert result.trained == len(sampled) == 109
+    assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert result.finite
