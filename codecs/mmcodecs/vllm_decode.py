@@ -1,16 +1,15 @@
 """Reading vLLM's multimodal items. The wire form is described in `vllm_items`."""
 
-import binascii
 from collections.abc import Callable
 from math import prod
 from typing import Any, Final
 
 import numpy as np
-import pybase64
 
 from mmcodecs.dtypes import by_name
 from mmcodecs.errors import CodecError, DecodeError, LimitError
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
+from mmcodecs.strict_base64 import decode_base64
 from mmcodecs.strict_msgpack import Reader
 from mmcodecs.tensors import TENSOR, Framework, restore
 from mmcodecs.vllm_model import (
@@ -26,7 +25,6 @@ from mmcodecs.vllm_model import (
 )
 
 _PICKLES: Final = {1: "a pickle", 2: "a cloudpickle"}
-_STRICT: Final = "the standard alphabet, padded to fours, no bits after the last byte, and nothing else"
 _OUT_OF_BAND: Final = {
     "int": "an index of a buffer outside the message",
     "map": "a record of a tensor outside the message",
@@ -57,7 +55,11 @@ def decode_mm_kwargs_item(
         LimitError: A limit is passed.
         FrameworkError: torch was asked for and is not installed.
     """
-    reader = Reader(memoryview(_decoded(data, limits)), limits)
+    if not isinstance(data, str | bytes | bytearray | memoryview):
+        raise DecodeError("an item is base64 text", expected="str or bytes", got=type(data).__name__)
+    if len(data) // 4 * 3 > limits.max_bytes:
+        raise LimitError("the item is too large", expected=f"at most max_bytes={limits.max_bytes:,}")
+    reader = Reader(decode_base64(data), limits)
     loader = _Loader(reader, framework, copy, limits)
     item: KwargsItem = {}
     for _ in range(reader.map_head("$")):
@@ -67,22 +69,6 @@ def decode_mm_kwargs_item(
         item[key] = loader.elem(f"$.{key[:80]}")
     reader.finish()
     return item
-
-
-def _decoded(data: str | bytes | bytearray | memoryview, limits: Limits) -> bytearray:
-    if not isinstance(data, str | bytes | bytearray | memoryview):
-        raise DecodeError("an item is base64 text", expected="str or bytes", got=type(data).__name__)
-    if len(data) // 4 * 3 > limits.max_bytes:
-        raise LimitError("the item is too large", expected=f"at most max_bytes={limits.max_bytes:,}")
-    try:
-        raw = pybase64.b64decode_as_bytearray(data, validate=True)
-        tail = data[-4:].encode("ascii") if isinstance(data, str) else bytes(data[-4:])
-    except (binascii.Error, ValueError, TypeError, BufferError) as error:
-        raise DecodeError("this is not strict base64", expected=_STRICT) from error
-    # Bits after the last byte must be zero, or several texts would stand for one message.
-    if len(raw) % 3 and pybase64.b64encode(raw[-(len(raw) % 3) :]) != tail:
-        raise DecodeError("this is not strict base64", expected=_STRICT)
-    return raw
 
 
 class _Loader:

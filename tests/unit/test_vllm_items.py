@@ -11,6 +11,7 @@ import pybase64
 import pytest
 import torch
 
+from mmcodecs import strict_base64
 from mmcodecs.errors import CodecError, EncodeError, LimitError, UnsupportedTypeError
 from mmcodecs.limits import Limits
 from mmcodecs.tensors import RawTensor
@@ -163,6 +164,27 @@ def test_base64_is_strict(text):
         "this is not strict base64 - expected the standard alphabet, padded to fours, "
         "no bits after the last byte, and nothing else"
     )
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 3, 196_608 * 4])
+@pytest.mark.parametrize("convert", [bytes, bytearray, memoryview, lambda text: str(text, "ascii")])
+def test_long_base64_is_read_in_pieces_and_as_strictly(extra, convert, monkeypatch):
+    monkeypatch.setattr(strict_base64, "_WHOLE", 1 << 20)
+    raw = np.random.default_rng(0).integers(0, 256, 1_000_000 + extra, dtype=np.uint8).tobytes()
+    text = pybase64.b64encode(raw)
+    assert strict_base64.decode_base64(convert(text)) == raw
+    piece = 1 << 18
+    padded = text[: piece - 4] + b"AA==" + text[piece:]
+    for broken in (
+        padded,
+        text[:-1],
+        text + b"A",
+        text[:-4] + b"\n" + text[-4:],
+        b"-" + text[1:],
+        text[:-2] + b"B=",
+    ):
+        with pytest.raises(CodecError):
+            strict_base64.decode_base64(convert(broken))
 
 
 @pytest.mark.parametrize(
