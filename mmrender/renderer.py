@@ -5,7 +5,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from mmrender.bridge import Bridge, History, NotBridged, TokenIds
@@ -17,7 +16,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
-from mmrender.memo import RenderMemo, conversation_key
+from mmrender.memo import RenderMemo, conversation_key, value_key
 from mmrender.messages import Role
 from mmrender.model_dir import ModelDir, find_model
 from mmrender.placement import MediaPlace
@@ -171,14 +170,14 @@ class Renderer:
             key = conversation_key(*given)
             known = self._memo.get(key) if key is not None else None
             if known is not None:
-                return replace(known, token_ids=known.token_ids.copy())
+                return known
         conversation = normalize_messages(messages)
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
         rendering = self._rendering(tools, documents, template_arguments)
         rendered = rendering.render(conversation, add_generation_prompt)
         if self._memo is not None and key is not None and not rendering.template.reads_clock:
-            self._memo.put(key, replace(rendered, token_ids=rendered.token_ids.copy()))
+            self._memo.put(key, rendered)
         return rendered
 
     def render_ids(self, messages: Sequence[Any], **options: Any) -> list[int]:
@@ -282,7 +281,7 @@ class Renderer:
         return getattr(self._outcome, "reason", None)
 
     def _bridge(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Bridge:
-        key = (template.name, conversation_key(dict(arguments)))
+        key = (template.name, value_key(dict(arguments)))
         known = self._bridges.get(key) if key[1] is not None else None
         if known is None:
             profile = self.templates.profile(template, arguments)

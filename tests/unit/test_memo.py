@@ -1,0 +1,252 @@
+"""The memo of renderings: equal input is found again, anything else is not."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmrender.content import normalize_messages
+from mmrender.media.item import MultiModalData
+from mmrender.memo import RenderMemo, conversation_key, value_key
+from mmrender.rendered import RenderedTokens, TokenSpan
+from mmrender.renderer import Renderer
+
+DATA_URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([0.0, -0.0, 1.0, 2.5])
+    | st.text("ab:/", max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def key_of(messages, images=None, videos=None, tools=None):
+    return conversation_key(messages, tools, None, images, videos, False, {})
+
+
+def user(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def picture(level=7):
+    return Image.new("RGB", (4, 4), (level, 0, 0))
+
+
+def same(left, right):
+    """Equal as printed: types, signs of zero and the order of keys included."""
+    return repr(left) == repr(right)
+
+
+@given(JSON, JSON)
+def test_keys_are_equal_exactly_where_values_are(left, right):
+    assert (value_key(left) == value_key(right)) == same(left, right)
+
+
+@given(JSON, JSON)
+def test_messages_with_different_arguments_have_different_keys(left, right):
+    calls = [
+        [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": value}}]}]
+        for value in (left, right)
+    ]
+    assert (key_of(calls[0]) == key_of(calls[1])) == same(left, right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("text", ["text"]),
+        ("text", [{"type": "text", "text": "text"}]),
+        (None, ""),
+        ([], None),
+        ([{"type": "text", "text": "a"}], {"type": "text", "text": "a"}),
+        (["a", "b"], ["ab"]),
+    ],
+)
+def test_shapes_of_content_are_told_apart(left, right):
+    keys = [key_of([{"role": "user", "content": content}]) for content in (left, right)]
+    assert None not in keys
+    assert keys[0] != keys[1]
+
+
+def test_options_are_told_apart():
+    messages = [{"role": "user", "content": "hi"}]
+    keys = [
+        conversation_key(messages, None, None, None, None, prompt, arguments)
+        for prompt in (True, False)
+        for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": 1})
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+SOURCES = ["https://example.org/a.png", "photo.jpg", "file:///tmp/photo.jpg"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda source: {"type": "image", "image": source},
+        lambda source: {"type": "image_url", "image_url": {"url": source, "detail": "low"}},
+        lambda source: {"type": "image_url", "image_url": source},
+        lambda source: {"type": "input_image", "image_url": source},
+        lambda source: {"image": {"path": source}},
+        lambda source: {"type": "image", "source": {"type": "url", "url": source}},
+        lambda source: {"type": "video", "video": [picture(), source]},
+        lambda source: {"type": "video_url", "video_url": {"url": source}},
+    ],
+)
+def test_what_may_change_under_its_name_has_no_key(part, source):
+    assert key_of(user(part(source))) is None
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_media_passed_beside_the_messages_are_sources_too(source):
+    messages = user({"type": "image"})
+    assert key_of(messages, images=[source]) is None
+    assert key_of(messages, images=[{"url": source}]) is None
+    assert key_of(messages, videos=[[source]]) is None
+    assert key_of(messages, images=[picture()]) == key_of(messages, images=[picture()])
+    assert key_of(messages, images=[picture()]) != key_of(messages, videos=[picture()])
+
+
+def test_canonical_messages_have_keys_by_the_same_rules():
+    plain = user({"type": "image", "image": picture()}, {"type": "text", "text": "a"})
+    canonical = normalize_messages(plain)
+    assert key_of(canonical) == key_of(normalize_messages(plain))
+    assert key_of(canonical) != key_of(normalize_messages(user({"type": "image", "image": picture(8)}, "a")))
+    assert key_of(normalize_messages(user({"type": "image", "image": "photo.jpg"}))) is None
+
+
+def test_a_url_in_a_tools_arguments_is_text():
+    call = {"name": "open", "arguments": {"url": "https://example.org/", "path": "a.txt"}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert key_of(messages) is not None
+    assert key_of(messages, tools=[{"name": "open", "parameters": {"image": "photo.jpg"}}]) is not None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        picture,
+        lambda level: np.full((4, 4, 3), level, np.uint8),
+        lambda level: bytes([level]) * 9,
+        lambda level: {"bytes": bytes([level]), "path": "name.png"},
+        lambda level: DATA_URL + f"{level:02d}==",
+    ],
+)
+def test_media_are_keyed_by_content(source):
+    keys = [key_of(user({"type": "image", "image": source(level)})) for level in (1, 1, 2)]
+    assert None not in keys
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_picture_painted_over_is_another_one():
+    image = picture()
+    messages = user({"type": "image", "image": image})
+    before = key_of(messages)
+    image.putpixel((1, 1), (0, 0, 9))
+    assert key_of(messages) != before
+
+
+def test_long_encoded_media_are_not_kept_in_the_key():
+    payload = "A" * 5000
+    for part in (
+        {"type": "image", "base64": payload},
+        {"type": "image", "image": "data:image/png;base64," + payload},
+    ):
+        assert payload[:100] not in repr(key_of(user(part)))
+
+
+def test_what_cannot_be_keyed_is_none():
+    assert key_of([{"role": "user", "content": object()}]) is None
+    assert key_of(iter([{"role": "user", "content": "a"}])) is None
+    assert key_of([{"role": "user", "content": "a", "extra": {1, 2}}]) is None
+    deep: list[object] = []
+    for _ in range(100):
+        deep = [deep]
+    assert value_key(deep) is None
+    assert value_key({1: "a"}) != value_key({True: "a"})
+    assert value_key(math.nan) == value_key(float("nan"))
+
+
+def rendering(count, text="x"):
+    spans = (TokenSpan(0, count, 0, "content", False),)
+    return RenderedTokens(list(range(count)), spans, ("user",), (None,), MultiModalData(), text)
+
+
+def test_each_caller_gets_a_list_of_its_own():
+    memo = RenderMemo(1 << 20)
+    first = rendering(5)
+    memo.put("key", first)
+    first.token_ids.append(99)
+    second = memo.get("key")
+    second.token_ids.clear()
+    third = memo.get("key")
+    assert third == rendering(5)
+    assert type(third) is RenderedTokens
+
+
+def test_the_least_recently_used_goes_first():
+    memo = RenderMemo(3 * 64 * 10 + 30)
+    for name in "abc":
+        memo.put(name, rendering(10))
+    memo.get("a")
+    memo.put("d", rendering(10))
+    assert [name for name in "abcd" if memo.get(name) is not None] == ["a", "c", "d"]
+
+
+def test_one_that_is_too_large_is_not_kept():
+    memo = RenderMemo(100)
+    memo.put("a", rendering(10))
+    assert memo.get("a") is None
+    memo.put("b", rendering(1))
+    assert memo.get("b") is not None
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+def test_a_known_conversation_renders_as_one_that_is_not_known(renderer, tiny_model):
+    messages = user({"type": "image", "image": picture()}, {"type": "text", "text": "What?"})
+    forgetful = Renderer.from_pretrained(tiny_model, image_backend="pil", memo_bytes=0)
+    first, again = renderer.render(messages), renderer.render(messages)
+    fresh = forgetful.render(messages)
+    assert first.token_ids == again.token_ids == fresh.token_ids
+    assert first.spans == again.spans == fresh.spans
+    assert again.decode(0, 3) == fresh.decode(0, 3)
+    assert (
+        first.multi_modal_data.mm_hashes
+        == again.multi_modal_data.mm_hashes
+        == fresh.multi_modal_data.mm_hashes
+    )
+
+
+def test_minus_zero_is_not_taken_for_zero(renderer):
+    def rendered(number):
+        call = {"name": "f", "arguments": {"x": number}}
+        return renderer.render(
+            [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+        ).text
+
+    assert '"x": 0.0' in rendered(0.0)
+    assert '"x": -0.0' in rendered(-0.0)
+
+
+def test_a_file_that_changes_is_read_again(renderer, tmp_path: Path):
+    file = tmp_path / "picture.png"
+    messages = user({"type": "image", "image": file})
+    hashes = []
+    for level in (1, 2):
+        Image.new("RGB", (40, 40), (level, 0, 0)).save(file)
+        hashes += renderer.render(messages).multi_modal_data.mm_hashes["image"]
+    assert hashes[0] != hashes[1]
