@@ -93,7 +93,7 @@ class Resolver:
 
     def _inline(self, record: Record) -> Any:
         # Elements in the head lie at any address, so they get aligned memory of their own.
-        return self._restore(record, memoryview(bytearray(record.rest)), copy=False)
+        return self._restore(record, memoryview(bytearray(record.rest)), copy=self.copy)
 
     def _framed(self, record: Record) -> Any:
         index = read_index(record.rest[: INDEX.size])
@@ -175,7 +175,6 @@ class Builder:
 
     def __init__(self, values: list[Any]) -> None:
         self._next = iter(values).__next__
-        self._decoder = msgspec.msgpack.Decoder(ext_hook=self._extension)
 
     def build(self, body: bytes | memoryview) -> Any:
         """Give the value.
@@ -184,16 +183,20 @@ class Builder:
             DecodeError: A string is not UTF-8, or an element of a set or a key cannot be one.
         """
         try:
-            return self._decoder.decode(body)
+            return self._decode(body)
         except CodecError:
             raise
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise DecodeError(f"malformed body: {error}", where="body") from error
 
+    def _decode(self, data: bytes | memoryview) -> Any:
+        # A decoder kept in an attribute would make a cycle, and hold the message until the collector comes by.
+        return msgspec.msgpack.decode(data, ext_hook=self._extension)
+
     def _extension(self, code: int, data: memoryview) -> Any:
         if code not in CONTAINERS:
             return self._next()
-        items = self._decoder.decode(data)
+        items = self._decode(data)
         if code == TUPLE:
             return tuple(items)
         out: Any

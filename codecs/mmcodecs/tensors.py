@@ -175,6 +175,21 @@ def of_tensor(value: Any) -> Source:
     return Source(row, 0, 0, TENSOR, plain.numpy())
 
 
+def array_over(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> AnyArray:
+    """View bytes as an array, as writable as they are.
+
+    The view keeps `data` itself alive, which a buffer pool relies on. `numpy.ndarray(buffer=data)` does not: it
+    looks through a memoryview, and holds on to the owner of the memory only.
+    """
+    if data.nbytes:
+        return np.frombuffer(data, dtype).reshape(shape)
+    array: AnyArray = np.ndarray(
+        shape, dtype
+    )  # numpy.empty forgets the byte order of a datetime64 without unit
+    array.flags.writeable = not data.readonly
+    return array
+
+
 def restore(
     row: DType,
     kind: int,
@@ -197,10 +212,10 @@ def restore(
         copy: Whether to give memory of its own, writable.
     """
     if kind == SCALAR:
-        return np.ndarray(shape, dtype, buffer=data)[()]
+        return array_over(data, dtype, shape)[()]
     if row.torch and (framework == "torch" or (framework == "source" and kind == TENSOR)):
         return _torch_over(row, dtype, shape, data, copy=copy)
-    array: AnyArray = np.ndarray(shape, dtype, buffer=data.toreadonly())
+    array = array_over(data.toreadonly(), dtype, shape)
     if copy:
         array = array.copy()
     return array if row.numpy is not None else RawTensor(row.name, array)
@@ -210,7 +225,7 @@ def _torch_over(
     row: DType, dtype: np.dtype[Any], shape: tuple[int, ...], data: memoryview, *, copy: bool
 ) -> Any:
     torch = require("torch", 'framework="torch"')
-    array: AnyArray = np.ndarray(shape, dtype, buffer=data)
+    array = array_over(data, dtype, shape)
     if copy or data.readonly or not dtype.isnative or not array.flags.aligned:
         array = array.astype(dtype.newbyteorder("="), copy=True)
     tensor = torch.from_numpy(array)
