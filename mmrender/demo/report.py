@@ -47,7 +47,9 @@ class Report:
 
     def strip(self, rendered: RenderedTokens) -> None:
         """Show every token."""
-        self.console.print(legend(), "", token_strip(rendered), "", sep="\n")
+        strip = token_strip(rendered)
+        strip.rstrip()
+        self.console.print(legend(), "", strip, "", sep="\n")
 
     def messages(self, rendered: RenderedTokens) -> None:
         """Show tokens and bytes of each message."""
@@ -95,11 +97,11 @@ def model_lines(directory: Path, renderer: Renderer) -> list[str]:
     size = sum(file.stat().st_size for file in files)
     profile = renderer.profile
     prompts = "a prompt is a prefix of what follows it" if profile.prefix_stable else "history is rewritten"
-    stops = " or ".join(str(renderer.tokenizer.token(token_id)) for token_id in renderer.get_stop_token_ids())
+    stops = ", ".join(str(renderer.tokenizer.token(token_id)) for token_id in renderer.get_stop_token_ids())
     return [
         f"{len(files)} files, {size / 1e6:.1f} MB, a vocabulary of {renderer.tokenizer.vocab_size:,} tokens",
-        f"its template, by probing: {prompts};",
-        f"images in {', '.join(profile.image_roles)} turns; a turn stops at {stops}",
+        f"by probing its template: {prompts};",
+        f"images in turns of {', '.join(profile.image_roles)}; turns stop at {stops}",
     ]
 
 
