@@ -1,11 +1,11 @@
 """Sidecars as references into a table of distinct items.
 
-An item is known by its modality, its hash and its type, so a hash that comes with its tensors here and without
-them there gives two rows. Every repetition is checked against the first: the same hash with other content is an
-error, since a reference would then show the model another image.
+An item is known by its modality, its hash and its type, so a hash that comes with its tensors here and
+without them there gives two rows. Every repetition is checked against the first: the same hash with other
+content is an error, since a reference would then show the model another image.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
@@ -19,16 +19,14 @@ from mmrender.trajectory.packed import (
     PackedItem,
     PackedSidecar,
     PoolReader,
-    RangeForm,
     check_keep,
 )
-from mmrender.trajectory.steps import as_fields, get_field, has_field
+from mmrender.trajectory.ranges import RANGE_FORMS, range_form, read_range
+from mmrender.trajectory.steps import as_fields, get_field
 
 FIELDS: Final = ("mm_hashes", "mm_placeholders", "mm_items")
 
-Spans: TypeAlias = tuple[tuple[int, int], ...] | None
 _NO_RANGE: Final = PlaceholderRange(0, 0)
-_INT32_MAX: Final = 2**31 - 1
 
 
 class Entry(NamedTuple):
@@ -185,7 +183,7 @@ class SidecarPacker:
             _sequence_form(lists.hashes, where),
             _sequence_form(lists.ranges, where),
             _sequence_form(lists.items, where),
-            _range_form(lists.ranges or (), [entry.range for entry in entries], where),
+            range_form(lists.ranges or (), [entry.range for entry in entries], where),
         )
 
     def pools(self) -> tuple[Int32Array, Int32Array]:
@@ -208,75 +206,6 @@ def _sequence_form(value: Any, where: str) -> Literal["list", "tuple"] | None:
             "the lists of a sidecar must be lists or tuples", where=where, got=type(value).__name__
         )
     return cast(Literal["list", "tuple"], type(value).__name__)
-
-
-def read_range(value: Any, where: str) -> PlaceholderRange:
-    """Return a range given as an object or mapping with `offset`, `length` and perhaps `embed_spans`.
-
-    Raises:
-        TrajectoryError: They are missing, no integers, negative or beyond 32 bits.
-    """
-    offset, length, spans = (get_field(value, name) for name in ("offset", "length", "embed_spans"))
-    # A mask that stands for itself, as vLLM's ranges have it, would be lost.
-    sparse = get_field(value, "is_embed") is not None and not has_field(value, "embed_spans")
-    if sparse or not all(map(_is_index, (offset, length))):
-        raise TrajectoryError(
-            "a placeholder range is malformed",
-            where=where,
-            expected="offset and length, non-negative integers, and perhaps embed_spans",
-            got=repr(value)[:200],
-        )
-    return PlaceholderRange(offset, length, _read_spans(spans, where))
-
-
-def _spans_as_lists(spans: Spans) -> list[list[int]] | None:
-    return None if spans is None else [list(span) for span in spans]
-
-
-_RANGE_FORMS: Final[dict[RangeForm, Callable[[PlaceholderRange], Any]]] = {
-    "range": lambda found: found,
-    "mapping": lambda found: {"offset": found.offset, "length": found.length},
-    "mapping with tuples": lambda found: {
-        "offset": found.offset,
-        "length": found.length,
-        "embed_spans": found.embed_spans,
-    },
-    "mapping with lists": lambda found: {
-        "offset": found.offset,
-        "length": found.length,
-        "embed_spans": _spans_as_lists(found.embed_spans),
-    },
-}
-"""The ways in which ranges are written down, and how to write one so."""
-
-
-def _range_form(values: Sequence[Any], ranges: Sequence[PlaceholderRange], where: str) -> RangeForm:
-    if not any(isinstance(value, Mapping) for value in values):
-        return "range"
-    for form, write in _RANGE_FORMS.items():
-        if all(write(found) == value for found, value in zip(ranges, values, strict=True)):
-            return form
-    raise TrajectoryError(
-        "placeholder ranges must be written alike, as objects or as mappings",
-        where=where,
-        expected="the keys offset, length and perhaps embed_spans in each",
-        got=repr(values)[:200],
-    )
-
-
-def _is_index(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _INT32_MAX
-
-
-def _read_spans(spans: Any, where: str) -> Spans:
-    if spans is None:
-        return None
-    pairs = tuple(tuple(span) for span in spans) if isinstance(spans, list | tuple) else ((),)
-    if all(len(pair) == 2 and all(map(_is_index, pair)) for pair in pairs):
-        return cast(Spans, pairs)
-    raise TrajectoryError(
-        "embed spans must be pairs of non-negative integers", where=where, got=repr(spans)[:200]
-    )
 
 
 class SidecarUnpacker:
@@ -318,7 +247,7 @@ class SidecarUnpacker:
     def _columns(
         self, entries: list[Entry], part: PackedEntries
     ) -> Iterable[tuple[str, Iterable[Any], str | None]]:
-        ranges = (_RANGE_FORMS[part.range_form](entry.range) for entry in entries)
+        ranges = (RANGE_FORMS[part.range_form](entry.range) for entry in entries)
         yield "mm_hashes", (self._items[entry.row].hash for entry in entries), part.hashes
         yield "mm_placeholders", ranges, part.ranges
         yield "mm_items", (self._items[entry.row].item for entry in entries), part.items

@@ -143,6 +143,12 @@ Ext = msgspec.msgpack.Ext
             "$: a key stands twice - got 'x'",
         ),
         (
+            pybase64.b64encode_as_string(
+                b"\x81\xa1x\x83" + 2 * b"\xa4data\x01" + b"\xa5field\x92\xa7batched\x80"
+            ),
+            "$.x: a key stands twice - expected data, field, got 'data'",
+        ),
+        (
             pybase64.b64encode_as_string(msgspec.msgpack.encode({}) + b"\x00"),
             "bytes are left after the message - got 1 bytes",
         ),
