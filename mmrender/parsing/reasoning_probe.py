@@ -1,0 +1,52 @@
+"""Finds how a template writes reasoning, by letting it write some."""
+
+import re
+from typing import get_args
+
+import msgspec
+
+from mmrender.messages import Message, TextPart, ThinkingPart
+from mmrender.parsing.probes import TurnProber
+from mmrender.parsing.reasoning import Carrier, ReasoningFormat, find_delimiters, last_delimiter
+
+_CONTENT, _REASONING = "qwertzC", "qwertzR"
+_TAG = re.compile(r"([<\[\u25c1])(\w[^<>\[\]\u25c1\u25b7]*)([>\]\u25b7])")
+
+
+def with_reasoning(message: Message, text: str, carrier: Carrier) -> Message:
+    """The message with reasoning in the field that the template prints it from."""
+    if carrier == "reasoning_content":
+        return msgspec.structs.replace(message, reasoning_content=text)
+    content = (TextPart(message.content),) if isinstance(message.content, str) else message.content or ()
+    return msgspec.structs.replace(message, content=(ThinkingPart(text), *content))
+
+
+def find_reasoning(prober: TurnProber) -> ReasoningFormat | None:
+    """How a template writes reasoning; None where it cannot be seen to write any."""
+    prompt = prober.prompt()
+    for carrier in get_args(Carrier):
+        message = with_reasoning(Message(role="assistant", content=_CONTENT), _REASONING, carrier)
+        turn = prober.turn(message)
+        text = "" if turn is None else turn.header + turn.text
+        before, found, rest = text.partition(_REASONING)
+        after, followed, _ = rest.partition(_CONTENT)
+        if found and followed:
+            return find_delimiters(prober.tokenizer, before, after, carrier=carrier, prompt=prompt)
+    return _from_prompt(prober, prompt)
+
+
+def _from_prompt(prober: TurnProber, prompt: str) -> ReasoningFormat | None:
+    """The block that the prompt opens, of a template that leaves reasoning out of the turns that it prints.
+
+    It counts where the template takes such a block out of the content.
+    """
+    begin = last_delimiter(prober.tokenizer, prompt.rstrip())
+    tag = _TAG.fullmatch(begin) if begin is not None else None
+    if begin is None or tag is None:
+        return None
+    end = f"{tag.group(1)}/{tag.group(2)}{tag.group(3)}"
+    turn = prober.turn(Message(role="assistant", content=f"{begin}{_REASONING}{end}{_CONTENT}"))
+    if turn is None or _REASONING in turn.text or _CONTENT not in turn.text:
+        return None
+    after_begin = prompt[len(prompt.rstrip()) :]
+    return ReasoningFormat(begin, end, after_begin=after_begin, before_end=after_begin, prompt=prompt)
