@@ -74,7 +74,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mmcodecs.errors import ChecksumError, DecodeError, LimitError, TruncatedError, VersionError
-from mmcodecs.limits import Limits
+from mmcodecs.limits import DEFAULT_LIMITS, Limits
 from mmcodecs.optional import require
 
 MAGIC = b"\x89mmcodec"
@@ -170,7 +170,7 @@ def fill_head(
     return offsets, end
 
 
-def message_length(start: bytes | bytearray | memoryview, limits: Limits) -> int:
+def message_length(start: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> int:
     """Read from the first 64 bytes how long the message is, to receive it into one buffer.
 
     Raises:

@@ -33,7 +33,7 @@ from mmcodecs.limits import Limits
 from mmcodecs.packing import FRAMED_BYTES, pack
 from mmcodecs.record import ENTER, FRAME, INDEX, INLINE, REFER, write_record
 from mmcodecs.scan import LEAF_COST
-from mmcodecs.shared import Shared, SharedTable, content_key
+from mmcodecs.shared import Shared, SharedTable, array_form, content_key
 from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar
 from mmcodecs.typed import neutral_form
 
@@ -75,7 +75,8 @@ class BodyWriter:
         self._careful = careful
         self._budget = self.limits.max_values
         # The objects are kept beside their records, or an id might come to mean another object.
-        self._written: dict[int | bytes, tuple[Any, Ext]] = {}
+        self._written: dict[int, tuple[Any, Ext]] = {}
+        self._keys: dict[bytes, tuple[bytes, int, bytes]] = {}
 
     def write(self, value: Any) -> bytearray:
         """Give the body, with room before it for the preamble and the table of its frames.
@@ -216,8 +217,7 @@ class BodyWriter:
         return done[1]
 
     def _frame_data(self, kind: int, data: memoryview) -> Ext:
-        self.frames.append(data.toreadonly())
-        return self._leaf(DATA, bytes((kind, FRAME)) + INDEX.pack(len(self.frames) - 1))
+        return self._leaf(DATA, bytes((kind, FRAME)) + self._payload(data.toreadonly()))
 
     def _ndarray(self, value: Any, _depth: int) -> Ext:
         return self._array(value, of_array)
@@ -238,40 +238,42 @@ class BodyWriter:
                 got=str(source.array.ndim),
             )
         if source.array.nbytes <= INLINE_BYTES:
-            return self._leaf(ARRAY_RECORD, write_record(source, INLINE, bytes(source.contiguous())))
+            return self._record(source, INLINE, bytes(source.contiguous()))
         if key is None and self.share_from is not None and source.array.nbytes >= self.share_from:
             key = content_key(source)
-        record = self._framed(source) if key is None else self._keyed(source, key)
+        if key is None:
+            record = self._record(source, FRAME, self._payload(source))
+        else:
+            record = self._keyed(source, key)
         self._written[id(value)] = value, record
         return record
 
-    def _framed(self, source: Source) -> Ext:
-        self.frames.append(source)
-        return self._leaf(ARRAY_RECORD, write_record(source, FRAME, INDEX.pack(len(self.frames) - 1)))
-
     def _keyed(self, source: Source, key: bytes) -> Ext:
         """Write an array under a key: by reference if the peer has it, and once in any case."""
-        shape = write_record(source, FRAME, b"")
-        done = self._written.get(key)
+        nbytes, form = source.array.nbytes, array_form(source)
+        done = self._keys.get(key)
         if done is not None:
-            if done[0] != shape:
+            if done[0] != form:
                 raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
-            self._spend(LEAF_COST - 1)
-            return done[1]
-        nbytes = source.array.nbytes
+            return self._record(source, *done[1:])
+        storage, rest = REFER, key
         if self.table is None or nbytes > self.table.capacity_bytes:
-            record = self._framed(source)
+            storage, rest = FRAME, self._payload(source)
         elif key in self.table:
             self.uses[key] = (key, nbytes, None)
-            record = self._leaf(ARRAY_RECORD, write_record(source, REFER, key))
         else:
             self.uses[key] = (key, nbytes, True)
-            self.frames.append(source)
-            record = self._leaf(
-                ARRAY_RECORD, write_record(source, ENTER, INDEX.pack(len(self.frames) - 1) + key)
-            )
-        self._written[key] = shape, record
-        return record
+            storage, rest = ENTER, self._payload(source) + key
+        self._keys[key] = form, storage, rest
+        return self._record(source, storage, rest)
+
+    def _record(self, source: Source, storage: int, rest: bytes) -> Ext:
+        return self._leaf(ARRAY_RECORD, write_record(source, storage, rest))
+
+    def _payload(self, payload: Payload) -> bytes:
+        """Add a payload and give its index as it stands in a record."""
+        self.frames.append(payload)
+        return INDEX.pack(len(self.frames) - 1)
 
     def _shared(self, value: Shared, _depth: int) -> Ext:
         describe = array_describer(value.value)
@@ -287,7 +289,7 @@ class BodyWriter:
         """Write a value whose exact type has no handler."""
         if isinstance(value, np.generic):
             source = of_scalar(value)
-            return self._leaf(ARRAY_RECORD, write_record(source, INLINE, bytes(source.contiguous())))
+            return self._record(source, INLINE, bytes(source.contiguous()))
         describe = array_describer(value)
         if describe is not None:
             return self._array(value, describe)

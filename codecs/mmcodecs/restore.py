@@ -190,7 +190,7 @@ class Builder:
             raise DecodeError(f"malformed body: {error}", where="body") from error
 
     def _decode(self, data: bytes | memoryview) -> Any:
-        # A decoder kept in an attribute would make a cycle, and hold the message until the collector comes by.
+        # A decoder kept in an attribute would make a cycle, and hold the message until it is collected.
         return msgspec.msgpack.decode(data, ext_hook=self._extension)
 
     def _extension(self, code: int, data: memoryview) -> Any:

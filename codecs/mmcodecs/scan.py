@@ -70,7 +70,9 @@ class Level:
         self.end = end  # where the extension around it must end
 
     def path(self) -> str:
-        """Write the step to the value that is being read."""
+        """Write the step to the value that is being read, nothing behind the last."""
+        if not self.left:
+            return ""
         if self.keys is not None:
             return f".{self.key.decode('utf-8', 'replace')}"
         return f"[{self.count - self.left}]"
@@ -103,7 +105,9 @@ class Scanner:
         """
         try:
             end = self._walk()
-            if end != len(self.body):
+            if end > len(self.body):
+                self._ends_early(end)
+            if end < len(self.body):
                 raise DecodeError("bytes follow the value", where="body", got=f"{len(self.body) - end} bytes")
         except CodecError as error:
             # The outermost level holds the body's one value, which the path calls "$".
@@ -111,7 +115,7 @@ class Scanner:
             raise error.at("$" + "".join(steps)) from error.__cause__
         return self.values
 
-    def _walk(self) -> int:  # noqa: PLR0912 - one loop: a call per value would double its cost
+    def _walk(self) -> int:
         body, levels, size = self.body, self.levels, len(self.body)
         at = 0
         level = self.level
@@ -141,10 +145,10 @@ class Scanner:
                 level = self.level = inner
             while not level.left:
                 if level.end is not None and at != level.end:
-                    raise DecodeError("bytes follow the value in an extension", got=f"{level.end - at} bytes")
+                    raise DecodeError(
+                        "the value in an extension does not fill it", got=f"{at - level.end:+} bytes"
+                    )
                 if not levels:
-                    if at > size:
-                        self._ends_early(at)
                     return at
                 level = self.level = levels.pop()
                 level.left -= 1

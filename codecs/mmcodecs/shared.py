@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from mmcodecs.errors import EncodeError
 from mmcodecs.optional import require
 from mmcodecs.record import INLINE, write_record
-from mmcodecs.tensors import Source
+from mmcodecs.tensors import ARRAY, Source
 
 T = TypeVar("T")
 
@@ -49,13 +49,18 @@ class Shared:
             raise EncodeError("not a key", expected="1 to 64 bytes", got=repr(self.key)[:80])
 
 
+def array_form(source: Source) -> bytes:
+    """Give dtype and shape as bytes, the same for an array, a tensor and a `RawTensor` that hold the same."""
+    return write_record(replace(source, kind=ARRAY), INLINE, b"")
+
+
 def content_key(source: Source) -> bytes:
     """Give the blake3 hash of dtype, shape and elements, 32 bytes.
 
     Raises:
         FrameworkError: blake3 is not installed.
     """
-    digest = require("blake3", "hashing arrays").blake3(write_record(source, INLINE, b""))
+    digest = require("blake3", "hashing arrays").blake3(array_form(source))
     return bytes(digest.update(source.contiguous()).digest())
 
 

@@ -72,12 +72,14 @@ def decode_tensor_payload(
         view = memoryview(data).cast("B")
     except TypeError as error:
         raise DecodeError("the data of a tensor is contiguous bytes") from error
-    if prod(shape) * row.itemsize != view.nbytes or prod(n for n in shape if n) >= 1 << 59:
+    if prod(shape) * row.itemsize != view.nbytes:
         raise DecodeError(
             f"{row.name} of shape {list(shape)} does not fill its bytes",
             expected=f"{prod(shape) * row.itemsize} bytes",
             got=str(view.nbytes),
         )
+    if prod(n for n in shape if n) >= 1 << 59:
+        raise DecodeError("array too large to exist", got=f"shape {list(shape)}")
     framework = "torch" if to_torch else "numpy"
     dtype = to_numpy(row, 0, 0, big_endian=False)
     return restore(row, TENSOR, dtype, tuple(shape), view, framework=framework, copy=copy)  # type: ignore[arg-type]

@@ -178,14 +178,13 @@ def of_tensor(value: Any) -> Source:
 def array_over(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> AnyArray:
     """View bytes as an array, as writable as they are.
 
-    The view keeps `data` itself alive, which a buffer pool relies on. `numpy.ndarray(buffer=data)` does not: it
-    looks through a memoryview, and holds on to the owner of the memory only.
+    The view keeps `data` itself alive, which a buffer pool relies on. `numpy.ndarray(buffer=data)` does not:
+    it looks through a memoryview, and holds on to the owner of the memory only.
     """
     if data.nbytes:
         return np.frombuffer(data, dtype).reshape(shape)
-    array: AnyArray = np.ndarray(
-        shape, dtype
-    )  # numpy.empty forgets the byte order of a datetime64 without unit
+    # Not numpy.empty, which drops the byte order of a datetime64 without a unit.
+    array: AnyArray = np.ndarray(shape, dtype)
     array.flags.writeable = not data.readonly
     return array
 

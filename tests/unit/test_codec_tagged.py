@@ -1,0 +1,187 @@
+"""The tagged dict: against plain msgpack, as other libraries write and read it, and against hostile input."""
+
+import datetime as dt
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+import mmcodecs
+from codec_values import identical
+from mmcodecs import decode_tensor_payload, walk_decode_tensors
+
+TAG = "__torch_tensor__"
+
+
+def peer_default(value: Any) -> Any:
+    """What other libraries put on the wire for an array or a tensor."""
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    return {TAG: True, "dtype": str(array.dtype), "shape": list(array.shape), "data": array.tobytes()}
+
+
+def peer_hook(value: dict[Any, Any]) -> Any:
+    if value.get(TAG):
+        return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
+    return value
+
+
+def payload(**changes: Any) -> dict[str, Any]:
+    return {TAG: True, "dtype": "int16", "shape": [2], "data": b"\x01\x00\x02\x00", **changes}
+
+
+VALUE = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": [torch.arange(3), {"c": np.zeros((0, 4), np.uint8)}],
+    "n": [1, "x", None, 2.5, b"raw"],
+    "m": {TAG: "just a key"},
+}
+
+
+def test_plain_readers_read_what_is_written() -> None:
+    got = msgpack.unpackb(mmcodecs.encode_tagged({**VALUE, "m": 0}), object_hook=peer_hook)
+    assert identical(VALUE["a"], got["a"])
+    assert got["b"][0].tolist() == [0, 1, 2]
+    assert got["b"][1]["c"].shape == (0, 4)
+    assert got["n"] == VALUE["n"]
+
+
+def test_what_plain_writers_write_is_read() -> None:
+    packed = msgpack.packb(VALUE, default=peer_default)
+    got = mmcodecs.decode_tagged(packed)
+    assert identical(VALUE["a"], got["a"])
+    assert identical(VALUE["b"][0].numpy(), got["b"][0])
+    assert got["m"] == VALUE["m"]
+    assert torch.equal(mmcodecs.decode_tagged(packed, to_torch=True)["a"], torch.from_numpy(VALUE["a"]))
+
+
+def test_every_dtype_of_torch() -> None:
+    for dtype in (torch.bfloat16, torch.float8_e5m2, torch.bool, torch.complex64, torch.uint16, torch.int64):
+        tensor = torch.tensor([0, 1, 1]).to(dtype)
+        got = mmcodecs.decode_tagged(mmcodecs.encode_tagged(tensor), to_torch=True)
+        assert got.dtype == dtype
+        assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+    assert mmcodecs.decode_tagged(mmcodecs.encode_tagged(tensor.bfloat16())).dtype == "bfloat16"
+
+
+def test_the_other_byte_order_is_swapped() -> None:
+    swapped = np.arange(5, dtype=">i4")[::2]
+    written = mmcodecs.to_tagged(swapped)
+    assert written["dtype"] == "int32"
+    assert decode_tensor_payload(written, to_torch=False).tolist() == [0, 2, 4]
+
+
+def test_a_payload_is_decoded_and_anything_else_passes() -> None:
+    assert decode_tensor_payload(payload()).tolist() == [1, 2]
+    assert decode_tensor_payload(payload(dtype="torch.int16"), to_torch=False).dtype == np.int16
+    for other in (None, 5, [payload()], {"a": 1}):
+        assert decode_tensor_payload(other) is other
+
+
+@pytest.mark.parametrize("other", [
+    {TAG: True}, {TAG: False, "dtype": "int16", "shape": [2], "data": b"1234"}, {**payload(), TAG: 1},
+    {**payload(), "extra": 1}, {"dtype": "int16", "shape": [2], "data": b"1234"}, {TAG: "yes"},
+])  # fmt: skip
+def test_a_dict_that_merely_holds_the_tag_survives(other: dict[str, Any]) -> None:
+    assert walk_decode_tensors({"x": [other]}) == {"x": [other]}
+    assert mmcodecs.decode_tagged(mmcodecs.encode_tagged([other])) == [other]
+
+
+def test_a_dict_that_would_be_read_as_a_tensor_is_not_written() -> None:
+    with pytest.raises(mmcodecs.UnsupportedTypeError) as caught:
+        mmcodecs.encode_tagged({"x": [payload()]})
+    assert str(caught.value) == "$.x[0]: this dict would be read as a tensor. Give the array itself"
+
+
+MALFORMED = [
+    (payload(dtype="object"), "unknown dtype - expected a name of the dtype table, got 'object'"),
+    (payload(dtype="datetime64"), "unknown dtype - expected a name of the dtype table, got 'datetime64'"),
+    (payload(dtype="__class__"), "unknown dtype - expected a name of the dtype table, got '__class__'"),
+    (payload(dtype=["int16"]), "unknown dtype - expected a name of the dtype table, got ['int16']"),
+    (payload(shape=[-1, 4]), "a shape is a list of integers, none negative - got [-1, 4]"),
+    (payload(shape=[True, 2]), "a shape is a list of integers, none negative - got [True, 2]"),
+    (payload(shape="2"), "a shape is a list of integers, none negative - got '2'"),
+    (payload(shape=[3]), "int16 of shape [3] does not fill its bytes - expected 6 bytes, got 4"),
+    (payload(shape=[9**9, 0]), f"int16 of shape [{9**9}, 0] does not fill its bytes - expected 0 bytes, got 4"),
+    (payload(shape=[2**62, 2**62, 0], data=b""), "array too large to exist"),
+    (payload(shape=[1] * 9), "Limits.max_ndim is passed - expected at most 8, got 9"),
+    (payload(data="text"), "the data of a tensor is bytes - got str"),
+    (payload(data=[1, 0]), "the data of a tensor is bytes - got list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "message"), MALFORMED, ids=[message[:40] for _, message in MALFORMED])
+def test_malformed_payloads_are_errors_with_their_path(broken: dict[str, Any], message: str) -> None:
+    with pytest.raises(mmcodecs.CodecError) as caught:
+        decode_tensor_payload(broken)
+    assert str(caught.value).startswith(message)
+    with pytest.raises(mmcodecs.CodecError) as caught:
+        walk_decode_tensors({"steps": [0, {"p": broken}]})
+    assert str(caught.value).startswith(f"$.steps[1].p: {message}")
+
+
+def test_arrays_are_read_only_views_and_tensors_writable_copies() -> None:
+    data = bytes(range(4))
+    array = decode_tensor_payload(payload(data=data), to_torch=False)
+    assert np.shares_memory(array, np.frombuffer(data, np.uint8))
+    assert not array.flags.writeable
+    decode_tensor_payload(payload(data=data)).zero_()
+    assert data == bytes(range(4))
+    assert decode_tensor_payload(payload(data=data), to_torch=False, copy=True).flags.writeable
+
+
+def test_the_input_is_not_changed() -> None:
+    tree = {"a": [payload()], "t": (payload(),)}
+    got = walk_decode_tensors(tree, to_torch=False)
+    assert tree == {"a": [payload()], "t": (payload(),)}
+    assert type(got["t"]) is tuple
+    assert got["t"][0].tolist() == [1, 2]
+
+
+def test_what_the_dialect_lacks_becomes_text_and_numbers() -> None:
+    moment = dt.datetime(2026, 1, 2, tzinfo=dt.UTC)
+    value = {
+        "t": (1, 2),
+        "u": uuid.UUID(int=1),
+        "p": Path("/a"),
+        "d": moment,
+        "f": np.float32(0.5),
+        3: "int key",
+    }
+    assert mmcodecs.decode_tagged(mmcodecs.encode_tagged(value)) == {
+        "t": [1, 2], "u": str(uuid.UUID(int=1)), "p": "/a", "d": moment.isoformat(), "f": 0.5, 3: "int key",
+    }  # fmt: skip
+    for value in ({"s": {1}}, {"s": np.array(["2026"], "M8[D]")}, {"s": object()}):
+        with pytest.raises(mmcodecs.CodecError, match=r"^\$\.s: "):
+            mmcodecs.encode_tagged(value)
+    with pytest.raises(mmcodecs.UnsupportedTypeError, match="not writable as msgpack"):
+        mmcodecs.encode_tagged(2**70)
+
+
+def test_loops_and_deep_trees_end_in_one_error() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for call in (walk_decode_tensors, mmcodecs.to_tagged):
+        with pytest.raises(mmcodecs.LimitError, match="max_depth is passed, or the value holds itself"):
+            call(loop)
+    for opener in (b"\x91", b"\x81\xa0"):
+        with pytest.raises(mmcodecs.CodecError):
+            mmcodecs.decode_tagged(opener * 30_000 + b"\xc0")
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\xc1", b"\x91", b"\x01\x01", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xffa", b"\xc7\x01\x01a",
+    b"\xa1\xff", b"\xcd\x01", b"\xdd\x00\xa0\x00\x00" + b"\x90" * (10 << 20),
+    b"\xdd\x00\xa0\x00\x00" + b"\x01" * (10 << 20),
+], ids=lambda data: data[:6].hex())  # fmt: skip
+def test_broken_msgpack_is_one_error(data: bytes) -> None:
+    with pytest.raises(mmcodecs.CodecError):
+        mmcodecs.decode_tagged(data)
+
+
+def test_long_lists_of_scalars_are_cheap_to_allow() -> None:
+    value = {"ids": list(range(400_000)), "probs": [0.25] * 100_000}
+    assert mmcodecs.decode_tagged(mmcodecs.encode_tagged(value)) == value
