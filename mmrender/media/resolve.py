@@ -5,7 +5,8 @@ even decoded; a new source with known pixels is decoded and not processed.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from mmrender.errors import MediaError, MMRenderError
@@ -13,11 +14,27 @@ from mmrender.media.cache import MediaCache
 from mmrender.media.identity import source_fingerprint
 from mmrender.media.item import MediaItem
 from mmrender.media.load import load_image, load_video
+from mmrender.media.parallel import map_shared
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor, Prepared
 from mmrender.messages import ImagePart, VideoPart
 
 MediaPart: TypeAlias = ImagePart | VideoPart
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A part to resolve, for all parts of the call that are the same."""
+
+    where: str
+    part: MediaPart
+    fingerprint: Hashable | None
+
+    @property
+    def key(self) -> Hashable:
+        # Within one call a source cannot change, so the object itself will do where it has no fingerprint.
+        source = self.fingerprint if self.fingerprint is not None else _same_object(self.part)
+        return source, type(self.part), _frame_rate(self.part)
 
 
 class MediaResolver:
@@ -27,12 +44,21 @@ class MediaResolver:
         processor: What the model makes of an image.
         policy: What may be loaded.
         cache: Where items are kept; may be shared with other resolvers.
+        executor: Threads that share the work of one call with the calling thread, item by item.
     """
 
-    def __init__(self, processor: MediaProcessor, policy: MediaPolicy, cache: MediaCache) -> None:
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        policy: MediaPolicy,
+        cache: MediaCache,
+        *,
+        executor: Executor | None = None,
+    ) -> None:
         self.processor = processor
         self.policy = policy
         self.cache = cache
+        self._executor = executor
 
     def resolve(
         self, media: Sequence[tuple[str, MediaPart]], *, company: int | None = None
@@ -48,49 +74,44 @@ class MediaResolver:
             ProcessorError: The model takes no such medium.
         """
         images = sum(isinstance(part, ImagePart) for _, part in media)
-        company = images if company is None else company
-        seen: dict[Hashable, MediaItem] = {}
-        items = []
-        for where, part in media:
-            try:
-                items.append(self._resolve_one(where, part, company, seen))
-            except MMRenderError as error:
-                error.at(where)
-                raise
-        return items
+        total = images if company is None else company
+        tasks = [_task(where, part) for where, part in media]
+        keys = [task.key for task in tasks]
+        distinct = dict(zip(reversed(keys), reversed(tasks), strict=True))  # the first of each key stays
+        order = list(dict.fromkeys(keys))
+        items = map_shared(
+            lambda task: self._resolve_one(task, total), [distinct[key] for key in order], self._executor
+        )
+        found = dict(zip(order, items, strict=True))
+        return [found[key] for key in keys]
 
-    def _resolve_one(
-        self, where: str, part: MediaPart, company: int, seen: dict[Hashable, MediaItem]
-    ) -> MediaItem:
-        if part.source is None:
-            raise MediaError(
-                "the image is not at hand",
-                where=where,
-                expected="a source to load",
-                got="None",
-                remedy="Give the image again, or render without media.",
-            )
-        # Within one call a source cannot change, so the object itself will do where it has no fingerprint.
-        fingerprint = source_fingerprint(part.source)
-        local = fingerprint if fingerprint is not None else _same_object(part)
-        if local in seen:
-            return seen[local]
-        if fingerprint is None:
-            item = self.cache.get_or_finish(self._prepare(where, part, company))
-            fingerprint = source_fingerprint(part.source)
-            if fingerprint is not None:
-                self.cache.bind(self._key(fingerprint, part, company), item)
-        else:
+    def _resolve_one(self, task: _Task, company: int) -> MediaItem:
+        try:
+            return self._item(task.where, task.part, task.fingerprint, company)
+        except MMRenderError as error:
+            error.at(task.where)
+            raise
+
+    def _item(self, where: str, part: MediaPart, fingerprint: Hashable | None, company: int) -> MediaItem:
+        if fingerprint is not None:
             key = self._key(fingerprint, part, company)
-            item = self.cache.get_or_prepare(key, lambda: self._prepare(where, part, company))
-        seen[local] = item
-        return item
+            return self.cache.get_or_prepare(key, lambda: self._prepare(where, part, company))
+        item = self.cache.get_or_finish(self._prepare(where, part, company))
+        # An image that was opened lazily has a fingerprint once it is decoded.
+        fingerprint = source_fingerprint(part.source)
+        return item if fingerprint is None else self.cache.bind(self._key(fingerprint, part, company), item)
 
     def _key(self, fingerprint: Hashable, part: MediaPart, company: int) -> Hashable:
         # The policy is part of the key: what one resolver may load, another that shares the cache may not.
         counted = company if self.processor.depends_on_company else None
-        rate = part.fps if isinstance(part, VideoPart) else None
-        return fingerprint, type(part), rate, counted, self.processor.settings_digest, self.policy
+        return (
+            fingerprint,
+            type(part),
+            _frame_rate(part),
+            counted,
+            self.processor.settings_digest,
+            self.policy,
+        )
 
     def _prepare(self, where: str, part: MediaPart, company: int) -> Prepared:
         if isinstance(part, VideoPart):
@@ -98,6 +119,26 @@ class MediaResolver:
             stated = video if part.fps is None else replace(video, fps=part.fps)
             return self.processor.prepare(stated, company=company)
         return self.processor.prepare(load_image(part.source, self.policy, where=where), company=company)
+
+
+def _task(where: str, part: MediaPart) -> _Task:
+    if part.source is None:
+        raise MediaError(
+            "the image is not at hand",
+            where=where,
+            expected="a source to load",
+            got="None",
+            remedy="Give the image again, or render without media.",
+        )
+    try:
+        return _Task(where, part, source_fingerprint(part.source))
+    except MMRenderError as error:
+        error.at(where)
+        raise
+
+
+def _frame_rate(part: MediaPart) -> float | None:
+    return part.fps if isinstance(part, VideoPart) else None
 
 
 def _same_object(part: MediaPart) -> Hashable:
