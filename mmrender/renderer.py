@@ -10,22 +10,22 @@ from typing import Any, TypeAlias
 from mmrender.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.content import attach_media, normalize_messages, normalize_tools
 from mmrender.errors import RenderError
+from mmrender.loading import load_media, load_template_set
 from mmrender.media.cache import MediaCache
 from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import ImageBackend
-from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
-from mmrender.memo import RenderMemo, conversation_key, value_key
+from mmrender.memo import RenderMemo, conversation_key
 from mmrender.messages import Role
-from mmrender.model_dir import ModelDir, find_model
+from mmrender.model_dir import find_model
+from mmrender.parsing import ParsedResponse, ResponseParser, build_parser
+from mmrender.per_template import PerTemplate
 from mmrender.placement import MediaPlace
 from mmrender.rendered import RenderedTokens
 from mmrender.rendering import Rendering, resolve_places
-from mmrender.stops import stop_token_ids
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.loader import load_templates, special_tokens
 from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr
 from mmrender.template_set import TemplateSet
@@ -46,6 +46,7 @@ class Renderer:
         media: What turns media parts into items, or None for a text-only model.
         content_special_tokens: What a special token in content is, for all roles or by role; see
             `mmrender.tokens.DEFAULT_RULES` for what roles that are not named follow.
+        tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
     """
 
@@ -56,6 +57,7 @@ class Renderer:
         media: MediaResolver | None = None,
         *,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
+        tool_call_grammar: str | None = None,
         memo_bytes: int = 128 << 20,
     ) -> None:
         self.templates = templates
@@ -70,7 +72,9 @@ class Renderer:
             rules=self.rules,
         )
         self._memo = RenderMemo(memo_bytes) if memo_bytes else None
-        self._bridges: dict[Any, Bridge] = {}
+        self._bridges = PerTemplate(self._build_bridge)
+        self._parsers = PerTemplate(self._build_parser)
+        self._tool_call_grammar = tool_call_grammar
         self._outcome = threading.local()
 
     @classmethod
@@ -85,6 +89,7 @@ class Renderer:
         media_policy: MediaPolicy | None = None,
         media_cache: MediaCache | None = None,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
+        tool_call_grammar: str | None = None,
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         memo_bytes: int = 128 << 20,
@@ -101,6 +106,8 @@ class Renderer:
             media_policy: What may be loaded.
             media_cache: Where processed items are kept; pass one to share it between renderers.
             content_special_tokens: `"text"`, `"parse"` or `"error"`, for all roles or by role.
+            tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved;
+                one of `mmrender.parsing.GRAMMARS`.
             limits: What one run of the template may spend.
             clock: What the template's `strftime_now` reads.
             memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
@@ -113,25 +120,19 @@ class Renderer:
             MissingDependencyError: `image_backend` or the family needs an extra.
         """
         model = find_model(name_or_path, revision=revision)
-        templates = load_templates(model)
-        if chat_template is not None and chat_template not in templates and _is_jinja(chat_template):
-            templates, chat_template = {"default": chat_template}, None
         tokenizer = Tokenizer.load(model)
-        compiled = TemplateSet(
-            templates,
-            tokenizer,
-            special_tokens=special_tokens(model),
-            chosen=chat_template,
-            model_stop_ids=stop_token_ids(model, tokenizer),
-            limits=limits,
-            clock=clock,
-        )
-        media = _resolver(model, image_backend, trust_remote_code, media_policy, media_cache)
         return cls(
-            compiled,
+            load_template_set(model, tokenizer, chat_template=chat_template, limits=limits, clock=clock),
             tokenizer,
-            media,
+            load_media(
+                model,
+                image_backend=image_backend,
+                trust_remote_code=trust_remote_code,
+                policy=media_policy,
+                cache=media_cache,
+            ),
             content_special_tokens=content_special_tokens,
+            tool_call_grammar=tool_call_grammar,
             memo_bytes=memo_bytes,
         )
 
@@ -231,8 +232,8 @@ class Renderer:
     ) -> RenderedTokens | None:
         """Append new messages and the generation prompt to what was sampled, which stays as it is.
 
-        The result begins with the previous prompt and completion, token for token; its `roles` and message
-        indices count from the first new message, and its sidecar holds the previous items and then the new ones.
+        The result begins with the previous prompt and completion, token for token. Its `roles` and message
+        indices count from the first new message; its sidecar holds the previous items and then the new ones.
 
         Args:
             previous_prompt_ids: What the model was asked with; a list, or an integer array of shape `(n,)`.
@@ -240,15 +241,15 @@ class Renderer:
             new_messages: Tool results, user turns, and what else may follow an assistant turn.
             tools: Tool definitions of the conversation.
             previous_multi_modal_data: The sidecar of the previous prompt.
-            history: `"sampled"` keeps earlier turns as they are; `"template"` gives None where the template would
-                now write them differently.
+            history: `"sampled"` keeps earlier turns as they are; `"template"` gives None where the template
+                would now write them differently.
             images: Sources for the image parts that have none.
             videos: The same for video parts.
             **template_arguments: Those of the previous rendering.
 
         Returns:
-            None where it cannot be proved that appending is right; `why_not_bridged` then says why, and the caller
-            renders in full.
+            None where it cannot be proved that appending is right; `why_not_bridged` then says why, and the
+            caller renders in full.
 
         Raises:
             MessageError: A new message is malformed.
@@ -259,7 +260,7 @@ class Renderer:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
             messages = attach_media(messages, images, videos, where="new_messages")
             template = self.templates.choose(has_tools=tools is not None)
-            bridge = self._bridge(template, template_arguments)
+            bridge = self._bridges.get(template, template_arguments)
             self._outcome.reason = None
             return bridge.extend(
                 previous_prompt_ids,
@@ -280,15 +281,40 @@ class Renderer:
         """Why this thread's last `bridge_to_next_turn` gave None; None where it gave a bridge."""
         return getattr(self._outcome, "reason", None)
 
-    def _bridge(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Bridge:
-        key = (template.name, value_key(dict(arguments)))
-        known = self._bridges.get(key) if key[1] is not None else None
-        if known is None:
-            profile = self.templates.profile(template, arguments)
-            known = Bridge(template, profile, self._writer, self.templates.stop_ids(profile), arguments)
-            if key[1] is not None:
-                self._bridges[key] = known
-        return known
+    def _build_bridge(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Bridge:
+        profile = self.templates.profile(template, arguments)
+        return Bridge(template, profile, self._writer, self.templates.stop_ids(profile), arguments)
+
+    def parse_response(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[Any] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        **template_arguments: Any,
+    ) -> ParsedResponse:
+        """Read a completion: content, reasoning, and every tool call that the model tried. Never fails on it.
+
+        Args:
+            token_ids: What the model sampled.
+            tools: Tool definitions: argument types follow their JSON schemas, and other tools are unknown.
+            prompt_ids: The prompt, which says whether it opened a reasoning block.
+            **template_arguments: Those of the prompt's rendering.
+        """
+        template = self.templates.choose(has_tools=tools is not None)
+        parser = self._parsers.get(template, template_arguments)
+        return parser.parse(token_ids, tools=normalize_tools(tools), prompt_ids=prompt_ids)
+
+    def _build_parser(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> ResponseParser:
+        profile = self.templates.profile(template, arguments)
+        return build_parser(
+            template,
+            profile,
+            self.tokenizer,
+            self.templates.stop_ids(profile),
+            grammar=self._tool_call_grammar,
+            arguments=arguments,
+        )
 
     def _resolve_new(self, places: Sequence[MediaPlace], earlier: int) -> Sequence[MediaItem | None]:
         return resolve_places(places, self.media, earlier)
@@ -305,8 +331,7 @@ class Renderer:
         ).prefix_stable
 
     def get_stop_token_ids(self) -> list[int]:
-        """Tokens that end the assistant's turn: those that the model's files name, and those that the template
-        writes right after the assistant's content."""
+        """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
         return sorted(self.templates.stop_ids(self.profile))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -325,20 +350,3 @@ def _rules(given: SpecialTokenRules) -> Mapping[Role, SpecialTokenRule]:
                 got=repr(rule),
             )
     return rules
-
-
-def _is_jinja(text: str) -> bool:
-    return "{{" in text or "{%" in text
-
-
-def _resolver(
-    model: ModelDir,
-    image_backend: ImageBackend,
-    trust_remote_code: bool,
-    policy: MediaPolicy | None,
-    cache: MediaCache | None,
-) -> MediaResolver | None:
-    processor = load_processor(model.path, image_backend=image_backend, trust_remote_code=trust_remote_code)
-    if processor is None:
-        return None
-    return MediaResolver(processor, policy or MediaPolicy(), cache or MediaCache())

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmrender.memo import value_key
+from mmrender.per_template import PerTemplate
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import choose_template
@@ -48,7 +48,7 @@ class TemplateSet:
             name: ChatTemplate(source, name=name, special_tokens=special_tokens, limits=limits, clock=clock)
             for name, source in sources.items()
         }
-        self._profiles: dict[Any, TemplateProfile] = {}
+        self._profiles = PerTemplate(_probe)
 
     def choose(self, *, has_tools: bool) -> ChatTemplate:
         """The template for a conversation with or without tools."""
@@ -56,13 +56,7 @@ class TemplateSet:
 
     def profile(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
         """What probes found out about a template with these arguments."""
-        key = (template.name, value_key(dict(arguments)))
-        known = self._profiles.get(key)
-        if known is None:
-            known = Prober(template, arguments).profile()
-            if key[1] is not None:
-                self._profiles[key] = known
-        return known
+        return self._profiles.get(template, arguments)
 
     def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
         """Stop tokens: the model's, and the first special one that the template writes after an answer."""
@@ -75,3 +69,7 @@ class TemplateSet:
             return None
         token_id = self._tokenizer.added_ids[match.token]
         return token_id if token_id in self._tokenizer.special_ids else None
+
+
+def _probe(template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
+    return Prober(template, arguments).profile()
