@@ -23,6 +23,10 @@ CONTENT_KINDS: frozenset[str] = frozenset(
 )
 
 
+ASSISTANT: tuple[Role, ...] = ("assistant",)
+"""The roles that are trained on unless others are named."""
+
+
 class TokenSpan(NamedTuple):
     """Tokens `[start, stop)` of one message (-1: none) and one kind.
 
@@ -112,7 +116,7 @@ class RenderedTokens:
             for _ in range(span.stop - span.start)
         ]
 
-    def loss_mask(self, roles: Collection[Role] = ("assistant",)) -> npt.NDArray[np.bool_]:
+    def loss_mask(self, roles: Collection[Role] = ASSISTANT) -> npt.NDArray[np.bool_]:
         """Which tokens to train on; bool of shape `(n,)`.
 
         For `assistant` its sampled tokens; for any other role the content of its messages without scaffold.
