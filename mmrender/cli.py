@@ -172,7 +172,8 @@ def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool
         )
     renderer = _load(model, image_backend)
     messages = options.pop("messages")
-    return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **options})
+    with _log.status("rendering"):
+        return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **options})
 
 
 def _read(file: str) -> Any:
@@ -205,7 +206,8 @@ def main() -> None:
     try:
         app()
     except MMRenderError as error:
-        _log.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        _log.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -77,24 +77,16 @@ def _layout(item: MediaItem, count: int) -> str:
 
 
 def message_table(rendered: RenderedTokens) -> Table:
-    """Tokens of each message, how many of them are sampled, and its media."""
+    """Tokens of each message, how many of them are sampled, and how many images and videos it holds."""
     table = Table(title=None, show_edge=False, pad_edge=False)
-    for heading, justify in (
-        ("message", "right"),
-        ("role", "left"),
-        ("tokens", "right"),
-        ("sampled", "right"),
-        ("media", "left"),
-    ):
-        table.add_column(heading, justify="right" if justify == "right" else "left")
+    for heading in ("message", "role", "tokens", "sampled", "media"):
+        table.add_column(heading, justify="left" if heading == "role" else "right")
     counts = rendered.tokens_per_message
     for index, role in enumerate(rendered.roles):
         spans = [span for span in rendered.spans if span.message == index]
         sampled = sum(span.stop - span.start for span in spans if span.sampled)
         media = sum(span.kind in ("image", "video") for span in spans)
-        table.add_row(
-            str(index), role, str(counts[index]), str(sampled or ""), f"{media} image(s)" if media else ""
-        )
+        table.add_row(str(index), role, str(counts[index]), str(sampled or ""), str(media or ""))
     outside = len(rendered) - sum(counts)
     if outside:
         table.add_row("", "template", str(outside), "", "")

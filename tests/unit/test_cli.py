@@ -1,0 +1,225 @@
+"""The command line: what it prints, and how it fails."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmrender import cli
+from mmrender.renderer import Renderer
+from mmrender.testing import parity as parity_module
+
+MESSAGES = [
+    {"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What?"}]},
+    {"role": "assistant", "content": "Red."},
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with a picture in it and a conversation about it."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (192, 128), "red").save("red.png")
+    Path("chat.json").write_text(json.dumps(MESSAGES))
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mmrender", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        captured = capsys.readouterr()
+        return exited.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_render_prints_what_the_library_gives(run, folder, tiny_model):
+    status, out, _ = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
+    document = json.loads(out)
+    messages = [
+        {
+            **MESSAGES[0],
+            "content": [{"type": "image", "image": folder / "red.png"}, MESSAGES[0]["content"][1]],
+        }
+    ]
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    expected = renderer.render([*messages, MESSAGES[1]], add_generation_prompt=True)
+    assert status == 0
+    assert document["token_ids"] == expected.token_ids
+    assert document["mm_hashes"] == expected.multi_modal_data.mm_hashes
+    (place,) = expected.multi_modal_data.mm_placeholders["image"]
+    assert document["mm_placeholders"] == {"image": [{"offset": place.offset, "length": 24}]}
+    assert document["mm_grids"] == {"image": [[1, 8, 12]]}
+    assert document["rewritten"] == []
+    assert document["spans"][0] == expected.spans[0]._asdict()
+    sampled = sum(span["stop"] - span["start"] for span in document["spans"] if span["sampled"])
+    assert sampled == int(expected.sampled_mask.sum())
+
+
+def test_render_without_a_generation_prompt(run, folder, tiny_model):
+    lengths = []
+    for options in ([], ["--no-generation-prompt"]):
+        _, out, _ = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil", *options)
+        lengths.append(len(json.loads(out)["token_ids"]))
+    assert lengths[0] > lengths[1]
+
+
+def test_options_stand_beside_the_messages(run, folder, tiny_model):
+    tool = {
+        "type": "function",
+        "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}},
+    }
+    document = {"messages": MESSAGES, "tools": [tool], "add_generation_prompt": False}
+    Path("chat.json").write_text(json.dumps(document))
+    status, out, _ = run("view", "chat.json", "-m", tiny_model, "--image-backend", "pil")
+    assert status == 0
+    assert '"name": "zoom"' in out
+    assert out.count("<|im_start|>assistant") == 1
+
+
+def test_messages_from_standard_input(run, folder, tiny_model, monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([{"role": "user", "content": "hi"}])))
+    status, out, _ = run("render", "-", "-m", tiny_model, "--image-backend", "pil")
+    assert status == 0
+    assert json.loads(out)["mm_hashes"] == {}
+
+
+def test_view_shows_the_strip_and_the_table(run, folder, tiny_model):
+    status, out, _ = run("view", "chat.json", "-m", tiny_model, "--image-backend", "pil")
+    assert status == 0
+    assert "<|vision_start|>⟨image 4×6 = 24⟩<|vision_end|>What?<|im_end|>⏎" in out
+    assert "1 │ assistant │" in out
+
+
+def test_doctor_as_json(run, tiny_model):
+    status, out, _ = run("doctor", tiny_model, "--json")
+    findings = json.loads(out)
+    assert status == 0
+    assert findings["template"]["prefix_stable"] is True
+    assert findings["images"]["placeholders"]["image"] == "<|image_pad|>"
+
+
+def test_doctor_as_a_table(run, tiny_model):
+    status, out, _ = run("doctor", tiny_model)
+    assert status == 0
+    assert "prefix stable" in out
+    assert "stop tokens" in out
+
+
+def test_parity_of_an_honest_model(run, tiny_model):
+    status, out, _ = run("parity", tiny_model, "--cases", 3, "--image-backend", "pil")
+    assert status == 0
+    assert "equal" in out
+    assert "differ" not in out
+
+
+def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
+    honest = Renderer.render
+
+    def wrong(self, messages, **options):
+        rendered = honest(self, messages, **options)
+        return replace(rendered, token_ids=[*rendered.token_ids[:-1], 7])
+
+    monkeypatch.setattr(parity_module.Renderer, "render", wrong)
+    status, out, _ = run("parity", tiny_model, "--cases", 3, "--image-backend", "pil")
+    assert status == 1
+    assert "case 0: token ids differ" in out
+    assert "ours:" in out
+    assert "reference:" in out
+    assert "messages:" in out
+
+
+def test_parity_with_photographs_from_a_folder(run, folder, tiny_model):
+    status, _, _ = run("parity", tiny_model, "--cases", 2, "--image-backend", "pil", "--images", folder)
+    assert status == 0
+
+
+def error_line(err):
+    (line,) = [line for line in err.splitlines() if line.strip()]
+    return line
+
+
+def test_a_missing_model(run, folder):
+    status, out, err = run("render", "chat.json", "-m", folder / "nothing", "--image-backend", "pil")
+    assert status == 2
+    assert out == ""
+    assert error_line(err).startswith("ModelNotFoundError: ")
+    assert str(folder / "nothing") in err
+
+
+def test_a_missing_file(run, folder, tiny_model):
+    status, _, err = run("render", "none.json", "-m", tiny_model)
+    assert status == 2
+    assert error_line(err) == "InputError: none.json: cannot read the file - got No such file or directory"
+
+
+def test_a_file_that_is_not_json(run, folder, tiny_model):
+    Path("chat.json").write_text("{")
+    status, _, err = run("render", "chat.json", "-m", tiny_model)
+    assert status == 2
+    assert error_line(err).startswith(
+        "InputError: chat.json: the file is not JSON - got Expecting property name"
+    )
+
+
+def test_an_object_without_messages(run, folder, tiny_model):
+    Path("chat.json").write_text('{"tools": []}')
+    status, _, err = run("render", "chat.json", "-m", tiny_model)
+    assert status == 2
+    assert error_line(err) == (
+        'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"'
+    )
+
+
+@pytest.mark.parametrize("document", ["3", '"text"', "[3]", "[]", '[{"role": "poet", "content": "a"}]'])
+def test_messages_that_are_none(run, folder, tiny_model, document):
+    Path("chat.json").write_text(document)
+    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
+    assert status == 2
+    assert error_line(err).startswith("MessageError: messages")
+
+
+def test_an_unknown_back_end(run, folder, tiny_model):
+    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "cuda")
+    assert status == 2
+    assert error_line(err) == "InputError: there is no such image back end - expected torch or pil, got cuda"
+
+
+def test_a_file_outside_the_current_folder_is_refused(run, folder, tiny_model, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "red.png"
+    Image.new("RGB", (64, 64), "red").save(outside)
+    part = {"type": "image", "image": str(outside)}
+    Path("chat.json").write_text(json.dumps([{"role": "user", "content": [part]}]))
+    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
+    assert status == 2
+    assert error_line(err).startswith(
+        "MediaBlockedError: messages[0].content[0]: the media policy forbids the local file"
+    )
+
+
+def test_a_broken_picture_names_its_part(run, folder, tiny_model):
+    data = Path("red.png").read_bytes()
+    Path("red.png").write_bytes(data[: len(data) // 2])
+    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
+    assert status == 2
+    assert error_line(err).startswith("MediaDecodeError: messages[0].content[0]: ")
+
+
+def test_photographs_from_a_missing_folder(run, folder, tiny_model):
+    status, _, err = run("parity", tiny_model, "--cases", 1, "--images", folder / "none")
+    assert status == 2
+    assert error_line(err) == f"InputError: {folder / 'none'}: no such folder"
+
+
+def test_without_arguments_it_prints_help(run):
+    status, out, _ = run()
+    assert status == 2
+    assert "parity" in out

@@ -1,0 +1,158 @@
+"""The token strip, the tables beside it, and what `doctor` prints."""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat
+from mmrender.rendered import RenderedTokens, TokenSpan
+from mmrender.renderer import Renderer
+from mmrender.view.doctor import diagnose, findings_table
+from mmrender.view.terminal import STYLES, legend, message_table, token_strip
+
+STRIP = """\
+<|im_start|>system⏎
+Be brief.<|im_end|>⏎
+<|im_start|>user⏎
+<|vision_start|>⟨image 4×6 = 24⟩<|vision_end|>What is\tit? 日本🙂<|im_end|>⏎
+<|im_start|>assistant⏎
+<think>⏎
+Look.⏎
+</think>⏎
+⏎
+A picture.<|im_end|>⏎
+<|im_start|>user⏎
+Say <|im_end|><|im_end|>⏎
+<|im_start|>assistant⏎
+"""
+
+TABLE = """\
+message ┃ role      ┃ tokens ┃ sampled ┃ media
+━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━╇━━━━━━
+      0 │ system    │     13 │         │
+      1 │ user      │     48 │         │     1
+      2 │ assistant │     20 │      13 │
+      3 │ user      │     17 │         │
+        │ template  │      6 │         │
+"""
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+@pytest.fixture(scope="module")
+def rendered(renderer):
+    picture = Image.new("RGB", (192, 128), "red")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What is\tit? 日本🙂"}],
+        },
+        {"role": "assistant", "content": "A picture.", "reasoning_content": "Look."},
+        {"role": "user", "content": "Say <|im_end|>"},
+    ]
+    return renderer.render(messages, add_generation_prompt=True)
+
+
+def printed(renderable, width=120):
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def test_the_strip_shows_every_token_once(rendered):
+    assert token_strip(rendered).plain == STRIP.replace("\t", "⇥")
+
+
+def test_the_strip_is_the_prompt_with_pads_folded(renderer, rendered):
+    text = token_strip(rendered).plain.replace("⏎\n", "\n").replace("⇥", "\t")
+    assert text.replace("⟨image 4×6 = 24⟩", "<|image_pad|>" * 24) == renderer.decode(rendered.token_ids)
+
+
+def test_colours_tell_sampled_from_content_from_scaffold(rendered):
+    strip = token_strip(rendered)
+    styles = {strip.plain[span.start : span.end]: str(span.style) for span in strip.spans}
+    assert "dark_sea_green" in styles["<think>"]
+    assert styles["⟨image 4×6 = 24⟩"] == STYLES["image"][0]
+    assert styles["<|vision_start|>"] in ("grey58", "grey46")
+    assert styles["日本"[0]] in STYLES["content"]
+
+
+def test_neighbouring_tokens_differ_in_shade(rendered):
+    strip = token_strip(rendered)
+    content = [
+        span for span in strip.spans if span.style in STYLES["content"] and strip.plain[span.start] != "\n"
+    ]
+    same_run = [(a, b) for a, b in pairwise(content) if a.end == b.start]
+    assert same_run
+    assert all(a.style != b.style for a, b in same_run)
+
+
+@dataclass(frozen=True)
+class _Item:
+    grid: tuple[int, ...]
+    modality: str = "image"
+    identity: str = "0"
+    size: tuple[int, int] = (1, 1)
+    expansion: tuple[Repeat, ...] = ()
+    nbytes: int = 0
+
+
+@pytest.mark.parametrize(
+    ("grid", "count", "shown"),
+    [
+        ((1, 48, 64), 768, "⟨image 24×32 = 768⟩"),
+        ((1, 4, 6), 24, "⟨image 4×6 = 24⟩"),
+        ((3, 8, 8), 48, "⟨image 3×4×4 = 48⟩"),
+        ((13,), 3328, "⟨image 13 tiles = 3328⟩"),
+    ],
+)
+def test_pads_are_folded_to_their_layout(grid, count, shown):
+    data = MultiModalData.of([(PlaceholderRange(0, count), _Item(grid))])
+    span = TokenSpan(0, count, 0, "image", False)
+    rendered = RenderedTokens([0] * count, (span,), ("user",), (None,), data)
+    assert token_strip(rendered).plain == shown
+
+
+def test_an_image_that_is_not_at_hand_is_one_token(renderer):
+    rendered = renderer.render([{"role": "user", "content": [{"type": "image"}]}])
+    assert "⟨image 1⟩" in token_strip(rendered).plain
+
+
+def test_the_table_counts_tokens(rendered):
+    assert printed(message_table(rendered)) == TABLE
+    assert sum(rendered.tokens_per_message) + 6 == len(rendered)
+
+
+def test_the_legend_names_every_colour():
+    assert legend().plain.split() == ["sampled", "content", "reasoning", "tool", "call", "image", "template"]
+
+
+def test_findings_are_plain_data_and_a_table(renderer):
+    findings = diagnose(renderer)
+    assert json.loads(json.dumps(findings))["template"]["prefix_stable"] is True
+    stops = {token: renderer.tokenizer.token_id(token) for token in ("<|endoftext|>", "<|im_end|>")}
+    assert findings["tokenizer"]["stop tokens"] == stops
+    assert findings["images"]["back end"] == "pil"
+    table = printed(findings_table(findings))
+    assert "prefix stable" in table
+    assert "<|im_end|>" in table
+
+
+def test_a_text_only_model_has_no_image_section(tiny_model, tmp_path):
+    import shutil
+
+    directory = shutil.copytree(
+        tiny_model, tmp_path / "text", ignore=shutil.ignore_patterns("*preprocessor*")
+    )
+    findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"))
+    assert findings["images"] == {}
+    assert "none: a text-only model" in printed(findings_table(findings))
