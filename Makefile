@@ -8,13 +8,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 MAIN_STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+PARITY_VENV := .venv-parity
+PARITY_PIP := $(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+PARITY_STAMP := $(PARITY_VENV)/.installed
+MODELS ?= $(sort $(wildcard ../shared/models/*/))
+CASES ?= 300
 
 # Nothing that runs here may depend on a model hub being reachable.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time bench fuzz clean
+.PHONY: help setup demo test check lint types layers docs package import-time parity bench fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -64,6 +69,18 @@ package: $(MAIN_STAMP) ## build, install with core dependencies only, and render
 import-time: $(MAIN_STAMP) ## measure `import mmrender` and name what it pulls in
 	$(BIN)/python tools/check_import.py
 
+# The reference's torch back end needs torchvision. Its wheel asks for another torch than the CPU one, and its
+# transforms, which are all that an image processor uses, work without it; so it gets an environment of its own.
+$(PARITY_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_PIP) -c constraints.txt -e '.[all]'
+	$(PARITY_PIP) --no-deps torchvision==0.28.0
+	@touch $@
+
+parity: $(PARITY_STAMP) ## compare MODELS with Transformers in CASES conversations, both image back ends
+	@test -n "$(MODELS)" || { echo "no model directories; name some with: make parity MODELS=DIR" >&2; exit 1; }
+	$(PARITY_VENV)/bin/mmrender parity $(MODELS) --cases $(CASES)
+
 bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
@@ -71,4 +88,4 @@ fuzz: $(MAIN_STAMP) ## run the property tests with fresh seeds for FUZZ_SECONDS
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY_VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
