@@ -91,7 +91,7 @@ def walk_decode_tensors(
     """Give the tree with each tagged dict in it decoded; dicts, lists and tuples are made anew.
 
     Args:
-        value: The tree.
+        value: The tree. Subclasses of dict come back as dicts; those of list and tuple are left as they are.
         to_torch: As in `decode_tensor_payload`.
         copy: As in `decode_tensor_payload`.
         limits: Bounds to hold to.
@@ -102,9 +102,11 @@ def walk_decode_tensors(
     """
 
     def leaf(item: Any) -> Any:
+        if isinstance(item, dict) and not is_tensor_payload(item):
+            return walk_decode_tensors(dict(item), to_torch=to_torch, copy=copy, limits=limits)
         return decode_tensor_payload(item, to_torch=to_torch, copy=copy, limits=limits)
 
-    return _rebuild(value, is_tensor_payload, leaf, limits.max_depth)
+    return _rebuild(value, leaf, limits.max_depth)
 
 
 def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
@@ -114,7 +116,7 @@ def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
         UnsupportedTypeError: Some value has no form in this dialect; the message names its path.
         LimitError: The tree is too deep.
     """
-    return _rebuild(value, _is_leaf, _to_leaf, limits.max_depth)
+    return _rebuild(value, _to_leaf, limits.max_depth)
 
 
 def encode_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
@@ -154,36 +156,33 @@ def decode_tagged(
     return walk_decode_tensors(tree, to_torch=to_torch, copy=copy, limits=limits)
 
 
-def _rebuild(value: Any, is_leaf: Callable[[Any], bool], leaf: Callable[[Any], Any], room: int) -> Any:
-    """Copy the containers of a tree, with each leaf replaced."""
-    if type(value) in _SCALARS:
+def _rebuild(value: Any, leaf: Callable[[Any], Any], room: int) -> Any:
+    """Copy the dicts, lists and tuples of a tree, with tensors and whatever else is no scalar replaced."""
+    kind = type(value)
+    if kind in _SCALARS:
         return value
-    if is_leaf(value):
+    if kind not in (dict, list, tuple) or is_tensor_payload(value):
         return leaf(value)
-    if not isinstance(value, dict | list | tuple):
-        return leaf(value)
+    if not value:
+        return kind()
     if room <= 0:
         raise LimitError("Limits.max_depth is passed, or the value holds itself")
     step: Any = None
     try:
-        if isinstance(value, dict):
+        if kind is dict:
             out = {}
             for step, item in value.items():
-                out[step] = _rebuild(item, is_leaf, leaf, room - 1)
+                out[step] = item if type(item) in _SCALARS else _rebuild(item, leaf, room - 1)
             return out
-        if type(value) is list and holds_no_containers(value):
+        if kind is list and holds_no_containers(value):
             return list(value)
         items: list[Any] = []
         for item in value:
             step = len(items)
-            items.append(_rebuild(item, is_leaf, leaf, room - 1))
+            items.append(item if type(item) in _SCALARS else _rebuild(item, leaf, room - 1))
     except CodecError as error:
-        raise error.under(f".{step}" if isinstance(value, dict) else f"[{step}]") from error.__cause__
-    return items if type(value) is list else tuple(items)
-
-
-def _is_leaf(value: Any) -> bool:
-    return type(value) not in (dict, list, tuple) or is_tensor_payload(value)
+        raise error.under(f".{step}" if kind is dict else f"[{step}]") from error.__cause__
+    return items if kind is list else tuple(items)
 
 
 def _to_leaf(value: Any) -> Any:
@@ -224,7 +223,7 @@ def _plain_run() -> re.Pattern[bytes]:
 
 
 _RUN = _plain_run()
-_EMPTY = (0x80, 0x90)  # the map and the array that hold nothing
+_EMPTY = re.compile(rb"[\x80\x90]++")  # maps and arrays that hold nothing
 
 
 def _check_plain(view: memoryview, limits: Limits) -> None:
@@ -235,13 +234,14 @@ def _check_plain(view: memoryview, limits: Limits) -> None:
         at = match.end() if match else at
         if at >= size:
             break
-        values += 1
+        empty = _EMPTY.match(view, at)
+        values += empty.end() - at if empty else 1
         if values > limits.max_values:
             raise LimitError("Limits.max_values is passed", expected=f"at most {limits.max_values}")
-        byte = view[at]
-        if byte in _EMPTY:
-            at += 1
+        if empty:
+            at = empty.end()
             continue
+        byte = view[at]
         kind, width = KIND[byte], FIELD[byte]
         length = int.from_bytes(view[at + 1 : at + 1 + width], "big") if width else SIZE[byte]
         at += 1 + width

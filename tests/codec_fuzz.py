@@ -1,0 +1,472 @@
+"""Mutated messages through every decoder: only `CodecError` may come out, in bounded time and memory.
+
+    python tests/codec_fuzz.py --messages 200000 [--seed N] [--seconds S] [--save FOLDER]
+    python tests/codec_fuzz.py --atheris [libFuzzer options]
+
+The first form mutates what the codec writes (bit flips, cuts, splices, length bombs, nesting, foreign
+tokens), lays the head anew around three of four mutated bodies so that they are read at all, and mixes in
+bodies made from a hostile grammar: duplicate keys, keys of other types, unknown extensions. The second lets
+libFuzzer look for new paths.
+
+For each message: nothing but `CodecError` is raised; processor time of the reading thread is at most 50 ms
+for each started megabyte; and memory, traced for one message in ten and for the bombs, peaks at no more than
+256 KiB + 80 x the message + 300 x its values. What does not hold is written to the folder and ends the run.
+"""
+
+import argparse
+import base64
+import json
+import random
+import struct
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import mmcodecs
+from mmcodecs.frame import fill_head, head_room
+from mmcodecs.vllm_items import decode_mm_kwargs_item
+
+Message = bytes | list[bytes]
+Decode = Callable[[Any], Any]
+
+SECONDS_PER_MEGABYTE = 0.05
+WIRE = Path(__file__).parent / "data" / "wire"
+_FIRST_BYTES = "007f80818f90919fa0a1c0c1c4c7c8c9cacbcfd3d4d8d9dbdcdddedfe0ff"
+_TOKENS = [bytes([byte]) for byte in bytes.fromhex(_FIRST_BYTES)]
+_NUMBERS = (0, 1, -1, 63, 64, 65, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1)
+
+
+def values() -> list[Any]:
+    """What is mutated: every kind of record, some small and some not."""
+    return [
+        None, [1, -1, 2.5, "text", b"bytes", True, None], {"a": {"b": {"c": [1, [2, [3]]]}}}, 2**70,
+        {"ids": list(range(200)), "probs": [0.5] * 100, "mask": [True] * 50, "words": ["ab", "c"] * 20},
+        [np.arange(12).reshape(3, 4), np.arange(300, dtype=">f4"), np.array(2.5), np.zeros((0, 3))],
+        [np.float32(1), np.bool_(True), np.array(["ab", "c"]), np.array(["2026"], "M8[D]"), np.array([b"x"])],
+        {"same": [np.arange(100)] * 3, "raw": mmcodecs.RawTensor("bfloat16", np.arange(200, dtype="u2"))},
+        [(1, (2, {3, 4})), frozenset({"a"}), {1: "a", (1, 2): "b", None: 0}],
+        [b"x" * 5000, "y" * 5000, bytearray(b"z"), memoryview(b"m" * 5000)],
+        [{"step": step, "reward": 0.5, "pixels": np.full((20, 20), step, "u1")} for step in range(10)],
+        [mmcodecs.Shared(np.arange(100), b"key"), mmcodecs.Shared(np.arange(100), b"key")],
+    ]  # fmt: skip
+
+
+def tagged_values() -> list[Any]:
+    return [
+        {"pixels": np.arange(50, dtype="f4").reshape(5, 10), "grid": np.array([[1, 2, 3]])},
+        [{"x": np.zeros(3, "u1"), "ids": list(range(100))}, {"__torch_tensor__": "no"}, "text", None],
+    ]
+
+
+def vllm_messages() -> list[bytes]:
+    """Items in vLLM's form, as msgpack before its base64."""
+    field_forms: list[Any] = [
+        ["batched", {"keep_on_cpu": True}],
+        ["flat", {"keep_on_cpu": False, "slices": [[0, 4, None]], "dim": 0}],
+        ["shared", {"keep_on_cpu": True, "batch_size": 1}],
+    ]
+    tensor = ["float32", [4, 2], msgspec.msgpack.Ext(3, bytes(range(32)))]
+    grid = ["int64", [3], msgspec.msgpack.Ext(3, bytes(24))]
+    data = [grid, 1, 2.5]
+    items = [
+        {"p": {"data": tensor, "field": form}, "g": {"data": data, "field": form}} for form in field_forms
+    ]
+    return [msgspec.msgpack.encode(item) for item in items]
+
+
+def lay(body: bytes, payloads: Sequence[bytes], *, single: bool) -> Message:
+    """A message whose head fits this body and these payloads, whatever they hold."""
+    head = bytearray(head_room(len(payloads))) + body
+    lengths = [len(payload) for payload in payloads]
+    offsets, total = fill_head(head, lengths, single=single, checksums=None, table_bytes=0)
+    if not single:
+        return [bytes(head), *payloads]
+    out = bytearray(total)
+    out[: len(head)] = head
+    for offset, payload in zip(offsets, payloads, strict=True):
+        out[offset : offset + len(payload)] = payload
+    return bytes(out)
+
+
+class Mutator:
+    """Damage bytes, and make hostile ones.
+
+    Args:
+        rng: Source of every choice.
+        corpus: Byte strings to splice from.
+    """
+
+    def __init__(self, rng: random.Random, corpus: list[bytes]) -> None:
+        self.rng = rng
+        self.corpus = corpus
+        self.ways = (
+            self.flip, self.token, self.cut, self.drop, self.double, self.splice, self.number, self.nest,
+            self.noise,
+        )  # fmt: skip
+
+    def mutate(self, data: bytes) -> bytes:
+        """Give the data with one to four things done to it."""
+        out = bytearray(data)
+        for _ in range(self.rng.choice((1, 1, 1, 2, 4))):
+            self.rng.choice(self.ways)(out)
+        return bytes(out)
+
+    def _at(self, data: bytearray) -> int:
+        # Most of what matters stands at the start.
+        size = len(data) or 1
+        return self.rng.randrange(min(size, 160)) if self.rng.random() < 0.5 else self.rng.randrange(size)
+
+    def flip(self, data: bytearray) -> None:
+        for _ in range(self.rng.choice((1, 1, 3, 8))):
+            if data:
+                data[self._at(data)] ^= 1 << self.rng.randrange(8)
+
+    def token(self, data: bytearray) -> None:
+        at = self._at(data)
+        data[at : at + self.rng.randrange(2)] = self.rng.choice(_TOKENS)
+
+    def cut(self, data: bytearray) -> None:
+        del data[self._at(data) :]
+
+    def drop(self, data: bytearray) -> None:
+        at = self._at(data)
+        del data[at : at + self.rng.randrange(1, 40)]
+
+    def double(self, data: bytearray) -> None:
+        at, size = self._at(data), self.rng.randrange(1, 60)
+        data[at:at] = data[at : at + size] * self.rng.choice((1, 1, 2, 50))
+
+    def splice(self, data: bytearray) -> None:
+        other = self.rng.choice(self.corpus)
+        start = self.rng.randrange(len(other) or 1)
+        at = self._at(data)
+        data[at : at + self.rng.randrange(30)] = other[start : start + self.rng.randrange(200)]
+
+    def number(self, data: bytearray) -> None:
+        size = self.rng.choice((1, 2, 4, 8))
+        value = self.rng.choice(_NUMBERS) & ((1 << 8 * size) - 1)
+        at = self._at(data)
+        data[at : at + size] = value.to_bytes(size, self.rng.choice(("little", "big")))
+
+    def nest(self, data: bytearray) -> None:
+        at = self._at(data)
+        opener = self.rng.choice((b"\x91", b"\x81\xa1a", b"\xd4\x03\x91", b"\x92\x01", b"\x81\x91"))
+        data[at:at] = opener * self.rng.choice((1, 5, 62, 70, 3000))
+
+    def noise(self, data: bytearray) -> None:
+        at = self._at(data)
+        data[at : at + self.rng.randrange(20)] = self.rng.randbytes(self.rng.randrange(40))
+
+    def grammar(self, depth: int = 0) -> bytes:
+        """Make msgpack that is well-formed and asks for trouble."""
+        pick = self.rng.randrange(8 if depth < 6 else 4)
+        if pick < 2:
+            return self.rng.choice(
+                (b"\x01", b"\xc0", b"\xc3", b"\xa1a", b"\xcb" + bytes(8), b"\xc4\x01b", b"\xe0")
+            )
+        if pick == 2:
+            code = self.rng.choice((*range(19), 127, 255))
+            payload = self.rng.choice(
+                (b"", b"\x00", self.rng.randbytes(self.rng.randrange(40)), self.record())
+            )
+            return b"\xc8" + struct.pack(">H", len(payload)) + bytes([code]) + payload
+        count = self.rng.randrange(5)
+        if pick == 3:
+            return b"\xa3" + self.rng.choice((b"abc", b"\xff\xfe\xfd", b"\xed\xa0\x80"))
+        if pick < 6:
+            return bytes([0x90 + count]) + b"".join(self.grammar(depth + 1) for _ in range(count))
+        if pick == 6:
+            inner = bytes([0x90 + count]) + b"".join(self.grammar(depth + 1) for _ in range(count))
+            return b"\xc8" + struct.pack(">H", len(inner)) + bytes([self.rng.randrange(2, 7)]) + inner
+        keys = (b"\xa1a", b"\xa1a", b"\xa1b", b"\xd9\x01a", b"\x01", b"\xc0", b"\x90")
+        pairs = (self.rng.choice(keys) + self.grammar(depth + 1) for _ in range(count))
+        return bytes([0x80 + count]) + b"".join(pairs)
+
+    def record(self) -> bytes:
+        """Make an array record, each field likely right."""
+        ndim = self.rng.choice((0, 1, 1, 2, 9, 40))
+        dims = [self.rng.choice((0, 1, 2, 3, 2**32, 2**63)) for _ in range(ndim)]
+        start = struct.pack(
+            "<BBBBI", self.rng.choice((1, 5, 6, 11, 16, 22, 32, 34, 35, 99)),
+            self.rng.choice((0, 8, 9, 16, 24, 12, 64)), ndim, self.rng.choice((0, 0, 3, 99)),
+            self.rng.choice((0, 1, 3, 2**31)),
+        )  # fmt: skip
+        rest = self.rng.choice((b"", bytes(4), bytes(8), b"\xff" * 4, bytes(4) + b"key"))
+        return start + struct.pack(f"<{ndim}Q", *dims) + rest
+
+
+def _read_file(data: bytes, folder: Path) -> Any:
+    path = folder / "mutated.mmc"
+    path.write_bytes(data)
+    return list(mmcodecs.RecordReader(path))
+
+
+class Decoders:
+    """Every way in, by name, each with the kind of message that it takes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.codec: dict[str, Decode] = {
+            "decode": mmcodecs.decode,
+            "decode, torch": lambda data: mmcodecs.decode(data, framework="torch"),
+            "decode, copy": lambda data: mmcodecs.decode(data, framework="source", copy=True),
+            "decode, type": lambda data: mmcodecs.decode(data, type=dict[str, list[int]]),
+            "Decoder": lambda data: mmcodecs.Decoder(table_bytes=1 << 20).decode(data),
+        }
+        self.tagged: dict[str, Decode] = {
+            "decode_tagged": mmcodecs.decode_tagged,
+            "decode_tagged, torch": lambda data: mmcodecs.decode_tagged(data, to_torch=True),
+        }
+        self.vllm: dict[str, Decode] = {
+            "vLLM item": lambda data: decode_mm_kwargs_item(base64.b64encode(data).decode()),
+            "vLLM item, torch": lambda data: decode_mm_kwargs_item(base64.b64encode(data), framework="torch"),
+            "vLLM item, text": decode_mm_kwargs_item,
+        }
+        self.files: dict[str, Decode] = {"RecordReader": lambda data: _read_file(data, folder)}
+
+
+@dataclass
+class Report:
+    """What a run saw."""
+
+    messages: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    slowest: tuple[float, str] = (0.0, "")
+    worst_memory: tuple[float, str] = (0.0, "")
+    traced: int = 0
+    failures: list[tuple[str, str, Message]] = field(default_factory=list)
+
+
+def touch(value: Any) -> None:
+    """Use what was decoded: a view that lies about its memory would show here."""
+    if isinstance(value, dict):
+        for item in value.values():
+            touch(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            touch(item)
+    elif isinstance(value, np.ndarray):
+        value.tobytes()
+        value.reshape(-1)[:4].tolist()
+    elif isinstance(value, mmcodecs.RawTensor):
+        value.bits.tobytes()
+    elif hasattr(value, "numel"):
+        value.clone()
+
+
+class Fuzzer:
+    """Run messages through decoders and hold what comes out against the bounds.
+
+    Args:
+        seed: Of every choice.
+        folder: Where record files are written for their reader.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.rng = random.Random(seed)
+        self.decoders = Decoders(folder)
+        self.report = Report()
+        whole = [bytes(mmcodecs.encode(value)) for value in values()]
+        encoder = mmcodecs.Encoder(table_bytes=4096)
+        whole += [bytes(encoder.encode(mmcodecs.Shared(np.arange(100), b"key"))) for _ in range(2)]
+        whole += [bytes(mmcodecs.encode(value, checksums=True)) for value in values()[:6]]
+        self.messages = whole + [path.read_bytes() for path in WIRE.glob("*.bin")]
+        self.frames = [[bytes(part) for part in mmcodecs.encode_frames(value)] for value in values()]
+        self.tagged = [mmcodecs.encode_tagged(value) for value in tagged_values()]
+        self.vllm = vllm_messages()
+        self.vllm_text = [base64.b64encode(message) for message in self.vllm]
+        path = folder / "seed.mmc"
+        with mmcodecs.open(path, "w") as writer:
+            for value in values()[:6]:
+                writer.append(value)
+        self.file = path.read_bytes()
+        self.mutator = Mutator(self.rng, self.messages + self.tagged + self.vllm)
+
+    def step(self) -> None:
+        """Make one message and read it by one decoder."""
+        kind = self.rng.choices(
+            ("frames", "bytes", "grammar", "tagged", "vllm", "text", "file"), (8, 4, 5, 3, 2, 1, 1)
+        )[0]
+        name, decode, message = getattr(self, f"_{kind}")()
+        self.run(name, decode, message, trace=self.rng.random() < 0.1)
+
+    def run(self, name: str, decode: Decode, message: Message, *, trace: bool) -> None:
+        """Read one message, and note what happened."""
+        report = self.report
+        report.messages += 1
+        size = len(message) if isinstance(message, bytes) else sum(map(len, message))
+        if trace:
+            tracemalloc.start()
+        started = time.thread_time()
+        value = None
+        try:
+            value = decode(message)
+            outcome = "read"
+        except mmcodecs.CodecError as error:
+            outcome = type(error).__name__
+        except BaseException as error:  # noqa: BLE001 - this is what we are here to find
+            outcome = f"FOREIGN {type(error).__name__}"
+            report.failures.append((name, f"{type(error).__name__}: {error}", message))
+        took = time.thread_time() - started
+        if trace:
+            self._check_memory(name, message, size)
+        report.outcomes[f"{name}: {outcome}"] += 1
+        touch(value)
+        megabytes = max(1, -(-size // 1_000_000))
+        if trace:
+            return  # tracing slows the reader several times over
+        report.slowest = max(report.slowest, (took / megabytes, f"{name}, {size} bytes"))
+        if took > SECONDS_PER_MEGABYTE * megabytes:
+            report.failures.append((name, f"{took * 1e3:.0f} ms for {size} bytes", message))
+
+    def _check_memory(self, name: str, message: Message, size: int) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self.report.traced += 1
+        allowed = 256 * 1024 + 80 * size + 300 * min(size, 65_536)
+        self.report.worst_memory = max(
+            self.report.worst_memory, (peak / allowed, f"{name}: {peak} of {allowed} bytes")
+        )
+        if peak > allowed:
+            self.report.failures.append((name, f"{peak} bytes for {size}", message))
+
+    def _pick(self, decoders: dict[str, Decode]) -> tuple[str, Decode]:
+        name = self.rng.choice(list(decoders))
+        return name, decoders[name]
+
+    def _bytes(self) -> tuple[str, Decode, Message]:
+        return *self._pick(self.decoders.codec), self.mutator.mutate(self.rng.choice(self.messages))
+
+    def _frames(self) -> tuple[str, Decode, Message]:
+        """Mutate body and payloads, and lay a head around them that fits; or leave it as it was."""
+        head, *payloads = self.rng.choice(self.frames)
+        body = self.mutator.mutate(head[head_room(len(payloads)) :])
+        if payloads and self.rng.random() < 0.2:
+            at = self.rng.randrange(len(payloads))
+            payloads[at] = self.mutator.mutate(payloads[at])
+        if self.rng.random() < 0.1:
+            self.rng.shuffle(payloads)
+        laid: Message = lay(body, payloads, single=self.rng.random() < 0.5)
+        if isinstance(laid, list) and self.rng.random() < 0.1:
+            laid = [self.mutator.mutate(head), *payloads]
+        return *self._pick(self.decoders.codec), laid
+
+    def _grammar(self) -> tuple[str, Decode, Message]:
+        body = self.mutator.grammar()
+        if self.rng.random() < 0.3:
+            return *self._pick(self.decoders.tagged), body
+        payloads = [bytes(self.rng.choice((0, 4, 8, 24))) for _ in range(self.rng.choice((0, 0, 1, 2)))]
+        return *self._pick(self.decoders.codec), lay(body, payloads, single=True)
+
+    def _tagged(self) -> tuple[str, Decode, Message]:
+        return *self._pick(self.decoders.tagged), self.mutator.mutate(self.rng.choice(self.tagged))
+
+    def _vllm(self) -> tuple[str, Decode, Message]:
+        decoders = {name: self.decoders.vllm[name] for name in ("vLLM item", "vLLM item, torch")}
+        return *self._pick(decoders), self.mutator.mutate(self.rng.choice(self.vllm))
+
+    def _text(self) -> tuple[str, Decode, Message]:
+        message = self.mutator.mutate(self.rng.choice(self.vllm_text))
+        return "vLLM item, text", self.decoders.vllm["vLLM item, text"], message
+
+    def _file(self) -> tuple[str, Decode, Message]:
+        return *self._pick(self.decoders.files), self.mutator.mutate(self.file)
+
+    def bombs(self) -> None:
+        """Read what is made to be as expensive as it can be, by each decoder that takes it."""
+        scalar_record = b"\xc7\x09\x01\x06\x09\x00\x00" + bytes(4) + b"a"
+        for token in (
+            b"\x90", b"\x80", b"\xc0", b"\xa0", b"\xe0", b"\x91\x01", b"\x81\xa0\x01", b"\xd4\x03\x90",
+            b"\xd9\x00", b"\xc4\x00", scalar_record,
+        ):  # fmt: skip
+            for size in (60_000, 4 << 20, 10 << 20):
+                count = size // len(token)
+                body = b"\xdd" + struct.pack(">I", count) + token * count
+                packed = b"\xc9" + struct.pack(">I", len(body)) + b"\x02" + body
+                for trace in (False, True):
+                    for laid in (body, packed):
+                        for name, decode in self.decoders.codec.items():
+                            self.run(name, decode, lay(laid, [], single=True), trace=trace)
+                    for name, decode in self.decoders.tagged.items():
+                        self.run(name, decode, body, trace=trace)
+                    self.run("vLLM item", self.decoders.vllm["vLLM item"], body, trace=trace)
+
+
+def atheris_main(arguments: list[str]) -> None:
+    """Let libFuzzer drive the decoders."""
+    import atheris
+
+    atheris.instrument_all()
+    with tempfile.TemporaryDirectory() as folder:
+        decoders = Decoders(Path(folder))
+        entries = [*decoders.codec.values(), *decoders.tagged.values(), *decoders.vllm.values()]
+
+        def one(data: bytes) -> None:
+            if not data:
+                return
+            # The first byte chooses the decoder; half of the time the rest is a body with a head that fits.
+            body = data[1:]
+            message = lay(body, [], single=True) if data[0] & 0x80 else body
+            try:
+                touch(entries[(data[0] & 0x7F) % len(entries)](message))
+            except mmcodecs.CodecError:
+                return
+
+        corpus = Path(folder) / "corpus"
+        corpus.mkdir()
+        fuzzer = Fuzzer(0, Path(folder))
+        for number, message in enumerate([*fuzzer.messages, *fuzzer.tagged, *fuzzer.vllm]):
+            (corpus / str(number)).write_bytes(bytes([number % 10]) + message)
+        atheris.Setup([sys.argv[0], *arguments, str(corpus)], one)
+        atheris.Fuzz()
+
+
+def show(report: Report, seconds: float) -> None:
+    print(f"{report.messages} messages in {seconds:.0f} s, memory traced for {report.traced}")
+    for name, count in sorted(report.outcomes.items()):
+        print(f"  {count:8d}  {name}")
+    print(f"slowest: {report.slowest[0] * 1e3:.1f} ms per started megabyte ({report.slowest[1]}); bound 50")
+    print(f"most memory: {report.worst_memory[0]:.2f} of what is allowed ({report.worst_memory[1]})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--messages", type=int, default=200_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop earlier than that")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--save", type=Path, default=Path("fuzz-failures"))
+    parser.add_argument("--atheris", action="store_true", help="hand over to libFuzzer; its options follow")
+    options, rest = parser.parse_known_args()
+    if options.atheris:
+        atheris_main(rest)
+        return
+    print(f"seed {options.seed}")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        fuzzer = Fuzzer(options.seed, Path(folder))
+        fuzzer.bombs()
+        while fuzzer.report.messages < options.messages and not fuzzer.report.failures:
+            fuzzer.step()
+            if time.monotonic() - started > options.seconds:
+                break
+    show(fuzzer.report, time.monotonic() - started)
+    for number, (name, problem, message) in enumerate(fuzzer.report.failures):
+        options.save.mkdir(exist_ok=True)
+        parts = message if isinstance(message, list) else [message]
+        (options.save / f"{number}.json").write_text(
+            json.dumps({"decoder": name, "problem": problem, "parts": [part.hex() for part in parts]})
+        )
+        print(f"FAILED {name}: {problem}; kept in {options.save / f'{number}.json'}")
+    sys.exit(bool(fuzzer.report.failures))
+
+
+if __name__ == "__main__":
+    main()
