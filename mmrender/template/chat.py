@@ -11,6 +11,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
 from mmrender.errors import (
+    TemplateError,
     TemplateLimitError,
     TemplateRefusedError,
     TemplateRuntimeError,
@@ -18,13 +19,23 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import Message
-from mmrender.template.environment import RefusedByTemplate, TracingEnvironment, compile_template, run
+from mmrender.template.compiler import compile_template
+from mmrender.template.environment import TracingEnvironment, run
+from mmrender.template.globals import RefusedByTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.traced import TracedStr
 from mmrender.template.view import ViewForm, view_documents, view_messages, view_tools
 
-
-_ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "loop", "caller", "varargs", "kwargs")
+_ALWAYS_GIVEN = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "loop",
+    "caller",
+    "varargs",
+    "kwargs",
+)
 
 
 class ChatTemplate:
@@ -55,7 +66,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.limits = limits or TemplateLimits()
         self._clock = clock
-        self._environment = TracingEnvironment(self.limits)
+        self._environment = TracingEnvironment()
         try:
             self._template = compile_template(self._environment, source)
         except jinja2.TemplateSyntaxError as error:
@@ -68,10 +79,14 @@ class ChatTemplate:
         except RecursionError as error:
             raise TemplateSyntaxError(f"the chat template {name!r} is nested too deep to compile") from error
 
+    def syntax_tree(self) -> nodes.Template:
+        """The parsed source."""
+        return self._environment.parse(self.source)
+
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Variables that the template reads and never sets: what a caller may pass, such as `enable_thinking`."""
-        tree = self._environment.parse(self.source)
+        """Variables that the template reads and never sets, such as `enable_thinking`."""
+        tree = self.syntax_tree()
         names = list(tree.find_all(nodes.Name))
         stored = {name.name for name in names if name.ctx != "load"}
         called = {macro.name for macro in tree.find_all(nodes.Macro)}
@@ -119,30 +134,34 @@ class ChatTemplate:
         }
         try:
             return run(self._template, variables, limits=self.limits, clock=self._clock)
-        except TemplateLimitError:
-            raise
-        except RefusedByTemplate as error:
-            raise TemplateRefusedError(str(error), where=f"chat template {self.name!r}") from error
-        except SecurityError as error:
-            raise TemplateSecurityError(str(error), where=f"chat template {self.name!r}") from error
-        except (RecursionError, MemoryError, OverflowError) as error:
-            raise TemplateLimitError(
-                f"the chat template used too much: {type(error).__name__}", got=str(error) or None
-            ) from error
-        except Exception as error:  # noqa: BLE001 - a template can raise whatever Python can
-            raise TemplateRuntimeError(
-                "the chat template failed on these messages",
-                where=f"chat template {self.name!r}, line {_line_of(error)}",
-                got=f"{type(error).__name__}: {error}",
-            ) from error
+        except Exception as error:
+            raise self._named(error) from error
 
+    def _named(self, error: Exception) -> TemplateError:
+        """The error of the tree that stands for whatever Python, Jinja or the template raised."""
+        where = f"chat template {self.name!r}"
+        line = self._line_of(error)
+        if line is not None:
+            where = f"{where}, line {line}"
+        if isinstance(error, TemplateLimitError):
+            return TemplateLimitError(
+                error.problem, where=where, expected=error.expected, got=error.got, remedy=error.remedy
+            )
+        if isinstance(error, RefusedByTemplate):
+            return TemplateRefusedError(str(error), where=where)
+        if isinstance(error, SecurityError):
+            return TemplateSecurityError(str(error), where=where)
+        got = f"{type(error).__name__}: {error}"
+        if isinstance(error, RecursionError | MemoryError | OverflowError):
+            return TemplateLimitError("the chat template used too much", where=where, got=got)
+        return TemplateRuntimeError("the chat template failed on these messages", where=where, got=got)
 
-def _line_of(error: Exception) -> int | str:
-    """Line of the template that failed: Jinja rewrites tracebacks to show it."""
-    lines = []
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "<template>":
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
-    return lines[-1] if lines else "unknown"
+    def _line_of(self, error: Exception) -> int | None:
+        """Line of the template that failed, from the compiled code's place in the traceback."""
+        lines = []
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "<template>":
+                lines.append(trace.tb_lineno)
+            trace = trace.tb_next
+        return self._template.get_corresponding_lineno(lines[-1]) if lines else None

@@ -1,238 +1,203 @@
 """The sandboxed Jinja environment that runs chat templates on traced strings.
 
-It gives a template what Transformers gives it (`transformers.utils.chat_template_utils`): trimmed blocks, loop
-controls, `{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, `dict` and
+It gives a template what Transformers gives it (`transformers.utils.chat_template_utils`): trimmed blocks,
+loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, `dict` and
 `namespace`. In place of plain text operations stand those that keep provenance and respect limits.
 """
 
 import datetime
+import functools
+import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, pass_context
+from markupsafe import Markup
 
 from mmrender.template import ownership
+from mmrender.template.compiler import GenerationBlock, TracingCodeGenerator
 from mmrender.template.filters import TEXT_FILTERS
-from mmrender.template.formatting import TracingFormatter, percent, representation, text_of
-from mmrender.template.limits import Meter, TemplateLimits, check_call, check_operation, check_size
-from mmrender.template.ownership import Marker, scaffold_origin
-from mmrender.template.traced import TracedStr, plain
-from mmrender.template.values import IDENTITY_TESTS
+from mmrender.template.formatting import (
+    PRINTED_BY_ELEMENT,
+    TracingFormatter,
+    percent,
+    representation,
+    text_of,
+)
+from mmrender.template.globals import CLOCK, GLOBALS
+from mmrender.template.guards import (
+    COMPARING_TESTS,
+    UNGUARDED_FILTERS,
+    bounded,
+    guard_operator,
+    guarded_callable,
+    hashed,
+    metered_filter,
+    metered_test,
+    summed,
+)
+from mmrender.template.limits import LONG, METER, SIZED, Meter, TemplateLimits
+from mmrender.template.markup import TracedMarkup, escaped, marked_safe
+from mmrender.template.ownership import Mark, MarkKind, MessageDict, scaffold_origin
+from mmrender.template.spanned import lay_out
+from mmrender.template.traced import TracedStr
+from mmrender.template.values import IDENTITY_TESTS, TracedDict, TracedList, TracedNull
 
-METER: ContextVar[Meter] = ContextVar("mmrender_template_meter")
-CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
+_TRACED_TYPES: dict[type, type] = {
+    TracedStr: str,
+    TracedMarkup: Markup,
+    TracedDict: dict,
+    TracedList: list,
+    TracedNull: type(None),
+}
+"""The types that a template takes the traced ones for: it sees no attribute that those lack."""
 
-_NOTHING = TracedStr("")
-_GUARDED_FILTERS = ("center", "format", "indent", "join", "replace", "truncate", "wordwrap")
+_TEXTS = frozenset({str, TracedStr})
 
-
-class RefusedByTemplate(jinja2.TemplateError):
-    """What the template passed to its own `raise_exception`."""
-
-
-class TracingCodeGenerator(CodeGenerator):
-    """Compiles `~` so that it keeps spans; Jinja's helper joins plain text."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """Write the join of the operands as text."""
-        self.write("environment.joined((")
-        for operand in node.nodes:
-            self.visit(operand, frame)
-            self.write(", ")
-        self.write("))")
-
-
-class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: a block with its own scope that writes its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
-
-    def parse(self, parser: Parser) -> nodes.CallBlock:
-        """Parse the block."""
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
-
-    def _body(self, caller: Macro) -> str:
-        return caller()
-
-
-class _TemplateNamespace(Namespace):
-    """A namespace without underscore names, so that templates cannot reach Python internals through it."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805 - `namespace(self=...)` must work
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-class _TemplateDict:
-    """`dict(...)` without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Build a dict of equal values."""
-        return dict.fromkeys(*args)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the underscore name {name!r}")
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "in": lambda left, right: left in right,
+    "notin": lambda left, right: left not in right,
+}
 
 
 class TracingEnvironment(ImmutableSandboxedEnvironment):
     """Jinja with provenance. Templates compiled here may run in many threads at once."""
 
     code_generator_class = TracingCodeGenerator
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
+    concat = staticmethod(ownership.concat)
+    hashed = staticmethod(hashed)
+    escape_text = staticmethod(escaped)
+    mark_text = staticmethod(marked_safe)
 
-    def __init__(self, limits: TemplateLimits) -> None:
+    def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationBlock, jinja2.ext.loopcontrols],
             finalize=_output_text,
         )
-        self.limits = limits
-        self.filters.update(TEXT_FILTERS)
-        self.filters.update({name: self._guarded(name) for name in _GUARDED_FILTERS})
-        self.filters.update({ownership.ENTER: _enter, ownership.LEAVE: _leave})
-        self.tests.update(IDENTITY_TESTS)
-        self.globals.update(
-            raise_exception=_raise_exception,
-            strftime_now=_strftime_now,
-            dict=_TemplateDict(),
-            namespace=_TemplateNamespace,
+        self.filters.update(TEXT_FILTERS, sum=summed)
+        self.filters.update(
+            {
+                name: metered_filter(name, filter_)
+                for name, filter_ in self.filters.items()
+                if name not in UNGUARDED_FILTERS
+            }
         )
+        self.tests.update(IDENTITY_TESTS)
+        tests: Mapping[str, Any] = self.tests
+        self.tests.update({name: metered_test(tests[name]) for name in COMPARING_TESTS})
+        self.globals.update(GLOBALS)
         # Random filler text has no place in a prompt, and its length is unbounded.
         del self.globals["lipsum"]
 
-    def concat(self, pieces: Any) -> TracedStr:  # type: ignore[override]
-        """Join what a template, macro or block wrote."""
-        return ownership.concat(self.measured(pieces))
+    def marked(self, loop: int, kind: MarkKind, value: Any, buffered: int = 0) -> Mark:
+        """Count a loop iteration; carry its message to `ownership.concat`."""
+        if kind == "enter" and (meter := METER.get()) is not None:
+            meter.step()
+            if buffered >= LONG:
+                meter.admit_items(buffered)
+        return loop, kind, value._owner if type(value) is MessageDict else scaffold_origin(value)
 
-    def measured(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Pass pieces on while their total length is within the limit."""
-        total = 0
-        limit = self.limits.max_characters
-        for piece in pieces:
-            total += len(piece)
-            if total > limit:
-                check_size(total, self.limits)
-            yield piece
-
-    def joined(self, operands: tuple[Any, ...]) -> TracedStr:
+    def joined(self, operands: tuple[Any, ...], escaping: bool) -> TracedStr:
         """The `~` operator."""
-        return self.concat([text_of(operand) for operand in operands])
+        if escaping and any(hasattr(operand, "__html__") for operand in operands):
+            return marked_safe(ownership.concat([escaped(operand) for operand in operands]))
+        return ownership.concat([text_of(operand) for operand in operands])
+
+    def added(self, context: Context, operands: tuple[Any, ...]) -> Any:
+        """A chain of the `+` operator."""
+        if _TEXTS.issuperset(map(type, operands)):
+            text, spans = lay_out(operands)
+            return TracedStr(text, spans) if spans else text
+        return functools.reduce(lambda left, right: self.call_binop(context, "+", left, right), operands)
+
+    def compared(self, name: str, left: Any, right: Any) -> Any:
+        """A comparison of two values that the template did not write out."""
+        return _COMPARISONS[name](bounded(left, right), right)
+
+    def counted(self, value: Any) -> Any:
+        """Count the memory of what a slice or a literal built."""
+        meter = METER.get()
+        if meter is not None and isinstance(value, SIZED):
+            meter.built(value)
+        return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run `+`, `*`, `**` or `%` within the limits."""
-        if operator == "+" and isinstance(left, str) and len(left) < 1_000_000 and isinstance(right, str):
+        """Run `+`, `*`, `**`, `%` or `//` within the limits."""
+        if operator == "+" and isinstance(left, str) and len(left) < LONG:
             return left + right
-        check_operation(operator, left, right, self.limits)
+        meter = METER.get()
         if operator == "%" and isinstance(left, str):
-            return percent(left, right)
-        return self.binop_table[operator](left, right)
+            return percent(left, right) if not isinstance(left, TracedMarkup) else left % right
+        if meter is None:
+            return self.binop_table[operator](left, right)
+        guard_operator(meter, operator, left, right)
+        result = self.binop_table[operator](left, right)
+        if isinstance(result, SIZED):
+            meter.built(result)
+        return result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call an object from a template: counted, bounded, and traced for methods of plain text."""
-        METER.get().step()
-        if isinstance(__obj, types.BuiltinMethodType | types.MethodType):
-            text = __obj.__self__
-            if isinstance(text, str):
-                check_call(__obj.__name__, text, (*args, *kwargs.values()), __self.limits)
-                if type(text) is str and __obj.__name__ in ("join", "replace"):
-                    __obj = getattr(TracedStr(text), __obj.__name__)
-        return super().call(__context, __obj, *args, **kwargs)
+        meter = METER.get()
+        if meter is not None:
+            meter.step()
+        result = super().call(__context, guarded_callable(__obj, args), *args, **kwargs)
+        if meter is not None and isinstance(result, SIZED):
+            meter.built(result)
+        return result
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may see an attribute; of a traced value, those of the plain one only."""
+        seen_as = _TRACED_TYPES.get(type(obj))
+        if seen_as is not None and not hasattr(seen_as, attr):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Give `str.format` and `str.format_map` with sandboxed look-ups and provenance."""
         if not isinstance(value, types.MethodType | types.BuiltinMethodType):
             return None
-        text = value.__self__
-        if value.__name__ not in ("format", "format_map") or not isinstance(text, str):
+        text, name = value.__self__, value.__name__
+        if name not in ("format", "format_map") or not isinstance(text, str):
             return None
-        formatter = TracingFormatter(
-            lambda obj, is_attribute, name: self.getattr(obj, name) if is_attribute else self.getitem(obj, name)
-        )
-        name = value.__name__
+        escape = escaped if isinstance(text, TracedMarkup) else None
+        formatter = TracingFormatter(self._looked_up, escape)
 
         def format_traced(*args: Any, **kwargs: Any) -> str:
-            check_call(name, text, (*args, *kwargs.values()), self.limits)
-            if name == "format_map":
-                return formatter.traced(text, (), *args, **kwargs)
-            return formatter.traced(text, args, kwargs)
+            if name == "format":
+                shown = formatter.traced(text, args, kwargs)
+            elif kwargs:
+                raise TypeError("format_map() takes no keyword arguments")
+            elif len(args) != 1:
+                raise TypeError(f"format_map() takes exactly one argument ({len(args)} given)")
+            else:
+                shown = formatter.traced(text, (), args[0])
+            return shown if escape is None else marked_safe(shown)
 
         return format_traced
 
-    def _guarded(self, name: str) -> Callable[..., Any]:
-        filter_ = self.filters[name]
-
-        @pass_context
-        def guarded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if name == "join" and not isinstance(value, str):
-                value = list(value)
-            given = (value, *args, *kwargs.values()) if name == "join" else (*args, *kwargs.values())
-            check_call(name, text_of(value) if name != "join" else "".join(map(str, args[:1])), given, self.limits)
-            if name == "format":
-                check_operation("%", text_of(value), args, self.limits)
-            return self.call_filter(f"{name}.unguarded", value, args, kwargs, context)
-
-        self.filters[f"{name}.unguarded"] = filter_
-        return guarded
+    def _looked_up(self, value: Any, is_attribute: bool, name: Any) -> Any:
+        return self.getattr(value, name) if is_attribute else self.getitem(value, name)
 
 
 def _output_text(value: Any) -> Any:
     """Text of a printed value; a container prints as its `repr`, with the origins of what it holds."""
-    return representation(value) if isinstance(value, dict | list | tuple) else value
-
-
-@pass_context
-def _enter(context: Context, value: Any, loop: int) -> str:
-    METER.get().step()
-    origin = scaffold_origin(value)
-    return _NOTHING if origin is None else Marker.of(loop, origin)
-
-
-@pass_context
-def _leave(context: Context, value: Any, loop: int) -> str:
-    return Marker.of(loop, None)
-
-
-def _raise_exception(message: Any) -> NoReturn:
-    raise RefusedByTemplate(plain(text_of(message)))
-
-
-def _strftime_now(format: str) -> str:
-    return CLOCK.get()().strftime(plain(format))
-
-
-def compile_template(environment: TracingEnvironment, source: str) -> jinja2.Template:
-    """Compile a template with ownership markers in its loops.
-
-    Raises:
-        jinja2.TemplateSyntaxError: The source is not a template.
-    """
-    tree = ownership.instrument(environment.parse(source))
-    code = environment.compile(tree)
-    return environment.template_class.from_code(environment, code, environment.make_globals(None))
+    if type(value) is TracedStr or type(value) is str:
+        return value
+    return representation(value) if isinstance(value, PRINTED_BY_ELEMENT) else value
 
 
 def run(
@@ -246,9 +211,7 @@ def run(
     meter = METER.set(Meter(limits))
     time = CLOCK.set(clock)
     try:
-        environment = template.environment
-        pieces = template.root_render_func(template.new_context(dict(variables)))
-        return ownership.concat_root(environment.measured(pieces))
+        return ownership.concat_root(template.root_render_func(template.new_context(dict(variables))))
     finally:
         METER.reset(meter)
         CLOCK.reset(time)

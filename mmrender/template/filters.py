@@ -6,144 +6,96 @@ order elements (`first`, `sort`, `map`, ...) need no counterpart: the elements s
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jinja2.filters as builtin
 from jinja2 import Environment, Undefined, pass_environment, pass_eval_context
+from jinja2.exceptions import FilterArgumentError
 from jinja2.filters import make_attrgetter
 from jinja2.nodes import EvalContext
-from markupsafe import Markup, escape
+from jinja2.utils import url_quote
+from markupsafe import Markup
 
-from mmrender.template.formatting import percent, representation, text_of
+from mmrender.template.formatting import representation, text_of
 from mmrender.template.json_text import to_json
-from mmrender.template.origin import Spans
-from mmrender.template.traced import TracedStr, concat, derived, plain
-from mmrender.template.values import traced
+from mmrender.template.limits import admit
+from mmrender.template.markup import escaped, force_escaped, marked_safe, unmarked
+from mmrender.template.traced import TracedStr, concat, derived, mapped, plain
+from mmrender.template.values import is_null, traced
 
 
-class TracedMarkup(TracedStr):
-    """Traced text that counts as HTML: what is joined to it is escaped, as `markupsafe.Markup` does."""
-
-    __slots__ = ()
-
-    def __html__(self) -> Self:
-        return self
-
-    def __add__(self, other: str) -> Self:  # type: ignore[override]
-        return self._joined([self, escaped(other)]) if isinstance(other, str) else NotImplemented
-
-    def __radd__(self, other: str) -> Self:
-        return self._joined([escaped(other), self]) if isinstance(other, str) else NotImplemented
-
-    def join(self, pieces: Iterable[str]) -> Self:  # type: ignore[override]
-        """Join escaped `pieces`."""
-        return super().join([escaped(piece) for piece in pieces])
-
-    def replace(self, old: str, new: str, count: Any = -1, /) -> Self:  # type: ignore[override]
-        """Replace `old` by escaped `new`."""
-        return super().replace(old, escaped(new), count)
-
-    def __mod__(self, values: Any) -> "TracedMarkup":  # type: ignore[override]
-        if isinstance(values, tuple):
-            safe: Any = tuple(_escaped_argument(value) for value in values)
-        elif isinstance(values, Mapping):
-            safe = {key: _escaped_argument(value) for key, value in values.items()}
-        else:
-            safe = _escaped_argument(values)
-        return _markup(percent(self, safe))
-
-
-def _escaped_argument(value: Any) -> Any:
-    return escaped(value) if isinstance(value, str) else value
-
-
-def _markup(value: TracedStr) -> TracedMarkup:
-    return TracedMarkup(plain(value), value._spans)
-
-
-def escaped(value: Any) -> TracedMarkup:
-    """HTML-escaped text; markup stays as it is."""
-    if isinstance(value, TracedMarkup):
-        return value
-    if hasattr(value, "__html__"):
-        return TracedMarkup(value.__html__())
-    return _markup(text_of(value).mapped(lambda text: str.__str__(str(escape(text)))))
-
-
-def force_escaped(value: Any) -> TracedMarkup:
-    """HTML-escaped text, markup included."""
-    return _markup(TracedStr(plain(text_of(value)), text_of(value)._spans).mapped(lambda text: str(escape(text))))
-
-
-def marked_safe(value: Any) -> TracedMarkup:
-    """The same text, as markup."""
-    return _markup(text_of(value))
-
-
-def joined(value: Iterable[Any], d: str = "", attribute: str | int | None = None, *, environment: Environment) -> TracedStr:
+@pass_eval_context
+def _join(
+    eval_ctx: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None
+) -> TracedStr:
     """Elements as text, with `d` between them."""
     if attribute is not None:
-        value = map(make_attrgetter(environment, attribute), value)
-    separator = text_of(d)
-    return TracedStr(plain(separator), separator._spans).join([text_of(item) for item in value])
-
-
-@pass_environment
-def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> TracedStr:
-    return joined(value, d, attribute, environment=environment)
-
-
-def formatted(value: str, *args: Any, **kwargs: Any) -> TracedStr:
-    """`value % args`."""
-    if args and kwargs:
-        raise builtin.FilterArgumentError("can't handle positional and keyword arguments at the same time")
-    return text_of(value) % (kwargs or args)
-
-
-def indented(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedStr:
-    """Lines with `width` spaces, or the text `width`, before each but the first."""
-    indention = text_of(width) if isinstance(width, str) else TracedStr(" " * width)
-    # The filter appends a newline so that a trailing one is kept by splitlines.
-    lines = (text_of(s) + "\n").splitlines()
-    shown = [line if index == 0 or not (line or blank) else indention + line for index, line in enumerate(lines)]
-    result = TracedStr("\n").join(shown)
-    return indention + result if first else result
-
-
-def replaced(s: Any, old: str, new: str, count: int | None = None) -> TracedStr:
-    """`s` with `old` replaced by `new`."""
-    return text_of(s).replace(plain(text_of(old)), text_of(new), -1 if count is None else count)
+        value = map(make_attrgetter(eval_ctx.environment, attribute), value)
+    if not eval_ctx.autoescape:
+        return unmarked(d).join([text_of(item) for item in value])
+    items = list(value)
+    has_markup = any(hasattr(item, "__html__") for item in items)
+    separator = escaped(d) if has_markup or hasattr(d, "__html__") else text_of(d)
+    return separator.join([item if hasattr(item, "__html__") else text_of(item) for item in items])
 
 
 @pass_eval_context
 def _replace(eval_ctx: EvalContext, s: Any, old: str, new: str, count: int | None = None) -> TracedStr:
-    return replaced(s, old, new, count)
+    """`s` with `old` replaced by `new`."""
+    times = -1 if count is None else count
+    if not eval_ctx.autoescape:
+        return unmarked(s).replace(plain(text_of(old)), text_of(new), times)
+    has_markup = hasattr(old, "__html__") or (hasattr(new, "__html__") and not hasattr(s, "__html__"))
+    text = escaped(s) if has_markup else text_of(s)
+    return text.replace(plain(text_of(old)), text_of(new), times)
 
 
-def titled(s: Any) -> TracedStr:
+def _formatted(value: str, *args: Any, **kwargs: Any) -> TracedStr:
+    """`value % args`."""
+    if args and kwargs:
+        raise FilterArgumentError("can't handle positional and keyword arguments at the same time")
+    return text_of(value) % (kwargs or args)
+
+
+def _only_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def _indented(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedStr:
+    """Lines with `width` spaces, or the text `width`, before each but the first."""
+    if not isinstance(width, str):
+        admit(width)
+    indention = text_of(width) if isinstance(width, str) else TracedStr(" " * width)
+    text = text_of(_only_text(s))
+    # The filter appends a newline so that a trailing one is kept by splitlines.
+    lines = (text + "\n").splitlines()
+    shown = [
+        line if index == 0 or not (line or blank) else indention + line for index, line in enumerate(lines)
+    ]
+    result = text._like("\n", ()).join(shown)
+    return indention + result if first else result
+
+
+def _titled(s: Any) -> TracedStr:
     """Words in title case, by Jinja's rule: a word begins after white space, a dash or an opening bracket."""
-    return text_of(s).mapped(lambda text: builtin.do_title(text))
+    return unmarked(mapped(text_of(s), builtin.do_title))
 
 
 @pass_environment
-def truncated(
-    environment: Environment,
-    s: str,
-    length: int = 255,
-    killwords: bool = False,
-    end: str = "...",
-    leeway: int | None = None,
-) -> TracedStr:
-    """At most `length` characters, `end` among them."""
+def _truncated(environment: Environment, s: str, length: int = 255, *args: Any, **kwargs: Any) -> TracedStr:
+    """At most `length` characters, the text that marks the cut among them."""
+    shown = builtin.do_truncate(environment, plain(_only_text(s)), length, *args, **kwargs)
     text = text_of(s)
-    shown = plain(builtin.do_truncate(environment, plain(text), length, killwords, plain(end), leeway))
-    if len(shown) == len(text):
+    if shown == text:
         return text
-    return text[: len(shown) - len(end)] + end
+    end = text_of(args[1] if len(args) > 1 else kwargs.get("end", "..."))
+    return concat([text[: len(shown) - len(end)], end])
 
 
 @pass_environment
-def wrapped(
+def _wrapped(  # noqa: PLR0917 - Jinja's own signature
     environment: Environment,
     s: str,
     width: int = 79,
@@ -152,9 +104,9 @@ def wrapped(
     break_on_hyphens: bool = True,
 ) -> TracedStr:
     """Lines of at most `width` characters; each is a slice of the text."""
-    separator = text_of(environment.newline_sequence if wrapstring is None else wrapstring)
+    separator = text_of(wrapstring if wrapstring else environment.newline_sequence)
     paragraphs = []
-    for line in text_of(s).splitlines():
+    for line in text_of(_only_text(s)).splitlines():
         pieces = textwrap.wrap(
             plain(line),
             width=width,
@@ -167,32 +119,38 @@ def wrapped(
     return separator.join(paragraphs)
 
 
-def _attributes(d: Mapping[str, Any], autospace: bool = True) -> TracedStr:
-    builtin.do_xmlattr(EvalContext(Environment()), {plain(key): "" for key in d})  # refuses unusable keys
+@pass_eval_context
+def _attributes(eval_ctx: EvalContext, d: Mapping[str, Any], autospace: bool = True) -> TracedStr:
+    """Attributes of an XML element."""
+    builtin.do_xmlattr(eval_ctx, dict.fromkeys(d, ""))  # refuses unusable keys
     items = [
-        concat([_unmarked(escaped(key)), '="', _unmarked(escaped(value)), '"'])
+        concat([unmarked(escaped(key)), '="', unmarked(escaped(value)), '"'])
         for key, value in d.items()
-        if value is not None and not isinstance(value, Undefined)
+        if not is_null(value) and not isinstance(value, Undefined)
     ]
     text = TracedStr(" ").join(items)
-    return " " + text if autospace and text else text
+    spaced = " " + text if autospace and text else text
+    return marked_safe(spaced) if eval_ctx.autoescape else spaced
 
 
-def _unmarked(value: TracedStr) -> TracedStr:
-    return TracedStr(plain(value), value._spans)
+def _url_quoted(value: Any) -> TracedStr:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return mapped(text_of(value), builtin.do_urlencode)
+    pairs = value.items() if isinstance(value, Mapping) else value
+    quoted = [concat([_query_quoted(key), "=", _query_quoted(item)]) for key, item in pairs]
+    return TracedStr("&").join(quoted)
 
 
-def _url_quoted(value: Any) -> str:
-    if isinstance(value, str):
-        return text_of(value).mapped(builtin.do_urlencode)
-    return derived(builtin.do_urlencode(value))
+def _query_quoted(value: Any) -> TracedStr:
+    return mapped(text_of(value), lambda text: url_quote(text, for_qs=True))
 
 
 def _whole(filter_: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose result has no map of characters: it keeps the origin of a value that has just one."""
 
     def call(value: Any, *args: Any, **kwargs: Any) -> TracedStr:
-        return derived(str(filter_(plain(value) if isinstance(value, str) else value, *args, **kwargs)), text_of(value))
+        given = plain(value) if isinstance(value, str) else value
+        return derived(str(filter_(given, *args, **kwargs)), text_of(value))
 
     return call
 
@@ -202,7 +160,7 @@ def _number(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(value: Any, *args: Any, **kwargs: Any) -> Any:
         result = filter_(value, *args, **kwargs)
-        spans: Spans = text_of(value)._spans if isinstance(value, str) or hasattr(value, "_origin") else ()
+        spans = text_of(value)._spans if isinstance(value, str) or hasattr(value, "_origin") else ()
         return traced(result, spans[0][2]) if len(spans) == 1 and type(result) in (int, float) else result
 
     return call
@@ -210,11 +168,19 @@ def _number(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_eval_context
 def _urlize(eval_ctx: EvalContext, value: str, *args: Any, **kwargs: Any) -> TracedStr:
-    return derived(plain(builtin.do_urlize(eval_ctx, plain(value), *args, **kwargs)), text_of(value))
+    text = derived(plain(builtin.do_urlize(eval_ctx, plain(value), *args, **kwargs)), text_of(value))
+    return marked_safe(text) if eval_ctx.autoescape else text
 
 
 def _striptags(value: Any) -> TracedStr:
-    return derived(Markup(plain(text_of(value))).striptags(), text_of(value))
+    text = text_of(value)
+    return derived(Markup(plain(text)).striptags(), text)  # noqa: S704 - the tags are taken out
+
+
+def _pretty(value: Any) -> TracedStr:
+    shown = representation(value)
+    text = builtin.do_pprint(plain(value) if isinstance(value, str) else value)
+    return shown if text == shown else derived(text, text_of(value))
 
 
 TEXT_FILTERS: dict[str, Callable[..., Any]] = {
@@ -226,25 +192,25 @@ TEXT_FILTERS: dict[str, Callable[..., Any]] = {
     "filesizeformat": _whole(builtin.do_filesizeformat),
     "float": _number(builtin.do_float),
     "forceescape": force_escaped,
-    "format": formatted,
-    "indent": indented,
+    "format": _formatted,
+    "indent": _indented,
     "int": _number(builtin.do_int),
     "join": _join,
     "lower": lambda s: text_of(s).lower(),
-    "pprint": lambda value: representation(value) if isinstance(value, str) else _whole(builtin.do_pprint)(value),
+    "pprint": _pretty,
     "replace": _replace,
     "round": _number(builtin.do_round),
     "safe": marked_safe,
     "string": text_of,
     "striptags": _striptags,
-    "title": titled,
+    "title": _titled,
     "tojson": to_json,
     "trim": lambda value, chars=None: text_of(value).strip(chars),
-    "truncate": truncated,
+    "truncate": _truncated,
     "upper": lambda s: text_of(s).upper(),
     "urlencode": _url_quoted,
     "urlize": _urlize,
-    "wordwrap": wrapped,
+    "wordwrap": _wrapped,
     "xmlattr": _attributes,
 }
 """Filters of the tracing environment, in place of Jinja's own of the same names."""

@@ -9,10 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmrender.template.traced import TracedStr, concat, plain
+from mmrender.template.limits import admit, weigh
+from mmrender.template.traced import TracedStr, concat, mapped, plain
 from mmrender.template.values import TracedBool, TracedDict, TracedFloat, TracedInt, TracedList, TracedNull
 
 _PROXIES = (TracedInt, TracedFloat, TracedBool, TracedNull)
+_NARROW = 16
+_WIDEST = 10_000_000
+"""An indent beyond this is refused whatever it indents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,11 @@ class _Layout:
     key_separator: str
     sort_keys: bool
 
+    @property
+    def breaks_lines(self) -> bool:
+        """Whether a separator holds a newline, so that not every newline of a dump is one of its layout."""
+        return "\n" in self.item_separator or "\n" in self.key_separator
+
 
 def to_json(
     value: Any,
@@ -32,17 +41,22 @@ def to_json(
     sort_keys: bool = False,
 ) -> TracedStr:
     """Dump as the `tojson` filter of Transformers does: no HTML escapes, non-ASCII text kept."""
-    if not _is_mixed(value):
-        return TracedStr(json.dumps(_source(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys))
+    step = " " * min(indent, _WIDEST) if isinstance(indent, int) else indent
     if separators is None:
-        separators = (", ", ": ") if indent is None else (",", ": ")
-    step = " " * indent if isinstance(indent, int) else indent
-    return _dumped(value, _Layout(ensure_ascii, step, separators[0], separators[1], sort_keys), 0)
+        separators = (", ", ": ") if step is None else (",", ": ")
+    added = len(step or "") + sum(map(len, separators))
+    if added > _NARROW or not isinstance(value, TracedDict | TracedList):
+        # What the template built may hold one list many times, and what it adds may be long.
+        admit(weigh(value) * added)
+    layout = _Layout(ensure_ascii, step, separators[0], separators[1], sort_keys)
+    return _dumped(value, layout, 0) if _is_mixed(value) else TracedStr(_plain_dump(value, layout))
 
 
 def _is_mixed(value: Any) -> bool:
     """Whether some part of the value has an origin."""
-    if isinstance(value, TracedStr | TracedDict | TracedList | TracedNull | TracedInt | TracedFloat | TracedBool):
+    if isinstance(
+        value, TracedStr | TracedDict | TracedList | TracedNull | TracedInt | TracedFloat | TracedBool
+    ):
         return True
     if isinstance(value, Mapping):
         return any(_is_mixed(key) or _is_mixed(item) for key, item in value.items())
@@ -60,7 +74,7 @@ def _source(value: Any) -> Any:
 
 
 def _dumped(value: Any, layout: _Layout, level: int) -> TracedStr:
-    if isinstance(value, TracedDict | TracedList):
+    if isinstance(value, TracedDict | TracedList) and not layout.breaks_lines:
         text = _plain_dump(value._source, layout)
         if layout.indent and level:
             text = text.replace("\n", "\n" + layout.indent * level)
@@ -72,7 +86,8 @@ def _dumped(value: Any, layout: _Layout, level: int) -> TracedStr:
     if isinstance(value, Mapping):
         keys = sorted(value) if layout.sort_keys else list(value)
         members = [
-            concat([_key(key, layout), layout.key_separator, _dumped(value[key], layout, level + 1)]) for key in keys
+            concat([_key(key, layout), layout.key_separator, _dumped(value[key], layout, level + 1)])
+            for key in keys
         ]
         return _bracketed("{", members, "}", layout, level)
     if isinstance(value, list | tuple):
@@ -90,7 +105,9 @@ def _plain_dump(value: Any, layout: _Layout) -> str:
     )
 
 
-def _bracketed(opening: str, members: list[TracedStr], closing: str, layout: _Layout, level: int) -> TracedStr:
+def _bracketed(
+    opening: str, members: list[TracedStr], closing: str, layout: _Layout, level: int
+) -> TracedStr:
     if not members:
         return TracedStr(opening + closing)
     if layout.indent is None:
@@ -102,7 +119,7 @@ def _bracketed(opening: str, members: list[TracedStr], closing: str, layout: _La
 
 def _key(key: Any, layout: _Layout) -> TracedStr:
     if isinstance(key, str):
-        return _quoted(TracedStr(key) if type(key) is str else key, layout.ensure_ascii)  # type: ignore[arg-type]
+        return _quoted(key if isinstance(key, TracedStr) else TracedStr(key), layout.ensure_ascii)
     # `json` writes other scalar keys as the text of their JSON value.
     return TracedStr(json.dumps({_source(key): 0})[1:-4])
 
@@ -111,4 +128,4 @@ def _quoted(value: TracedStr, ensure_ascii: bool) -> TracedStr:
     def escaped(text: str) -> str:
         return json.dumps(plain(text), ensure_ascii=ensure_ascii)[1:-1]
 
-    return concat(['"', value.mapped(escaped), '"'])
+    return concat(['"', mapped(value, escaped), '"'])

@@ -1,16 +1,22 @@
-"""Bounds on what a template may spend: steps, time, text and numbers.
+"""Bounds on what a template may spend: steps, time, text, memory and numbers.
 
-A template comes from whoever published the model. Operations that can grow text or numbers without a loop
-are checked before they run; loops and calls are counted.
+A template comes from whoever published the model. Loop iterations, calls and filters are counted as they
+happen; anything that could become large in one go is measured before it is built.
 """
 
-import re
+import sys
 import time
-from collections.abc import Sized
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from mmrender.errors import TemplateLimitError
+
+LONG = 1024
+"""Text and lists shorter than this are too small to be worth counting."""
+_MAX_DEPTH = 400
+_CHARACTERS_PER_ITEM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,94 +25,123 @@ class TemplateLimits:
 
     Attributes:
         max_characters: Longest text that any operation may build.
-        max_steps: Loop iterations and calls.
+        max_items: Most elements of a list, tuple or dict, those of its elements included.
+        max_bytes: Memory of all longer texts and lists that the rendering builds, kept or not.
+        max_steps: Loop iterations, calls and filters.
         max_seconds: Wall-clock time, checked at each step.
         max_bits: Size of an integer.
     """
 
-    max_characters: int = 64_000_000
+    max_characters: int = 8_000_000
+    max_items: int = 1_000_000
+    max_bytes: int = 256 << 20
     max_steps: int = 1_000_000
     max_seconds: float = 10.0
     max_bits: int = 100_000
 
 
 class Meter:
-    """Counts what one rendering has spent."""
+    """Counts what one rendering has spent, and refuses what goes beyond its limits."""
 
-    __slots__ = ("_deadline", "_limits", "_steps")
+    __slots__ = ("_bytes", "_deadline", "_steps", "limits")
 
     def __init__(self, limits: TemplateLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._steps = 0
+        self._bytes = 0
         self._deadline = time.monotonic() + limits.max_seconds
 
     def step(self) -> None:
-        """Count one loop iteration or call; raise `TemplateLimitError` past either limit."""
+        """Count one loop iteration, call or filter."""
         self._steps += 1
-        if self._steps > self._limits.max_steps:
-            raise _too_much("steps", f"at most {self._limits.max_steps:,} loop iterations and calls", "more")
+        if self._steps > self.limits.max_steps:
+            expected = f"at most {self.limits.max_steps:,} loop iterations, calls and filters"
+            raise _too_much("steps", expected, "more")
         if time.monotonic() > self._deadline:
-            raise _too_much("time", f"at most {self._limits.max_seconds:g} s", "more")
+            raise _too_much("time", f"at most {self.limits.max_seconds:g} s", "more")
+
+    def admit(self, characters: int) -> None:
+        """Refuse to build a text of so many characters."""
+        if characters > self.limits.max_characters:
+            raise _too_much("text", f"at most {self.limits.max_characters:,} characters", f"{characters:,}")
+
+    def admit_items(self, count: int) -> None:
+        """Refuse to build or walk so many elements."""
+        if count > self.limits.max_items:
+            raise _too_much("elements", f"at most {self.limits.max_items:,}", f"{count:,} or more")
+
+    def admit_bits(self, bits: int) -> None:
+        """Refuse to compute an integer of so many bits."""
+        if bits > self.limits.max_bits:
+            raise _too_much("numbers", f"integers of at most {self.limits.max_bits:,} bits", f"{bits:,}")
+
+    def built(self, value: Any) -> None:
+        """Count the memory of a text or container just built."""
+        if len(value) < LONG:
+            return
+        self._bytes += sys.getsizeof(value)
+        if self._bytes > self.limits.max_bytes:
+            expected = f"at most {self.limits.max_bytes:,} bytes of text and lists in all"
+            raise _too_much("memory", expected, f"{self._bytes:,}")
 
 
-def check_size(size: int, limits: TemplateLimits) -> None:
-    """Refuse to build `size` characters or elements."""
-    if size > limits.max_characters:
-        raise _too_much("text", f"at most {limits.max_characters:,} characters", f"{size:,}")
+METER: ContextVar[Meter | None] = ContextVar("mmrender_template_meter", default=None)
+"""The meter of the rendering that runs in this context; None outside of one, where nothing is bounded."""
+
+SIZED = (str, bytes, list, tuple, dict)
+CONTAINERS = (list, tuple, dict)
 
 
-def check_operation(operator: str, left: Any, right: Any, limits: TemplateLimits) -> None:
-    """Refuse an operation whose result would be too large."""
-    if operator == "+":
-        if isinstance(left, Sized) and isinstance(right, Sized):
-            check_size(len(left) + len(right), limits)
-    elif operator == "*":
-        _check_product(left, right, limits)
-    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * max(right, 1), limits)
-    elif operator == "%" and isinstance(left, str):
-        check_widths(left, limits)
-        if "*" in left and isinstance(right, tuple):
-            check_size(sum(abs(item) for item in right if isinstance(item, int)), limits)
+def admit(characters: int) -> None:
+    """Refuse to build a text of so many characters in the current rendering."""
+    meter = METER.get()
+    if meter is not None:
+        meter.admit(characters)
 
 
-def _check_product(left: Any, right: Any, limits: TemplateLimits) -> None:
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, Sized) and isinstance(count, int):
-            check_size(len(sequence) * count, limits)
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length(), limits)
+def admit_items(count: int) -> None:
+    """Refuse to build so many elements in the current rendering."""
+    meter = METER.get()
+    if meter is not None:
+        meter.admit_items(count)
 
 
-def _check_bits(bits: int, limits: TemplateLimits) -> None:
-    if bits > limits.max_bits:
-        raise _too_much("numbers", f"integers of at most {limits.max_bits:,} bits", f"{bits:,}")
+def weigh(value: Any) -> int:
+    """Number of elements that a walk through `value` visits; long text counts as several.
+
+    A walk visits an element once for each place where it stands, so lists that hold one list many times weigh
+    what they would weigh written out.
+
+    Raises:
+        TemplateLimitError: More than `max_items` elements, or nested deeper than a walk in C code survives.
+    """
+    meter = METER.get()
+    if not isinstance(value, CONTAINERS):
+        return 1 + len(value) // _CHARACTERS_PER_ITEM if isinstance(value, str) else 1
+    if meter is None:
+        return len(value)
+    count = len(value)
+    stack = [iter(_elements(value))]
+    while stack:
+        for item in stack[-1]:
+            if isinstance(item, CONTAINERS):
+                count += len(item)
+                stack.append(iter(_elements(item)))
+                break
+            if isinstance(item, str):
+                count += len(item) // _CHARACTERS_PER_ITEM
+        else:
+            stack.pop()
+        meter.admit_items(count)
+        if len(stack) > _MAX_DEPTH:
+            raise _too_much("nesting", f"at most {_MAX_DEPTH} levels", "more")
+    return count
 
 
-def check_widths(text: str, limits: TemplateLimits) -> None:
-    """Refuse a width or precision in a format text that would pad beyond the limit."""
-    for digits in re.findall(r"[0-9]{7,}", text):
-        check_size(int(digits[:18]), limits)
-
-
-def check_call(name: str, text: str, args: tuple[Any, ...], limits: TemplateLimits) -> None:
-    """Refuse a string method whose result would be too large."""
-    if name in ("center", "ljust", "rjust", "zfill", "indent"):
-        for item in args:
-            if isinstance(item, int):
-                check_size(item * (text.count("\n") + 1 if name == "indent" else 1), limits)
-    elif name == "expandtabs" and args and isinstance(args[0], int):
-        check_size(text.count("\t") * args[0], limits)
-    elif name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-        check_size(len(text) + (text.count(args[0]) * len(args[1])), limits)
-    elif name in ("format", "format_map"):
-        check_widths(text, limits)
-        for item in args:
-            if isinstance(item, str | int):
-                check_widths(str(item), limits)
-    elif name == "join" and args and isinstance(args[0], list | tuple):
-        pieces = [item for item in args[0] if isinstance(item, str)]
-        check_size(sum(map(len, pieces)) + len(text) * len(pieces), limits)
+def _elements(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [element for pair in value.items() for element in pair]
+    return value  # type: ignore[no-any-return]
 
 
 def _too_much(what: str, expected: str, got: str) -> TemplateLimitError:

@@ -12,7 +12,12 @@ from typing import Any
 from mmrender.errors import TemplateMissingError
 from mmrender.model_dir import ModelDir
 
-_CONFIGS = ("chat_template.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_CONFIGS = (
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "tokenizer_config.json",
+)
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -65,7 +70,9 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
             return next(iter(templates))
     have = ", ".join(sorted(templates)) or "none"
     raise TemplateMissingError(
-        "the model has no chat template" if name is None else f"the model has no chat template named {name!r}",
+        "the model has no chat template"
+        if name is None
+        else f"the model has no chat template named {name!r}",
         expected="chat_template.jinja, chat_template.json, or a chat_template in the tokenizer or processor config",
         got=f"templates: {have}",
         remedy="Pass chat_template=<Jinja text>",
@@ -80,5 +87,7 @@ def special_tokens(model: ModelDir) -> dict[str, str]:
     for key, value in config.items():
         if key.endswith("_token") and isinstance(value, str | Mapping):
             named.setdefault(key, value)
-    texts = {key: value.get("content") if isinstance(value, Mapping) else value for key, value in named.items()}
+    texts = {
+        key: value.get("content") if isinstance(value, Mapping) else value for key, value in named.items()
+    }
     return {key: text for key, text in texts.items() if isinstance(text, str)}

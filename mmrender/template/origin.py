@@ -88,3 +88,17 @@ def sole_origin(spans: Spans, length: int) -> Origin | None:
     if len(spans) == 1 and spans[0][0] == 0 and spans[0][1] == length:
         return spans[0][2]
     return None
+
+
+def stepped(spans: Spans, start: int, stop: int, step: int) -> Spans:
+    """Spans of the characters `start, start + step, ...` before `stop`, relative to the first of them."""
+    count = len(range(start, stop, step))
+    found: list[Span] = []
+    for low, high, origin in spans if step > 0 else reversed(spans):
+        # The indices whose character `start + index * step` lies in [low, high).
+        near, far = (low, high - 1) if step > 0 else (high - 1, low)
+        first = max(0, -((start - near) // step) if step > 0 else -((near - start) // -step))
+        last = min(count - 1, (far - start) // step)
+        if first <= last:
+            append(found, ((first, last + 1, origin),), 0)
+    return tuple(found)

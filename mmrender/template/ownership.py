@@ -1,167 +1,253 @@
 """Which message the template was handling when it wrote a piece of scaffold.
 
-The template's own loop over the messages says so. Each `for` body begins with a marker that carries the
-message of this iteration, if the loop runs over messages, and the loop is followed by a marker that ends
-it. Markers are empty text; `concat` consumes them and gives the text between them a scaffold origin.
+The template's own loop over the messages says so. Each `for` body begins with a mark that carries the message
+of this iteration, if the loop runs over messages, and the loop is followed by a mark that ends it. Where a
+loop runs over something else (indices, say), the values that an iteration prints say whose it is; where it
+prints none, the message that it looked up with `{% set message = messages[i] %}`.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import nodes
 
-from mmrender.template.origin import Origin, Span, Spans, append, clip
-from mmrender.template.traced import TracedStr, plain, spans_of
+from mmrender.template.limits import METER, Meter
+from mmrender.template.origin import Origin, Span, clip
+from mmrender.template.traced import TracedStr, plain
 
-ENTER = "mmrender_enter"
-LEAVE = "mmrender_leave"
+MarkKind: TypeAlias = Literal["enter", "look", "leave"]
+Mark: TypeAlias = tuple[int, MarkKind, Origin | None]
+"""Number of a loop; whether an iteration begins, looked a message up, or was the last; and that message."""
+
+_CHECKED_EVERY = 1 << 16
 
 
-class Marker(TracedStr):
-    """Empty text that begins (`origin` given) or ends the handling of a message by one loop."""
+class MessageDict(dict[str, Any]):
+    """What a template sees of a message; `_owner` is the origin of the scaffold around it."""
 
-    __slots__ = ("loop", "origin")
-    loop: int
-    origin: Origin | None
-
-    @classmethod
-    def of(cls, loop: int, origin: Origin | None) -> "Marker":
-        """Build the marker of loop number `loop`."""
-        marker = cls("")
-        marker.loop = loop
-        marker.origin = origin
-        return marker
+    __slots__ = ("_owner",)
+    _owner: Origin
 
 
 def scaffold_origin(value: Any) -> Origin | None:
-    """The scaffold origin of a message, read from its role; None for anything else."""
-    if not isinstance(value, dict):
-        return None
-    role = value.get("role")
+    """The scaffold origin of a message, or of a dict with a message's role; None for anything else."""
+    if type(value) is MessageDict:
+        return value._owner
+    role = value.get("role") if isinstance(value, dict) else None
     if not isinstance(role, TracedStr) or not role._spans:
         return None
-    return getattr(role._spans[0][2], "scaffold", None)
+    return role._spans[0][2].scaffold
 
 
 def instrument(tree: nodes.Template) -> nodes.Template:
-    """Put markers into every loop of a parsed template."""
-    count = 0
-    for parent in [tree, *tree.find_all(nodes.Node)]:
-        for _, value in parent.iter_fields():
-            if isinstance(value, list) and any(isinstance(item, nodes.For) for item in value):
-                count = _mark_loops(value, count)
+    """Put marks into every loop of a parsed template."""
+    _mark_bodies(tree, None, [0])
     return tree
 
 
-def _mark_loops(body: list[nodes.Node], count: int) -> int:
-    marked: list[nodes.Node] = []
-    for node in body:
-        marked.append(node)
-        if isinstance(node, nodes.For):
-            target = node.target
-            shown: nodes.Expr = (
-                nodes.Name(target.name, "load") if isinstance(target, nodes.Name) else nodes.Const(None)
-            )
-            node.body.insert(0, _output(ENTER, shown, count, node))
-            marked.append(_output(LEAVE, nodes.Const(None), count, node))
-            count += 1
-    body[:] = marked
-    return count
+def _mark_bodies(node: nodes.Node, loop: int | None, count: list[int]) -> None:
+    """Mark the loops inside `node`, which stands in loop number `loop`; `count` numbers them."""
+    for _, value in node.iter_fields():
+        children = value if isinstance(value, list) else [value]
+        for child in [child for child in children if isinstance(child, nodes.Node)]:
+            if isinstance(child, nodes.For):
+                count[0] += 1
+                number = count[0]
+                _mark_bodies(child, number, count)
+                target = child.target if isinstance(child.target, nodes.Name) else None
+                child.body.insert(0, _mark(number, "enter", target, child))
+                value.insert(_place(value, child) + 1, _mark(number, "leave", None, child))
+            else:
+                inside = None if isinstance(child, nodes.Macro | nodes.CallBlock) else loop
+                _mark_bodies(child, inside, count)
+                if isinstance(child, nodes.Assign) and inside is not None and _looks_up(child):
+                    value.insert(_place(value, child) + 1, _mark(inside, "look", child.target, child))
 
 
-def _output(filter_name: str, value: nodes.Expr, loop: int, near: nodes.Node) -> nodes.Output:
-    marker = nodes.Filter(value, filter_name, [nodes.Const(loop)], [], None, None)
-    return nodes.Output([marker]).set_lineno(near.lineno)
+def _place(body: list[nodes.Node], node: nodes.Node) -> int:
+    # By identity: nodes compare by value.
+    return next(index for index, item in enumerate(body) if item is node)
+
+
+def _looks_up(node: nodes.Assign) -> bool:
+    """Whether `{% set name = sequence[index] %}`, with an index that is not a key."""
+    source = node.node
+    if not isinstance(node.target, nodes.Name) or not isinstance(source, nodes.Getitem):
+        return False
+    return not isinstance(source.arg, nodes.Slice) and not (
+        isinstance(source.arg, nodes.Const) and isinstance(source.arg.value, str)
+    )
+
+
+def _mark(loop: int, kind: MarkKind, shown: nodes.Expr | None, near: nodes.Node) -> nodes.Output:
+    value = nodes.Name(shown.name, "load") if isinstance(shown, nodes.Name) else nodes.Const(None)
+    output = nodes.Output([value], lineno=near.lineno)
+    output.mark = (loop, kind)  # type: ignore[attr-defined]
+    return output
+
+
+class _Stretch(NamedTuple):
+    """Text from character `start` and span number `span` on, written by one iteration of a loop."""
+
+    loop: int
+    start: int
+    span: int
+    looked_up: list[Origin]
 
 
 class _Joiner:
     """Lays pieces out one after the other, each with the scaffold origin of the message being handled."""
 
-    def __init__(self) -> None:
-        self.held: list[str] = []
-        self.spans: list[Span] = []
-        self.position = 0
+    def __init__(self, *, root: bool) -> None:
+        self._held: list[str] = []
+        self._spans: list[Span] = []
+        self._position = 0
         self._owners: dict[int, Origin] = {}
-        self.owner: Origin | None = None
+        self._owner: Origin | None = None
+        self._gap = 0  # where the owner's text without origin of its own begins
+        self._open: list[_Stretch] = []
+        # Text outside all loops over messages, since the last of them.
+        self._outside: tuple[int, int] | None = (0, 0) if root else None
 
-    def mark(self, marker: Marker) -> None:
-        if marker.origin is None:
-            self._owners.pop(marker.loop, None)
+    def join(self, pieces: Iterable[str | Mark]) -> TracedStr:
+        meter = METER.get()
+        check = _CHECKED_EVERY
+        hold = self._held.append
+        for piece in pieces:
+            if type(piece) is str:
+                hold(piece)
+                self._position += len(piece)
+            elif type(piece) is tuple:
+                self._mark(*piece)
+            elif piece:
+                hold(piece)  # type: ignore[arg-type]
+                self._attribute(piece._spans)  # type: ignore[union-attr]
+                self._position += len(piece)
+            if self._position > check and meter is not None:
+                meter.admit(self._position)
+                meter.admit_items(len(self._held))
+                check = self._position + _CHECKED_EVERY
+        return self._finish(meter)
+
+    def _finish(self, meter: Meter | None) -> TracedStr:
+        self._flush()
+        while self._open:
+            self._close(self._open.pop())
+        self._own_outside(self._position, len(self._spans))
+        if meter is not None:
+            meter.admit(self._position)
+        text = TracedStr("".join(self._held), tuple(self._spans))
+        if meter is not None:
+            meter.built(text)
+        return text
+
+    def _push(self, start: int, stop: int, origin: Origin) -> None:
+        spans = self._spans
+        if spans and spans[-1][1] == start and spans[-1][2] is origin:
+            start = spans.pop()[0]
+        spans.append((start, stop, origin))
+
+    def _attribute(self, spans: Iterable[Span]) -> None:
+        """Lay out the spans of a piece that begins at the current position."""
+        position, owner, laid = self._position, self._owner, self._spans
+        for low, high, origin in spans:
+            start = low + position
+            if owner is not None and self._gap < start:
+                self._push(self._gap, start, owner)
+            self._gap = high + position
+            if laid and laid[-1][1] == start and laid[-1][2] is origin:
+                start = laid.pop()[0]
+            laid.append((start, self._gap, origin))
+
+    def _flush(self) -> None:
+        if self._owner is not None and self._gap < self._position:
+            self._push(self._gap, self._position, self._owner)
+        self._gap = self._position
+
+    def _mark(self, loop: int, kind: MarkKind, origin: Origin | None) -> None:
+        if kind == "look":
+            if origin is not None and self._open and self._open[-1].loop == loop:
+                self._open[-1].looked_up.append(origin)
+            return
+        self._flush()
+        if self._open and self._open[-1].loop == loop:
+            self._close(self._open.pop())
+        if origin is not None:
+            self._owners[loop] = origin
         else:
-            self._owners[marker.loop] = marker.origin
-        self.owner = next(reversed(self._owners.values())) if self._owners else None
+            self._owners.pop(loop, None)
+        self._pass_on(next(reversed(self._owners.values()), None))
+        if kind == "enter" and self._owner is None:
+            self._open.append(_Stretch(loop, self._position, len(self._spans), []))
 
-    def add(self, piece: str) -> None:
-        if self.owner is None:
-            append(self.spans, spans_of(piece), self.position)
-        elif type(piece) is str:
-            append(self.spans, ((0, len(piece), self.owner),), self.position)
-        else:
-            append(self.spans, _filled(spans_of(piece), 0, len(piece), self.owner), self.position)
-        self.held.append(piece)
-        self.position += len(piece)
+    def _pass_on(self, owner: Origin | None) -> None:
+        if self._outside is not None and (owner is None) != (self._owner is None):
+            if owner is not None:
+                self._own_outside(self._position, len(self._spans))
+            else:
+                self._outside = self._position, len(self._spans)
+        self._owner = owner
 
-    def result(self) -> TracedStr:
-        return TracedStr("".join(self.held), tuple(self.spans))
+    def _close(self, stretch: _Stretch) -> None:
+        """Give an iteration's text to the one message whose values it holds, or that it looked up."""
+        if stretch.start == self._position:
+            return
+        owner = self._sole_message(stretch.span, len(self._spans))
+        if owner is None and not any(span[2].message >= 0 for span in self._spans[stretch.span :]):
+            looked_up = set(stretch.looked_up)
+            owner = looked_up.pop() if len(looked_up) == 1 else None
+        if owner is not None:
+            self._own(stretch.start, stretch.span, self._position, owner)
+            self._own_outside(stretch.start, stretch.span)
+            if self._outside is not None:
+                self._outside = self._position, len(self._spans)
+
+    def _own_outside(self, stop: int, last: int) -> None:
+        """Give text outside all loops to the one message whose values it holds, such as a system turn."""
+        if self._outside is not None:
+            start, index = self._outside
+            owner = self._sole_message(index, last)
+            if owner is not None:
+                after = self._spans[last:]
+                del self._spans[last:]
+                self._own(start, index, stop, owner)
+                self._spans += after
+
+    def _sole_message(self, first: int, last: int) -> Origin | None:
+        """Scaffold origin of the one message that the spans from `first` to `last` belong to."""
+        found = {origin.message: origin for _, _, origin in self._spans[first:last] if origin.message >= 0}
+        if len(found) != 1:
+            return None
+        origin = next(iter(found.values()))
+        return origin if origin.kind == "scaffold" else origin.scaffold
+
+    def _own(self, start: int, index: int, stop: int, owner: Origin) -> None:
+        """Give the gaps from character `start` and span number `index` on to `owner`."""
+        inside = self._spans[index:]
+        del self._spans[index:]
+        if self._spans:
+            start = max(start, self._spans[-1][1])
+        for low, high, origin in inside:
+            if start < low:
+                self._push(start, low, owner)
+            self._push(low, high, origin)
+            start = high
+        if start < stop:
+            self._push(start, stop, owner)
 
 
-def concat(pieces: Iterable[str]) -> TracedStr:
-    """Join what a macro or block wrote; scaffold between markers belongs to the message being handled."""
-    joiner = _Joiner()
-    for piece in pieces:
-        if type(piece) is Marker:
-            joiner.mark(piece)
-        elif piece:
-            joiner.add(piece)
-    return joiner.result()
+def concat(pieces: Iterable[str | Mark]) -> TracedStr:
+    """Join what a macro or block wrote; scaffold between marks belongs to the message being handled."""
+    return _Joiner(root=False).join(pieces)
 
 
-def concat_root(pieces: Iterable[str]) -> TracedStr:
+def concat_root(pieces: Iterable[str | Mark]) -> TracedStr:
     """Join what a whole template wrote.
 
     Templates often write the system turn before their loop. A stretch outside any message loop that holds the
     values of exactly one message is that message's turn; a stretch without any keeps no owner.
     """
-    joiner = _Joiner()
-    stretch: tuple[int, int] | None = (0, 0)  # where the current stretch begins: character, span
-    for piece in pieces:
-        if type(piece) is Marker:
-            joiner.mark(piece)
-        elif piece:
-            if joiner.owner is not None and stretch is not None:
-                _own_stretch(joiner, stretch)
-                stretch = None
-            elif joiner.owner is None and stretch is None:
-                stretch = (joiner.position, len(joiner.spans))
-            joiner.add(piece)
-    if stretch is not None:
-        _own_stretch(joiner, stretch)
-    return joiner.result()
-
-
-def _own_stretch(joiner: _Joiner, stretch: tuple[int, int]) -> None:
-    start, index = stretch
-    inside = tuple(joiner.spans[index:])
-    messages = {origin.message: origin for _, _, origin in inside if origin.message >= 0}
-    if len(messages) != 1:
-        return
-    scaffold = next(iter(messages.values())).scaffold
-    if scaffold is not None:
-        del joiner.spans[index:]
-        append(joiner.spans, _filled(inside, start, joiner.position, scaffold), 0)
-
-
-def _filled(spans: Spans, start: int, stop: int, owner: Origin) -> Spans:
-    """The spans, with the gaps of `[start, stop)` given to `owner`."""
-    filled: list[Span] = []
-    for span in spans:
-        if span[0] > start:
-            filled.append((start, span[0], owner))
-        filled.append(span)
-        start = span[1]
-    if start < stop:
-        filled.append((start, stop, owner))
-    return tuple(filled)
+    return _Joiner(root=True).join(pieces)
 
 
 def disown_tail(text: TracedStr, length: int) -> TracedStr:

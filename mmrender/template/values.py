@@ -134,11 +134,14 @@ def is_integer(value: Any) -> bool:
 
 def is_same(value: Any, other: Any) -> bool:
     """Jinja's test `sameas`, for values that stand for singletons."""
+    return _single(value) is _single(other)
+
+
+def _single(value: Any) -> Any:
+    """The singleton that a proxy stands for; any other value as it is."""
     if type(value) is TracedNull:
-        value = None
-    elif type(value) is TracedBool:
-        value = bool(value)
-    return value is other
+        return None
+    return bool(value) if type(value) is TracedBool else value
 
 
 IDENTITY_TESTS = {

@@ -8,10 +8,12 @@ payload, since no template reads one.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.template.origin import Kind, Origin
+from mmrender.template.ownership import MessageDict
 from mmrender.template.traced import TracedStr
 from mmrender.template.values import traced
 
@@ -33,21 +35,35 @@ class ViewForm:
     content: Literal["parts", "text"] = "parts"
 
 
+@lru_cache(maxsize=1 << 16)
+def _origin(message: int, role: Role, kind: Kind, path: str) -> Origin:
+    """The origin of a field. Conversations have the same few hundred of them over and over."""
+    where = f"messages[{message}]"
+    if kind == "scaffold":
+        return Origin(message, role, kind, where)
+    return Origin(message, role, kind, f"{where}.{path}", _origin(message, role, "scaffold", ""))
+
+
+@lru_cache(maxsize=1 << 12)
+def _role_text(message: int, role: Role) -> TracedStr:
+    return TracedStr.whole(role, _origin(message, role, "role", "role"))
+
+
 class _MessageView:
     """Builds the dict of one message."""
 
+    __slots__ = ("form", "index", "role")
+
     def __init__(self, index: int, message: Message, form: ViewForm) -> None:
-        self.path = f"messages[{index}]"
         self.index = index
         self.role: Role = message.role
         self.form = form
-        self.scaffold = Origin(index, message.role, "scaffold", self.path)
 
     def origin(self, kind: Kind, path: str) -> Origin:
-        return Origin(self.index, self.role, kind, f"{self.path}.{path}", self.scaffold)
+        return _origin(self.index, self.role, kind, path)
 
     def text(self, text: str, kind: Kind, path: str) -> TracedStr:
-        return TracedStr.whole(text, self.origin(kind, path))
+        return TracedStr.whole(text, _origin(self.index, self.role, kind, path))
 
     def content(self, content: str | tuple[Part, ...] | None) -> Any:
         if content is None:
@@ -64,7 +80,9 @@ class _MessageView:
             case TextPart(text=text):
                 return {"type": "text", "text": self.text(text, "content", f"{path}.text")}
             case ImagePart():
-                return {"type": "image"} if self.form.image == "image" else {"type": "image_url", "image_url": {}}
+                if self.form.image == "image":
+                    return {"type": "image"}
+                return {"type": "image_url", "image_url": {}}
             case VideoPart():
                 return {"type": "video"}
             case ThinkingPart(thinking=thinking):
@@ -81,10 +99,9 @@ class _MessageView:
         name = self.text(call.name, "tool_call", f"{path}.function.name")
         return {**shown, "function": {"name": name, "arguments": traced(given, arguments)}}
 
-    def build(self, message: Message) -> dict[str, Any]:
-        view: dict[str, Any] = {"role": self.text(self.role, "role", "role"), "content": self.content(message.content)}
-        if message.content is None and self.form.none_content == "absent":
-            del view["content"]
+    def build(self, message: Message) -> MessageDict:
+        view = MessageDict(role=_role_text(self.index, self.role), content=self.content(message.content))
+        view._owner = _origin(self.index, self.role, "scaffold", "")
         if message.reasoning_content is not None:
             reasoning = self.text(message.reasoning_content, "reasoning", "reasoning_content")
             view.update(reasoning_content=reasoning, thinking=reasoning)
@@ -100,7 +117,7 @@ class _MessageView:
         return view
 
 
-def view_messages(messages: Sequence[Message], form: ViewForm) -> list[dict[str, Any]]:
+def view_messages(messages: Sequence[Message], form: ViewForm) -> list[MessageDict]:
     """Dicts for the template, each text with the origin of its field."""
     return [_MessageView(index, message, form).build(message) for index, message in enumerate(messages)]
 
@@ -115,9 +132,9 @@ def view_documents(documents: Sequence[Mapping[str, Any]] | None) -> list[Any] |
     return _outside(documents, "documents")
 
 
-def _outside(values: Sequence[Mapping[str, Any]] | None, kind: Literal["tools", "documents"]) -> list[Any] | None:
+def _outside(
+    values: Sequence[Mapping[str, Any]] | None, kind: Literal["tools", "documents"]
+) -> list[Any] | None:
     if values is None:
         return None
     return [traced(value, Origin(-1, None, kind, f"{kind}[{index}]")) for index, value in enumerate(values)]
-
-

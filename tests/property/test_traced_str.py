@@ -1,0 +1,442 @@
+"""Every operation of `TracedStr` gives what `str` gives, and each character keeps the origin it had.
+
+The reference is slow and plain: a list of `(character, origin)` pairs. Origins are told apart by the character
+itself: every character of a random text has an origin of its own choice, so a result is right when its
+characters carry, in order, the origins of the characters that they are.
+"""
+
+import copy
+import json
+import operator
+import pickle
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmrender.template.formatting import percent, representation
+from mmrender.template.json_text import to_json
+from mmrender.template.origin import Origin
+from mmrender.template.traced import TracedStr, concat, derived, plain, spans_of
+
+A, B, C = (Origin(index, "user", "content", f"messages[{index}].content") for index in range(3))
+NO = None
+
+# Characters with images of other lengths, line ends, sigma, tabs, combining marks, a surrogate pair's partner.
+LETTERS = "aAbB zZ\t\n\r\x0b\x85\u2028ßİıΣσςŉǰΐﬁǆǅ'\"\\{}%<&>-([+0٣\u0301é日𝒳"
+texts = st.text(st.sampled_from(LETTERS) | st.characters(codec="utf-8"), max_size=12)
+short = st.text(st.sampled_from("ab \tßΣ\n"), max_size=3)
+
+
+@st.composite
+def traced(draw, values=texts):
+    text = draw(values)
+    origins = draw(st.lists(st.sampled_from([A, B, C, NO]), min_size=len(text), max_size=len(text)))
+    return concat(TracedStr.whole(c, o) if o else c for c, o in zip(text, origins, strict=True))
+
+
+def pairs(text):
+    """The reference form: `(character, origin)` for each character."""
+    result = [[char, None] for char in plain(text)]
+    for start, stop, origin in spans_of(text):
+        assert 0 <= start < stop <= len(result)
+        for index in range(start, stop):
+            assert result[index][1] is None, "spans overlap"
+            result[index][1] = origin
+    return [tuple(pair) for pair in result]
+
+
+def check_spans(text):
+    """Spans rise, do not overlap, and are as few as can be."""
+    spans = spans_of(text)
+    for (_, stop, origin), (start, _, later) in zip(spans, spans[1:], strict=False):
+        assert stop < start or (stop == start and origin is not later)
+
+
+def same(result, expected):
+    """Equal as `str`, down to the types that `str` gives."""
+    if isinstance(expected, str):
+        assert isinstance(result, str)
+        assert plain(result) == expected
+        check_spans(result)
+    elif isinstance(expected, list | tuple):
+        assert type(result) is type(expected)
+        assert len(result) == len(expected)
+        for one, other in zip(result, expected, strict=True):
+            same(one, other)
+    else:
+        assert type(result) is type(expected)
+        assert result == expected
+
+
+def outcome(call):
+    try:
+        return call(), None
+    except Exception as error:
+        return None, type(error)
+
+
+small = st.integers(-4, 20)
+index = st.none() | st.integers(-14, 14)
+chars = st.none() | short
+tables = st.dictionaries(
+    st.sampled_from([ord(char) for char in LETTERS]),
+    st.none() | st.sampled_from([97, 0x1F600]) | short,
+    max_size=4,
+)
+ARGUMENTS = {
+    "capitalize": st.tuples(),
+    "casefold": st.tuples(),
+    "center": st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab", "日"])),
+    "count": st.tuples(short) | st.tuples(short, index, index),
+    "encode": st.tuples() | st.tuples(st.sampled_from(["utf-8", "ascii", "latin-1", "none"])),
+    "endswith": st.tuples(short) | st.tuples(st.tuples(short, short)),
+    "expandtabs": st.tuples() | st.tuples(small),
+    "find": st.tuples(short) | st.tuples(short, index),
+    "format": st.tuples(texts, small),
+    "format_map": st.tuples(st.dictionaries(st.sampled_from("ab"), texts)),
+    "index": st.tuples(short),
+    "isalnum": st.tuples(),
+    "isalpha": st.tuples(),
+    "isascii": st.tuples(),
+    "isdecimal": st.tuples(),
+    "isdigit": st.tuples(),
+    "isidentifier": st.tuples(),
+    "islower": st.tuples(),
+    "isnumeric": st.tuples(),
+    "isprintable": st.tuples(),
+    "isspace": st.tuples(),
+    "istitle": st.tuples(),
+    "isupper": st.tuples(),
+    "join": st.tuples(st.lists(short | st.just(3), max_size=4) | texts),
+    "ljust": st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab"])),
+    "lower": st.tuples(),
+    "lstrip": st.tuples() | st.tuples(chars) | st.tuples(st.just(3)),
+    "maketrans": st.tuples(st.dictionaries(st.sampled_from("ab"), short)),
+    "partition": st.tuples(short) | st.tuples(st.just(3)),
+    "removeprefix": st.tuples(short),
+    "removesuffix": st.tuples(short),
+    "replace": st.tuples(short, short) | st.tuples(short, short, small) | st.tuples(short, st.just(3)),
+    "rfind": st.tuples(short) | st.tuples(short, index),
+    "rindex": st.tuples(short),
+    "rjust": st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab"])),
+    "rpartition": st.tuples(short),
+    "rsplit": st.tuples() | st.tuples(chars) | st.tuples(chars, small),
+    "rstrip": st.tuples() | st.tuples(chars),
+    "split": st.tuples() | st.tuples(chars) | st.tuples(chars, small) | st.tuples(st.just(3)),
+    "splitlines": st.tuples() | st.tuples(st.booleans()),
+    "startswith": st.tuples(short) | st.tuples(short, index, index),
+    "strip": st.tuples() | st.tuples(chars),
+    "swapcase": st.tuples(),
+    "title": st.tuples(),
+    "translate": st.tuples(tables),
+    "upper": st.tuples(),
+    "zfill": st.tuples(small),
+    "__add__": st.tuples(texts) | st.tuples(small),
+    "__contains__": st.tuples(short),
+    "__eq__": st.tuples(texts),
+    "__format__": st.tuples(
+        st.sampled_from(["", "10", ">10", "<10", "^9", "*^9", "010", ".3", "x>8.2s", "=9", "d", "z"])
+    ),
+    "__ge__": st.tuples(texts),
+    "__getitem__": st.tuples(st.integers(-14, 14))
+    | st.tuples(st.builds(slice, index, index, index))
+    | st.tuples(short),
+    "__gt__": st.tuples(texts),
+    "__hash__": st.tuples(),
+    "__le__": st.tuples(texts),
+    "__len__": st.tuples(),
+    "__lt__": st.tuples(texts),
+    "__mod__": st.tuples(texts)
+    | st.tuples(st.tuples(texts, small))
+    | st.tuples(st.dictionaries(short, texts)),
+    "__mul__": st.tuples(small) | st.tuples(short),
+    "__ne__": st.tuples(texts),
+    "__repr__": st.tuples(),
+    "__rmul__": st.tuples(small),
+    "__str__": st.tuples(),
+}
+NOT_OPERATIONS = {
+    "__class__", "__delattr__", "__dir__", "__doc__", "__getattribute__", "__getnewargs__", "__getstate__", "__init__",
+    "__init_subclass__", "__iter__", "__new__", "__reduce__", "__reduce_ex__", "__rmod__", "__setattr__", "__sizeof__",
+    "__subclasshook__",
+}  # fmt: skip
+
+
+def test_every_method_is_listed():
+    known = set(ARGUMENTS) | NOT_OPERATIONS
+    assert not {name for name in dir(str) if name not in known}
+    assert set(ARGUMENTS) <= set(dir(str))
+
+
+OPERATORS = {
+    "__add__": operator.add,
+    "__contains__": operator.contains,
+    "__format__": format,
+    "__getitem__": operator.getitem,
+    "__mod__": operator.mod,
+    "__mul__": operator.mul,
+    "__rmul__": lambda text, count: count * text,
+}
+
+
+def apply(name, text, args):
+    if name in OPERATORS:
+        return OPERATORS[name](text, *args)
+    return getattr(text, name)(*args)
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_methods_give_what_str_gives(name):
+    @given(traced(), ARGUMENTS[name])
+    def check(text, args):
+        expected, error = outcome(lambda: apply(name, plain(text), args))
+        result, raised = outcome(lambda: apply(name, text, args))
+        assert raised is error
+        same(result, expected)
+
+    check()
+
+
+@given(traced(), traced(short), traced(short))
+def test_traced_arguments_give_what_plain_arguments_give(text, one, other):
+    for call in (
+        lambda s, a, b: s + a,
+        lambda s, a, b: a + s,
+        lambda s, a, b: s.replace(a, b),
+        lambda s, a, b: s.replace(a, b, 2),
+        lambda s, a, b: s.join([a, b, a]),
+        lambda s, a, b: s.join(a),
+        lambda s, a, b: s.split(a or None),
+        lambda s, a, b: s.strip(a),
+        lambda s, a, b: s.removeprefix(a).removesuffix(b),
+        lambda s, a, b: s.partition(a or "b"),
+        lambda s, a, b: s.ljust(9, a[:1] or "-"),
+        lambda s, a, b: s.center(9, a[:1] or "-"),
+        lambda s, a, b: s.translate({97: a, 98: b}),
+        lambda s, a, b: "%s and %r" % (a, s),  # noqa: UP031
+        lambda s, a, b: "{} {!r:>9} {x!a}".format(s, a, x=b),
+        lambda s, a, b: f"{s}{a!r}{b:^7}",
+        lambda s, a, b: s in a or a < b,
+        lambda s, a, b: s == a,
+    ):
+        same(call(text, one, other), call(plain(text), plain(one), plain(other)))
+
+
+@given(traced(), st.integers(-14, 14), index, index, st.integers(-3, 3).filter(bool))
+def test_slices_keep_the_origin_of_each_character(text, at, start, stop, step):
+    assert pairs(text[start:stop:step]) == pairs(text)[start:stop:step]
+    if -len(text) <= at < len(text):
+        assert pairs(text[at]) == [pairs(text)[at]]
+    assert [pairs(char) for char in text] == [[pair] for pair in pairs(text)]
+    assert [pairs(char) for char in reversed(text)] == [[pair] for pair in reversed(pairs(text))]
+
+
+@given(traced(), chars, st.booleans())
+def test_pieces_are_slices(text, sep, keepends):
+    """Whatever is split, trimmed or partitioned is made of slices, found here by walking through the text."""
+    results = [
+        text.split(), text.rsplit(None, 1), text.splitlines(keepends), [text.strip(sep)], [text.lstrip(sep)],
+        [text.rstrip(sep)], [text.removeprefix("a")], [text.removesuffix("a")],
+    ]  # fmt: skip
+    if sep:
+        results += [text.split(sep), text.rsplit(sep, 2), text.partition(sep), text.rpartition(sep)]
+    reference = pairs(text)
+    for pieces in results:
+        if sep is None or len(pieces) > 1:
+            position = 0
+            for piece in pieces:
+                shown = pairs(piece)
+                starts = [
+                    i for i in range(position, len(reference) + 1) if reference[i : i + len(shown)] == shown
+                ]
+                assert starts, f"{piece!r} is no slice"
+                position = starts[0] + len(shown)
+
+
+@given(traced(), short.filter(bool))
+def test_splits_are_the_slices_between_separators(text, sep):
+    reference = pairs(text)
+    expected, position = [], 0
+    for piece in plain(text).split(sep):
+        expected.append(reference[position : position + len(piece)])
+        position += len(piece) + len(sep)
+    assert [pairs(piece) for piece in text.split(sep)] == expected
+    before, middle, after = text.partition(sep)
+    assert pairs(before) + pairs(middle) + pairs(after) == reference
+    before, middle, after = text.rpartition(sep)
+    assert pairs(before) + pairs(middle) + pairs(after) == reference
+
+
+@given(st.lists(traced(short), max_size=5), traced(short))
+def test_joins_keep_the_origin_of_each_character(pieces, separator):
+    expected = []
+    for number, piece in enumerate(pieces):
+        expected += (pairs(separator) if number else []) + pairs(piece)
+    assert pairs(separator.join(pieces)) == expected
+    assert pairs(concat(pieces)) == [pair for piece in pieces for pair in pairs(piece)]
+
+
+@given(traced(), traced(short), traced(short), small)
+def test_what_a_replacement_brings_keeps_its_origin(text, old, new, count):
+    expected, position, left = [], 0, count
+    reference = pairs(text)
+    while position <= len(text):
+        if left != 0 and plain(text).startswith(plain(old), position) and (old or position <= len(text)):
+            expected += pairs(new)
+            left -= 1
+            if old:
+                position += len(old)
+                continue
+        expected += reference[position : position + 1]
+        position += 1
+    assert pairs(text.replace(old, new, count)) == expected
+
+
+@given(traced(), st.integers(0, 4))
+def test_products_repeat_origins(text, count):
+    assert pairs(text * count) == pairs(count * text) == pairs(text) * count
+
+
+@given(traced(), small, traced(st.sampled_from("*日 ")))
+def test_padding_keeps_the_origin_of_its_filling(text, width, fill):
+    for result in (text.ljust(width, fill), text.rjust(width, fill), text.center(width, fill)):
+        added = len(result) - len(text)
+        left = next(
+            n
+            for n in range(added + 1)
+            if pairs(result) == pairs(fill) * n + pairs(text) + pairs(fill) * (added - n)
+        )
+        assert plain(result) == plain(fill) * left + plain(text) + plain(fill) * (added - left)
+    zeros = text.zfill(width)
+    sign = 1 if text[:1] in ("+", "-") else 0
+    assert pairs(zeros)[:sign] + pairs(zeros)[len(zeros) - len(text) + sign :] == pairs(text)
+
+
+CASES = ("lower", "upper", "casefold", "swapcase", "title", "capitalize")
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(text=traced())
+def test_case_mappings_keep_the_origin_of_each_character(name, text):
+    """The image of a character is what the text gains with it, given all that stands before."""
+    expected = []
+    for at, (_, origin) in enumerate(pairs(text)):
+        low, high = (len(getattr(plain(text)[:end], name)()) for end in (at, at + 1))
+        expected += [origin] * (high - low)
+    assert [origin for _, origin in pairs(getattr(text, name)())] == expected
+
+
+@given(traced(), small)
+def test_spaces_keep_the_origin_of_their_tab(text, size):
+    expected = []
+    for at, (_, origin) in enumerate(pairs(text)):
+        low, high = (len(plain(text)[:end].expandtabs(size)) for end in (at, at + 1))
+        expected += [origin] * (high - low)
+    assert [origin for _, origin in pairs(text.expandtabs(size))] == expected
+
+
+@given(traced(), traced(short))
+def test_translations_keep_the_origin_of_what_the_table_holds(text, image):
+    table = {97: image, 98: None, 32: 95}
+    expected = []
+    for char, origin in pairs(text):
+        given_ = table.get(ord(char), char)
+        if given_ is image:
+            expected += pairs(image)
+        elif given_ is not None:
+            expected.append((chr(given_) if isinstance(given_, int) else given_, origin))
+    assert pairs(text.translate(table)) == expected
+
+
+@given(traced(), traced(short), st.integers(0, 14), st.integers(0, 14))
+def test_formats_lay_out_the_values(text, other, width, precision):
+    assert pairs(percent("%s|%s", (text, other))) == pairs(text) + [("|", None)] + pairs(other)
+    assert pairs(percent("%(a)s%%", {"a": text})) == [*pairs(text), ("%", None)]
+    cut = pairs(text)[:precision]
+    margin = [(" ", None)] * (width - len(cut))
+    assert pairs(percent("%*.*s", (width, precision, text))) == margin + cut
+    assert pairs(percent("%-*.*s", (width, precision, text))) == cut + margin
+    assert pairs(format(text, f"{width or ''}.{precision}")) == cut + margin
+    assert pairs(format(text, f">{width or ''}.{precision}")) == margin + cut
+    # The interpreter joins an f-string itself, as plain text; a template has none.
+    assert pairs(TracedStr("{}{b}").format(text, b=other)) == pairs(text) + pairs(other)
+    assert pairs(TracedStr("{x}").format_map({"x": text})) == pairs(text)
+
+
+@given(traced(texts))
+def test_representations_keep_the_origin_of_each_character(text):
+    shown = representation(text)
+    assert plain(shown) == repr(plain(text))
+    quoted = [origin for _, origin in pairs(shown)][1:-1]
+    expected = []
+    for char, origin in pairs(text):
+        escaped = "\\'" if char == shown[0] == "'" else char if char in "'\"" else repr(char)[1:-1]
+        expected += [origin] * len(escaped)
+    assert quoted == expected
+    for ascii_only in (False, True):
+        dumped = to_json(text, ascii_only)
+        assert plain(dumped) == json.dumps(plain(text), ensure_ascii=ascii_only)
+        expected = [o for char, o in pairs(text) for _ in json.dumps(char, ensure_ascii=ascii_only)[1:-1]]
+        assert [origin for _, origin in pairs(dumped)][1:-1] == expected
+
+
+TEMPLATES = st.text(st.sampled_from("%sdrcxia.5*()-+ #0ab{}:!>^"), max_size=8)
+
+
+@given(TEMPLATES, traced(short), st.integers(-9, 300))
+def test_percent_formats_fail_and_succeed_as_those_of_str(template, text, number):
+    for values, plain_values in (
+        ((text,), (plain(text),)),
+        ((number, text), (number, plain(text))),
+        (text, plain(text)),
+        (number, number),
+        ({"a": text, "": number}, {"a": plain(text), "": number}),
+        ((), ()),
+        ([text], [plain(text)]),
+    ):
+        expected, error = outcome(lambda: template % plain_values)  # noqa: B023
+        result, raised = outcome(lambda: TracedStr(template) % values)  # noqa: B023
+        # Where several things are wrong with a template, either may be found first.
+        assert (raised is None) == (error is None), (template, values)
+        if expected is not None:
+            assert plain(result) == expected
+
+
+@given(TEMPLATES, traced(short), st.integers(-9, 300))
+def test_brace_formats_fail_and_succeed_as_those_of_str(template, text, number):
+    for template_ in (template, template + "{}", "{:" + template + "}", "{!" + template + "}", "{a:{b}}"):
+        expected, error = outcome(lambda: template_.format(plain(text), number, a=number, b=3))  # noqa: B023
+        result, raised = outcome(lambda: TracedStr(template_).format(text, number, a=number, b=3))  # noqa: B023
+        assert raised is error, template_
+        if expected is not None:
+            assert plain(result) == expected
+
+
+@given(traced())
+def test_copies_and_pickles_are_plain(text):
+    for clone in (pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
+        assert type(clone) is str
+        assert clone == text
+    assert sys.intern(plain(text)) == text
+    assert hash(text) == hash(plain(text))
+    assert {plain(text): 1}[text] == 1
+    assert type(plain(text)) is str
+    assert str(text) is text
+
+
+def test_derived_text_keeps_an_origin_that_all_sources_share():
+    one, two = TracedStr.whole("one", A), TracedStr.whole("two", B)
+    assert pairs(derived("xy", one, "", one)) == [("x", A), ("y", A)]
+    assert spans_of(derived("xy", one, two)) == ()
+    assert spans_of(derived("xy", one, "plain")) == ()
+    assert spans_of(derived("", one)) == ()
+
+
+def test_neighbours_of_one_value_are_one_span():
+    text = TracedStr.whole("abcdef", A)
+    assert (text[:3] + text[3:])._spans == ((0, 6, A),)
+    assert concat([text, text])._spans == ((0, 12, A),)
+    assert concat([text, TracedStr.whole("g", B)])._spans == ((0, 6, A), (6, 7, B))
+    assert (text * 3)._spans == ((0, 18, A),)
