@@ -1,124 +1,158 @@
 """Proof that a bridge's tail does not depend on what came before it.
 
-Each history differs from the plain one in a single respect; a template that looks back in that respect
-writes another tail, and the difference names what it looks at.
+The tail is rendered after histories that differ from the plain one in a single respect each, and then in many
+at once. A template that looks back writes another tail, and what it looks at is named by the smallest change
+that still shows the difference.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mmrender.messages import ImagePart, Message, Part, TextPart, ToolCall
+from mmrender.bridge_histories import History, MediaCount, Variation, media_placements, skeleton, variations
+from mmrender.bridge_tail import NotBridged, NotPrinted, content_end
+from mmrender.errors import TemplateError
+from mmrender.messages import Message
+from mmrender.template.profile import TemplateProfile
+from mmrender.template.traced import TracedStr, plain
 
-_TOOLS: tuple[Mapping[str, Any], ...] = (
-    {"type": "function", "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object"}}},
-)
+_COMBINATIONS = 40
+"""Histories that differ in many respects at once. Any two respects meet in one of eight."""
+_SHARE = 0.35
+
+_MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
 
 
 @dataclass(frozen=True)
-class ProbedHistory:
-    """A conversation up to and including the assistant turn that the extension follows.
+class Proof:
+    """What is known about extensions of one shape.
 
     Attributes:
-        looks_at: What a template must look at for this history to matter.
-        messages: The conversation.
-        tools: Tool definitions, or None.
-        has_calls: Whether its last turn calls the tools that the extension answers for.
+        failure: Why the tail cannot be taken from the skeleton, or None.
+        counts_media: Whether the tail depends on the number of earlier images or videos, so that the skeleton
+            has to hold as many.
     """
 
-    looks_at: str
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] | None = None
-    has_calls: bool = False
+    failure: str | None
+    counts_media: bool = False
 
 
-def skeleton(extension: Sequence[Message], images: int) -> ProbedHistory:
-    """The shortest history: one user turn with the conversation's images, one assistant turn."""
-    calls = _calls_for(extension)
-    assistant = Message(role="assistant", content="Aqwertz", tool_calls=calls)
-    return ProbedHistory("nothing", (_user("Uqwertz", images), assistant), has_calls=bool(calls))
+@dataclass(frozen=True)
+class Prover:
+    """Proves extensions of one template.
 
-
-def _user(text: str, images: int = 0) -> Message:
-    if not images:
-        return Message(role="user", content=text)
-    parts: tuple[Part, ...] = (*[ImagePart(None)] * images, TextPart(text))
-    return Message(role="user", content=parts)
-
-
-def _calls_for(extension: Sequence[Message]) -> tuple[ToolCall, ...]:
-    """One call for each tool message that the extension begins with."""
-    calls = []
-    for index, message in enumerate(extension):
-        if message.role != "tool":
-            break
-        calls.append(
-            ToolCall(name=message.name or "probe", arguments={}, id=message.tool_call_id or f"call{index:05d}")
-        )
-    return tuple(calls)
-
-
-def histories(extension: Sequence[Message], images: int) -> Iterator[ProbedHistory]:
-    """The plain history first, then one for each thing that a template could look back at."""
-    plain = skeleton(extension, images)
-    user, last = plain.messages
-    calls = last.tool_calls
-    earlier = (_user("Eqwertz"), Message(role="assistant", content="Fqwertz"))
-    probe = ToolCall(name="probe", arguments={}, id="call90000")
-    loop = (
-        _user("Lqwertz"),
-        Message(role="assistant", content="", tool_calls=(probe,)),
-        Message(role="tool", content="Rqwertz", name="probe", tool_call_id="call90000"),
-        Message(role="assistant", content="Mqwertz"),
-    )
-    longer = Message(role="assistant", content="Something else, and longer.", tool_calls=calls)
-    thinking = Message(role="assistant", content="Aqwertz", reasoning_content="Tqwertz", tool_calls=calls)
-    system = Message(role="system", content="Sqwertz")
-    yield plain
-    for looks_at, messages in (
-        ("the system prompt", (system, user, last)),
-        ("the number of earlier turns", (user, earlier[1], earlier[0], last)),
-        ("earlier tool calls", (user, loop[3], *loop, earlier[0], last)),
-        ("the assistant's text", (user, longer)),
-        ("the assistant's reasoning", (user, thinking)),
-    ):
-        yield ProbedHistory(looks_at, messages, has_calls=bool(calls))
-    yield ProbedHistory("the tool definitions", plain.messages, _TOOLS, has_calls=bool(calls))
-
-
-def independence_failure(
-    probes: Iterator[ProbedHistory], tail_after: Callable[[ProbedHistory], str | None]
-) -> str | None:
-    """Why the tail cannot be taken from the skeleton, or None.
-
-    Args:
-        probes: The plain history, then the others.
-        tail_after: The tail that follows a history; None where the template refuses the conversation.
+    Attributes:
+        tail_of: The part of the tail that must not vary; raises TemplateError where the template refuses the
+            conversation, and NotBridged where it writes no such tail.
+        text_of: Renders messages, with the generation prompt where the flag says so; raises TemplateError.
+        profile: What is known about the template.
     """
-    expected = tail_after(next(probes))
-    if expected is None:
-        return "the template does not take this extension after a short conversation"
-    for probe in probes:
-        found = tail_after(probe)
-        if found is not None and found != expected:
-            return f"what the template writes for this extension depends on {probe.looks_at}"
-    return None
+
+    tail_of: Callable[[History, Sequence[Message]], str]
+    text_of: Callable[[History, Sequence[Message], bool], TracedStr]
+    profile: TemplateProfile
+
+    def counts_media(self, extension: Sequence[Message]) -> bool:
+        """Whether the tail depends on the number of earlier images or videos."""
+        try:
+            expected = self.tail_of(skeleton(extension), extension)
+        except (TemplateError, NotBridged):
+            return False
+        return any(self._differs(skeleton(extension, media), extension, expected) for media in _MEDIA_PROBES)
+
+    def independence_failure(self, extension: Sequence[Message], media: MediaCount | None) -> str | None:
+        """Why the tail cannot be taken from the skeleton, or None.
+
+        Args:
+            extension: The new messages.
+            media: What the skeleton holds; None where the tail does not depend on it.
+        """
+        counted = media is not None
+        media = media or MediaCount()
+        history = skeleton(extension, media)
+        try:
+            expected = self.tail_of(history, extension)
+        except TemplateError as error:
+            return f"the template does not take this extension after a short conversation: {error}"
+        except NotBridged as refusal:
+            return str(refusal)
+        taken = []
+        for variation in [
+            *variations(extension, self.profile.reasoning),
+            *media_placements(media, counted=counted),
+        ]:
+            differs = self._differs(variation.change(history), extension, expected)
+            if differs:
+                return _dependence([variation])
+            if differs is not None:
+                taken.append(variation)
+        return self._joint_failure(history, extension, expected, taken)
+
+    def _joint_failure(
+        self, history: History, extension: Sequence[Message], expected: str, taken: Sequence[Variation]
+    ) -> str | None:
+        """The same with many variations at once, for templates that look at two things together."""
+
+        def differs(chosen: Sequence[Variation]) -> bool | None:
+            changed = history
+            for variation in chosen:
+                changed = variation.change(changed)
+            return self._differs(changed, extension, expected)
+
+        source = random.Random(0)  # noqa: S311 - the same combinations every time
+        for _ in range(_COMBINATIONS):
+            chosen = [variation for variation in taken if source.random() < _SHARE]
+            if differs(chosen):
+                return _dependence(_smallest(chosen, differs))
+        return None
+
+    def _differs(self, history: History, extension: Sequence[Message], expected: str) -> bool | None:
+        """Whether another tail follows this history; None where the template refuses the conversation."""
+        try:
+            return self.tail_of(history, extension) != expected
+        except TemplateError:
+            return None
+        except NotPrinted:
+            return not self.text_of(history, [*history.messages, *extension], True).endswith(expected)
+        except NotBridged:
+            return True
+
+    def rewriting_failure(self, extension: Sequence[Message], media: MediaCount | None) -> str | None:
+        """Why the template would write earlier turns differently once the extension follows, or None."""
+        if self.profile.reads_clock:
+            return "the template writes the date, which may have changed since"
+        history = skeleton(extension, media or MediaCount())
+        probes = [Variation("", lambda given: given), *variations(extension, self.profile.reasoning)]
+        for variation in probes:
+            if self._is_rewritten(variation.change(history), extension):
+                known = f", which looks at {variation.looks_at}" if variation.looks_at else ""
+                return (
+                    f"the template would write earlier turns differently once this extension follows{known}"
+                )
+        return None
+
+    def _is_rewritten(self, history: History, extension: Sequence[Message]) -> bool:
+        try:
+            prompt = self.text_of(history, history.messages[:-1], True)
+            alone = self.text_of(history, history.messages, False)
+            full = self.text_of(history, [*history.messages, *extension], True)
+            end = content_end(alone._spans, len(history.messages) - 1)
+        except (TemplateError, NotBridged):
+            return False
+        return not (plain(full).startswith(plain(prompt)) and plain(full).startswith(plain(alone)[:end]))
 
 
-def rewriting_failure(
-    extension: Sequence[Message], images: int, text_of: Callable[[Sequence[Message], bool], str | None]
-) -> str | None:
-    """Why the template would write earlier turns differently once the extension follows, or None."""
-    calls = _calls_for(extension)
-    user = _user("Uqwertz", images)
-    for reasoning in (None, "Tqwertz"):
-        last = Message(role="assistant", content="Aqwertz", reasoning_content=reasoning, tool_calls=calls)
-        prompt = text_of([user], True)
-        full = text_of([user, last, *extension], True)
-        alone = text_of([user, last], False)
-        if prompt is None or full is None or alone is None:
-            continue
-        kept = alone[: alone.rfind("Aqwertz")]
-        if not full.startswith(prompt) or not full.startswith(kept):
-            return "the template would write the previous turn differently once this extension follows"
-    return None
+def _dependence(found: Sequence[Variation]) -> str:
+    names = " together with ".join(dict.fromkeys(variation.looks_at for variation in found))
+    return f"what the template writes for this extension depends on {names}"
+
+
+def _smallest(
+    chosen: list[Variation], differs: Callable[[Sequence[Variation]], bool | None]
+) -> list[Variation]:
+    """Drop the variations that the difference does not need."""
+    for variation in list(chosen):
+        fewer = [other for other in chosen if other is not variation]
+        if differs(fewer):
+            chosen = fewer
+    return chosen

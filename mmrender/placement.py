@@ -38,7 +38,11 @@ def media_places(messages: Sequence[Message], *, where: str = "messages") -> lis
 
 
 def check_placement(
-    places: Sequence[MediaPlace], placeholders: Sequence[Placeholder], image_roles: Iterable[str]
+    places: Sequence[MediaPlace],
+    placeholders: Sequence[Placeholder],
+    image_roles: Iterable[str],
+    *,
+    where: str = "messages",
 ) -> None:
     """Require one placeholder for each part, in order.
 
@@ -46,6 +50,7 @@ def check_placement(
         places: The media parts.
         placeholders: What the template wrote.
         image_roles: Roles in which the template is known to write placeholders, for the remedy.
+        where: What the messages are called in errors.
 
     Raises:
         PlaceholderError: A part has no placeholder, or a placeholder no part; `where` is the part's path.
@@ -64,7 +69,7 @@ def check_placement(
         extra = placeholders[len(places)]
         raise PlaceholderError(
             "the chat template wrote more placeholders than there are media parts",
-            where=f"messages[{extra.message}]" if extra.message >= 0 else f"character {extra.start}",
+            where=f"{where}[{extra.message}]" if extra.message >= 0 else f"character {extra.start}",
             expected=f"{len(places)}",
             got=f"{len(placeholders)}",
             remedy="A template that repeats an image cannot be rendered with it",
@@ -74,8 +79,8 @@ def check_placement(
             raise PlaceholderError(
                 "the chat template writes media in another order than the conversation",
                 where=place.where,
-                expected=f"{place.modality} of messages[{place.message}]",
-                got=f"{placeholder.modality} of messages[{placeholder.message}]",
+                expected=f"{place.modality} of {where}[{place.message}]",
+                got=f"{placeholder.modality} of {where}[{placeholder.message}]",
                 remedy="Put the media parts of a message in the order in which the template writes them",
             )
 

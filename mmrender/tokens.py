@@ -90,6 +90,8 @@ class TokenWriter:
         self.rules = rules
         self._modality: dict[str, Modality] = {text: modality for modality, text in placeholders.items()}
         self._media_tokens = frozenset(placeholder_tokens) | set(self._modality)
+        known = (tokenizer.token_id(token) for token in self._media_tokens)
+        self.media_ids = frozenset(token_id for token_id in known if token_id is not None)
 
     def lay_out(self, text: TracedStr) -> Layout:
         """Find the syntax of a rendered text.

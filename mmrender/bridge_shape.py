@@ -1,0 +1,74 @@
+"""The shape of an extension: all of it that can decide what a template looks at.
+
+A proof made for one extension holds for every other of its shape. Texts count only in so far as the template
+tests them, so the texts that it looks for are read from its source.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
+
+from jinja2 import nodes
+
+from mmrender.messages import Message, TextPart
+
+Marks: TypeAlias = tuple[str, ...]
+
+_SEARCHES = frozenset(
+    {"startswith", "endswith", "find", "rfind", "index", "rindex", "count", "split", "rsplit"}
+)
+_SEARCHES |= {"partition", "rpartition", "removeprefix", "removesuffix"}
+_SCHEMA = frozenset(
+    {"text", "image", "image_url", "video", "video_url", "audio", "type", "content", "thinking"}
+)
+"""Keys of parts and messages; `'image' in part` asks for a key, not for text."""
+
+
+def marks_of(tree: nodes.Template) -> Marks:
+    """Texts that a template looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and their like."""
+    found = {text for compare in tree.find_all(nodes.Compare) for text in _compared(compare)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
+            found |= {text for argument in call.args for text in _texts(argument)}
+    return tuple(sorted(found - _SCHEMA - {""}))
+
+
+def _compared(compare: nodes.Compare) -> set[str]:
+    """Texts sought by `in`, and texts of several words or with marks that `==` compares with."""
+    operands = [compare.expr, *[operand.expr for operand in compare.ops]]
+    operators = {operand.op for operand in compare.ops}
+    texts = {text for operand in operands for text in _texts(operand)}
+    if operators <= {"in", "notin"}:
+        return _texts(compare.expr)
+    return {text for text in texts if not text.isidentifier()}
+
+
+def _texts(node: nodes.Node) -> set[str]:
+    if isinstance(node, nodes.Const):
+        return {node.value} if isinstance(node.value, str) else set()
+    if isinstance(node, nodes.Tuple | nodes.List):
+        return {text for item in node.items for text in _texts(item)}
+    return set()
+
+
+def shape_of(messages: Sequence[Message], marks: Marks) -> Hashable:
+    """What extensions must share to share a proof."""
+    return tuple([_message_shape(message, marks) for message in messages])
+
+
+def _message_shape(message: Message, marks: Marks) -> tuple[Any, ...]:
+    content = message.content
+    kinds: tuple[Any, ...] | None = None
+    text = content if isinstance(content, str) else ""
+    if isinstance(content, tuple):
+        kinds = tuple([type(part) for part in content])
+        text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
+    return (
+        message.role,
+        content is None,
+        kinds,
+        not text.strip(),
+        tuple([mark for mark in marks if mark in text]),
+        message.name is None,
+        message.tool_call_id is None,
+        *message.extra,
+    )
