@@ -36,7 +36,8 @@ class GrammarChoice:
             case "named" if name in self.proved:
                 return f"{name}, named by the caller and proved"
             case "named":
-                return f"{name}, named by the caller, not proved: {self.reasons.get(name, 'prints no calls')}"
+                reason = self.reasons.get(name, "the template prints no calls")
+                return f"{name}, named by the caller, not proved: {reason}"
             case "ambiguous":
                 return f"not chosen: {' and '.join(self.proved)} read the calls equally"
             case "not_printed":

@@ -55,6 +55,16 @@ class Layout:
         text = piece.text[_common(piece.text, edge.prefix) :]
         return text[: len(text) - _common(text[::-1], edge.suffix[::-1])]
 
+    def after_reasoning(self, scaffold: str) -> "Layout":
+        """The layout, with what follows reasoning where no probe has shown that."""
+        edges: dict[tuple[Before, After], Edge] = {
+            ("reasoning", "end"): Edge(prefix=scaffold, alone=scaffold),
+            ("reasoning", "call"): self.edges.get(("start", "call"), Edge())._replace(
+                prefix=scaffold, alone=scaffold
+            ),
+        }
+        return Layout({**edges, **self.edges})
+
 
 def pieces_of(text: str, reasoning: Reasoning, blocks: Sequence[Block]) -> list[Piece]:
     """Stretches of a text that are neither reasoning nor calls, which all come after it."""

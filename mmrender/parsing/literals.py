@@ -18,6 +18,7 @@ _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\s,:=\[\]{}()\"']+")
 _KEY = re.compile(r"[^:={}\[\](),]+")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_BEGUN_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?([eE][+-]?[0-9]*)?)?")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
 
 
@@ -151,7 +152,7 @@ class Reader:
         if match is None:
             self._fail()
         word = match.group()
-        if match.end() == self._stop:
+        if match.end() == self._stop and self._may_go_on(word):
             raise CutShort
         self.position = match.end()
         if word in self._dialect.constants:
@@ -159,6 +160,10 @@ class Reader:
         if _NUMBER.fullmatch(word) is None:
             raise NotAValue
         return number(word)
+
+    def _may_go_on(self, word: str) -> bool:
+        begun = any(constant.startswith(word) for constant in self._dialect.constants)
+        return begun or _BEGUN_NUMBER.fullmatch(word) is not None
 
     def _skip(self) -> None:
         match = _SPACE.match(self._text, self.position, self._stop)

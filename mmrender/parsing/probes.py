@@ -78,17 +78,18 @@ class TurnProber:
             return None
         start = _common(plain(body), plain(prompted))
         prompt = plain(prompted)[start:]
-        text = plain(full)[: self._end(full)]
+        text = plain(full)
         if not text.startswith(plain(prompted)[:start]):
             return None
         turn = text[start:]
         header = prompt if turn.startswith(prompt) else self._shared_header(prompt, turn)
-        return SampledTurn(header, turn[len(header) :], prompted=header == prompt)
+        begin = start + len(header)
+        return SampledTurn(header, text[begin : self._end(full, begin)], prompted=header == prompt)
 
-    def _end(self, full: TracedStr) -> int:
-        """Where the turn ends: at the first stop token after its last content."""
+    def _end(self, full: TracedStr, begin: int) -> int:
+        """Where the turn ends that begins at `begin`: at the first stop token after its last content."""
         content = [stop for _, stop, origin in full._spans if origin.message == 1 and origin.is_content]
-        text, last = plain(full), max(content, default=0)
+        text, last = plain(full), max([begin, *content])
         stops = [self.tokenizer.token(token_id) for token_id in self.stop_ids]
         places = [text.find(stop, last) for stop in stops if stop]
         return min([place for place in places if place >= 0], default=len(text))

@@ -111,7 +111,8 @@ class Prover:
             for probe in self._probes(grammar, _LEARN)
             if probe.turn is not None and (grammar is not None or not probe.message.tool_calls)
         ]
-        return learn_layout(probes, _LEARN.content)
+        learned = learn_layout(probes, _LEARN.content)
+        return learned if self._reasoning is None else learned.after_reasoning(self._reasoning.after_end)
 
     def choose(self, name: str | None = None) -> GrammarChoice:
         """Choose a grammar by proof, or take the one that is named and say whether it is proved.

@@ -14,7 +14,7 @@ from mmrender.tokenizer import Tokenizer
 Carrier: TypeAlias = Literal["reasoning_content", "thinking_part"]
 
 _TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\u25c1\u25b7\s]+\u25b7"
-_TAG_BEFORE = re.compile(rf"(?:{_TAG})\Z")
+_TAG_BEFORE = re.compile(rf"(?:{_TAG})\w*\Z")
 _TAG_AFTER = re.compile(_TAG)
 _WORD = re.compile(r"\w+\Z")
 
@@ -28,6 +28,7 @@ class ReasoningFormat:
         end: Closes it.
         after_begin: What the template writes between `begin` and the reasoning.
         before_end: What it writes between the reasoning and `end`.
+        after_end: What stands between `end` and the content, where the template prints no reasoning.
         carrier: Which field of a message the template prints reasoning from.
         prompt: What the template writes to open the assistant's turn; says whether a completion begins inside
             reasoning where the prompt's tokens are not given.
@@ -37,6 +38,7 @@ class ReasoningFormat:
     end: str
     after_begin: str = ""
     before_end: str = ""
+    after_end: str = ""
     carrier: Carrier = "reasoning_content"
     prompt: str = ""
 
@@ -96,7 +98,7 @@ def find_delimiters(
 
 
 def last_delimiter(tokenizer: Tokenizer, text: str) -> str | None:
-    """The delimiter that ends a text: an added token, also with a word after it, or a tag."""
+    """The delimiter that ends a text: an added token or a tag, also with a word after it."""
     tokens = list(tokenizer.find(text, lambda _: True))
     if tokens and (tokens[-1].stop == len(text) or _WORD.fullmatch(text, tokens[-1].stop) is not None):
         return text[tokens[-1].start :]

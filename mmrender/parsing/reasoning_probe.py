@@ -9,7 +9,7 @@ from mmrender.messages import Message, TextPart, ThinkingPart
 from mmrender.parsing.probes import TurnProber
 from mmrender.parsing.reasoning import Carrier, ReasoningFormat, find_delimiters, last_delimiter
 
-_CONTENT, _REASONING = "qwertzC", "qwertzR"
+_CONTENT, _REASONING, _BREAK = "qwertzC", "qwertzR", "\n\n"
 _TAG = re.compile(r"([<\[\u25c1])(\w[^<>\[\]\u25c1\u25b7]*)([>\]\u25b7])")
 
 
@@ -45,8 +45,19 @@ def _from_prompt(prober: TurnProber, prompt: str) -> ReasoningFormat | None:
     if begin is None or tag is None:
         return None
     end = f"{tag.group(1)}/{tag.group(2)}{tag.group(3)}"
-    turn = prober.turn(Message(role="assistant", content=f"{begin}{_REASONING}{end}{_CONTENT}"))
-    if turn is None or _REASONING in turn.text or _CONTENT not in turn.text:
+    shown = [
+        _without_block(prober, f"{begin}{_REASONING}{end}{between}{_CONTENT}") for between in ("", _BREAK)
+    ]
+    if shown[0] != _CONTENT:
         return None
-    after_begin = prompt[len(prompt.rstrip()) :]
-    return ReasoningFormat(begin, end, after_begin=after_begin, before_end=after_begin, prompt=prompt)
+    inside = prompt[len(prompt.rstrip()) :]
+    after_end = _BREAK if shown[1] == _CONTENT else ""
+    return ReasoningFormat(
+        begin, end, after_begin=inside, before_end=inside, after_end=after_end, prompt=prompt
+    )
+
+
+def _without_block(prober: TurnProber, content: str) -> str | None:
+    """What a template prints of a content that holds a reasoning block; None where it keeps the block."""
+    turn = prober.turn(Message(role="assistant", content=content))
+    return turn.text if turn is not None and _REASONING not in turn.text else None

@@ -102,19 +102,22 @@ class Scanner:
         if self._call_begin is not None and self._reader.at(self._call_begin, position):
             return self._reader.read(position)
         region = self._found_or(self._section.end, position, self._length)
-        return Attempt(position, self._found_or(self._call_begin, position, region), "malformed")
+        stop = self._found_or(self._call_begin, position, region)
+        return Attempt(position, stop, "malformed" if stop < self._length else "unclosed")
 
     def _listed(self, begin: int, position: int) -> Block:
         """Read calls that are told apart by brackets and separators only."""
         opening, closing = self._section.brackets or ("", "")
-        stop = self._found_or(self._section.begin, position, self._length)
         position = self._reader.skip(position)
         bracketed = bool(opening) and self._reader.at(opening, position)
         position += len(opening) if bracketed else 0
         attempts: list[Attempt] = []
-        while (position := min(self._reader.skip(position), stop)) < stop:
+        closed = False
+        while (position := self._reader.skip(position)) < self._length:
+            if self._section.begin is not None and self._reader.at(self._section.begin, position):
+                break
             if bracketed and self._reader.at(closing, position):
-                position += len(closing)
+                position, closed = position + len(closing), True
                 break
             attempts.append(self._reader.read(position))
             position = attempts[-1].stop
@@ -124,7 +127,8 @@ class Scanner:
             elif not bracketed:
                 break
         if not attempts:
-            attempts = [Attempt(begin, position, "unclosed" if position == self._length else "malformed")]
+            cut_short = position == self._length and not closed
+            attempts.append(Attempt(begin, position, "unclosed" if cut_short else "malformed"))
         return Block(begin, self._past_end(position), attempts)
 
     def _past_end(self, position: int) -> int:

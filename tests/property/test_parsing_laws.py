@@ -1,0 +1,355 @@
+"""Laws of parsing: what a template writes is read back, and whatever a model writes is read without error."""
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrender.messages import Message, ToolCall
+from mmrender.model_dir import find_model
+from mmrender.parsing import ParsedResponse
+from mmrender.parsing.grammar import Field
+from mmrender.stops import stop_token_ids
+from mmrender.template.loader import load_templates, special_tokens
+from mmrender.tokenizer import Tokenizer
+from parsing_cases import BODIES, Case, case_of, written_case
+
+MODELS = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")
+TRIMMED = {"glm4_5v": None, "qwen3_5": None, "qwen3_vl_thinking": "\n", "gemma": None}
+"""Templates that trim, or that put content where blank text is none, and the characters they trim."""
+WITHOUT_CONTENT = ("llama_json", "pythonic")
+"""Templates that print no content beside calls."""
+TAGGED = ("xml_function", "arg_key_value", "minimax")
+
+# Texts that look like syntax, numbers or words of a format, and no delimiter.
+FRAGMENTS = ["\n", "\n\n", " ", '"', "'", "\\", "{", "}", "<", ">", "</", "7", "-1.5", "true", "null", "None"]
+FRAGMENTS += [": ", ", ", "日本", "é", "🙂", "<b>", "</b>", "\t", "a", "word", "=", "&amp;", "\x00", "\x7f"]
+
+
+def texts(max_size: int = 8) -> st.SearchStrategy[str]:
+    plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+    pieces = st.lists(st.sampled_from(FRAGMENTS) | plain, max_size=max_size)
+    return pieces.map(lambda found: unicodedata.normalize("NFC", "".join(found)))
+
+
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts(4)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+KINDS = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+
+
+def tools_for(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Definitions whose schemas allow exactly the types of the calls' arguments."""
+    properties: dict[str, dict[str, Any]] = {}
+    for call in calls:
+        known = properties.setdefault(call.name, {})
+        for key, value in call.arguments.items():
+            known[key] = {"type": KINDS.get(type(value), "object")}
+    return [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": known}},
+        }
+        for name, known in properties.items()
+    ]
+
+
+@st.composite
+def messages(draw: st.DrawFn, case: Case) -> Message:
+    """Messages that a template can print without loss: canonical ones."""
+    drawn = draw(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), max_size=3))
+    # A schema has one type for each parameter, so each tool is called once.
+    calls = dict(drawn) if prints_calls(case) else {}
+    if case.name == "llama_json":
+        calls = dict(list(calls.items())[:1])
+    made = [
+        ToolCall(name=name, arguments=arguments, id=call_id(case, name, index))
+        for index, (name, arguments) in enumerate(calls.items())
+    ]
+    content = trimmed(case, draw(texts()))
+    reasoning = trimmed(case, draw(texts())) if case.parser.reasoning_format is not None else ""
+    if made and case.name in WITHOUT_CONTENT:
+        content = ""
+    return Message(
+        role="assistant",
+        content=content if content or not made else None,
+        reasoning_content=reasoning or None,
+        tool_calls=tuple(made),
+    )
+
+
+def trimmed(case: Case, text: str) -> str:
+    if case.name not in TRIMMED:
+        return text
+    text = text.strip(TRIMMED[case.name])
+    return text if text.strip() else ""
+
+
+def prints_calls(case: Case) -> bool:
+    return case.parser.grammar is not None
+
+
+def call_id(case: Case, name: str, index: int) -> str | None:
+    grammar = case.parser.grammar
+    assert grammar is not None
+    if grammar.id_format is not None:
+        return grammar.id_format.format(name=name, index=index)
+    return f"call{index:05}" if grammar.name in ("mistral_json", "mistral_call_id") else None
+
+
+def delimiters(case: Case) -> list[str]:
+    """What no text of a canonical message holds."""
+    found = list(case.tokenizer.added_ids)
+    format_, grammar = case.parser.reasoning_format, case.parser.grammar
+    if format_ is not None:
+        found += [format_.begin, format_.end]
+    if grammar is not None:
+        found += [part for part in (*grammar.call, *grammar.argument) if isinstance(part, str)]
+        if grammar.section is not None:
+            found += [part for part in (grammar.section.begin, grammar.section.end) if part]
+    # A lone ">" ends a name, and stands freely elsewhere.
+    return [delimiter for delimiter in found if len(delimiter) > 1]
+
+
+def holds(value: Any, unwanted: re.Pattern[str]) -> bool:
+    if isinstance(value, str):
+        return unwanted.search(value) is not None
+    if isinstance(value, dict):
+        return any(holds(item, unwanted) for item in value.values())
+    return isinstance(value, list) and any(holds(item, unwanted) for item in value)
+
+
+def is_canonical(case: Case, message: Message) -> bool:
+    unwanted = re.compile("|".join(map(re.escape, delimiters(case))))
+    texts = [message.content, message.reasoning_content, *(call.arguments for call in message.tool_calls)]
+    head = case.parser.grammar.section.head if case.parser.grammar and case.parser.grammar.section else None
+    if head is not None and isinstance(message.content, str) and head.match(message.content.strip()):
+        return False
+    return not any(holds(text, unwanted) for text in texts)
+
+
+def exact(value: Any) -> Any:
+    """The value with its types beside it, since 1, 1.0 and True are equal in Python."""
+    if isinstance(value, dict):
+        return {key: exact(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [exact(item) for item in value]
+    return (type(value), math.copysign(1, value), value) if isinstance(value, float) else (type(value), value)
+
+
+def assert_reads_back(case: Case, message: Message) -> None:
+    tools = tools_for(message.tool_calls)
+    prompt_ids, ids = case.completion(message, tools)
+    for given_prompt in (prompt_ids, None):
+        for tail in ([], [stop_id(case)]):
+            parsed = case.parser.parse(ids + tail, tools=tools, prompt_ids=given_prompt)
+            assert [attempt.status for attempt in parsed.tool_calls] == ["ok"] * len(message.tool_calls)
+            assert parsed.to_message() == message
+            assert parsed.stopped == bool(tail)
+            assert parsed.reasoning_closed
+            for attempt, call in zip(parsed.tool_calls, message.tool_calls, strict=True):
+                assert exact(attempt.arguments) == exact(call.arguments)
+            assert_spans(parsed, case.tokenizer, ids + tail)
+
+
+def stop_id(case: Case) -> int:
+    return min(case.prober.stop_ids)
+
+
+def assert_spans(parsed: ParsedResponse, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+    """Spans lie inside, rise, and their tokens spell the raw text."""
+    before = (0, 0)
+    for attempt in parsed.tool_calls:
+        start, stop = attempt.span
+        assert 0 <= start < stop <= len(ids)
+        assert before[0] <= start
+        assert before[1] - 1 <= start, "attempts share one token at most"
+        assert before[1] <= stop
+        before = attempt.span
+        covering = tokenizer.decode(ids[start:stop])
+        if "\ufffd" not in covering and "\ufffd" not in attempt.raw:
+            assert attempt.raw in covering
+            inner = tokenizer.decode(ids[start + 1 : stop - 1])
+            assert "\ufffd" in inner or inner in attempt.raw
+
+
+@cache
+def model_case(folder: Path, **arguments: Any) -> Case:
+    model = find_model(folder)
+    tokenizer = Tokenizer.load(model)
+    return case_of(
+        folder.name,
+        load_templates(model)["default"],
+        tokenizer,
+        stop_token_ids(model, tokenizer),
+        special_tokens=special_tokens(model),
+        arguments=arguments,
+    )
+
+
+@pytest.mark.parametrize("name", BODIES)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_written_templates_are_read_back(name: str, data: st.DataObject) -> None:
+    case = written_case(name)
+    message = data.draw(messages(case).filter(lambda message: is_canonical(case, message)))
+    assert_reads_back(case, message)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
+@pytest.mark.parametrize("name", BODIES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_delimiters_may_be_ordinary_text(name: str, kind: str, data: st.DataObject) -> None:
+    case = written_case(name, added_tokens=kind == "sentence_piece", kind=kind)
+    message = data.draw(messages(case).filter(lambda message: is_canonical(case, message)))
+    assert_reads_back(case, message)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_models_are_read_back(shared_models: Path, name: str, data: st.DataObject) -> None:
+    case = model_case(shared_models / name)
+    message = data.draw(messages(case).filter(lambda message: is_canonical(case, message)))
+    assert_reads_back(case, message)
+
+
+@pytest.mark.parametrize("name", ["glm4_5v", "qwen3_5"])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_block_that_the_prompt_closes_is_no_reasoning(
+    shared_models: Path, name: str, data: st.DataObject
+) -> None:
+    case = model_case(shared_models / name, enable_thinking=False)
+    drawn = data.draw(messages(case).filter(lambda message: is_canonical(case, message)))
+    # Where there is nothing to say, GLM writes nothing after the block, which its prompt does.
+    content = drawn.content or (None if drawn.tool_calls else "yes")
+    assert_reads_back(case, Message(role="assistant", content=content, tool_calls=drawn.tool_calls))
+
+
+@pytest.mark.parametrize("name", [name for name in BODIES if name not in TAGGED])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_a_quoted_argument_may_hold_the_delimiters(name: str, data: st.DataObject) -> None:
+    case = written_case(name)
+    # Gemma's quotes are tokens that nothing escapes.
+    spelled = st.sampled_from([text for text in delimiters(case) if text != '<|"|>'])
+    text = data.draw(
+        st.lists(spelled | texts(2), max_size=4).map("".join).filter(lambda text: '<|"|>' not in text)
+    )
+    call = ToolCall(name="f", arguments={"text": text}, id=call_id(case, "f", 0))
+    assert_reads_back(case, Message(role="assistant", tool_calls=(call,)))
+
+
+@pytest.mark.parametrize("name", BODIES)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_every_prefix_has_whole_calls_and_at_most_one_unclosed(name: str, data: st.DataObject) -> None:
+    case = written_case(name)
+    message = data.draw(
+        messages(case).filter(lambda message: bool(message.tool_calls) and is_canonical(case, message))
+    )
+    tools = tools_for(message.tool_calls)
+    prompt_ids, ids = case.completion(message, tools)
+    for stop in range(len(ids)):
+        parsed = case.parser.parse(ids[:stop], tools=tools, prompt_ids=prompt_ids)
+        statuses = [attempt.status for attempt in parsed.tool_calls]
+        whole = statuses[:-1] if statuses and statuses[-1] == "unclosed" else statuses
+        assert set(whole) <= {"ok"}
+        assert parsed.to_message().tool_calls == message.tool_calls[: len(whole)]
+        assert_spans(parsed, case.tokenizer, ids[:stop])
+        if not parsed.reasoning_closed:
+            assert (parsed.content, statuses) == ("", [])
+            format_ = case.parser.reasoning_format
+            whole_block = (message.reasoning_content or "") + format_.before_end + format_.end
+            # The last character may be cut in two.
+            assert whole_block.startswith((parsed.reasoning_content or "").rstrip("\ufffd"))
+
+
+@st.composite
+def soups(draw: st.DrawFn, case: Case) -> list[int]:
+    """Tokens without sense: any, delimiters, and pieces of calls."""
+    grammar, added = case.parser.grammar, sorted(case.tokenizer.added_ids.values())
+    pieces = [
+        '{"name": "f", "arguments": {"a": [1, "',
+        '{"name": "f", "parameters": {}}',
+        "[f(a='",
+        "f",
+        '"}',
+    ]
+    pieces += ["}}", "call:f{a:1}", "functions.f:0", "\n", "</", "é"[:1], "[", "]", ";", '{"name":']
+    if grammar is not None:
+        pieces += [part for part in (*grammar.call, *grammar.argument) if isinstance(part, str)]
+    spelled = st.sampled_from([case.tokenizer.encode(piece) for piece in pieces])
+    tokens = st.sampled_from(added) | st.integers(0, case.tokenizer.vocab_size + 3)
+    drawn = draw(st.lists(spelled | tokens.map(lambda token: [token]), max_size=30))
+    return [token for part in drawn for token in part]
+
+
+def assert_reads_soup(case: Case, ids: list[int], prompt_ids: list[int] | None) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for offered in (tools, None):
+        parsed = case.parser.parse(ids, tools=offered, prompt_ids=prompt_ids)
+        assert_spans(parsed, case.tokenizer, ids)
+        parsed.content.encode()
+        (parsed.reasoning_content or "").encode()
+        for attempt in parsed.tool_calls:
+            if attempt.status == "ok":
+                assert attempt.name
+                assert attempt.arguments is not None
+                assert offered is None or attempt.name == "f"
+
+
+@pytest.mark.parametrize("added_tokens", [True, False])
+@pytest.mark.parametrize("name", BODIES)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_token_soup_is_read(name: str, added_tokens: bool, data: st.DataObject) -> None:
+    case = written_case(name, added_tokens=added_tokens)
+    prompt_ids = data.draw(st.none() | soups(case))
+    assert_reads_soup(case, data.draw(soups(case)), prompt_ids)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_token_soup_of_models_is_read(shared_models: Path, name: str, data: st.DataObject) -> None:
+    case = model_case(shared_models / name)
+    prompt_ids = data.draw(st.none() | soups(case))
+    assert_reads_soup(case, data.draw(soups(case)), prompt_ids)
+
+
+@pytest.mark.parametrize("name", ["idefics3", "internvl3", "qwen2_5_vl"])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_without_grammar_all_text_is_content(shared_models: Path, name: str, data: st.DataObject) -> None:
+    case = model_case(shared_models / name)
+    ids = data.draw(soups(case))
+    while ids and ids[-1] in case.prober.stop_ids:
+        ids.pop()
+    assert case.parser.parse(ids).content == case.tokenizer.decode(ids)
+
+
+def test_fields_of_the_grammars_are_all_exercised() -> None:
+    used = {
+        part for name in BODIES for part in written_case(name).parser.grammar.call if isinstance(part, Field)
+    }
+    assert used == set(Field) - {Field.KEY, Field.TEXT}

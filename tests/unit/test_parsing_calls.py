@@ -1,0 +1,333 @@
+# ruff: noqa: E501 - a case reads best on one line
+"""What becomes of calls that are wrong: one status each, and the calls round them stay whole."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mmrender.parsing import ParsedResponse, ToolCallAttempt
+from parsing_cases import BODIES, written_case
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+            },
+        },
+    }
+]
+
+OK: dict[str, str] = {
+    "json_tags": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+    "xml_function": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    "arg_key_value": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "kimi_sections": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "mistral_json": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "call00000"}]',
+    "mistral_args": '[TOOL_CALLS]f[ARGS]{"a": 1}',
+    "mistral_call_id": '[TOOL_CALLS]f[CALL_ID]call00000[ARGS]{"a": 1}',
+    "llama_json": '{"name": "f", "parameters": {"a": 1}}',
+    "pythonic": "[f(a=1)]",
+    "gemma": "<|tool_call>call:f{a:1}<tool_call|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>',
+}
+
+
+def parse(name: str, text: str, tools: Any = None, *, added_tokens: bool = True) -> ParsedResponse:
+    case = written_case(name, added_tokens=added_tokens)
+    return case.parser.parse(case.tokenizer.encode(text), tools=tools)
+
+
+def outcome(attempt: ToolCallAttempt) -> tuple[str, str | None, dict[str, Any] | None]:
+    return attempt.status, attempt.name, attempt.arguments
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_call_of_each_format(name: str) -> None:
+    parsed = parse(name, OK[name], TOOLS)
+    assert [outcome(attempt) for attempt in parsed.tool_calls] == [("ok", "f", {"a": 1})]
+    assert parsed.content == ""
+    assert parsed.reasoning_content is None
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_tool_that_was_not_offered(name: str) -> None:
+    parsed = parse(name, OK[name], TOOLS_OF_G)
+    assert [attempt.status for attempt in parsed.tool_calls] == ["unknown_tool"]
+    assert list((parsed.tool_calls[0].arguments or {}).values()) in ([1], ["1"])
+    assert parsed.to_message().tool_calls == ()
+
+
+TOOLS_OF_G = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
+
+BROKEN: list[tuple[str, str, str, str | None, dict[str, Any] | None]] = [
+    # JSON in tags
+    (
+        "json_tags",
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>',
+        "invalid_json",
+        None,
+        None,
+    ),
+    ("json_tags", "<tool_call>\nf(1)\n</tool_call>", "invalid_json", None, None),
+    ("json_tags", "<tool_call></tool_call>", "invalid_json", None, None),
+    (
+        "json_tags",
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        "invalid_json",
+        None,
+        None,
+    ),
+    (
+        "json_tags",
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        "invalid_json",
+        None,
+        None,
+    ),
+    (
+        "json_tags",
+        '<tool_call>{"name": "f", "arguments": {"b": "\\ud800"}}</tool_call>',
+        "invalid_json",
+        None,
+        None,
+    ),
+    (
+        "json_tags",
+        '<tool_call>{"name": "f", "arguments": {"b": "a\nb"}}</tool_call>',
+        "invalid_json",
+        None,
+        None,
+    ),
+    ("json_tags", '<tool_call>{"arguments": {"a": 1}}</tool_call>', "missing_name", None, {"a": 1}),
+    (
+        "json_tags",
+        '<tool_call>{"name": "", "arguments": {"a": 1}}</tool_call>',
+        "missing_name",
+        None,
+        {"a": 1},
+    ),
+    (
+        "json_tags",
+        '<tool_call>{"name": 7, "arguments": {"a": 1}}</tool_call>',
+        "missing_name",
+        None,
+        {"a": 1},
+    ),
+    ("json_tags", '<tool_call>{"name": "f"}</tool_call>', "malformed", "f", None),
+    ("json_tags", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "malformed", "f", None),
+    ("json_tags", '<tool_call>["f"]</tool_call>', "malformed", None, None),
+    ("json_tags", '<tool_call>{"name": "f", "arguments": {}} x</tool_call>', "malformed", "f", {}),
+    ("json_tags", '<tool_call>{"name": "f", "arguments": {"a": 1}}', "unclosed", "f", {"a": 1}),
+    ("json_tags", '<tool_call>{"name": "f", "arg', "unclosed", None, None),
+    ("json_tags", "<tool_call>" + "[" * 5000 + "</tool_call>", "invalid_json", None, None),
+    # XML functions
+    ("xml_function", "<tool_call><function=></function></tool_call>", "missing_name", None, {}),
+    ("xml_function", "<tool_call>f(1)</tool_call>", "malformed", None, None),
+    ("xml_function", "<tool_call><function=f>text</function></tool_call>", "malformed", "f", {}),
+    ("xml_function", "<tool_call><function=f><parameter=a>1</tool_call>", "malformed", "f", None),
+    (
+        "xml_function",
+        "<tool_call><function=f><parameter=a>\n1\n</parameter></tool_call>",
+        "malformed",
+        "f",
+        {"a": 1},
+    ),
+    ("xml_function", "<tool_call><function=f g></function></tool_call>", "unknown_tool", "f g", {}),
+    ("xml_function", "<tool_call><function=f><parameter=a>\n1", "unclosed", "f", None),
+    ("xml_function", "<tool_call><function=f></function>", "unclosed", "f", {}),
+    # GLM
+    ("arg_key_value", "<tool_call>\n</tool_call>", "missing_name", None, {}),
+    ("arg_key_value", "<tool_call>f<arg_key>a</arg_key></tool_call>", "malformed", "f", None),
+    ("arg_key_value", "<tool_call>f<arg_key>a</arg_key><arg_value>1", "unclosed", "f", None),
+    # Kimi
+    (
+        "kimi_sections",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{1}<|tool_call_end|>",
+        "invalid_json",
+        "f",
+        None,
+    ),
+    (
+        "kimi_sections",
+        "<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "missing_name",
+        None,
+        {},
+    ),
+    ("kimi_sections", "<|tool_calls_section_begin|><|tool_calls_section_end|>", "malformed", None, None),
+    ("kimi_sections", "<|tool_calls_section_begin|>", "unclosed", None, None),
+    ("kimi_sections", "<|tool_calls_section_begin|>f()<|tool_calls_section_end|>", "malformed", None, None),
+    ("kimi_sections", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0", "unclosed", None, None),
+    # Mistral
+    ("mistral_json", "[TOOL_CALLS]", "unclosed", None, None),
+    ("mistral_json", "[TOOL_CALLS][]", "malformed", None, None),
+    ("mistral_json", "[TOOL_CALLS]g", "invalid_json", None, None),
+    ("mistral_json", "[TOOL_CALLS][-", "unclosed", None, None),
+    ("mistral_json", '[TOOL_CALLS][{"name": "f", "arguments": {"a":', "unclosed", None, None),
+    ("mistral_args", "[TOOL_CALLS]f", "unclosed", None, None),
+    ("mistral_args", "[TOOL_CALLS]f[ARGS]{a: 1}", "invalid_json", "f", None),
+    ("mistral_args", '[TOOL_CALLS]f[ARGS]{"a": 1', "unclosed", "f", None),
+    ("mistral_args", '[TOOL_CALLS]f[ARGS]{"b": "x\\', "unclosed", "f", None),
+    ("mistral_args", "[TOOL_CALLS]f[ARGS][1]", "malformed", "f", None),
+    ("mistral_args", "[TOOL_CALLS][ARGS]{}", "missing_name", None, {}),
+    ("mistral_call_id", "[TOOL_CALLS]f[ARGS]{}", "unclosed", None, None),
+    # Llama
+    ("llama_json", '{"name": "f", "parameters": {"a": 1', "unclosed", None, None),
+    ("llama_json", '{"name": "f", "parameters": {a}}', "invalid_json", None, None),
+    ("pythonic", "[f(a=1", "unclosed", "f", None),
+    # Gemma
+    ("gemma", "<|tool_call>call:f{a:}<tool_call|>", "malformed", "f", None),
+    ("gemma", "<|tool_call>call:f{a:1", "unclosed", "f", None),
+    ("gemma", "<|tool_call>call:{}<tool_call|>", "missing_name", None, {}),
+    ("gemma", "<|tool_call>f{}<tool_call|>", "malformed", None, None),
+    # MiniMax
+    ("minimax", '<minimax:tool_call><invoke name=""></invoke></minimax:tool_call>', "missing_name", None, {}),
+    ("minimax", '<minimax:tool_call><invoke name="f">', "unclosed", "f", {}),
+    ("minimax", "<minimax:tool_call></minimax:tool_call>", "malformed", None, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "status", "tool", "arguments"),
+    BROKEN,
+    ids=[f"{case[0]}-{case[1][:60]}" for case in BROKEN],
+)
+def test_a_broken_call(
+    name: str, text: str, status: str, tool: str | None, arguments: dict[str, Any] | None
+) -> None:
+    parsed = parse(name, text, TOOLS)
+    assert [outcome(attempt) for attempt in parsed.tool_calls] == [(status, tool, arguments)]
+    assert parsed.content == ""
+    assert parsed.to_message().tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("json_tags", '<tool_call>{"name": "f", "arguments": {"a" 1}}' + OK["json_tags"]),
+        ("xml_function", "<tool_call><function=f><parameter=a>" + OK["xml_function"]),
+        ("arg_key_value", "<tool_call>f<arg_key>" + OK["arg_key_value"]),
+        ("mistral_args", '[TOOL_CALLS]f[ARGS]{"a' + OK["mistral_args"]),
+        ("gemma", "<|tool_call>call:f{a" + OK["gemma"]),
+    ],
+)
+def test_a_broken_call_does_not_swallow_the_next(name: str, text: str) -> None:
+    broken, whole = parse(name, text, TOOLS).tool_calls
+    assert broken.status in ("unclosed", "invalid_json")
+    assert outcome(whole) == ("ok", "f", {"a": 1})
+    assert broken.raw + whole.raw == text
+
+
+def test_text_outside_calls_is_content_in_order() -> None:
+    text = f"before\n{OK['json_tags']}\nbetween\n{OK['json_tags']}\nafter"
+    assert parse("json_tags", text).content == "before\nbetween\n\nafter"
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("llama_json", '{"name": "Ada", "age": 36}'),
+        ("llama_json", 'The call was {"name": "f", "parameters": {}}.'),
+        ("pythonic", "[f(x)] is an application."),
+        ("pythonic", "[link](https://example.org)"),
+        ("pythonic", "So [f(a=1)]."),
+        ("mistral_args", "[tool_calls]f[ARGS]{}"),
+    ],
+)
+def test_an_answer_that_only_looks_like_a_call(name: str, answer: str) -> None:
+    parsed = parse(name, answer)
+    assert (parsed.content, parsed.tool_calls) == (answer, ())
+
+
+def test_delimiters_that_are_tokens_count_only_as_tokens() -> None:
+    case = written_case("json_tags")
+    spelled = case.tokenizer.encode_run(OK["json_tags"]).ids
+    parsed = case.parser.parse(spelled)
+    assert (parsed.content, parsed.tool_calls) == (OK["json_tags"], ())
+
+
+def test_delimiters_that_are_text_count_as_text() -> None:
+    case = written_case("json_tags", added_tokens=False)
+    spelled = case.tokenizer.encode_run("Look: " + OK["json_tags"]).ids
+    parsed = case.parser.parse(spelled)
+    assert parsed.content == "Look: "
+    assert [attempt.status for attempt in parsed.tool_calls] == ["ok"]
+
+
+def test_a_delimiter_may_hold_a_token() -> None:
+    case = written_case("gemma")
+    ids = case.tokenizer.encode("<|channel>thought\nHm.\n<channel|>Yes.")
+    assert case.parser.parse(ids).reasoning_content == "Hm."
+    spelled = case.tokenizer.encode_run("<|channel>thought\nHm.\n").ids + case.tokenizer.encode("Yes.")
+    assert case.parser.parse(spelled).reasoning_content is None
+
+
+def test_a_value_may_hold_what_closes_it() -> None:
+    text = "<tool_call><function=f><parameter=b>\na</parameter>b\n</parameter>\n</function></tool_call>"
+    assert parse("xml_function", text).tool_calls[0].arguments == {"b": "a</parameter>b"}
+
+
+def test_one_line_break_on_each_side_is_padding() -> None:
+    text = "<tool_call><function=f><parameter=b>\n\n x \n\n</parameter>\n</function></tool_call>"
+    assert parse("xml_function", text).tool_calls[0].arguments == {"b": "\n x \n"}
+
+
+def test_several_lists_and_separators() -> None:
+    both = OK["llama_json"] + "; " + OK["llama_json"]
+    assert [attempt.status for attempt in parse("llama_json", both).tool_calls] == ["ok", "ok"]
+    tagged = parse("llama_json", "<|python_tag|>" + OK["llama_json"])
+    assert ([attempt.status for attempt in tagged.tool_calls], tagged.content) == (["ok"], "")
+    framed = parse("pythonic", "<|python_start|>[f(a=1), f()]<|python_end|>")
+    assert ([attempt.arguments for attempt in framed.tool_calls], framed.content) == ([{"a": 1}, {}], "")
+
+
+def test_python_values() -> None:
+    text = r"""[f(a=[1, -2.5, 1e3], b={'k': "it's", "n": None}, c='\n\x41\u00e9\101\q', d=True, e=false)]"""
+    expected = {"a": [1, -2.5, 1000.0], "b": {"k": "it's", "n": None}, "c": "\nAéA\\q", "d": True, "e": False}
+    assert parse("pythonic", text).tool_calls[0].arguments == expected
+
+
+def test_gemma_values() -> None:
+    text = '<|tool_call>call:f{a:<|"|>x: "{y}", \\n<|"|>,b:{c d:[1,true,None]},e:-1.5}<tool_call|>'
+    expected = {"a": 'x: "{y}", \\n', "b": {"c d": [1, True, None]}, "e": -1.5}
+    assert parse("gemma", text).tool_calls[0].arguments == expected
+
+
+def test_ids() -> None:
+    assert parse("kimi_sections", OK["kimi_sections"]).tool_calls[0].id == "functions.f:0"
+    assert parse("mistral_json", OK["mistral_json"]).tool_calls[0].id == "call00000"
+    assert parse("mistral_call_id", OK["mistral_call_id"]).tool_calls[0].id == "call00000"
+    assert parse("json_tags", OK["json_tags"]).tool_calls[0].id is None
+
+
+def test_bytes_that_are_no_text() -> None:
+    case = written_case("json_tags")
+    head = case.tokenizer.encode('é<tool_call>{"name": "f", "arguments": {"b": "é')
+    tail = case.tokenizer.encode('"}}</tool_call>')
+    # Half of a character before the call, and half of one inside it.
+    ids = head[1:-1] + tail
+    parsed = case.parser.parse(ids)
+    assert parsed.content == "\ufffd"
+    assert parsed.tool_calls[0].arguments == {"b": "\ufffd"}
+    assert parsed.tool_calls[0].span == (1, len(ids))
+    assert json.dumps(parsed.tool_calls[0].raw)
+
+
+def test_ids_outside_the_vocabulary_are_no_text() -> None:
+    case = written_case("json_tags")
+    parsed = case.parser.parse([-1, *case.tokenizer.encode("a"), 10**9, 2**40])
+    assert parsed.content == "a"
+
+
+def test_numpy_ids() -> None:
+    import numpy as np
+
+    case = written_case("json_tags")
+    ids = np.array(case.tokenizer.encode(OK["json_tags"]), np.int32)
+    assert case.parser.parse(ids).tool_calls[0].span == (0, len(ids))

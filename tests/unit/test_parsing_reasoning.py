@@ -1,0 +1,152 @@
+"""Where reasoning begins and ends: in the prompt, in the completion, in neither."""
+
+import pytest
+
+from mmrender.errors import InputError
+from mmrender.messages import Message, TextPart, ThinkingPart
+from mmrender.parsing import ParsedResponse, ReasoningFormat, build_parser
+from mmrender.template.chat import ChatTemplate
+from mmrender.template.profile import Prober
+from parsing_cases import BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
+
+OPENED = TAIL.replace("assistant\\n'", "assistant\\n<think>\\n'")
+THINKING = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def opening_case() -> Case:
+    """A template whose generation prompt opens the reasoning block."""
+    tokenizer = byte_level(THINKING)
+    body = BODIES["json_tags"].replace("{%- if m.reasoning_content %}", "{%- if true %}", 1)
+    body = body.replace("m.reasoning_content", "(m.reasoning_content or '')")
+    return case_of("opening", HEAD + body + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
+
+
+def parse(case: Case, text: str, prompt: str | None = None) -> ParsedResponse:
+    encode = case.tokenizer.encode
+    return case.parser.parse(encode(text), prompt_ids=None if prompt is None else encode(prompt))
+
+
+def read(parsed: ParsedResponse) -> tuple[str | None, bool, str]:
+    return parsed.reasoning_content, parsed.reasoning_closed, parsed.content
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", ("Hm.", True, "Yes.")),
+        ("<think>\n\n Hm. \n\n</think>\n\n\n Yes.\n", ("\n Hm. \n", True, "\n Yes.\n")),
+        ("<think>Hm.</think>Yes.", ("Hm.", True, "Yes.")),
+        ("\n<think>\nHm.\n</think>\n\nYes.", ("Hm.", True, "Yes.")),
+        ("Well, <think>\nHm.\n</think>\n\nyes.", ("Hm.", True, "Well, yes.")),
+        ("<think>\n\n</think>\n\nYes.", (None, True, "Yes.")),
+        ("<think>\n</think>\n\nYes.", (None, True, "Yes.")),
+        ("<think>\nHm.", ("Hm.", False, "")),
+        ("<think>\n", ("", False, "")),
+        ("Hm.</think>\n\nYes.", ("Hm.", True, "Yes.")),
+        ("Yes.", (None, True, "Yes.")),
+        ("", (None, True, "")),
+        ("<think>\na\n</think>\n\nb<think>\nc\n</think>", ("a", True, "b<think>\nc\n</think>")),
+    ],
+)
+def test_a_block_in_the_completion(text: str, expected: tuple[str | None, bool, str]) -> None:
+    assert read(parse(written_case("json_tags"), text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hm.\n</think>\n\nYes.", ("Hm.", True, "Yes.")),
+        ("\nHm.\n</think>\n\nYes.", ("\nHm.", True, "Yes.")),
+        ("\n</think>\n\nYes.", (None, True, "Yes.")),
+        ("</think>\n\nYes.", (None, True, "Yes.")),
+        ("Hm.", ("Hm.", False, "")),
+        ("", ("", False, "")),
+        ("<think>\nHm.\n</think>\n\nYes.", ("Hm.", True, "Yes.")),
+        (f"Shall I {CALL} that?", (f"Shall I {CALL} that?", False, "")),
+    ],
+)
+def test_a_block_that_the_prompt_opens(text: str, expected: tuple[str | None, bool, str]) -> None:
+    case = opening_case()
+    assert case.parser.reasoning_format is not None
+    assert case.parser.reasoning_format.prompt == "<|turn|>assistant\n<think>\n"
+    assert read(parse(case, text)) == expected
+    assert read(parse(case, text, "<|turn|>user\nHi<|end|><|turn|>assistant\n<think>\n")) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("<|turn|>user\n<think><|end|><|turn|>assistant\n", (None, True, "Hm.")),
+        ("<|turn|>assistant\n<think>\n\n</think>\n\n", (None, True, "Hm.")),
+        ("<|turn|>assistant\n<think>\nFirst, ", ("Hm.", False, "")),
+        ("<|turn|>assistant\n</think><think>", ("Hm.", False, "")),
+    ],
+)
+def test_the_prompt_given_decides(prompt: str, expected: tuple[str | None, bool, str]) -> None:
+    for case in (opening_case(), written_case("json_tags")):
+        assert read(parse(case, "Hm.", prompt)) == expected
+
+
+def test_what_the_prompt_leaves_to_write_before_the_reasoning() -> None:
+    case = opening_case()
+    assert read(parse(case, "\nHm.", "<|turn|>assistant\n<think>")) == ("Hm.", False, "")
+    assert read(parse(case, "\nHm.", "<|turn|>assistant\n<think>\n")) == ("\nHm.", False, "")
+
+
+def test_a_delimiter_inside_a_call_ends_nothing() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"b": "</think>"}}\n</tool_call>'
+    parsed = parse(written_case("json_tags"), call)
+    assert (parsed.reasoning_content, parsed.content) == (None, "")
+    assert parsed.tool_calls[0].arguments == {"b": "</think>"}
+
+
+def test_reasoning_that_the_template_reads_from_content_parts() -> None:
+    body = """{%- if m.content is string %}{{- m.content }}{%- else %}{%- for p in m.content %}
+    {%- if p.type == 'thinking' %}{{- '[THINK]' + p.thinking + '[/THINK]' }}{%- else %}{{- p.text }}
+    {%- endif %}{%- endfor %}{%- endif %}"""
+    tokenizer = byte_level(["[THINK]", "[/THINK]"])
+    case = case_of("parts", HEAD + body + TAIL, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    message = Message(role="assistant", content=(ThinkingPart("Hm."), TextPart("Yes.")))
+    assert parse(case, "[THINK]Hm.[/THINK]Yes.").to_message() == message
+
+
+def test_a_template_that_takes_reasoning_out_of_what_it_prints() -> None:
+    body = "{{- m.content.split('</think>')[-1].lstrip('\\n') }}"
+    tokenizer = byte_level(THINKING)
+    case = case_of("dropping", HEAD + body + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    assert read(parse(case, "Hm.\n</think>\n\nYes.")) == ("Hm.", True, "Yes.")
+
+
+def test_a_block_that_the_prompt_opens_and_the_template_does_not_know_is_text() -> None:
+    tokenizer = byte_level(THINKING)
+    case = case_of("unknown", HEAD + "{{- m.content }}" + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    assert case.parser.reasoning_format is None
+    assert read(parse(case, "Hm.\n</think>\n\nYes.")) == (None, True, "Hm.\n</think>\n\nYes.")
+
+
+def test_reasoning_that_the_caller_names() -> None:
+    tokenizer = byte_level(THINKING)
+    template = ChatTemplate(HEAD + "{{- m.content }}" + TAIL)
+    format_ = ReasoningFormat("<think>", "</think>", after_begin="\n", before_end="\n")
+    parser = build_parser(template, Prober(template).profile(), tokenizer, [], reasoning=format_)
+    assert read(parser.parse(tokenizer.encode("<think>\nHm.\n</think>Yes."))) == ("Hm.", True, "Yes.")
+
+
+def test_stop_tokens_are_taken_from_the_end_only() -> None:
+    case = written_case("json_tags")
+    parsed = parse(case, "a<|end|>b<|end|><|end|>")
+    assert (parsed.content, parsed.stopped) == ("a<|end|>b", True)
+    assert not parse(case, "a").stopped
+
+
+def test_an_unknown_grammar_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        case_of("x", HEAD + "{{- m.content }}" + TAIL, byte_level([]), [], grammar="hermes")
+    names = (
+        "json_tags or xml_function or arg_key_value or kimi_sections or mistral_json or mistral_args or "
+        "mistral_call_id or llama_json or pythonic or gemma or function_gemma or minimax"
+    )
+    assert str(caught.value) == f"grammar: no such tool-call grammar - expected {names}, got 'hermes'"

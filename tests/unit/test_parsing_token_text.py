@@ -1,0 +1,75 @@
+"""Characters and their tokens, where tokens end inside characters."""
+
+import pytest
+from tokenizers import Tokenizer as Engine
+from tokenizers import decoders, models, pre_tokenizers
+
+from mmrender.parsing.token_text import TokenSpeller, TokenText, readable
+from mmrender.tokenizer import Tokenizer
+from parsing_cases import byte_level, sentence_piece
+
+
+def text_of(tokenizer: Tokenizer, ids: list[int]) -> TokenText:
+    return TokenText(ids, TokenSpeller(tokenizer))
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece])
+@pytest.mark.parametrize("text", ["", "a too  a</b>\n\n", "日本🙂é<t>文<t><t>", "\u00ff\t"])
+def test_text_is_what_the_decoder_prints(make: object, text: str) -> None:
+    tokenizer = make(["<t>"])
+    ids = tokenizer.encode(text)
+    assert text_of(tokenizer, ids).text == tokenizer.decode(ids) == text
+
+
+def test_every_character_knows_its_token() -> None:
+    tokenizer = byte_level(["<t>"])
+    # Both letters are three bytes: one merge holds two of those of "日", each other byte is its own token.
+    ids = tokenizer.encode("a本<t>日too")
+    source = text_of(tokenizer, ids)
+    assert len(ids) == 1 + 3 + 1 + 2 + 1
+    assert [source.token_of(char) for char in range(len(source.text))] == [0, 1, 4, 4, 4, 5, 7, 7, 7]
+    assert source.tokens_of(1, 2) == (1, 4)
+    assert source.tokens_of(5, 6) == (5, 7)
+    assert source.tokens_of(7, 8) == (7, 8)
+    assert source.tokens_of(0, len(source.text)) == (0, len(ids))
+
+
+def test_tokens_without_text_move_no_character() -> None:
+    tokenizer = byte_level(["<t>"])
+    (a,) = tokenizer.encode("a")
+    source = text_of(tokenizer, [10**6, a, 10**6, a])
+    assert source.text == "aa"
+    assert [source.token_of(0), source.token_of(1)] == [1, 3]
+    assert source.tokens_of(1, 2) == (3, 4)
+
+
+def test_bytes_that_are_no_text_stay_apart() -> None:
+    tokenizer = byte_level(["<t>"])
+    first, second = tokenizer.encode("é")
+    (added,) = tokenizer.encode("<t>")
+    source = text_of(tokenizer, [first, added, second])
+    assert len(source.text) == 5
+    assert readable(source.text) == "\ufffd<t>\ufffd" == tokenizer.decode([first, added, second])
+    assert [source.token_of(char) for char in range(5)] == [0, 1, 1, 1, 2]
+
+
+def test_an_added_token_counts_only_as_a_token() -> None:
+    tokenizer = byte_level(["<t>"])
+    ids = [*tokenizer.encode_run("<t>").ids, *tokenizer.encode("<t>x")]
+    source = text_of(tokenizer, ids)
+    assert source.text == "<t><t>x"
+    assert source.find("<t>", 0, 7) == 3
+    assert source.find("<t>x", 0, 7) == 3
+    assert source.find("<t>", 0, 5) == -1
+    assert source.find(">", 0, 7) == 2
+    assert not source.at("<t>", 0, 7)
+    assert [source.added_before(char) for char in (0, 3, 6, 7)] == [False, False, True, False]
+
+
+def test_a_vocabulary_of_words_is_decoded_token_by_token() -> None:
+    engine = Engine(models.WordLevel({"[UNK]": 0, "hello": 1, "there": 2}, unk_token="[UNK]"))
+    engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    engine.decoder = decoders.WordPiece(prefix="##")
+    source = text_of(Tokenizer(engine), [1, 2])
+    assert source.text == "hellothere"
+    assert source.tokens_of(5, 10) == (1, 2)
