@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrender.errors import ProcessorError
+from mmrender.errors import ProcessorError, TemplateError, TemplateRefusedError, TemplateRuntimeError
 from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Message
@@ -44,7 +44,20 @@ class Rendering:
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
         """What the template writes, each character attributed."""
-        text = self.template.render(
+        try:
+            text = self._run(messages, add_generation_prompt)
+        except (TemplateRefusedError, TemplateRuntimeError) as error:
+            index = self._first_refused(messages)
+            if index is not None:
+                error.where = f"messages[{index}], {error.where}"
+            raise
+        if not add_generation_prompt:
+            return text
+        written = [len(prompt) for prompt in self.profile.generation_prompts if text.endswith(prompt)]
+        return disown_tail(text, max(written, default=0))
+
+    def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
+        return self.template.render(
             messages,
             tools=self.tools,
             documents=self.documents,
@@ -52,10 +65,19 @@ class Rendering:
             form=self.profile.form,
             arguments=self.arguments,
         )
-        if not add_generation_prompt:
-            return text
-        written = [len(prompt) for prompt in self.profile.generation_prompts if text.endswith(prompt)]
-        return disown_tail(text, max(written, default=0))
+
+    def _first_refused(self, messages: Sequence[Message]) -> int | None:
+        """Index of the message with which the conversation stops being accepted, where there is one."""
+        accepted = 0
+        for count in range(1, len(messages) + 1):
+            try:
+                self._run(messages[:count], False)
+            except TemplateError:
+                if accepted == count - 1 and (accepted or len(messages) == 1):
+                    return count - 1
+            else:
+                accepted = count
+        return None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> RenderedTokens:
         """Render a conversation; errors as for `Renderer.render`."""
