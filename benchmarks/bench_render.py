@@ -1,6 +1,6 @@
 """Time from messages and decoded pictures to model inputs, against the reference and the best-known peer.
 
-    python benchmarks/bench_render.py [MODEL_DIR] [--backend pil|torch] [--rounds 15] [--json FILE]
+    python benchmarks/bench_render.py [MODEL_DIR] [--backend pil|torch] [--rounds 9] [--json FILE]
 
 Contenders are Transformers (its PIL back end, and its torch back end where torchvision can be imported) and
 PyPI `renderers`. Before a case is timed, token ids and pixel values of all of them are compared.
@@ -282,7 +282,7 @@ def main() -> int:
         "model", nargs="?", type=Path, help="model directory; by default Qwen3-VL's, else a tiny one"
     )
     parser.add_argument("--backend", choices=BACKENDS, action="append")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1, help="of torch, for all contenders")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     arguments = parser.parse_args()

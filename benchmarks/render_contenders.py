@@ -1,7 +1,7 @@
 """The three that `bench_render.py` compares, each behind the same few calls.
 
 All start from the same decoded pictures. Models are loaded, templates compiled and probed, and processors
-built beforehand. `forget` brings a contender to its cold state: it keeps nothing that depends on a conversation.
+built beforehand. `forget` brings a contender to its cold state, with nothing kept of any conversation.
 """
 
 import json
