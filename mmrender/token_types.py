@@ -1,0 +1,49 @@
+"""Which tokens of a prompt stand for features of an image or a video: `mm_token_type_ids`.
+
+They follow from placeholder ranges alone. A pad token that the model sampled has the same id as an image's
+and stands for nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.errors import PlaceholderError
+from mmrender.media.item import MultiModalData
+
+TEXT_TYPE: Final = 0
+TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
+"""Numbers that Transformers 5 processors give, by modality; text is 0."""
+
+
+def mm_token_type_ids(
+    sidecar: MultiModalData, length: int, dtype: npt.DTypeLike = np.int64
+) -> npt.NDArray[np.integer]:
+    """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video.
+
+    Rows, columns and separators that a processor writes around an image's features are text.
+
+    Args:
+        sidecar: The prompt's media; ranges count from its first token.
+        length: Number of tokens.
+        dtype: int64 is what processors give; int8 does for storing.
+
+    Raises:
+        PlaceholderError: A range does not lie inside the prompt.
+    """
+    types = np.full(length, TEXT_TYPE, dtype)
+    for modality, ranges in sidecar.mm_placeholders.items():
+        for index, placeholder in enumerate(ranges):
+            start, stop = placeholder.offset, placeholder.offset + placeholder.length
+            if not 0 <= start <= stop <= length:
+                raise PlaceholderError(
+                    "a placeholder range does not lie inside the prompt",
+                    where=f"mm_placeholders[{modality!r}][{index}]",
+                    expected=f"tokens within [0, {length})",
+                    got=f"[{start}, {stop})",
+                    remedy="Trim the sidecar together with the tokens",
+                )
+            types[start:stop][placeholder.is_embed] = TOKEN_TYPES[modality]
+    return types

@@ -1,0 +1,122 @@
+"""Laws of training samples, over the language of generated conversations and real templates.
+
+The reference is the slow path: a turn's prompt is rendered by itself, and what the whole has beyond it,
+through the first stop token after what the message says, is what a model samples.
+"""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mmrender import Renderer
+from mmrender.errors import PlaceholderError, TemplateError
+from mmrender.rendered import CONTENT_KINDS
+from mmrender.samples import build_training_sample, build_trajectory_step
+from mmrender.samples.build import TrainingSample
+from mmrender.testing.conversations import ConversationMaker, sample_images
+
+MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen2_5_vl", "glm4_5v")
+PICTURES = sample_images(random.Random(7), 3, largest=120)
+
+
+@cache
+def renderer_of(path: Path) -> Renderer:
+    return Renderer.from_pretrained(path, image_backend="pil")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def renderer(request: pytest.FixtureRequest, shared_models: Path) -> Renderer:
+    return renderer_of(shared_models / request.param)
+
+
+def drawn(renderer: Renderer, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A conversation that the template takes, without a generation prompt."""
+    maker = ConversationMaker(renderer.profile, PICTURES, ("<|im_end|>", "</think>"), max_turns=3)
+    messages, options = maker.make(random.Random(seed))
+    options.pop("add_generation_prompt")
+    try:
+        renderer.render(messages, **options)
+    except (TemplateError, PlaceholderError):
+        assume(False)
+    return messages, options
+
+
+def owners(sample: TrainingSample) -> np.ndarray[Any, Any]:
+    return sample.rendered.message_indices
+
+
+@settings(max_examples=14)
+@given(seed=st.integers(0, 1 << 32))
+def test_the_mask_is_the_whole_less_the_prompt(renderer: Renderer, seed: int) -> None:
+    messages, options = drawn(renderer, seed)
+    sample = build_training_sample(renderer, messages, on_rewritten="skip", **options)
+    stop_ids = set(renderer.get_stop_token_ids())
+    expected = np.zeros(len(sample), np.bool_)
+    judged = np.ones(len(sample), np.bool_)
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index in sample.rewritten:
+            continue
+        prompt = renderer.render_ids(messages[:index], add_generation_prompt=True, **options)
+        if sample.token_ids[: len(prompt)] != prompt:
+            # The template changes what came before this turn, so its place is not known by this way.
+            judged[owners(sample) == index] = False
+            continue
+        said = [
+            span.stop
+            for span in sample.rendered.spans
+            if span.message == index and span.kind in CONTENT_KINDS
+        ]
+        stop = max(said, default=len(prompt))
+        while stop < len(sample) and sample.token_ids[stop] not in stop_ids:
+            stop += 1
+        expected[len(prompt) : stop + 1] = True
+    expected &= sample.mm_token_type_ids == 0
+    np.testing.assert_array_equal(sample.loss_mask[judged], expected[judged])
+
+
+@settings(max_examples=9)
+@given(seed=st.integers(0, 1 << 32), data=st.data())
+def test_selection_narrows_by_owner(renderer: Renderer, seed: int, data: st.DataObject) -> None:
+    messages, options = drawn(renderer, seed)
+    options |= {"on_rewritten": "content", "body_only_roles": ("tool", "user")}
+    whole = build_training_sample(renderer, messages, **options)
+    chosen = data.draw(st.sets(st.integers(0, len(messages) - 1)))
+    part = build_training_sample(renderer, messages, select=chosen, **options)
+    assert part.token_ids == whole.token_ids
+    rest = build_training_sample(renderer, messages, select=set(range(len(messages))) - chosen, **options)
+    np.testing.assert_array_equal(part.loss_mask | rest.loss_mask, whole.loss_mask)
+    assert not (part.loss_mask & rest.loss_mask).any()
+    assert not whole.loss_mask[whole.mm_token_type_ids != 0].any()
+
+
+@settings(max_examples=9)
+@given(seed=st.integers(0, 1 << 32))
+def test_bodies_hold_what_was_said_and_nothing_else(renderer: Renderer, seed: int) -> None:
+    messages, options = drawn(renderer, seed)
+    options |= {"roles": (), "body_only_roles": ("tool", "user", "assistant")}
+    sample = build_training_sample(renderer, messages, final_stop=False, **options)
+    roles = {messages[index]["role"] for index in owners(sample)[sample.loss_mask].tolist()}
+    assert roles <= {"tool", "user", "assistant"}
+    assert not sample.loss_mask[~sample.rendered.is_content].any()
+
+
+@settings(max_examples=9)
+@given(seed=st.integers(0, 1 << 32))
+def test_a_step_joins_to_the_sample(renderer: Renderer, seed: int) -> None:
+    messages, options = drawn(renderer, seed)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    options["on_rewritten"] = "skip"
+    for first in turns[-2:]:
+        step = build_trajectory_step(renderer, messages[:first], messages[first:], **options)
+        sample = build_training_sample(renderer, messages, select=range(first, len(messages)), **options)
+        assert step.prompt_ids + step.completion_ids == sample.token_ids
+        joined = np.concatenate((step.prompt_mask, step.completion_mask))
+        np.testing.assert_array_equal(joined, sample.loss_mask)
+        assert step.rewritten == sample.rewritten
+        assert not step.prompt_mask.any()

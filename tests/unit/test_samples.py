@@ -1,0 +1,408 @@
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrender import MultiModalData, PlaceholderRange, Renderer
+from mmrender.demo.model import build_tiny_model
+from mmrender.errors import InputError, MediaError, MessageError, PlaceholderError, RenderError
+from mmrender.media.item import MediaItem
+from mmrender.samples import build_training_sample, build_trajectory_step
+from mmrender.token_types import mm_token_type_ids
+
+PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
+TOOLS = [
+    {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}
+]
+CALL = {"id": "call1", "type": "function", "function": {"name": "zoom", "arguments": {"x": 1}}}
+CALL_TEXT = '<tool_call>\n{"name": "zoom", "arguments": {"x": 1}}\n</tool_call>'
+
+OPENERS_CLOSE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NOTHING_CLOSES = """{% for m in messages %}{{ m.role }}:
+{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant:
+{% endif %}"""
+FORGETS_REASONING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+EMPTY_REASONING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CALLS_DROP_CONTENT = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("samples") / "tiny", weights=False)
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return Renderer.from_pretrained(model, image_backend="pil")
+
+
+def variant(model: Path, template: str) -> Renderer:
+    return Renderer.from_pretrained(model, image_backend="pil", chat_template=template)
+
+
+def user(content: Any = "What now?") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any = "This.", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def tool(content: str = "7 files") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": "call1", "name": "zoom", "content": content}
+
+
+def trained(renderer: Renderer, ids: Sequence[int], mask: np.ndarray[Any, Any]) -> list[str]:
+    """Text of each run of tokens that is trained on."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False]))))
+    return [renderer.decode(ids[start:stop]) for start, stop in edges.reshape(-1, 2).tolist()]
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    user([{"type": "image", "image": PHOTO}, {"type": "text", "text": "Look."}]),
+    assistant("Zooming.", tool_calls=[CALL]),
+    tool(),
+    assistant("A gradient.", reasoning_content="Dark to light."),
+]
+
+
+def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Renderer) -> None:
+    sample = build_training_sample(renderer, CONVERSATION, tools=TOOLS)
+    assert sample.token_ids == renderer.render_ids(CONVERSATION, tools=TOOLS)
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == [
+        f"Zooming.\n{CALL_TEXT}<|im_end|>",
+        "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
+    ]
+    assert sample.rewritten == ()
+    assert len(sample) == len(sample.loss_mask) == len(sample.mm_token_type_ids)
+
+
+def test_what_the_generation_prompt_writes_is_not_trained_on(model: Path) -> None:
+    thinking = variant(model, FORGETS_REASONING)
+    sample = build_training_sample(thinking, [user(), assistant("This.", reasoning_content="Well")])
+    assert trained(thinking, sample.token_ids, sample.loss_mask) == ["Well\n</think>\n\nThis.<|im_end|>"]
+
+
+def test_labels(renderer: Renderer) -> None:
+    sample = build_training_sample(renderer, CONVERSATION)
+    labels = sample.labels()
+    assert labels.dtype == np.int64
+    assert labels[sample.loss_mask].tolist() == np.array(sample.token_ids)[sample.loss_mask].tolist()
+    assert set(labels[~sample.loss_mask].tolist()) == {-100}
+    assert set(sample.labels(-1)[~sample.loss_mask].tolist()) == {-1}
+
+
+def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
+    pad = "<|image_pad|>"
+    sample = build_training_sample(renderer, [*CONVERSATION[:3], user(f"{pad}{pad}"), assistant(pad)])
+    (placeholder,) = sample.multi_modal_data.mm_placeholders["image"]
+    types = sample.mm_token_type_ids
+    assert types.dtype == np.int64
+    assert types.sum() == placeholder.length > 0
+    assert types[placeholder.offset : placeholder.offset + placeholder.length].all()
+
+
+def test_token_types_of_videos_separators_and_other_dtypes() -> None:
+    ranges = {
+        "image": [PlaceholderRange(1, 4, ((0, 1), (3, 4)))],
+        "video": [PlaceholderRange(6, 2)],
+    }
+    types = mm_token_type_ids(MultiModalData({}, ranges, {}), 9, np.int8)
+    assert types.tolist() == [0, 1, 0, 0, 1, 0, 2, 2, 0]
+    assert types.dtype == np.int8
+
+
+def test_a_range_outside_the_prompt_has_no_types() -> None:
+    sidecar = MultiModalData({}, {"image": [PlaceholderRange(1, 2), PlaceholderRange(6, 4)]}, {})
+    with pytest.raises(PlaceholderError) as caught:
+        mm_token_type_ids(sidecar, 9)
+    assert str(caught.value) == (
+        "mm_placeholders['image'][1]: a placeholder range does not lie inside the prompt - expected "
+        "tokens within [0, 9), got [6, 10). Trim the sidecar together with the tokens"
+    )
+
+
+def test_bodies_are_without_scaffold_and_media(renderer: Renderer) -> None:
+    sample = build_training_sample(renderer, CONVERSATION, roles=(), body_only_roles=("tool", "user"))
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == ["Look.", "7 files"]
+
+
+def test_bodies_beside_sampled_turns(renderer: Renderer) -> None:
+    sample = build_training_sample(renderer, CONVERSATION, body_only_roles=("tool",))
+    assert trained(renderer, sample.token_ids, sample.loss_mask)[1] == "7 files"
+
+
+def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Renderer) -> None:
+    shown = [{"type": "text", "text": "Here:"}, {"type": "image", "image": PHOTO}]
+    sample = build_training_sample(renderer, [user(), assistant(shown)])
+    assert not (sample.loss_mask & (sample.mm_token_type_ids != 0)).any()
+    assert "Here:" in trained(renderer, sample.token_ids, sample.loss_mask)[0]
+
+
+@pytest.mark.parametrize(
+    "select",
+    [[-1], {4}, (np.int64(4),), lambda message: message.role == "assistant" and not message.tool_calls],
+)
+def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any) -> None:
+    sample = build_training_sample(renderer, CONVERSATION, select=select, body_only_roles=("tool",))
+    assert sample.token_ids == build_training_sample(renderer, CONVERSATION).token_ids
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == [
+        "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"select": [False, True]},
+            "select: not an index of a message - expected whole numbers, or a function of a message, got "
+            "False. For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
+        ),
+        ({"select": [5]}, "select: there is no such message - expected -5 to 4, got 5"),
+        (
+            {"roles": ("tool",)},
+            "roles: no token of a tool message is sampled - expected 'assistant', got 'tool'. Name it in "
+            "body_only_roles to train on what such messages say",
+        ),
+        (
+            {"roles": ("model",)},
+            "roles: no such role - expected 'system', 'developer', 'user', 'assistant', 'tool', got 'model'",
+        ),
+        ({"roles": "assistant"}, "roles: not a collection of roles - got 'assistant'. Write ('assistant',)"),
+        (
+            {"on_rewritten": "ignore"},
+            "on_rewritten: unknown policy - expected 'error', 'skip' or 'content', got 'ignore'",
+        ),
+        (
+            {"add_generation_prompt": True},
+            "add_generation_prompt: what is trained on ends in no generation prompt",
+        ),
+    ],
+)
+def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        build_training_sample(renderer, CONVERSATION, **options)
+    assert str(caught.value) == message
+
+
+def test_a_picture_that_is_not_at_hand(renderer: Renderer) -> None:
+    messages = [user([{"type": "image"}, {"type": "text", "text": "Look."}]), assistant()]
+    with pytest.raises(MediaError) as caught:
+        build_training_sample(renderer, messages)
+    assert str(caught.value) == (
+        "messages[0].content[0]: the image is not at hand - expected a source to load, got None. Pass "
+        "images=[...]; nothing can be trained on pictures that are not there"
+    )
+    sample = build_training_sample(renderer, messages, images=[PHOTO])
+    assert sample.mm_token_type_ids.any()
+
+
+def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(model: Path) -> None:
+    renderer = variant(model, OPENERS_CLOSE)
+    messages = [user(), assistant("This."), user(), assistant("That.")]
+    plain = renderer.render(messages)
+    sample = build_training_sample(renderer, messages)
+    assert sample.token_ids == [*plain.token_ids, renderer.tokenizer.added_ids["<|im_start|>"]]
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == ["This.<|im_start|>", "That.<|im_start|>"]
+    assert sample.rendered.spans[-1].stop == len(sample) == len(sample.loss_mask)
+    open_ended = build_training_sample(renderer, messages, final_stop=False)
+    assert open_ended.token_ids == plain.token_ids
+    assert trained(renderer, plain.token_ids, open_ended.loss_mask) == ["This.<|im_start|>", "That."]
+
+
+def test_the_stop_token_depends_on_whether_tools_were_called(shared_models: Path) -> None:
+    renderer = Renderer.from_pretrained(shared_models / "glm4_5v", image_backend="pil")
+    answered = build_training_sample(renderer, [user(), assistant("This.")])
+    called = build_training_sample(renderer, [user(), assistant("", tool_calls=[CALL])], tools=TOOLS)
+    assert renderer.decode(answered.token_ids[-1:]) == "<|user|>"
+    assert renderer.decode(called.token_ids[-1:]) == "<|observation|>"
+
+
+def test_a_conversation_that_ends_with_the_user_is_left_as_it_is(model: Path) -> None:
+    renderer = variant(model, OPENERS_CLOSE)
+    messages = [user(), assistant("This."), user()]
+    assert build_training_sample(renderer, messages).token_ids == renderer.render_ids(messages)
+
+
+def test_a_stop_token_that_nothing_proves(model: Path) -> None:
+    renderer = variant(model, NOTHING_CLOSES)
+    with pytest.raises(RenderError) as caught:
+        build_training_sample(renderer, [user(), assistant()])
+    assert str(caught.value) == (
+        "messages[1]: it cannot be told which token ends this turn - expected a stop token in it, or "
+        "right after it where the next message follows. Pass final_stop=False to leave the turn open"
+    )
+    sample = build_training_sample(renderer, [user(), assistant()], final_stop=False)
+    assert "This." in trained(renderer, sample.token_ids, sample.loss_mask)[0]
+
+
+TWO_THOUGHTS = [
+    user(),
+    assistant("This.", reasoning_content="Well"),
+    user(),
+    assistant("That.", reasoning_content="Hm"),
+]
+
+
+def test_a_rewritten_turn_is_an_error(model: Path) -> None:
+    with pytest.raises(RenderError) as caught:
+        build_training_sample(variant(model, FORGETS_REASONING), TWO_THOUGHTS)
+    assert str(caught.value) == (
+        "messages[1]: the template writes this turn differently than it asks the model for it - expected "
+        "the turn as the model writes it, after its generation prompt. Pass the template arguments that the "
+        "turn was made with (such as enable_thinking=False), leave it out of select, or pass "
+        "on_rewritten='skip' or 'content'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"on_rewritten": "skip"}, ["Hm\n</think>\n\nThat.<|im_end|>"]),
+        ({"on_rewritten": "content"}, ["This.<|im_end|>", "Hm\n</think>\n\nThat.<|im_end|>"]),
+        ({"select": [3]}, ["Hm\n</think>\n\nThat.<|im_end|>"]),
+        ({"roles": (), "body_only_roles": ("assistant",)}, ["This.", "Hm", "That."]),
+    ],
+)
+def test_policies_for_rewritten_turns(model: Path, options: dict[str, Any], expected: list[str]) -> None:
+    renderer = variant(model, FORGETS_REASONING)
+    sample = build_training_sample(renderer, TWO_THOUGHTS, **options)
+    assert sample.rewritten == (1,)
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == expected
+
+
+def test_reasoning_that_the_template_drops(model: Path) -> None:
+    renderer = variant(model, EMPTY_REASONING)
+    messages = [user(), assistant("This.", reasoning_content="What else?"), user(), assistant("That.")]
+    with pytest.raises(RenderError) as caught:
+        build_training_sample(renderer, messages)
+    assert str(caught.value).startswith("messages[1]: the template drops this turn's reasoning - expected")
+    skipped = build_training_sample(renderer, messages, on_rewritten="skip")
+    assert skipped.rewritten == (1,)
+    assert trained(renderer, skipped.token_ids, skipped.loss_mask) == ["<think></think>That.<|im_end|>"]
+    kept = build_training_sample(renderer, messages, on_rewritten="content")
+    assert trained(renderer, kept.token_ids, kept.loss_mask) == [
+        "<think></think>This.<|im_end|>",
+        "<think></think>That.<|im_end|>",
+    ]
+
+
+def test_content_that_the_template_drops_beside_calls(model: Path) -> None:
+    renderer = variant(model, CALLS_DROP_CONTENT)
+    with pytest.raises(RenderError, match=r"^messages\[1\]: the template drops this turn's content"):
+        build_training_sample(renderer, [user(), assistant("Let me look.", tool_calls=[CALL])])
+
+
+def test_calls_that_the_template_drops(model: Path) -> None:
+    renderer = variant(model, EMPTY_REASONING)
+    with pytest.raises(RenderError, match=r"^messages\[1\]: the template drops this turn's tool calls"):
+        build_training_sample(renderer, [user(), assistant("Look.", tool_calls=[CALL])])
+
+
+def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Renderer) -> None:
+    prompt, completion = CONVERSATION[:2], CONVERSATION[2:]
+    step = build_trajectory_step(renderer, prompt, completion, tools=TOOLS)
+    assert step.prompt_ids == renderer.render_ids(prompt, tools=TOOLS, add_generation_prompt=True)
+    assert step.prompt_ids + step.completion_ids == renderer.render_ids(CONVERSATION, tools=TOOLS)
+    assert trained(renderer, step.completion_ids, step.completion_mask) == [
+        f"Zooming.\n{CALL_TEXT}<|im_end|>",
+        "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
+    ]
+    assert step.completion_mask[0]
+    assert not step.prompt_mask.any()
+    assert len(step.prompt_mask) == len(step.prompt_ids)
+    sample = build_training_sample(renderer, CONVERSATION, tools=TOOLS)
+    assert step.mm_token_type_ids.tolist() == sample.mm_token_type_ids.tolist()
+    assert step.multi_modal_data == sample.multi_modal_data
+
+
+def test_images_that_a_tool_returns_within_the_completion(renderer: Renderer) -> None:
+    answer = {**tool(), "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "zoomed"}]}
+    completion = [assistant("", tool_calls=[CALL]), answer, assistant("Now I see.")]
+    step = build_trajectory_step(renderer, [user()], completion, tools=TOOLS)
+    (placeholder,) = step.multi_modal_data.mm_placeholders["image"]
+    assert placeholder.offset > len(step.prompt_ids)
+    types = step.mm_token_type_ids[len(step.prompt_ids) :]
+    assert types.any()
+    assert not step.completion_mask[types != 0].any()
+    assert trained(renderer, step.completion_ids, step.completion_mask)[-1] == "Now I see.<|im_end|>"
+
+
+def test_earlier_turns_of_the_model_in_the_prompt_are_not_trained_on(renderer: Renderer) -> None:
+    prompt = [user(), assistant("Before."), user()]
+    step = build_trajectory_step(renderer, prompt, [assistant("After.")])
+    assert not step.prompt_mask.any()
+    assert trained(renderer, step.completion_ids, step.completion_mask) == ["After.<|im_end|>"]
+
+
+def test_a_step_ends_in_the_stop_token(model: Path) -> None:
+    renderer = variant(model, OPENERS_CLOSE)
+    step = build_trajectory_step(renderer, [user()], [assistant("This.")])
+    assert trained(renderer, step.completion_ids, step.completion_mask) == ["This.<|im_start|>"]
+    step = build_trajectory_step(renderer, [user()], [assistant("This.")], final_stop=False)
+    assert trained(renderer, step.completion_ids, step.completion_mask) == ["This."]
+
+
+def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
+    renderer = variant(model, FORGETS_REASONING)
+    prompt, completion = TWO_THOUGHTS[:1], TWO_THOUGHTS[1:]
+    with pytest.raises(RenderError) as caught:
+        build_trajectory_step(renderer, prompt, completion)
+    error = caught.value
+    start = len(renderer.render_ids(prompt, add_generation_prompt=True)) - 2
+    assert error.where == "messages[1]"
+    assert error.problem == f"the prompt for this turn departs from the whole at token {start}"
+    assert error.expected == "'<think>\\n'"
+    assert (error.got or "").startswith("'This.<|im_end|>")
+    step = build_trajectory_step(renderer, prompt, completion, on_rewritten="skip")
+    assert step.prompt_ids + step.completion_ids == renderer.render_ids(TWO_THOUGHTS)
+    assert len(step.prompt_ids) == start
+    assert step.rewritten == (1,)
+    assert trained(renderer, step.completion_ids, step.completion_mask) == ["Hm\n</think>\n\nThat.<|im_end|>"]
+
+
+def test_a_completion_begins_with_the_models_turn(renderer: Renderer) -> None:
+    with pytest.raises(InputError) as caught:
+        build_trajectory_step(renderer, [user()], [user(), assistant()])
+    assert str(caught.value) == (
+        "completion_messages[0].role: the completion does not begin with the model's turn - expected "
+        "'assistant', got 'user'. Put it into prompt_messages"
+    )
+    with pytest.raises(MessageError, match=r"^completion_messages: the conversation is empty"):
+        build_trajectory_step(renderer, [user()], [])
+
+
+@pytest.mark.parametrize(("name", "pad"), [("internvl3", "<IMG_CONTEXT>"), ("qwen3_vl", "<|image_pad|>")])
+def test_types_are_those_of_the_reference_processors(shared_models: Path, name: str, pad: str) -> None:
+    """The reference marks the image token's ids, which without typed pads is the same set of tokens."""
+    renderer = Renderer.from_pretrained(shared_models / name, image_backend="pil")
+    messages = [user([{"type": "image", "image": PHOTO}, {"type": "text", "text": "Look."}]), assistant()]
+    sample = build_training_sample(renderer, messages)
+    expected = np.array(sample.token_ids) == renderer.tokenizer.token_id(pad)
+    item: MediaItem = sample.multi_modal_data.mm_items["image"][0]
+    assert expected.sum() > 0
+    assert item.modality == "image"
+    np.testing.assert_array_equal(sample.mm_token_type_ids, expected)
