@@ -9,7 +9,7 @@ is not so, there is no bridge, and the reason has a name.
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from mmrender.bridge_histories import History as ProbedHistory
 from mmrender.bridge_histories import MediaCount, skeleton
 from mmrender.bridge_joint import Joint, TokenIds
 from mmrender.bridge_proof import Proof, Prover
-from mmrender.bridge_shape import marks_of, shape_of
+from mmrender.bridge_shape import reads_of, shape_of
 from mmrender.bridge_tail import NotBridged, Tail, TailFinder, rest_of
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
 from mmrender.media.item import MediaItem, MultiModalData
@@ -42,6 +42,16 @@ Resolve: TypeAlias = Callable[[Sequence[MediaPlace], int], Sequence[MediaItem | 
 _FIRST_NEW = 2
 """Index of the first new message in a skeleton."""
 _MAX_PROOFS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What is given: the previous prompt with its sidecar, what was sampled, and what follows."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    messages: Sequence[Message]
+    previous: MultiModalData
 
 
 class Bridge:
@@ -68,8 +78,8 @@ class Bridge:
         self._writer = writer
         self._stop_ids = stop_ids
         self._arguments = dict(arguments)
-        self._marks = marks_of(template.syntax_tree())
-        self._prover = Prover(self._independent_part, self._text, profile)
+        self._reads = reads_of(template.syntax_tree())
+        self._prover = Prover(self._independent_part, self._text, profile, self._reads)
         self._tails = TailFinder(writer, profile, stop_ids)
         self._joint = Joint(self._text, profile, self._tails, writer.tokenizer.decode)
         self._proofs: dict[Any, Proof] = {}
@@ -105,31 +115,30 @@ class Bridge:
             MediaError: A new image cannot be loaded or processed.
         """
         _check_extension(new_messages, depends_on_company)
-        ids = _as_list(prompt_ids, "previous_prompt_ids")
+        prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
-        _check_sidecar(previous, len(ids))
+        _check_sidecar(previous, len(prompt))
+        turn = _Turn(prompt, completion, new_messages, previous)
         try:
-            media = self._proved(new_messages, previous, history, ids)
-            tail = self._tail(skeleton(new_messages, media), new_messages)
-            layout = self._joined(tail, new_messages, ids, completion)
+            tail = self._tail(skeleton(new_messages, self._proved(turn, history)), new_messages)
+            layout = self._joined(tail, turn)
         except SpecialTokenError as error:
             error.where = _in_extension(error.where)
             raise
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error
-        return self._assembled(ids, completion, layout, new_messages, previous, resolve)
+        return self._assembled(layout, turn, resolve)
 
-    def _proved(
-        self, messages: Sequence[Message], previous: MultiModalData, history: History, prompt: Sequence[int]
-    ) -> MediaCount:
+    def _proved(self, turn: _Turn, history: History) -> MediaCount:
         """What the skeleton has to hold, once it is proved that nothing else matters."""
-        key = (shape_of(messages, self._marks), history)
+        messages = turn.messages
+        key = (shape_of(messages, self._reads.marks), history)
         media = MediaCount()
         proof = self._proof(key, lambda: self._prove(messages, history))
         if proof.counts_media:
-            hashes = previous.mm_hashes
+            hashes = turn.previous.mm_hashes
             media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
-            self._check_media_known(media, prompt)
+            self._check_media_known(media, turn.prompt)
             # Beyond three the count itself cannot be tried; what is tried is where the media stand.
             counted = (*key, min(media.images, 3), min(media.videos, 3))
             proof = self._proof(counted, lambda: self._prove(messages, history, media))
@@ -188,48 +197,37 @@ class Bridge:
         written = [len(opened) for opened in self._profile.generation_prompts if text.endswith(opened)]
         return disown_tail(text, max(written, default=0))
 
-    def _joined(
-        self, tail: Tail, messages: Sequence[Message], prompt: Sequence[int], completion: Sequence[int]
-    ) -> Layout:
+    def _joined(self, tail: Tail, turn: _Turn) -> Layout:
         """What is to be written after the completion."""
         close = tail.close
-        if completion and completion[-1] in self._stop_ids:
+        if turn.completion and turn.completion[-1] in self._stop_ids:
             if close is None:
                 return tail.layout
             # Where the close is the next turn's opener, only that opener can stand for it.
-            keep = close.is_opener and completion[-1] != close.token_id
+            keep = close.is_opener and turn.completion[-1] != close.token_id
             return rest_of(tail.layout, close.start if keep else close.stop)
-        head, start = self._joint.closing(tail, messages, prompt, completion)
+        head, start = self._joint.closing(tail, turn.messages, turn.prompt, turn.completion)
         rest = rest_of(tail.layout, start)
         return self._writer.lay_out(TracedStr(head) + rest.text) if head else rest
 
-    def _assembled(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        layout: Layout,
-        messages: Sequence[Message],
-        previous: MultiModalData,
-        resolve: Resolve,
-    ) -> RenderedTokens:
-        places = media_places(messages, where="new_messages")
-        placeholders = [
-            replace(found, message=max(found.message - _FIRST_NEW, -1)) for found in layout.placeholders
-        ]
-        check_placement(places, placeholders, self._profile.image_roles, where="new_messages")
-        items = resolve(places, len(previous.mm_hashes.get("image", ())))
+    def _assembled(self, layout: Layout, turn: _Turn, resolve: Resolve) -> RenderedTokens:
+        places = media_places(turn.messages, where="new_messages")
+        written = [replace(found, message=_new(found.message)) for found in layout.placeholders]
+        check_placement(places, written, self._profile.image_roles, where="new_messages")
+        items = resolve(places, len(turn.previous.mm_hashes.get("image", ())))
         encoded = self._writer.write(layout, items, begins=False)
-        base = len(prompt) + len(completion)
+        base = len(turn.prompt) + len(turn.completion)
         entries = [
             (found.shifted(base), item)
             for found, item in zip(encoded.ranges, items, strict=True)
             if item is not None
         ]
+        previous = turn.previous
         return RenderedTokens(
-            token_ids=[*prompt, *completion, *encoded.ids],
-            spans=tuple(_spans(len(prompt), len(completion), encoded.spans)),
-            roles=tuple([message.role for message in messages]),
-            tool_names=tuple([message.name if message.role == "tool" else None for message in messages]),
+            token_ids=[*turn.prompt, *turn.completion, *encoded.ids],
+            spans=_spans(len(turn.prompt), base, encoded.spans),
+            roles=tuple([message.role for message in turn.messages]),
+            tool_names=tuple([message.name if message.role == "tool" else None for message in turn.messages]),
             multi_modal_data=previous.merged(MultiModalData.of(entries)) if entries else previous,
             text=plain(layout.text),
             _decode=self._writer.tokenizer.decode,
@@ -266,15 +264,21 @@ def _in_extension(where: str | None) -> str | None:
     return f"new_messages[{int(found.group(1)) - _FIRST_NEW}]{where[found.end() :]}"
 
 
-def _spans(prompt: int, completion: int, tail: Sequence[TokenSpan]) -> list[TokenSpan]:
-    """Spans over previous prompt, completion and tail; messages count from the extension's first."""
+def _new(message: int) -> int:
+    """Index among the new messages, -1 for what belongs to none of them."""
+    return message - _FIRST_NEW if message >= _FIRST_NEW else -1
+
+
+def _spans(prompt: int, base: int, tail: Sequence[TokenSpan]) -> tuple[TokenSpan, ...]:
+    """Spans over previous prompt, completion (which ends at `base`) and tail."""
     spans = [TokenSpan(0, prompt, -1, "prompt", False)] if prompt else []
-    base = prompt + completion
-    if completion:
+    if base > prompt:
         spans.append(TokenSpan(prompt, base, -1, "completion", True))
-    for start, stop, message, kind, _ in tail:
-        spans.append(TokenSpan(start + base, stop + base, max(message - _FIRST_NEW, -1), kind, False))
-    return spans
+    spans += [
+        TokenSpan(start + base, stop + base, _new(message), kind, False)
+        for start, stop, message, kind, _ in tail
+    ]
+    return tuple(spans)
 
 
 def _as_list(ids: TokenIds, where: str) -> Sequence[int]:

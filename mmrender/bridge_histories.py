@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ToolCall, VideoPart
+from mmrender.bridge_shape import Reads
+from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 
 _WORD = "qwertz"
 _CALL_ID = "call9{:04d}"
@@ -54,10 +55,14 @@ Change: TypeAlias = Callable[[History], History]
 
 
 class Variation(NamedTuple):
-    """One respect in which histories differ: what a template must look at to notice, and the change."""
+    """One respect in which histories differ: what a template must look at to notice, and the change.
+
+    `joins` says that it is also tried together with others.
+    """
 
     looks_at: str
     change: Change
+    joins: bool = True
 
 
 def skeleton(extension: Sequence[Message], media: MediaCount = MediaCount()) -> History:  # noqa: B008 - immutable
@@ -104,6 +109,42 @@ def _tool_round(results: int, *, first: int, text: str = "") -> tuple[Message, .
     return (_assistant(text, tool_calls=tuple(calls)), *answers)
 
 
+_STRING_METHODS = frozenset(dir(str)) | frozenset(dir(dict)) | frozenset(dir(list))
+_LOOP_FIELDS = frozenset(
+    [
+        "index",
+        "index0",
+        "revindex",
+        "revindex0",
+        "first",
+        "last",
+        "length",
+        "previtem",
+        "nextitem",
+        "depth",
+        "changed",
+    ]
+)
+_KNOWN_FIELDS = (
+    frozenset(Message.__struct_fields__)
+    | frozenset(
+        [
+            "type",
+            "text",
+            "image",
+            "video",
+            "function",
+            "arguments",
+            "id",
+            "parameters",
+            "thinking",
+            "properties",
+        ]
+    )
+    | _STRING_METHODS
+    | _LOOP_FIELDS
+)
+"""Names that are no message's own field: those of the schema, of loops, and of Python's types."""
 _DOCUMENTS = ({"title": "probe", "text": f"D{_WORD}"},)
 _TURN = (_user(f"E{_WORD}"), _assistant(f"F{_WORD}"))
 
@@ -114,8 +155,8 @@ def _tools(*names: str) -> tuple[Mapping[str, Any], ...]:
     return tuple({"type": "function", "function": function} for function in functions)
 
 
-def _before(role: Role) -> Change:
-    message = Message(role=role, content=f"S{_WORD}")
+def _before(role: Role, text: str = f"S{_WORD}") -> Change:
+    message = Message(role=role, content=text)
     return lambda history: replace(history, system=(message, *history.system))
 
 
@@ -164,11 +205,13 @@ def variations(extension: Sequence[Message], reasoning: tuple[str, str] | None) 
     loop = (_user(f"L{_WORD}"), *_tool_round(1, first=0), _assistant(f"M{_WORD}"))
     thought = _assistant(f"H{_WORD}", reasoning_content=f"G{_WORD}")
     opener, closer = reasoning or ("<think>", "</think>\n\n")
+    said = TextPart(f"A{_WORD}")
     return [
+        Variation("the number of earlier turns", _earlier(*_TURN)),
+        Variation("the number of earlier turns", _earlier(*_TURN * 5)),
+        Variation("the number of earlier turns", _earlier(*_TURN * 30), joins=False),
         Variation("the system prompt", _before("system")),
         Variation("a developer message", _before("developer")),
-        Variation("the number of earlier turns", _earlier(*_TURN)),
-        Variation("the number of earlier turns", _earlier(*_TURN * 6)),
         Variation("how many user messages stand together", _earlier(_user(f"V{_WORD}"))),
         Variation("the role of the first message", _opening(_assistant(f"W{_WORD}"))),
         Variation("earlier tool calls", _earlier(*loop)),
@@ -176,22 +219,53 @@ def variations(extension: Sequence[Message], reasoning: tuple[str, str] | None) 
         Variation("tool results since the last user message", _round(_tool_round(1, first=10))),
         Variation("the number of tool results", _round(_tool_round(2, first=20, text=f"N{_WORD}"))),
         Variation("the text of the last user message", _user_says(f"Another text.\n\n1. {_WORD}\n")),
+        Variation("the text of the last user message", _user_says(f"{_WORD} " * 500)),
         Variation("the name of the user", _user_with(name=f"n{_WORD}")),
-        Variation("the assistant's text", _assistant_with(content="Something else, and longer.")),
+        Variation("the assistant's text", _assistant_with(content="Something else. " * 100)),
         Variation("the assistant's text", _assistant_with(content=f"{_WORD} \n\n")),
         Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {_WORD}?')),
         Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"T{_WORD}")),
-        Variation(
-            "reasoning in the assistant's text", _assistant_with(content=f"{opener}T{_WORD}{closer}A{_WORD}")
-        ),
-        Variation("the shape of the assistant's content", _assistant_with(content=(TextPart(f"A{_WORD}"),))),
+        Variation("the assistant's reasoning", _assistant_with(content=(ThinkingPart(f"T{_WORD}"), said))),
+        Variation("the assistant's reasoning", _assistant_with(content=f"{opener}T{_WORD}{closer}A{_WORD}")),
+        Variation("the shape of the assistant's content", _assistant_with(content=(said,))),
         *_call_variations(extension),
         Variation("the tool definitions", lambda history: replace(history, tools=_tools("probe"))),
         Variation("the tool definitions", lambda history: replace(history, tools=_tools("a", "b", "c"))),
-        Variation(
-            "the documents", lambda history: replace(history, documents=({"title": "t", "text": "d"},))
-        ),
+        Variation("the documents", lambda history: replace(history, documents=_DOCUMENTS)),
     ]
+
+
+def marked(reads: Reads) -> list[Variation]:
+    """Histories that hold the texts which the template looks for, and the fields that only it knows."""
+    found = []
+    for mark in reads.marks:
+        for text in (mark, f"{mark}{_WORD}{mark}"):
+            found += [
+                Variation(f"{mark!r} in the system prompt", _before("system", text)),
+                Variation(f"{mark!r} in the last user message", _user_says(text)),
+                Variation(f"{mark!r} in an earlier message", _earlier(_user(text), _assistant(text))),
+            ]
+        found.append(
+            Variation(f"{mark!r} in the assistant's text", _assistant_with(content=f"{mark}{_WORD}"))
+        )
+    for field in sorted(reads.fields - _KNOWN_FIELDS):
+        extra = {field: f"X{_WORD}"}
+        system = Message(role="system", content=f"S{_WORD}", extra=extra)
+        change = _all_of(_user_with(extra=extra), _assistant_with(extra=extra))
+        found += [
+            Variation(f"the field {field!r} of earlier messages", change, joins=False),
+            Variation(f"the field {field!r} of the system prompt", _opening(system), joins=False),
+        ]
+    return found
+
+
+def _all_of(*changes: Change) -> Change:
+    def change(history: History) -> History:
+        for step in changes:
+            history = step(history)
+        return history
+
+    return change
 
 
 def _call_variations(extension: Sequence[Message]) -> list[Variation]:
@@ -222,7 +296,7 @@ def media_placements(media: MediaCount, *, counted: bool) -> list[Variation]:
         media: What the skeleton holds.
         counted: Whether the tail depends on their number.
     """
-    parts = _media_parts(media if counted else MediaCount(1))
+    parts = _media_parts(media if counted else MediaCount(1, 1))
     if not parts:
         return []
     shown = Message(role="user", content=(*parts, TextPart(f"I{_WORD}")))

@@ -6,10 +6,19 @@ that still shows the difference.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mmrender.bridge_histories import History, MediaCount, Variation, media_placements, skeleton, variations
+from mmrender.bridge_histories import (
+    History,
+    MediaCount,
+    Variation,
+    marked,
+    media_placements,
+    skeleton,
+    variations,
+)
+from mmrender.bridge_shape import Reads
 from mmrender.bridge_tail import NotBridged, NotPrinted, content_end
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
@@ -46,11 +55,13 @@ class Prover:
             conversation, and NotBridged where it writes no such tail.
         text_of: Renders messages, with the generation prompt where the flag says so; raises TemplateError.
         profile: What is known about the template.
+        reads: What its source says that it reads.
     """
 
     tail_of: Callable[[History, Sequence[Message]], str]
     text_of: Callable[[History, Sequence[Message], bool], TracedStr]
     profile: TemplateProfile
+    reads: Reads
 
     def counts_media(self, extension: Sequence[Message]) -> bool:
         """Whether the tail depends on the number of earlier images or videos."""
@@ -77,16 +88,20 @@ class Prover:
         except NotBridged as refusal:
             return str(refusal)
         taken = []
-        for variation in [
-            *variations(extension, self.profile.reasoning),
-            *media_placements(media, counted=counted),
-        ]:
+        for variation in self._variations(extension, media, counted):
             differs = self._differs(variation.change(history), extension, expected)
             if differs:
                 return _dependence([variation])
-            if differs is not None:
+            if differs is not None and variation.joins:
                 taken.append(variation)
         return self._joint_failure(history, extension, expected, taken)
+
+    def _variations(
+        self, extension: Sequence[Message], media: MediaCount, counted: bool
+    ) -> Iterator[Variation]:
+        yield from variations(extension, self.profile.reasoning)
+        yield from media_placements(media, counted=counted)
+        yield from marked(self.reads)
 
     def _joint_failure(
         self, history: History, extension: Sequence[Message], expected: str, taken: Sequence[Variation]
@@ -125,10 +140,8 @@ class Prover:
         probes = [Variation("", lambda given: given), *variations(extension, self.profile.reasoning)]
         for variation in probes:
             if self._is_rewritten(variation.change(history), extension):
-                known = f", which looks at {variation.looks_at}" if variation.looks_at else ""
-                return (
-                    f"the template would write earlier turns differently once this extension follows{known}"
-                )
+                seen = f" (seen by varying {variation.looks_at})" if variation.looks_at else ""
+                return f"the template would write earlier turns differently once this extension follows{seen}"
         return None
 
     def _is_rewritten(self, history: History, extension: Sequence[Message]) -> bool:

@@ -5,31 +5,62 @@ tests them, so the texts that it looks for are read from its source.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import nodes
 
 from mmrender.messages import Message, TextPart
 
-Marks: TypeAlias = tuple[str, ...]
-
 _SEARCHES = frozenset(
-    {"startswith", "endswith", "find", "rfind", "index", "rindex", "count", "split", "rsplit"}
+    [
+        "startswith",
+        "endswith",
+        "find",
+        "rfind",
+        "index",
+        "rindex",
+        "count",
+        "split",
+        "rsplit",
+        "partition",
+        "rpartition",
+        "removeprefix",
+        "removesuffix",
+    ]
 )
-_SEARCHES |= {"partition", "rpartition", "removeprefix", "removesuffix"}
 _SCHEMA = frozenset(
-    {"text", "image", "image_url", "video", "video_url", "audio", "type", "content", "thinking"}
+    ["text", "image", "image_url", "video", "video_url", "audio", "type", "content", "thinking"]
 )
 """Keys of parts and messages; `'image' in part` asks for a key, not for text."""
 
 
-def marks_of(tree: nodes.Template) -> Marks:
-    """Texts that a template looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and their like."""
-    found = {text for compare in tree.find_all(nodes.Compare) for text in _compared(compare)}
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a template's source says that it reads.
+
+    Attributes:
+        marks: Texts that it looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and their like.
+        fields: Names that it reads as attributes or keys, of whatever it is but its own namespaces.
+    """
+
+    marks: tuple[str, ...]
+    fields: frozenset[str]
+
+
+def reads_of(tree: nodes.Template) -> Reads:
+    """Read the marks and fields off a parsed template."""
+    marks = {text for compare in tree.find_all(nodes.Compare) for text in _compared(compare)}
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
-            found |= {text for argument in call.args for text in _texts(argument)}
-    return tuple(sorted(found - _SCHEMA - {""}))
+            marks |= {text for argument in call.args for text in _texts(argument)}
+    fields = {node.attr for node in tree.find_all(nodes.Getattr)}
+    fields |= {text for node in tree.find_all(nodes.Getitem) for text in _texts(node.arg)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "get" and call.args:
+            fields |= _texts(call.args[0])
+    own = {node.attr for node in tree.find_all(nodes.NSRef)}
+    return Reads(tuple(sorted(marks - _SCHEMA - {""})), frozenset(fields - own))
 
 
 def _compared(compare: nodes.Compare) -> set[str]:
@@ -50,12 +81,12 @@ def _texts(node: nodes.Node) -> set[str]:
     return set()
 
 
-def shape_of(messages: Sequence[Message], marks: Marks) -> Hashable:
+def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> Hashable:
     """What extensions must share to share a proof."""
     return tuple([_message_shape(message, marks) for message in messages])
 
 
-def _message_shape(message: Message, marks: Marks) -> tuple[Any, ...]:
+def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
     content = message.content
     kinds: tuple[Any, ...] | None = None
     text = content if isinstance(content, str) else ""

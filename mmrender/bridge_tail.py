@@ -35,7 +35,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What follows the assistant's content, with its syntax and the stop token that it begins with, or None."""
+    """What follows the assistant's content, with its syntax, and the stop token that ends the turn."""
 
     layout: Layout
     close: Close | None
@@ -93,7 +93,8 @@ class TailFinder:
         limit = len(tail)
         for start, _, origin in reversed(tail._spans):
             if origin.is_content:
-                if origin.message <= last:
+                # A call is known as far as its result states it; the proof varies the rest.
+                if origin.message <= last and (origin.message < last or origin.kind != "tool_call"):
                     raise NotBridged(f"the template writes {_name(origin)} again after the assistant's turn")
                 limit = start
         layout = self._writer.lay_out(tail)
@@ -102,7 +103,7 @@ class TailFinder:
         return Tail(layout, self._close(layout, last, limit))
 
     def _close(self, layout: Layout, last: int, limit: int) -> Close | None:
-        """The first stop token before `limit`, where new content begins, unless it stands inside the next turn."""
+        """The first stop token before `limit`, where new content begins, unless inside the next turn."""
         for match in layout.matches:
             if match.start >= limit:
                 return None
