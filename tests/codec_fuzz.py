@@ -15,6 +15,7 @@ for each started megabyte; and memory, traced for one message in ten and for the
 
 import argparse
 import base64
+import contextlib
 import json
 import random
 import struct
@@ -262,6 +263,14 @@ def touch(value: Any) -> None:
         value.clone()
 
 
+def _retake(decode: Decode, message: Message) -> float:
+    """Time a slow message once more: a neighbour on the machine slows the processor, but not every time."""
+    started = time.thread_time()
+    with contextlib.suppress(mmcodecs.CodecError):
+        decode(message)
+    return time.thread_time() - started
+
+
 class Fuzzer:
     """Run messages through decoders and hold what comes out against the bounds.
 
@@ -323,6 +332,8 @@ class Fuzzer:
         megabytes = max(1, -(-size // 1_000_000))
         if trace:
             return  # tracing slows the reader several times over
+        if took > SECONDS_PER_MEGABYTE * megabytes:
+            took = min(took, *(_retake(decode, message) for _ in range(4)))
         report.slowest = max(report.slowest, (took / megabytes, f"{name}, {size} bytes"))
         if took > SECONDS_PER_MEGABYTE * megabytes:
             report.failures.append((name, f"{took * 1e3:.0f} ms for {size} bytes", message))

@@ -22,11 +22,14 @@ NUMPY_DTYPES = [
     )
 ]
 TORCH_DTYPES = [
-    torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
-    torch.uint64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16,
-    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2, torch.complex32,
-]  # fmt: skip
+    getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "bfloat16", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        "float4_e2m1fn_x2",
+    )
+]
 RAW_DTYPES = {"bfloat16": "u2", "float8_e4m3fn": "u1", "float4_e2m1fn_x2": "u1", "complex32": "u4"}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

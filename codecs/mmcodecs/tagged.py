@@ -26,7 +26,7 @@ from mmcodecs.describe import array_describer, unsupported
 from mmcodecs.dtypes import by_name, to_numpy
 from mmcodecs.errors import CodecError, DecodeError, LimitError, TruncatedError, UnsupportedTypeError
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
-from mmcodecs.packing import holds_no_containers
+from mmcodecs.packing import PACKED_LENGTH, holds_no_containers
 from mmcodecs.scan import ARRAY, BINARY, EXTENSION, FIELD, INVALID, KIND, MAPPING, SIZE, STRING
 from mmcodecs.tensors import TENSOR, Source, restore
 from mmcodecs.typed import neutral_form
@@ -142,7 +142,8 @@ def decode_tagged(
     """Read plain msgpack with tagged dicts.
 
     Everything outside of strings and binaries may take `limits.max_head_bytes`, and there may be
-    `limits.max_values` containers and long strings.
+    `limits.max_values` values, where a container or a string of 32 bytes or more counts two, other scalars
+    nothing.
 
     Raises:
         CodecError: Whatever is wrong, and nothing else.
@@ -174,7 +175,7 @@ def _rebuild(value: Any, leaf: Callable[[Any], Any], room: int) -> Any:
             for step, item in value.items():
                 out[step] = item if type(item) in _SCALARS else _rebuild(item, leaf, room - 1)
             return out
-        if kind is list and holds_no_containers(value):
+        if kind is list and len(value) >= PACKED_LENGTH and holds_no_containers(value):
             return list(value)
         items: list[Any] = []
         for item in value:
@@ -214,7 +215,7 @@ def _payload(source: Source) -> dict[str, Any]:
 
 def _plain_run() -> re.Pattern[bytes]:
     """Match a run of values of fixed length: in C, at some 20 milliseconds a megabyte."""
-    fixed = [rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]++"]
+    fixed = [rb"[\x00-\x7f\xa0\xc0\xc2\xc3\xe0-\xff]++"]
     for size in range(2, 33):
         first = bytes(byte for byte in range(256) if SIZE[byte] == size and KIND[byte] == 0)
         if first:
@@ -223,40 +224,44 @@ def _plain_run() -> re.Pattern[bytes]:
 
 
 _RUN = _plain_run()
-_EMPTY = re.compile(rb"[\x80\x90]++")  # maps and arrays that hold nothing
+_COST = 2  # what a container or long string counts in Limits.max_values, for it is looked at twice
+_EMPTY = (0x80, 0x90)  # the map and the array that hold nothing
+_STRINGS = (STRING, BINARY)
+_EMPTIES = re.compile(rb"[\x80\x90]++")
 
 
 def _check_plain(view: memoryview, limits: Limits) -> None:
     """Bound what building this msgpack can allocate, before anything is built."""
     at, size, values, payload = 0, view.nbytes, 0, 0
-    while True:
-        match = _RUN.match(view, at)
-        at = match.end() if match else at
-        if at >= size:
-            break
-        empty = _EMPTY.match(view, at)
-        values += empty.end() - at if empty else 1
-        if values > limits.max_values:
-            raise LimitError("Limits.max_values is passed", expected=f"at most {limits.max_values}")
-        if empty:
-            at = empty.end()
-            continue
+    run: Any = _RUN.match  # never None: the empty run matches, too
+    while (at := run(view, at).end()) < size:
         byte = view[at]
         kind, width = KIND[byte], FIELD[byte]
-        length = int.from_bytes(view[at + 1 : at + 1 + width], "big") if width else SIZE[byte]
-        at += 1 + width
-        if kind in (INVALID, EXTENSION):
+        values += _COST
+        if kind in _STRINGS:
+            field = at + 1
+            at = field + width
+            length = view[field] if width == 1 and field < size else int.from_bytes(view[field:at], "big")
+            at += length
+            payload += length
+        elif byte in _EMPTY:
+            empties = _EMPTIES.match(view, at)
+            count = empties.end() - at if empties else 1
+            values += _COST * (count - 1)
+            at += count
+        elif kind in (ARRAY, MAPPING):
+            field, at = at + 1, at + 1 + width
+            length = int.from_bytes(view[field:at], "big") if width else SIZE[byte]
+            if length > size - at:
+                raise TruncatedError("a container announces more than there is", where=f"byte {at}")
+        elif kind in (INVALID, EXTENSION):
             raise DecodeError(
                 "this dialect has no extensions", where=f"byte {at}", got=f"first byte {byte:#04x}"
             )
-        if kind in (STRING, BINARY):
-            at += length
-            payload += length
-        elif kind in (ARRAY, MAPPING):
-            if length > size - at:
-                raise TruncatedError("a container announces more than there is", where=f"byte {at}")
         else:
             raise TruncatedError("the input ends inside a value", where=f"byte {at}")
+        if values > limits.max_values:
+            raise LimitError("Limits.max_values is passed", expected=f"at most {limits.max_values}")
     if size - payload > limits.max_head_bytes:
         raise LimitError("Limits.max_head_bytes is passed", got=f"{size - payload} bytes outside of binaries")
     if size > limits.max_bytes:

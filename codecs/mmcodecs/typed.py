@@ -70,7 +70,7 @@ def convert(value: Any, target: Any) -> Any:
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `")
         raise ConversionError(problem, where=where.rstrip("`") or "$") from error
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a validator or constructor of the caller's may raise anything
         raise ConversionError(f"cannot build {target}: {error}") from error
 
 

@@ -71,7 +71,7 @@ def test_arrays_are_hashed_on_request() -> None:
     value = {"a": PIXELS, "t": torch.from_numpy(PIXELS), "small": PIXELS[:100]}
     first = encoder.encode_frames(value)
     second = encoder.encode_frames({**value, "a": PIXELS.copy()})
-    # The tensor shares the array's payload: what to build is the receiver's choice. The small one has its own.
+    # The tensor shares the array's payload, since what to build is the receiver's choice.
     assert [len(first), len(second)] == [3, 2]
     for message in (first, second):
         got = decoder.decode(message)

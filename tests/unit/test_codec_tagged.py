@@ -58,6 +58,24 @@ def test_what_plain_writers_write_is_read() -> None:
     assert torch.equal(mmcodecs.decode_tagged(packed, to_torch=True)["a"], torch.from_numpy(VALUE["a"]))
 
 
+FORMS: list[Any] = [
+    *("x" * count for count in (0, 1, 31, 32, 255, 256, 70_000)),
+    *(b"x" * count for count in (0, 300, 70_000)),
+    *([0] * count for count in (0, 15, 16, 70_000)),
+    *([[]] * 15, [{}] * 16, {}, {"": 0}),
+    *(dict.fromkeys(range(15)), {str(n): n for n in range(16)}, {str(n): [n] for n in range(30_000)}),
+    *(0, 127, 128, 255, 256, 2**16, 2**32, 2**64 - 1, -1, -32, -33, -129, -(2**15) - 1, -(2**31) - 1),
+    *(0.5, True, False, None),
+]
+
+
+@pytest.mark.parametrize("value", FORMS, ids=lambda value: f"{type(value).__name__} {str(value)[:12]}")
+def test_every_form_of_msgpack(value: Any) -> None:
+    for packed in (msgpack.packb(value), msgpack.packb(value, use_single_float=True)):
+        assert mmcodecs.decode_tagged(packed) == value
+    assert msgpack.unpackb(mmcodecs.encode_tagged(value), strict_map_key=False) == value
+
+
 def test_every_dtype_of_torch() -> None:
     for dtype in (torch.bfloat16, torch.float8_e5m2, torch.bool, torch.complex64, torch.uint16, torch.int64):
         tensor = torch.tensor([0, 1, 1]).to(dtype)
@@ -105,7 +123,7 @@ MALFORMED = [
     (payload(shape=[True, 2]), "a shape is a list of integers, none negative - got [True, 2]"),
     (payload(shape="2"), "a shape is a list of integers, none negative - got '2'"),
     (payload(shape=[3]), "int16 of shape [3] does not fill its bytes - expected 6 bytes, got 4"),
-    (payload(shape=[9**9, 0]), f"int16 of shape [{9**9}, 0] does not fill its bytes - expected 0 bytes, got 4"),
+    (payload(shape=[9, 0]), "int16 of shape [9, 0] does not fill its bytes - expected 0 bytes, got 4"),
     (payload(shape=[2**62, 2**62, 0], data=b""), "array too large to exist"),
     (payload(shape=[1] * 9), "Limits.max_ndim is passed - expected at most 8, got 9"),
     (payload(data="text"), "the data of a tensor is bytes - got str"),

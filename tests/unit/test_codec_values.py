@@ -91,7 +91,8 @@ KEPT = [
     (), (1, (2,)), [], {}, set(), frozenset({1, "a"}), {1: "a", None: 2, (1, 2): 3, b"k": 4, 2.5: 0},
     dt.datetime(2026, 1, 2, 3, 4, 5, 6), dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
     dt.datetime(2026, 10, 25, 2, 30, fold=1), dt.date(2026, 1, 2), dt.time(1, 2, fold=1),
-    dt.timedelta(days=-1, microseconds=1), uuid.UUID(int=5), Decimal("1.50"), Decimal("-0"), Decimal("Infinity"),
+    dt.timedelta(days=-1, microseconds=1), uuid.UUID(int=5), Decimal("1.50"), Decimal("-0"),
+    Decimal("Infinity"),
     Path("/a/b"), Path("odd\udcff"), [1] * 15 + [None], [1.5] * 100, ["a"] * 100, [2**70] * 20, [True] * 20,
     ["z" * 5000] * 20, [1.5] * 20 + [Decimal("2")], [1] * 20 + [dt.date(2026, 1, 1)], [True] * 20 + [1],
     np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2026-01-01T00", "h"), np.complex64(1j),
@@ -100,7 +101,7 @@ KEPT = [
 
 
 def label(value: Any) -> str:
-    """A name that every test process gives alike: a default `repr` shows an address, and sets have no order."""
+    """Name a case alike in every test process: a default `repr` shows an address, and sets have no order."""
     return type(value).__name__ if isinstance(value, memoryview | set | frozenset) else repr(value)[:40]
 
 
@@ -115,8 +116,8 @@ REFUSED: list[tuple[Any, str]] = [
      "Give a dataclass, a msgspec Struct, or plain containers"),
     ([np.array([object()])], "$[0]: dtype object has no form on the wire. "
      "Give the objects as a list, or give the array a numeric dtype"),
-    ({"m": np.ma.array([1])}, "$.m: MaskedArray is a subclass of numpy.ndarray, and what it adds would be lost. "
-     "Give numpy.asarray(value), and what it adds beside it"),
+    ({"m": np.ma.array([1])}, "$.m: MaskedArray is a subclass of numpy.ndarray, and what it adds would be "
+     "lost. Give numpy.asarray(value), and what it adds beside it"),
     (np.zeros(2, [("a", "i4")]), "$: dtype [('a', '<i4')] has no form on the wire. "
      "Give a structured array as a dict of its fields; view opaque items as uint8"),
     (np.zeros(2, np.longdouble), f"$: dtype {np.dtype(np.longdouble)} differs from platform to platform. "
@@ -125,9 +126,10 @@ REFUSED: list[tuple[Any, str]] = [
      "Convert it with .astype('U')"),
     ({"s": ("ok", "\ud800")}, "$.s[1]: a lone surrogate is no text - got '\\ud800'. Give the bytes"),
     ({"\udfff": 1}, "$.\udfff: a lone surrogate is no text - got '\\udfff'. Give the bytes"),
-    ([0] * 20 + [Number(1)], "$[20]: test_codec_values.Number is a subclass of int, and what it adds would be "
-     "lost. Give int(value)"),
-    (Text("x"), "$: test_codec_values.Text is a subclass of str, and what it adds would be lost. Give str(value)"),
+    ([0] * 20 + [Number(1)], "$[20]: test_codec_values.Number is a subclass of int, and what it adds would "
+     "be lost. Give int(value)"),
+    (Text("x"), "$: test_codec_values.Text is a subclass of str, and what it adds would be lost. "
+     "Give str(value)"),
     (OrderedDict(a=1), "$: collections.OrderedDict is a subclass of dict, and what it adds would be lost. "
      "Give dict(value)"),
     ([1.0] * 20 + [Fraction(1, 2)], "$[20]: fractions.Fraction has no form on the wire. "
@@ -138,7 +140,8 @@ REFUSED: list[tuple[Any, str]] = [
     (torch.zeros(2).to_sparse(), "$: a torch.sparse_coo tensor has no plain memory. "
      "Give its parts as dense tensors"),
     (torch.zeros(2, device="meta"), "$: a meta tensor has no plain memory. Give its parts as dense tensors"),
-    (dt.time(1, tzinfo=ZoneInfo("Europe/Berlin")), "$: the zone of this time depends on a date. Give a datetime"),
+    (dt.time(1, tzinfo=ZoneInfo("Europe/Berlin")), "$: the zone of this time depends on a date. "
+     "Give a datetime"),
     (mmcodecs.Shared([1], b"k"), "$: only an array can be Shared - got list"),
 ]  # fmt: skip
 
@@ -207,8 +210,13 @@ def test_a_message_that_does_not_fit_the_type_says_where() -> None:
     with pytest.raises(mmcodecs.ConversionError) as caught:
         back({"tokens": ["x"], "at": dt.datetime(2026, 1, 1), "colour": "red"}, type=Step)
     assert str(caught.value) == "$.tokens[0]: Expected `int`, got `str`"
-    with pytest.raises(mmcodecs.ConversionError):
-        back({"pixels": np.zeros(1)}, type=Model)
+    for value, wanted in (
+        ({"pixels": np.zeros(1)}, Model),
+        (np.zeros(3), dict[str, int]),
+        (np.zeros(3), Box),
+    ):
+        with pytest.raises(mmcodecs.ConversionError):
+            back(value, type=wanted)
 
 
 def test_user_dicts_cannot_be_mistaken_for_records() -> None:

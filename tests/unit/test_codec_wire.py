@@ -376,4 +376,12 @@ def test_a_foreign_writer_may_spell_msgpack_its_own_way() -> None:
     # Lengths and integers in longer forms than needed are msgpack all the same.
     assert mmcodecs.decode(message(b"\xdd\x00\x00\x00\x01\xd3" + bytes(7) + b"\x05")) == [5]
     assert mmcodecs.decode(message(b"\xca\x3f\x80\x00\x00")) == 1.0
+    for count in (0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536):
+        for value in (
+            "x" * count,
+            b"x" * count,
+            list(range(min(count, 60_000))),
+            {"k": [{}] * (count % 60_000)},
+        ):
+            assert mmcodecs.decode(message(encode(value))) == value
     assert mmcodecs.decode(message(msgspec.msgpack.encode({"a": [1.5, None]}))) == {"a": [1.5, None]}
