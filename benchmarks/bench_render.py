@@ -1,6 +1,6 @@
 """Time from messages and decoded pictures to model inputs, against the reference and the best-known peer.
 
-    python benchmarks/bench_render.py [MODEL_DIR] [--backend pil|torch] [--rounds 9] [--json FILE]
+    python benchmarks/bench_render.py [MODEL_DIR] [--backend pil|torch] [--clock wall|cpu] [--json FILE]
 
 Contenders are Transformers (its PIL back end, and its torch back end where torchvision can be imported) and
 PyPI `renderers`. Before a case is timed, token ids and pixel values of all of them are compared.
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
 import numpy as np  # noqa: E402
-from measure import Contender, machine, medians, memcpy_seconds, shown_ms, shown_ratio, table  # noqa: E402
+from measure import Clock, Contender, machine, medians, memcpy_seconds, shown_ms, shown_ratio, table  # noqa: E402
 from render_cases import CASES, LARGE, SIZES, Case, make_conversation, make_image  # noqa: E402
 from render_contenders import Ours, Peer, Reference  # noqa: E402
 
@@ -57,6 +57,7 @@ class Bench:
     directory: Path
     backend: ImageBackend
     rounds: int
+    clock: Clock
 
     def __post_init__(self) -> None:
         self.ours = Ours(self.directory, self.backend)
@@ -80,7 +81,7 @@ class Bench:
             contenders["reference"] = Contender(lambda: self.reference.render(messages, images))
         if self.peer_missing is None:
             contenders["peer cold"] = Contender(lambda: self.peer.render(messages), self.peer.forget)
-        seconds = medians(contenders, rounds=self.rounds)
+        seconds = medians(contenders, rounds=self.rounds, clock=self.clock)
         # Apart from the cold ones, whose reset would empty what these find again.
         again = {
             "no memo": Contender(lambda: ours.remade(messages)),
@@ -88,7 +89,7 @@ class Bench:
         }
         if self.peer_missing is None:
             again["peer warm"] = Contender(lambda: self.peer.render(messages))
-        seconds |= medians(again, rounds=self.rounds)
+        seconds |= medians(again, rounds=self.rounds, clock=self.clock)
         return {"case": case.name, "backend": self.backend, "tokens": ids, "seconds": seconds}
 
     def _checked(self, messages: list[dict[str, Any]], images: list[Any]) -> int:
@@ -129,7 +130,7 @@ class Bench:
             process = self.reference.processor.image_processor
             _same("pixels", "the reference", expanded, process(image, return_tensors="np")["pixel_values"])
             contenders["reference"] = Contender(lambda: process(image, return_tensors="pt"))
-        seconds = medians(contenders, rounds=self.rounds)
+        seconds = medians(contenders, rounds=self.rounds, clock=self.clock)
         return {"case": f"{width}x{height}", "backend": self.backend, "seconds": seconds}
 
     def memory(self) -> dict[str, Any]:
@@ -258,11 +259,13 @@ def model_directory(given: Path | None) -> Iterator[Path]:
         yield build_tiny_model(Path(folder) / "tiny", weights=False)
 
 
-def run(directory: Path, backends: list[ImageBackend], rounds: int) -> dict[str, list[dict[str, Any]]]:
+def run(
+    directory: Path, backends: list[ImageBackend], rounds: int, clock: Clock
+) -> dict[str, list[dict[str, Any]]]:
     """Measure everything; progress goes to standard error."""
     results: dict[str, list[dict[str, Any]]] = {"conversations": [], "images": [], "memory": []}
     for backend in backends:
-        bench = Bench(directory, backend, rounds)
+        bench = Bench(directory, backend, rounds, clock)
         for who, missing in (("reference", bench.reference.missing), ("peer", bench.peer_missing)):
             if missing is not None:
                 print(f"{backend}: {who}: {missing}", file=sys.stderr)
@@ -283,6 +286,7 @@ def main() -> int:
     )
     parser.add_argument("--backend", choices=BACKENDS, action="append")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: time of all threads")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for all contenders")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     arguments = parser.parse_args()
@@ -290,12 +294,12 @@ def main() -> int:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    here = {**machine(PACKAGES), "torch threads": arguments.threads}
+    here = {**machine(PACKAGES), "torch threads": arguments.threads, "clock": arguments.clock}
     with model_directory(arguments.model) as directory:
-        results = run(directory, arguments.backend or list(BACKENDS), arguments.rounds)
+        results = run(directory, arguments.backend or list(BACKENDS), arguments.rounds, arguments.clock)
         here["model"] = directory.name
     copied = 24 << 20  # the float32 patches of one 1024² image
-    here["memcpy of 24 MiB, ms"] = round(1e3 * memcpy_seconds(copied), 2)
+    here["memcpy of 24 MiB, ms"] = round(1e3 * memcpy_seconds(copied, clock=arguments.clock), 2)
     judged = list(aims(results))
     print("\n".join(f"{key}: {value}" for key, value in here.items()))
     print("\nmilliseconds, medians\n\n" + conversation_table(results["conversations"]))

@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+
+Clock: TypeAlias = Literal["wall", "cpu"]
+CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def _nothing() -> None:
@@ -35,15 +38,20 @@ class Contender:
     reset: Callable[[], object] = _nothing
 
 
-def medians(contenders: Mapping[str, Contender], *, rounds: int, slice_s: float = 0.01) -> dict[str, float]:
+def medians(
+    contenders: Mapping[str, Contender], *, rounds: int, slice_s: float = 0.01, clock: Clock = "wall"
+) -> dict[str, float]:
     """Return the median seconds of one call of each contender.
 
     Args:
         contenders: By name; in each round every one has its turn.
         rounds: Number of turns.
         slice_s: Length of a turn; a contender that is faster is called several times in it.
+        clock: `cpu` counts the time of all threads of the process. It is steadier where others use the
+            machine too, and gives nothing to a contender that spreads its work.
     """
-    calls = {name: _calls(contender, slice_s) for name, contender in contenders.items()}
+    now = CLOCKS[clock]
+    calls = {name: _calls(contender, slice_s, now) for name, contender in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     was_enabled = gc.isenabled()
     gc.collect()
@@ -51,7 +59,7 @@ def medians(contenders: Mapping[str, Contender], *, rounds: int, slice_s: float 
     try:
         for _ in range(rounds):
             for name, contender in contenders.items():
-                seconds[name] += [_timed(contender) for _ in range(calls[name])]
+                seconds[name] += [_timed(contender, now) for _ in range(calls[name])]
             gc.collect()
     finally:
         if was_enabled:
@@ -59,25 +67,25 @@ def medians(contenders: Mapping[str, Contender], *, rounds: int, slice_s: float 
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def _timed(contender: Contender) -> float:
+def _timed(contender: Contender, now: Callable[[], float]) -> float:
     contender.reset()
-    start = time.perf_counter()
+    start = now()
     result = contender.run()
-    elapsed = time.perf_counter() - start
+    elapsed = now() - start
     del result
     return elapsed
 
 
-def _calls(contender: Contender, slice_s: float) -> int:
+def _calls(contender: Contender, slice_s: float, now: Callable[[], float]) -> int:
     """Calls in a turn, from one that warms up and one that is timed."""
-    _timed(contender)
-    return max(1, min(1000, int(slice_s / _timed(contender))))
+    _timed(contender, now)
+    return max(1, min(1000, int(slice_s / max(1e-7, _timed(contender, now)))))
 
 
-def memcpy_seconds(nbytes: int, rounds: int = 15) -> float:
+def memcpy_seconds(nbytes: int, rounds: int = 15, clock: Clock = "wall") -> float:
     """Return the median time of copying a buffer that is mapped already, the least any copy can cost."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    return medians({"copy": Contender(lambda: np.copyto(target, source))}, rounds=rounds)["copy"]
+    return medians({"copy": Contender(lambda: np.copyto(target, source))}, rounds=rounds, clock=clock)["copy"]
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
