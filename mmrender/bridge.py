@@ -139,8 +139,8 @@ class Bridge:
             hashes = turn.previous.mm_hashes
             media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
             self._check_media_known(media, turn.prompt)
-            # Beyond three the count itself cannot be tried; what is tried is where the media stand.
-            counted = (*key, min(media.images, 3), min(media.videos, 3))
+            # Not every count can be tried; what is tried is where that many media stand.
+            counted = (*key, min(media.images, 2), min(media.videos, 2))
             proof = self._proof(counted, lambda: self._prove(messages, history, media))
         if proof.failure is not None:
             raise NotBridged(proof.failure)

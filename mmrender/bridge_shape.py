@@ -82,8 +82,13 @@ def _texts(node: nodes.Node) -> set[str]:
 
 
 def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> Hashable:
-    """What extensions must share to share a proof."""
-    return tuple([_message_shape(message, marks) for message in messages])
+    """What extensions must share to share a proof; more than three alike in a row count as three."""
+    shapes = [_message_shape(message, marks) for message in messages]
+    return tuple([shape for index, shape in enumerate(shapes) if not _repeats(shapes, index, 3)])
+
+
+def _repeats(items: Sequence[Any], index: int, most: int) -> bool:
+    return index >= most and all(items[index - back] == items[index] for back in range(1, most + 1))
 
 
 def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
@@ -91,7 +96,8 @@ def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
     kinds: tuple[Any, ...] | None = None
     text = content if isinstance(content, str) else ""
     if isinstance(content, tuple):
-        kinds = tuple([type(part) for part in content])
+        every = [type(part) for part in content]
+        kinds = tuple([kind for index, kind in enumerate(every) if not _repeats(every, index, 2)])
         text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
     return (
         message.role,

@@ -1,0 +1,208 @@
+"""Laws of the bridge, over real model directories and the demonstration's model."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bridge_cases import (
+    Messages,
+    assert_same_rendering,
+    assert_tail_equals,
+    bridged,
+    extensions,
+    sampled_ids,
+)
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mmrender.demo.model import build_tiny_model
+from mmrender.errors import MMRenderError
+from mmrender.media.item import MultiModalData
+from mmrender.rendered import RenderedTokens
+from mmrender.renderer import Renderer
+from mmrender.testing.conversations import ConversationMaker, sample_images
+
+MODELS = (
+    "glm4_5v",
+    "idefics3",
+    "internvl3",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_vl",
+    "qwen3_vl_thinking",
+    "tiny",
+)
+PICTURES = sample_images(random.Random(5), 3, largest=96)  # noqa: S311 - the same pictures every time
+Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+@cache
+def loaded(directory: Path) -> Renderer:
+    return Renderer.from_pretrained(directory, image_backend="pil")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("bridge") / "tiny", weights=False)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def renderer(request: pytest.FixtureRequest) -> Renderer:
+    if request.param == "tiny":
+        return loaded(request.getfixturevalue("tiny"))
+    return loaded(request.getfixturevalue("shared_models") / request.param)
+
+
+def conversation(renderer: Renderer, source: random.Random, turns: int = 3) -> Conversation:
+    """Messages that the template takes, with images outside the assistant's turns, and options without a prompt."""
+    literals = sorted(set(renderer.tokenizer.added_ids) - _media_tokens(renderer))[:6]
+    messages, options = ConversationMaker(renderer.profile, PICTURES, literals, turns).make(source)
+    del options["add_generation_prompt"]
+    for message in messages:
+        if message["role"] == "assistant" and isinstance(message["content"], list):
+            message["content"] = [part for part in message["content"] if part["type"] != "image"]
+    return messages, options
+
+
+def _media_tokens(renderer: Renderer) -> frozenset[str]:
+    return renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset()
+
+
+def rendered_or_reject(render: Callable[[], Any]) -> Any:
+    """What `render` gives; the example is dropped where the template refuses its messages."""
+    try:
+        return render()
+    except MMRenderError:
+        assume(False)
+
+
+@settings(max_examples=12)
+@given(source=st.randoms(use_true_random=False))
+def test_bridge_of_canonical_turns_equals_rendering(renderer: Renderer, source: random.Random) -> None:
+    messages, options = conversation(renderer, source)
+    for case in rendered_or_reject(lambda: list(extensions(renderer, messages, options))):
+        bridge = bridged(renderer, messages, options, case)
+        assert bridge is not None, renderer.why_not_bridged
+        base = len(case.prompt) + len(case.completion)
+        assert bridge.token_ids[:base] == case.prompt.token_ids + case.completion
+        assert_tail_equals(bridge, case.full, base, case.turn + 1)
+        if renderer.is_prefix_stable(**_arguments(options)) and not case.full.rewritten:
+            assert_same_rendering(bridge, case.full)
+
+
+def _arguments(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "tools"}
+
+
+@settings(max_examples=8)
+@given(source=st.randoms(use_true_random=False))
+def test_chain_of_bridges_equals_rendering(renderer: Renderer, source: random.Random) -> None:
+    """From the first prompt to the last by bridges alone, each over the one before."""
+    messages, options = conversation(renderer, source, turns=5)
+    cases = rendered_or_reject(lambda: list(extensions(renderer, messages, options)))
+    assume(cases)
+    current: RenderedTokens = cases[0].prompt
+    ends = []
+    for case in cases:
+        bridge = renderer.bridge_to_next_turn(
+            current.token_ids,
+            case.completion,
+            messages[case.turn + 1 : case.stop],
+            previous_multi_modal_data=current.multi_modal_data,
+            **options,
+        )
+        assert bridge is not None, renderer.why_not_bridged
+        base = len(current) + len(case.completion)
+        assert bridge.token_ids[:base] == current.token_ids + case.completion
+        assert_tail_equals(bridge, case.full, base, case.turn + 1)
+        ends.append(base)
+        current = bridge
+    whole = cases[-1].full
+    adjacent = all(first.stop == second.turn for first, second in zip(cases, cases[1:], strict=False))
+    if renderer.is_prefix_stable(**_arguments(options)) and not whole.rewritten and adjacent:
+        assert_same_rendering(current, whole)
+
+
+@settings(max_examples=20)
+@given(data=st.data(), dtype=st.sampled_from([None, np.int32, np.int64, np.uint32]))
+def test_whatever_was_sampled_stays(renderer: Renderer, data: st.DataObject, dtype: Any) -> None:
+    """Any token ids at all; the caller's lists, arrays and sidecar stay as they were."""
+    ids = st.integers(0, renderer.tokenizer.vocab_size - 1)
+    tokens = st.lists(ids | st.sampled_from(sorted(renderer.tokenizer.added_ids.values())), max_size=12)
+    first = renderer.render(
+        [{"role": "user", "content": _picture_and_text(renderer)}], add_generation_prompt=True
+    )
+    sampled = [
+        *data.draw(tokens),
+        *data.draw(st.sampled_from([[], *[[i] for i in renderer.get_stop_token_ids()]])),
+    ]
+    prompt, completion = (
+        (ids if dtype is None else np.array(ids, dtype)) for ids in (list(first.token_ids), list(sampled))
+    )
+    sidecar = first.multi_modal_data
+    before = {key: list(value) for key, value in sidecar.mm_hashes.items()}
+    role = data.draw(st.sampled_from([role for role in ("user", "tool") if role in renderer.profile.roles]))
+    text = data.draw(st.text(max_size=20))
+    message = {"role": role, "content": f"x{text}"}
+    bridge = renderer.bridge_to_next_turn(prompt, completion, [message], previous_multi_modal_data=sidecar)
+    assert bridge is not None, renderer.why_not_bridged
+    base = len(first) + len(sampled)
+    assert bridge.token_ids[:base] == first.token_ids + sampled
+    assert all(type(token) is int for token in bridge.token_ids)
+    assert list(prompt) == first.token_ids
+    assert list(completion) == sampled
+    assert {key: list(value) for key, value in sidecar.mm_hashes.items()} == before
+    assert bridge.multi_modal_data.mm_placeholders == sidecar.mm_placeholders
+    answer = [*renderer.tokenizer.encode("Yes."), renderer.get_stop_token_ids()[-1]]
+    closed = renderer.bridge_to_next_turn(first.token_ids, answer, [message])
+    assert closed is not None
+    # However the turn ended: once it is closed, the same follows.
+    length = min(len(bridge) - base, len(closed) - len(first) - len(answer))
+    assert bridge.token_ids[-length:] == closed.token_ids[-length:]
+
+
+def _picture_and_text(renderer: Renderer) -> Any:
+    return [{"type": "image", "image": PICTURES[0]}, {"type": "text", "text": "Look."}]
+
+
+@settings(max_examples=12)
+@given(source=st.randoms(use_true_random=False))
+def test_sampled_is_full_minus_prompt(renderer: Renderer, source: random.Random) -> None:
+    messages, options = conversation(renderer, source)
+    full = rendered_or_reject(lambda: renderer.render(messages, **options))
+    stops = set(renderer.get_stop_token_ids())
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index in full.rewritten:
+            continue
+        prompt = renderer.render(messages[:index], **options, add_generation_prompt=True)
+        sampled = sampled_ids(full, index)
+        start = next((span.start for span in full.spans if span.sampled and span.message == index), None)
+        assert start is not None
+        assert full.token_ids[start : start + len(sampled)] == sampled
+        assert stops.isdisjoint(sampled[:-1]) or _holds_literal(message)
+        if full.token_ids[: len(prompt)] == prompt.token_ids:
+            assert start == len(prompt)
+        else:
+            assert not renderer.is_prefix_stable(**_arguments(options))
+
+
+def _holds_literal(message: dict[str, Any]) -> bool:
+    return "<|" in repr(message) or "</s>" in repr(message)
+
+
+def test_empty_extension_and_assistant_in_it_are_refused(renderer: Renderer) -> None:
+    stop = renderer.get_stop_token_ids()[-1]
+    assert renderer.bridge_to_next_turn([1], [stop], []) is None
+    assert renderer.why_not_bridged == "the extension is empty"
+    extension: Messages = [{"role": "assistant", "content": "x"}]
+    assert (
+        renderer.bridge_to_next_turn([1], [stop], extension, previous_multi_modal_data=MultiModalData())
+        is None
+    )
+    assert (
+        renderer.why_not_bridged == "the extension holds an assistant message, whose tokens were not sampled"
+    )
