@@ -24,6 +24,9 @@ MMRenderError
 ├── RenderError (ValueError)              template, tokens and media do not fit together
 │   ├── PlaceholderError                  placeholders and media parts differ
 │   └── SpecialTokenError                 content holds special tokens that the policy forbids
+├── PoolError (RuntimeError)              a renderer pool cannot take or carry out a call
+│   ├── PoolFullError                     every place in its queue is taken
+│   └── PoolClosedError                   it was closed
 └── MissingDependencyError (ImportError)  an extra is not installed
 ```
 
@@ -174,6 +177,18 @@ class PlaceholderError(RenderError):
 
 class SpecialTokenError(RenderError):
     """Content holds special tokens, and the policy for its role forbids them."""
+
+
+class PoolError(MMRenderError, RuntimeError):
+    """A renderer pool cannot take or carry out a call, or cannot be sent to another process."""
+
+
+class PoolFullError(PoolError):
+    """Every place in the pool's queue is taken, and the caller does not wait."""
+
+
+class PoolClosedError(PoolError):
+    """The pool was closed."""
 
 
 class MissingDependencyError(MMRenderError, ImportError):

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from mmrender.bridge import TokenIds
 from mmrender.media.resolve import MediaResolver
+from mmrender.parsing import ParsedResponse
 from mmrender.rendered import RenderedTokens
 
 
@@ -49,6 +51,53 @@ class MultimodalRenderer(RendererProtocol, Protocol):
     @property
     def media(self) -> MediaResolver | None:
         """What turns media parts into items, or None for a text-only model."""
+        ...
+
+
+@runtime_checkable
+class TurnRenderer(RendererProtocol, Protocol):
+    """A renderer that carries a conversation from turn to turn."""
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: TokenIds,
+        previous_completion_ids: TokenIds,
+        new_messages: Sequence[Any],
+        **options: Any,
+    ) -> RenderedTokens | None:
+        """Append new messages to what was sampled, or give None where that cannot be proved right."""
+        ...
+
+    @property
+    def why_not_bridged(self) -> str | None:
+        """Why the last bridge is None."""
+        ...
+
+    def parse_response(self, token_ids: Sequence[int], **options: Any) -> ParsedResponse:
+        """Read a completion."""
+        ...
+
+
+@runtime_checkable
+class AsyncRenderer(Protocol):
+    """A renderer that leaves the event loop free while it works."""
+
+    async def arender(self, messages: Sequence[Any], **options: Any) -> RenderedTokens:
+        """Render a conversation."""
+        ...
+
+    async def abridge_to_next_turn(
+        self,
+        previous_prompt_ids: TokenIds,
+        previous_completion_ids: TokenIds,
+        new_messages: Sequence[Any],
+        **options: Any,
+    ) -> RenderedTokens | None:
+        """Append new messages to what was sampled, or give None where that cannot be proved right."""
+        ...
+
+    async def aparse_response(self, token_ids: Sequence[int], **options: Any) -> ParsedResponse:
+        """Read a completion."""
         ...
 
 

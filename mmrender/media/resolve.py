@@ -60,6 +60,10 @@ class MediaResolver:
         self.cache = cache
         self._executor = executor
 
+    def with_executor(self, executor: Executor) -> "MediaResolver":
+        """A resolver over the same processor, policy and cache that shares its work with other threads."""
+        return MediaResolver(self.processor, self.policy, self.cache, executor=executor)
+
     def resolve(
         self, media: Sequence[tuple[str, MediaPart]], *, company: int | None = None
     ) -> list[MediaItem]:

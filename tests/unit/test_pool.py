@@ -1,0 +1,525 @@
+import asyncio
+import contextvars
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrender import Renderer, RendererProtocol, is_multimodal
+from mmrender.demo.model import build_tiny_model
+from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
+from mmrender.media.cache import MediaCache
+from mmrender.pool import RendererPool
+from mmrender.pool.admission import Admission
+from mmrender.protocols import AsyncRenderer, MultimodalRenderer, TurnRenderer
+from mmrender.rendered import RenderedTokens
+from mmrender.samples import build_training_sample
+
+PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
+MESSAGES = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "What is this?"}],
+    },
+    {"role": "assistant", "content": "A gradient."},
+    {"role": "user", "content": "And now?"},
+]
+CLOSED = "the pool is closed. Make another one, or keep it open until all calls are done"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("pool") / "tiny", weights=False)
+
+
+@pytest.fixture(scope="module")
+def renderer(model: Path) -> Renderer:
+    return Renderer.from_pretrained(model, image_backend="pil")
+
+
+class Gated(Renderer):
+    """Renders once its gate is open, and counts."""
+
+    def render(self, messages: Any, **options: Any) -> RenderedTokens:
+        gate: threading.Event = self.gate  # type: ignore[attr-defined]
+        self.entered.append(threading.current_thread().name)  # type: ignore[attr-defined]
+        assert gate.wait(timeout=20)
+        return super().render(messages, **options)
+
+
+@pytest.fixture
+def gated(model: Path) -> Any:
+    made: Any = Gated.from_pretrained(model, image_backend="pil")
+    made.gate = threading.Event()
+    made.entered = []
+    return made
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, timeout=30))
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def same(one: RenderedTokens, other: RenderedTokens) -> None:
+    """Equal in all but the objects that hold the items."""
+    for name in ("token_ids", "spans", "roles", "tool_names", "text", "rewritten"):
+        assert getattr(one, name) == getattr(other, name)
+    first, second = one.multi_modal_data, other.multi_modal_data
+    assert first.mm_hashes == second.mm_hashes
+    assert first.mm_placeholders == second.mm_placeholders
+    assert first.mm_items.keys() == second.mm_items.keys()
+    for modality, items in first.mm_items.items():
+        for item, twin in zip(items, second.mm_items[modality], strict=True):
+            np.testing.assert_array_equal(item.tensors()["pixel_values"], twin.tensors()["pixel_values"])
+
+
+def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:
+    with RendererPool(renderer) as pool:
+        for protocol in (RendererProtocol, MultimodalRenderer, TurnRenderer, AsyncRenderer):
+            assert isinstance(pool, protocol)
+        assert is_multimodal(pool)
+        rendered = pool.render(MESSAGES)
+        same(rendered, renderer.render(MESSAGES))
+        assert len(rendered.multi_modal_data.mm_items["image"]) == 1
+        assert pool.render_ids(MESSAGES) == rendered.token_ids
+        assert pool.render_text(MESSAGES) == renderer.render_text(MESSAGES)
+        assert pool.decode(rendered.token_ids) == renderer.decode(rendered.token_ids)
+        assert pool.get_stop_token_ids() == renderer.get_stop_token_ids()
+        assert pool.is_prefix_stable() == renderer.is_prefix_stable()
+        assert (pool.profile, pool.tokenizer) == (renderer.profile, renderer.tokenizer)
+
+
+def test_a_pool_of_a_text_model_is_none_that_takes_images(model: Path, tmp_path: Path) -> None:
+    text_only = tmp_path / "text"
+    text_only.mkdir()
+    for file in model.iterdir():
+        if "preprocessor" not in file.name and "processor_config" not in file.name:
+            (text_only / file.name).write_bytes(file.read_bytes())
+    with RendererPool(Renderer.from_pretrained(text_only)) as pool:
+        assert pool.media is None
+        assert not is_multimodal(pool)
+        assert pool.render(MESSAGES[1:]).token_ids
+
+
+def test_a_pool_serves_where_a_renderer_does(renderer: Renderer) -> None:
+    with RendererPool(renderer) as pool:
+        through_pool = build_training_sample(pool, MESSAGES[:2])
+        assert through_pool.token_ids == build_training_sample(renderer, MESSAGES[:2]).token_ids
+        assert through_pool.mm_token_type_ids.any()
+
+
+def test_work_runs_on_workers_and_gives_the_same(renderer: Renderer) -> None:
+    async def main(pool: RendererPool) -> list[RenderedTokens]:
+        return await asyncio.gather(*[pool.arender(MESSAGES, add_generation_prompt=True) for _ in range(20)])
+
+    expected = renderer.render(MESSAGES, add_generation_prompt=True)
+    with RendererPool(renderer, workers=2, queue_size=1) as pool:
+        for rendered in run(main(pool)):
+            same(rendered, expected)
+
+
+def test_work_leaves_the_event_loop(gated: Any) -> None:
+    async def main(pool: RendererPool) -> None:
+        task = asyncio.create_task(pool.arender(MESSAGES))
+        await until(lambda: gated.entered)  # the loop turns while the call stands at the gate
+        gated.gate.set()
+        await task
+
+    with RendererPool(gated) as pool:
+        run(main(pool))
+    assert gated.entered[0].startswith("mmrender-pool")
+
+
+def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) -> None:
+    prompt = renderer.render(MESSAGES, add_generation_prompt=True)
+    completion = [*renderer.tokenizer.encode("Still a gradient."), *renderer.get_stop_token_ids()[-1:]]
+    more = [{"role": "user", "content": [{"type": "image", "image": PHOTO.rotate(90)}]}]
+    images = {"previous_multi_modal_data": prompt.multi_modal_data}
+
+    async def main(pool: RendererPool) -> RenderedTokens | None:
+        assert await pool.abridge(prompt.token_ids, completion, [], **images) is None
+        assert pool.why_not_bridged == "the extension is empty"
+        bridged = await pool.abridge_to_next_turn(prompt.token_ids, completion, more, **images)
+        assert pool.why_not_bridged is None
+        return bridged
+
+    with RendererPool(renderer) as pool:
+        bridged = run(main(pool))
+        here = pool.bridge_to_next_turn(prompt.token_ids, completion, more, **images)
+        assert pool.why_not_bridged is None
+        assert pool.bridge_to_next_turn(prompt.token_ids, completion, []) is None
+        assert pool.why_not_bridged == "the extension is empty"
+    assert bridged is not None
+    assert here is not None
+    same(bridged, here)
+    assert len(bridged.multi_modal_data.mm_items["image"]) == 2
+    assert bridged.token_ids[: len(prompt) + len(completion)] == [*prompt.token_ids, *completion]
+
+
+def test_why_not_is_told_to_each_task_and_each_pool_alone(renderer: Renderer) -> None:
+    async def main(pool: RendererPool, other: RendererPool) -> None:
+        asked = asyncio.Event()
+
+        async def ask() -> None:
+            await pool.abridge([1], [2], [])
+            assert pool.why_not_bridged is not None
+            asked.set()
+
+        await asyncio.gather(ask(), asked.wait())
+        assert pool.why_not_bridged is None
+        await pool.abridge([1], [2], [])
+        assert other.why_not_bridged is None
+
+    with RendererPool(renderer) as pool, RendererPool(renderer) as other:
+        run(main(pool, other))
+
+
+def test_parsing(renderer: Renderer) -> None:
+    ids = renderer.tokenizer.encode("<think>\nWell\n</think>\n\nA gradient.<|im_end|>")
+
+    with RendererPool(renderer) as pool:
+        parsed = run(pool.aparse_response(ids))
+        assert parsed == pool.parse_response(ids) == renderer.parse_response(ids)
+    assert parsed.content == "A gradient."
+
+
+def test_errors_of_a_call_are_the_renderers(renderer: Renderer) -> None:
+    with RendererPool(renderer) as pool, pytest.raises(InputError, match=r"^messages\[0\]"):
+        run(pool.arender([{"role": "user", "content": [{"type": "image", "image": b"broken"}]}]))
+
+
+def test_a_worker_sees_the_callers_context(model: Path) -> None:
+    request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
+    seen: list[str] = []
+
+    class Noting(Renderer):
+        def render(self, messages: Any, **options: Any) -> RenderedTokens:
+            seen.append(request.get())
+            return super().render(messages, **options)
+
+    async def main(pool: RendererPool) -> None:
+        request.set("number 7")
+        await pool.arender(MESSAGES)
+
+    with RendererPool(Noting.from_pretrained(model, image_backend="pil")) as pool:
+        run(main(pool))
+    assert seen == ["number 7"]
+
+
+def test_images_of_one_conversation_are_processed_side_by_side(model: Path) -> None:
+    renderer = Renderer.from_pretrained(model, image_backend="pil")
+    assert renderer.media is not None
+    processor: Any = renderer.media.processor
+    together = threading.Barrier(4)
+
+    class Meeting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(processor, name)
+
+        def prepare(self, *given: Any, **options: Any) -> Any:
+            together.wait(timeout=20)  # passes only if four threads are at it
+            return processor.prepare(*given, **options)
+
+    content = [{"type": "image", "image": PHOTO.rotate(angle)} for angle in (0, 90, 180, 270)]
+    expected = renderer.render([{"role": "user", "content": content}])
+    renderer = Renderer.from_pretrained(model, image_backend="pil")
+    assert renderer.media is not None
+    renderer.media.processor = Meeting()  # type: ignore[assignment]
+    with RendererPool(renderer, workers=1, media_threads=3) as pool:
+        same(run(pool.arender([{"role": "user", "content": content}])), expected)
+
+
+def test_the_renderer_given_is_left_as_it_was(renderer: Renderer) -> None:
+    before = renderer.media
+    with RendererPool(renderer, media_threads=2) as pool:
+        pool.render(MESSAGES)
+        assert pool.media is not None
+        assert before is not None
+        assert pool.media.cache is before.cache
+    assert renderer.media is before
+    assert renderer.render(MESSAGES).token_ids
+
+
+def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: Any) -> None:
+    async def main(pool: RendererPool) -> list[RenderedTokens]:
+        first = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
+        await until(lambda: len(gated.entered) == 1)
+        with pytest.raises(PoolFullError) as caught:
+            await pool.arender(MESSAGES, nowait=True)
+        assert str(caught.value) == (
+            "every place in the pool is taken - expected fewer than 2 calls running or waiting. Call "
+            "again later, leave out nowait, or make the pool with a larger queue_size"
+        )
+        for name in ("abridge", "aparse_response"):
+            arguments = ([1], [2], []) if name == "abridge" else ([1],)
+            with pytest.raises(PoolFullError):
+                await getattr(pool, name)(*arguments, nowait=True)
+        gated.gate.set()
+        return await asyncio.gather(*first, pool.arender(MESSAGES))
+
+    with RendererPool(gated, workers=1, queue_size=1) as pool:
+        assert len(run(main(pool))) == 4
+        run(pool.arender(MESSAGES, nowait=True))
+    assert len(gated.entered) == 5
+
+
+def test_calls_that_are_cancelled_leave_their_places(gated: Any) -> None:
+    async def main(pool: RendererPool) -> None:
+        running, queued, outside = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
+        await until(lambda: len(gated.entered) == 1)
+        for task in (outside, queued, running):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(pool.arender(MESSAGES, nowait=True))  # in the place of the queued one
+        await asyncio.sleep(0.01)
+        gated.gate.set()
+        same(await late, gated.render(MESSAGES))
+        await asyncio.gather(*[pool.arender(MESSAGES) for _ in range(8)])
+
+    with RendererPool(gated, workers=1, queue_size=1) as pool:
+        run(main(pool))
+    # The cancelled call that had begun ran to its end; the other two never began.
+    assert len(gated.entered) == 1 + 1 + 1 + 8
+
+
+def test_a_place_granted_to_a_call_that_is_cancelled_at_that_moment_is_passed_on() -> None:
+    async def main() -> None:
+        admission = Admission(1)
+        await admission.enter()
+        waiting = asyncio.create_task(admission.enter())
+        after = asyncio.create_task(admission.enter())
+        await asyncio.sleep(0)
+        admission.leave()  # grants the place
+        waiting.cancel()  # before the task has learnt of it
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await after
+        admission.leave()
+        admission.enter_now()
+        with pytest.raises(PoolFullError):
+            admission.enter_now()
+
+    run(main())
+
+
+def test_places_are_handed_out_in_order_across_event_loops() -> None:
+    admission = Admission(1)
+    admission.enter_now()
+    order: list[int] = []
+
+    def wait(number: int) -> None:
+        async def main() -> None:
+            await admission.enter()
+            order.append(number)
+            admission.leave()
+
+        asyncio.run(main())
+
+    threads = []
+    for number in range(4):
+        thread = threading.Thread(target=wait, args=(number,))
+        thread.start()
+        while len(admission._waiting) <= number:
+            threading.Event().wait(0.001)
+        threads.append(thread)
+    admission.leave()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any) -> None:
+    async def main(pool: RendererPool) -> None:
+        tasks = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
+        await until(lambda: len(gated.entered) == 1)
+        closing = asyncio.create_task(pool.aclose())
+        await asyncio.sleep(0.01)
+        gated.gate.set()
+        running, queued, outside = await asyncio.gather(*tasks, return_exceptions=True)
+        await closing
+        assert isinstance(running, RenderedTokens)
+        assert isinstance(queued, RenderedTokens)
+        assert isinstance(outside, PoolClosedError)
+        assert str(outside) == CLOSED
+        with pytest.raises(PoolClosedError):
+            await pool.arender(MESSAGES)
+
+    pool = RendererPool(gated, workers=1, queue_size=1)
+    run(main(pool))
+    with pytest.raises(PoolClosedError) as caught:
+        pool.render(MESSAGES)
+    assert str(caught.value) == CLOSED
+    pool.close()
+
+
+def test_pools_close_at_the_end_of_their_block(renderer: Renderer) -> None:
+    async def main() -> RendererPool:
+        async with RendererPool(renderer) as pool:
+            await pool.arender(MESSAGES)
+        return pool
+
+    with RendererPool(renderer) as plain:
+        pass
+    for pool in (plain, run(main())):
+        with pytest.raises(PoolClosedError):
+            pool.get_stop_token_ids()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"workers": 0}, "workers: not a size of a pool - expected a whole number, 1 at least, got 0"),
+        (
+            {"queue_size": -1},
+            "queue_size: not a size of a pool - expected a whole number, 0 at least, got -1",
+        ),
+        (
+            {"media_threads": True},
+            "media_threads: not a size of a pool - expected a whole number, 0 at least, got True",
+        ),
+        ({"workers": 2.0}, "workers: not a size of a pool - expected a whole number, 1 at least, got 2.0"),
+    ],
+)
+def test_sizes(renderer: Renderer, sizes: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        RendererPool(renderer, **sizes)
+    assert str(caught.value) == message
+
+
+def test_one_pool_for_a_model_and_its_options(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RendererPool.for_model(model, workers=2, image_backend="pil") as pool:
+        assert (
+            RendererPool.for_model(str(model), workers=2, image_backend="pil", memo_bytes=128 << 20) is pool
+        )
+        monkeypatch.chdir(model.parent)
+        assert RendererPool.for_model(model.name, workers=2, image_backend="pil") is pool
+        rules = {"content_special_tokens": {"user": "parse"}}
+        with (
+            RendererPool.for_model(model, workers=3, image_backend="pil") as larger,
+            RendererPool.for_model(model, workers=2, image_backend="pil", **rules) as parsing,
+        ):
+            assert larger is not pool
+            assert larger.tokenizer is pool.tokenizer
+            assert parsing.tokenizer is not pool.tokenizer
+    with RendererPool.for_model(model, workers=2, image_backend="pil") as again:
+        assert again is not pool
+        assert again.render(MESSAGES).token_ids
+
+
+def test_threads_that_ask_at_once_get_one_pool(model: Path) -> None:
+    together = threading.Barrier(6)
+
+    def ask(_: int) -> RendererPool:
+        together.wait(timeout=20)
+        return RendererPool.for_model(model, workers=1, image_backend="pil")
+
+    with ThreadPoolExecutor(6) as executor:
+        pools = set(executor.map(ask, range(6)))
+    assert len(pools) == 1
+    pools.pop().close()
+
+
+def test_options_that_there_are_not_and_options_that_cannot_be_compared(model: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'image_backed'"):
+        RendererPool.for_model(model, image_backed="pil")
+    with pytest.raises(InputError) as caught:
+        RendererPool.for_model(model, tool_call_grammar=[])
+    assert str(caught.value) == (
+        "tool_call_grammar: pools cannot be told apart by this option - expected a hashable value, got list. "
+        "Make the pool with RendererPool(Renderer.from_pretrained(...))"
+    )
+
+
+def rendered_elsewhere(pool: RendererPool) -> tuple[int, list[int], Any]:
+    rendered = pool.render(MESSAGES)
+    return os.getpid(), rendered.token_ids, rendered.multi_modal_data.mm_hashes
+
+
+def test_a_pool_goes_to_another_process(model: Path) -> None:
+    with RendererPool.for_model(model, workers=1, image_backend="pil") as pool:
+        assert pickle.loads(pickle.dumps(pool)) is pool
+        with multiprocessing.get_context("spawn").Pool(1) as processes:
+            pid, ids, hashes = processes.apply(rendered_elsewhere, (pool,))
+        assert pid != os.getpid()
+        assert (ids, hashes) == rendered_elsewhere(pool)[1:]
+
+
+def test_pools_that_cannot_go_to_another_process(model: Path, renderer: Renderer) -> None:
+    with RendererPool(renderer) as pool, pytest.raises(PoolError) as caught:
+        pickle.dumps(pool)
+    assert str(caught.value) == (
+        "a pool made around a renderer cannot be sent to another process. Make it with "
+        "RendererPool.for_model(...), which says what to load there"
+    )
+    with (
+        RendererPool.for_model(model, image_backend="pil", media_cache=MediaCache()) as pool,
+        pytest.raises(PoolError) as caught,
+    ):
+        pickle.dumps(pool)
+    assert str(caught.value) == (
+        "media_cache: a pool with a media cache of its own cannot be sent to another process. Leave "
+        "media_cache out, and each process has one"
+    )
+
+
+FORK = """
+    import asyncio, os, sys
+    from PIL import Image
+    from mmrender import Renderer
+    from mmrender.errors import PoolError
+    from mmrender.pool import RendererPool
+
+    model = sys.argv[1]
+    photo = Image.linear_gradient("L").convert("RGB")
+    messages = [{"role": "user", "content": [{"type": "image", "image": photo}]}]
+    what = lambda rendered: (rendered.token_ids, rendered.multi_modal_data.mm_hashes)
+    pool = RendererPool.for_model(model, workers=2, image_backend="pil")
+    around = RendererPool(Renderer.from_pretrained(model, image_backend="pil"))
+    expected = what(asyncio.run(pool.arender(messages)))
+    locks = (pool.tokenizer._lock, pool.media.cache._lock, pool._lock, pool._threads._admission._lock)
+    for lock in locks:  # as though another thread were at work just now
+        lock.acquire()
+    child = os.fork()
+    if child == 0:
+        same = what(asyncio.run(pool.arender(messages))) == expected == what(pool.render(messages))
+        same = same and RendererPool.for_model(model, workers=2, image_backend="pil") is pool
+        try:
+            around.render(messages)
+        except PoolError as error:
+            print(error, flush=True)
+        os._exit(0 if same else 1)
+    for lock in locks:
+        lock.release()
+    assert os.waitpid(child, 0)[1] == 0
+    assert what(pool.render(messages)) == expected
+    print("same")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_makes_the_pool_anew(model: Path) -> None:
+    script = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORK), str(model)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "the pool was made in the process that this one was forked from. Make it with "
+        "RendererPool.for_model(...), or in this process",
+        "same",
+    ]
