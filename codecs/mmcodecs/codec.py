@@ -21,8 +21,9 @@ import numpy as np
 from mmcodecs.buffers import Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, ChecksumError, DecodeError, EncodeError, LimitError
 from mmcodecs.frame import fill_head, hasher, read_layout, split_single
-from mmcodecs.head import BodyWriter, Payload
+from mmcodecs.head import BodyWriter
 from mmcodecs.limits import DEFAULT_LIMITS, Limits
+from mmcodecs.payloads import Payload
 from mmcodecs.restore import Resolver, Table, read_body
 from mmcodecs.tensors import Framework, Source
 from mmcodecs.typed import convert

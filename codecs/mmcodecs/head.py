@@ -1,8 +1,7 @@
 """Writing a body: the value becomes msgpack, its arrays and long byte strings become frames.
 
-One walk over the value. It visits containers, not scalars: a list is first asked whether all of it is plain
-scalars, which C code answers, and is then written as it stands. What the wire cannot keep raises with its
-path.
+One walk over the value. It visits containers, and of a long list of scalars no element (`packing.py`). What
+the wire cannot keep raises with its path.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from mmcodecs.describe import array_describer, unsupported, utf8
-from mmcodecs.errors import CodecError, EncodeError, LimitError, UnsupportedTypeError
+from mmcodecs.errors import CodecError, LimitError, UnsupportedTypeError
 from mmcodecs.extensions import (
     ARRAY_RECORD,
     BIG_INT,
@@ -29,23 +28,19 @@ from mmcodecs.extensions import (
     write_scalar,
 )
 from mmcodecs.frame import head_room
+from mmcodecs.keys import check_keys
 from mmcodecs.limits import Limits
 from mmcodecs.packing import FRAMED_BYTES, pack
-from mmcodecs.record import ENTER, FRAME, INDEX, INLINE, REFER, write_record
-from mmcodecs.scan import LEAF_COST
-from mmcodecs.shared import Shared, SharedTable, array_form, content_key
-from mmcodecs.tensors import RawTensor, Source, of_array, of_raw, of_scalar
+from mmcodecs.payloads import Payload, Payloads, inline
+from mmcodecs.scan import CONTAINER_COST, LEAF_COST
+from mmcodecs.shared import Shared, SharedTable
+from mmcodecs.tensors import RawTensor, of_array, of_raw, of_scalar
 from mmcodecs.typed import neutral_form
-
-INLINE_BYTES = 256
-"""Arrays up to this size lie in the head: a frame costs more than it saves."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ENCODE = _ENCODER.encode
 _PLAIN = frozenset((type(None), bool, int, float))
 _BYTES, _BYTEARRAY, _MEMORYVIEW, _TEXT = range(4)
-
-Payload = Source | memoryview
 
 
 class BodyWriter:
@@ -55,10 +50,6 @@ class BodyWriter:
         limits: Bounds to stay within.
         table: The table of shared arrays of this connection, if there is one.
         share_from: Hash and share arrays from this many bytes on; None for declared keys only.
-
-    Attributes:
-        frames: The payloads that the body names, in order.
-        uses: What the table has to note once the message is complete.
     """
 
     def __init__(
@@ -70,13 +61,19 @@ class BodyWriter:
         self._reset(careful=False)
 
     def _reset(self, *, careful: bool) -> None:
-        self.frames: list[Payload] = []
-        self.uses: dict[bytes, tuple[bytes, int, bool | None]] = {}
+        self._payloads = Payloads(self.limits, self.table, self.share_from)
         self._careful = careful
         self._budget = self.limits.max_values
-        # The objects are kept beside their records, or an id might come to mean another object.
-        self._written: dict[int, tuple[Any, Ext]] = {}
-        self._keys: dict[bytes, tuple[bytes, int, bytes]] = {}
+
+    @property
+    def frames(self) -> list[Payload]:
+        """The payloads that the body names, in order."""
+        return self._payloads.frames
+
+    @property
+    def uses(self) -> dict[bytes, tuple[bytes, int, bool | None]]:
+        """What the table of shared arrays has to note once the message is complete."""
+        return self._payloads.uses
 
     def write(self, value: Any) -> bytearray:
         """Give the body, with room before it for the preamble and the table of its frames.
@@ -129,7 +126,7 @@ class BodyWriter:
                 "Limits.max_depth is passed, or the value holds itself",
                 expected=f"at most {self.limits.max_depth} containers inside each other",
             )
-        self._spend(values)
+        self._spend(values + CONTAINER_COST - 1)
         return depth + 1
 
     def _each(self, items: Iterable[Any], depth: int) -> list[Any]:
@@ -160,6 +157,7 @@ class BodyWriter:
 
     def _map(self, value: dict[Any, Any], depth: int) -> Ext:
         inner = self._enter(depth, 2 * len(value))
+        check_keys(value)
         flat = []
         key: Any = None
         try:
@@ -180,6 +178,7 @@ class BodyWriter:
 
     def _set(self, value: set[Any] | frozenset[Any], depth: int) -> Ext:
         code = SET if type(value) is set else FROZENSET
+        check_keys(value)
         return Ext(code, _ENCODE(self._each(value, self._enter(depth, len(value)))))
 
     def _int(self, value: int, _depth: int) -> int | Ext:
@@ -190,7 +189,7 @@ class BodyWriter:
 
     def _text(self, value: str, _depth: int) -> str | Ext:
         if len(value) >= FRAMED_BYTES:
-            return self._frame_data(_TEXT, memoryview(utf8(value)))
+            return self._data(_TEXT, utf8(value))
         if self._careful:
             utf8(value)
         return value
@@ -207,92 +206,27 @@ class BodyWriter:
         return self._data(_MEMORYVIEW, value)
 
     def _data(self, kind: int, value: bytes | bytearray | memoryview) -> Ext:
-        if len(value) < FRAMED_BYTES:
-            return self._leaf(DATA, bytes((kind, INLINE)) + bytes(value))
-        done = self._written.get(id(value))
-        if done is None:
-            done = self._written[id(value)] = value, self._frame_data(kind, memoryview(value))
-        else:
-            self._spend(LEAF_COST - 1)
-        return done[1]
-
-    def _frame_data(self, kind: int, data: memoryview) -> Ext:
-        return self._leaf(DATA, bytes((kind, FRAME)) + self._payload(data.toreadonly()))
+        return self._leaf(DATA, self._payloads.data(kind, value))
 
     def _ndarray(self, value: Any, _depth: int) -> Ext:
-        return self._array(value, of_array)
+        return self._leaf(ARRAY_RECORD, self._payloads.array(value, of_array))
 
     def _raw(self, value: RawTensor, _depth: int) -> Ext:
-        return self._array(value, of_raw)
-
-    def _array(self, value: Any, describe: Callable[[Any], Source], key: bytes | None = None) -> Ext:
-        done = self._written.get(id(value))
-        if done is not None:
-            self._spend(LEAF_COST - 1)
-            return done[1]
-        source = describe(value)
-        if source.array.ndim > self.limits.max_ndim:
-            raise LimitError(
-                "Limits.max_ndim is passed",
-                expected=f"at most {self.limits.max_ndim}",
-                got=str(source.array.ndim),
-            )
-        if source.array.nbytes <= INLINE_BYTES:
-            return self._record(source, INLINE, bytes(source.contiguous()))
-        if key is None and self.share_from is not None and source.array.nbytes >= self.share_from:
-            key = content_key(source)
-        if key is None:
-            record = self._record(source, FRAME, self._payload(source))
-        else:
-            record = self._keyed(source, key)
-        self._written[id(value)] = value, record
-        return record
-
-    def _keyed(self, source: Source, key: bytes) -> Ext:
-        """Write an array under a key: by reference if the peer has it, and once in any case."""
-        nbytes, form = source.array.nbytes, array_form(source)
-        done = self._keys.get(key)
-        if done is not None:
-            if done[0] != form:
-                raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
-            return self._record(source, *done[1:])
-        storage, rest = REFER, key
-        if self.table is None or nbytes > self.table.capacity_bytes:
-            storage, rest = FRAME, self._payload(source)
-        elif key in self.table:
-            self.uses[key] = (key, nbytes, None)
-        else:
-            self.uses[key] = (key, nbytes, True)
-            storage, rest = ENTER, self._payload(source) + key
-        self._keys[key] = form, storage, rest
-        return self._record(source, storage, rest)
-
-    def _record(self, source: Source, storage: int, rest: bytes) -> Ext:
-        return self._leaf(ARRAY_RECORD, write_record(source, storage, rest))
-
-    def _payload(self, payload: Payload) -> bytes:
-        """Add a payload and give its index as it stands in a record."""
-        self.frames.append(payload)
-        return INDEX.pack(len(self.frames) - 1)
+        return self._leaf(ARRAY_RECORD, self._payloads.array(value, of_raw))
 
     def _shared(self, value: Shared, _depth: int) -> Ext:
         describe = array_describer(value.value)
         if describe is None:
             raise UnsupportedTypeError("only an array can be Shared", got=type(value.value).__name__)
-        if len(value.key) > self.limits.max_key_bytes:
-            raise LimitError(
-                "Limits.max_key_bytes is passed", expected=f"at most {self.limits.max_key_bytes}"
-            )
-        return self._array(value.value, describe, value.key)
+        return self._leaf(ARRAY_RECORD, self._payloads.array(value.value, describe, value.key))
 
     def _other(self, value: Any, depth: int) -> Any:
         """Write a value whose exact type has no handler."""
         if isinstance(value, np.generic):
-            source = of_scalar(value)
-            return self._record(source, INLINE, bytes(source.contiguous()))
+            return self._leaf(ARRAY_RECORD, inline(of_scalar(value)))
         describe = array_describer(value)
         if describe is not None:
-            return self._array(value, describe)
+            return self._leaf(ARRAY_RECORD, self._payloads.array(value, describe))
         scalar = write_scalar(value)
         if scalar is not None:
             return self._leaf(*scalar)

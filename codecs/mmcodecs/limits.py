@@ -20,8 +20,9 @@ class Limits:
     max_depth: int = 64
     """Containers inside each other."""
     max_values: int = 65_536
-    """Values in the head. Arrays, packed lists and other extensions that hold no values count as four, since
-    that is what they cost to read; what a packed list holds does not count."""
+    """Values in the head, by what they cost to read: a scalar counts one, a container two, an array, packed
+    list or
+    other extension that holds no values four. What a packed list holds does not count."""
     max_ndim: int = 8
     """Dimensions of one array. At most 32, which is what numpy holds everywhere."""
     max_key_bytes: int = 64

@@ -21,8 +21,9 @@ CONTAINERS = (TUPLE, SET, FROZENSET, MAP)
 # Classes of first bytes: FIXED has all of its length in the table, the others say it themselves.
 FIXED, STRING, BINARY, ARRAY, MAPPING, EXTENSION, INVALID = range(7)
 
-LEAF_COST = 4
-"""What an extension that is no container counts in `Limits.max_values`."""
+LEAF_COST, CONTAINER_COST = 4, 2
+"""What an extension that is no container, and a container that holds something, count in
+`Limits.max_values`."""
 
 Leaves = Callable[[int, memoryview], object]
 
@@ -137,6 +138,7 @@ class Scanner:
             if inner is None:
                 level.left -= 1
             else:
+                self.budget -= CONTAINER_COST - 1
                 levels.append(level)
                 if len(levels) > self.limits.max_depth:
                     raise LimitError(

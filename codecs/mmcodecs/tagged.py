@@ -142,7 +142,7 @@ def decode_tagged(
     """Read plain msgpack with tagged dicts.
 
     Everything outside of strings and binaries may take `limits.max_head_bytes`, and there may be
-    `limits.max_values` values, where a container or a string of 32 bytes or more counts two, other scalars
+    `limits.max_values` values, where a container or a string of 32 bytes or more counts three, other scalars
     nothing.
 
     Raises:
@@ -224,7 +224,7 @@ def _plain_run() -> re.Pattern[bytes]:
 
 
 _RUN = _plain_run()
-_COST = 2  # what a container or long string counts in Limits.max_values, for it is looked at twice
+_COST = 3  # what a container or long string counts in Limits.max_values, for it is looked at three times
 _EMPTY = (0x80, 0x90)  # the map and the array that hold nothing
 _STRINGS = (STRING, BINARY)
 _EMPTIES = re.compile(rb"[\x80\x90]++")

@@ -63,7 +63,7 @@ FORMS: list[Any] = [
     *(b"x" * count for count in (0, 300, 70_000)),
     *([0] * count for count in (0, 15, 16, 70_000)),
     *([[]] * 15, [{}] * 16, {}, {"": 0}),
-    *(dict.fromkeys(range(15)), {str(n): n for n in range(16)}, {str(n): [n] for n in range(30_000)}),
+    *(dict.fromkeys(range(15)), {str(n): n for n in range(16)}, {str(n): [n] for n in range(20_000)}),
     *(0, 127, 128, 255, 256, 2**16, 2**32, 2**64 - 1, -1, -32, -33, -129, -(2**15) - 1, -(2**31) - 1),
     *(0.5, True, False, None),
 ]

@@ -277,3 +277,33 @@ def test_importing_is_light() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "[]\n"
     )
+
+
+@dataclass(frozen=True)
+class Position:
+    x: int
+
+
+KEYS: list[tuple[Any, str]] = [
+    ({"a": {Position(1)}}, "$.a[Position(x=1)]: Position cannot be a key, or an element of a set, for the "
+     "reader. Use strings, numbers, times or tuples of them"),
+    ({(1, Position(2)): 0}, "$[(1, Position(x=2))]: Position cannot be a key, or an element of a set, for "
+     "the reader. Use strings, numbers, times or tuples of them"),
+    ([{Colour.RED: 1, "red": 2}], "$[0][red]: two keys or elements come back as the same"),
+    ({Colour.RED, "red"}, "two keys or elements come back as the same"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "message"), KEYS, ids=[message[:30] for _, message in KEYS])
+def test_keys_that_the_reader_could_not_hold(value: Any, message: str) -> None:
+    with pytest.raises(mmcodecs.EncodeError) as caught:
+        mmcodecs.encode(value)
+    assert str(caught.value).replace("'", "").endswith(message)
+
+
+def test_keys_in_neutral_form_and_nan() -> None:
+    assert back({Colour.RED: 1, 5: 2}) == {"red": 1, 5: 2}
+    assert back({Colour.RED: 1}, type=dict[Colour, int]) == {Colour.RED: 1}
+    assert back({Point(1, 2), frozenset({Level.HIGH})}) == {(1, 2), frozenset({3})}
+    nans = {float("nan"), float("nan"), np.float32(2)}
+    assert len(back(nans)) == 3
