@@ -205,7 +205,6 @@ def variations(extension: Sequence[Message], reasoning: tuple[str, str] | None) 
     loop = (_user(f"L{_WORD}"), *_tool_round(1, first=0), _assistant(f"M{_WORD}"))
     thought = _assistant(f"H{_WORD}", reasoning_content=f"G{_WORD}")
     opener, closer = reasoning or ("<think>", "</think>\n\n")
-    said = TextPart(f"A{_WORD}")
     return [
         Variation("the number of earlier turns", _earlier(*_TURN)),
         Variation("the number of earlier turns", _earlier(*_TURN * 5)),
@@ -225,13 +224,20 @@ def variations(extension: Sequence[Message], reasoning: tuple[str, str] | None) 
         Variation("the assistant's text", _assistant_with(content=f"{_WORD} \n\n")),
         Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {_WORD}?')),
         Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"T{_WORD}")),
-        Variation("the assistant's reasoning", _assistant_with(content=(ThinkingPart(f"T{_WORD}"), said))),
         Variation("the assistant's reasoning", _assistant_with(content=f"{opener}T{_WORD}{closer}A{_WORD}")),
-        Variation("the shape of the assistant's content", _assistant_with(content=(said,))),
         *_call_variations(extension),
         Variation("the tool definitions", lambda history: replace(history, tools=_tools("probe"))),
         Variation("the tool definitions", lambda history: replace(history, tools=_tools("a", "b", "c"))),
         Variation("the documents", lambda history: replace(history, documents=_DOCUMENTS)),
+    ]
+
+
+def in_parts() -> list[Variation]:
+    """The assistant's content as a list of parts, for templates that take one."""
+    said = TextPart(f"A{_WORD}")
+    return [
+        Variation("the shape of the assistant's content", _assistant_with(content=(said,))),
+        Variation("the assistant's reasoning", _assistant_with(content=(ThinkingPart(f"T{_WORD}"), said))),
     ]
 
 

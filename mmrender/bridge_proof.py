@@ -13,6 +13,7 @@ from mmrender.bridge_histories import (
     History,
     MediaCount,
     Variation,
+    in_parts,
     marked,
     media_placements,
     skeleton,
@@ -100,8 +101,18 @@ class Prover:
         self, extension: Sequence[Message], media: MediaCount, counted: bool
     ) -> Iterator[Variation]:
         yield from variations(extension, self.profile.reasoning)
+        for variation in in_parts():
+            if not self._prints_python(variation.change(skeleton(extension))):
+                yield variation
         yield from media_placements(media, counted=counted)
         yield from marked(self.reads)
+
+    def _prints_python(self, history: History) -> bool:
+        """Whether the template expects text and prints a list of parts as Python does."""
+        try:
+            return "'type'" in self.text_of(history, history.messages, False)
+        except TemplateError:
+            return True
 
     def _joint_failure(
         self, history: History, extension: Sequence[Message], expected: str, taken: Sequence[Variation]

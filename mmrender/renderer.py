@@ -256,6 +256,7 @@ class Renderer:
             MediaError: A new image cannot be loaded or processed.
             PlaceholderError: The template drops a new image.
         """
+        self._outcome.reason = None
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
             messages = attach_media(messages, images, videos, where="new_messages")

@@ -3,11 +3,15 @@
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
 from bridge_cases import (
     Messages,
     assert_same_rendering,
@@ -16,9 +20,6 @@ from bridge_cases import (
     extensions,
     sampled_ids,
 )
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-
 from mmrender.demo.model import build_tiny_model
 from mmrender.errors import MMRenderError
 from mmrender.media.item import MultiModalData
@@ -36,7 +37,7 @@ MODELS = (
     "qwen3_vl_thinking",
     "tiny",
 )
-PICTURES = sample_images(random.Random(5), 3, largest=96)  # noqa: S311 - the same pictures every time
+PICTURES = sample_images(random.Random(5), 3, largest=96)
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
@@ -58,7 +59,7 @@ def renderer(request: pytest.FixtureRequest) -> Renderer:
 
 
 def conversation(renderer: Renderer, source: random.Random, turns: int = 3) -> Conversation:
-    """Messages that the template takes, with images outside the assistant's turns, and options without a prompt."""
+    """Messages that the template takes, with no images in the assistant's turns, and options."""
     literals = sorted(set(renderer.tokenizer.added_ids) - _media_tokens(renderer))[:6]
     messages, options = ConversationMaker(renderer.profile, PICTURES, literals, turns).make(source)
     del options["add_generation_prompt"]
@@ -122,7 +123,7 @@ def test_chain_of_bridges_equals_rendering(renderer: Renderer, source: random.Ra
         ends.append(base)
         current = bridge
     whole = cases[-1].full
-    adjacent = all(first.stop == second.turn for first, second in zip(cases, cases[1:], strict=False))
+    adjacent = all(first.stop == second.turn for first, second in pairwise(cases))
     if renderer.is_prefix_stable(**_arguments(options)) and not whole.rewritten and adjacent:
         assert_same_rendering(current, whole)
 
