@@ -26,7 +26,8 @@ except ImportError as error:
     raise MissingDependencyError.of_extra("rich", "cli", "the demonstration") from error
 
 from mmrender.demo.proofs import ForwardPass, Proof, forward, prove_parity, prove_text_stays_text
-from mmrender.demo.report import WIDTH, Report, forward_lines, model_lines
+from mmrender.demo.report import WIDTH, Report, forward_lines, model_lines, rollout_lines
+from mmrender.demo.rollout import prove_rollout, roll_out
 
 
 def demonstrate(report: Report, directory: Path) -> None:
@@ -35,7 +36,8 @@ def demonstrate(report: Report, directory: Path) -> None:
     conversation = three_turns()
     rendered = render(report, renderer, conversation)
     compare(report, directory, renderer, conversation, rendered)
-    compute(report, directory, rendered)
+    model = compute(report, directory, rendered)
+    sample(report, renderer, model)
 
 
 def build(report: Report, directory: Path) -> Renderer:
@@ -68,13 +70,25 @@ def compare(
     report.prove(*proofs)
 
 
-def compute(report: Report, directory: Path, rendered: RenderedTokens) -> None:
-    """Feed ids and pixels to the model."""
+def compute(report: Report, directory: Path, rendered: RenderedTokens) -> Any:
+    """Feed ids and pixels to the model; return it."""
     with report.step("Feed ids and pixels to the model"):
-        result = forward(load_model(directory), rendered)
+        model = load_model(directory)
+        result = forward(model, rendered)
     for line in forward_lines(result):
         report.line(line)
     report.prove(_accepted(result, rendered))
+    return model
+
+
+def sample(report: Report, renderer: Renderer, model: Any) -> None:
+    """Sample four turns, each bridged to the next."""
+    with report.step("Sample four turns, bridging each to the next"):
+        turns, final, encoded = roll_out(model, renderer)
+        proofs = prove_rollout(renderer, turns, final, encoded)
+    for line in rollout_lines(turns):
+        report.line(line)
+    report.prove(*proofs)
 
 
 def load_model(directory: Path) -> Any:

@@ -1,7 +1,7 @@
 """How the demonstration shows what it found: one section a step, at most 80 columns."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -10,6 +10,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from mmrender.demo.proofs import ForwardPass, Proof, images_of
+from mmrender.demo.rollout import Turn
 from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
 from mmrender.view.terminal import legend, token_strip
@@ -113,3 +114,16 @@ def forward_lines(result: ForwardPass) -> list[str]:
         f"loss {result.loss:.2f} over the {result.trained} sampled tokens; "
         f"a uniform guess costs {result.uniform:.2f}",
     ]
+
+
+def rollout_lines(turns: Sequence[Turn]) -> list[str]:
+    """One line a turn: its prompt, what was sampled, and how that reads."""
+    lines = []
+    for number, turn in enumerate(turns, 1):
+        calls = [call for call in turn.parsed.tool_calls if call.status == "ok"]
+        read = ", ".join(f"calls {call.name}" for call in calls) or "noise"
+        ending = "stopped" if turn.parsed.stopped else "cut off"
+        lines.append(
+            f"turn {number}: {len(turn.prompt):,} tokens in, {len(turn.completion)} sampled, {ending}; {read}"
+        )
+    return lines

@@ -29,7 +29,9 @@ def rendered(renderer, conversation):
 def test_it_runs_and_every_proof_holds(capsys):
     assert demo.main() == 0
     out = capsys.readouterr().out
-    assert out.count("✓") == 5
+    assert out.count("✓") == 10
+    assert "re-encoded 0" in out
+    assert "32 sampled, stopped; calls divide" in out
     assert "✗" not in out
     assert "⟨image 13×19 = 247⟩" in out
     assert "<tool_call>⏎" in out
