@@ -107,6 +107,24 @@ BODIES: dict[str, str] = {
     {%- endfor %}{{- '</invoke>\\n' }}{%- endfor %}{{- '</minimax:tool_call>' }}{%- endif %}""",
 }
 
+BODIES["pythonic_section"] = (
+    BODIES["pythonic"]
+    .partition("{%- else %}" + CONTENT)[0]
+    .replace("{%- if m.tool_calls %}", CONTENT + "{%- if m.tool_calls %}{{- '<|tool_call_start|>' }}")
+    + "{{- '<|tool_call_end|>' }}{%- endif %}"
+)
+BODIES["json_section"] = (
+    BODIES["mistral_json"]
+    .replace("[TOOL_CALLS] [", "\\n<tool_calls>[")
+    .replace("else ']'", "else ']</tool_calls>'")
+)
+BODIES["function_gemma"] = (
+    BODIES["gemma"]
+    .replace("<|tool_call>", "<start_function_call>")
+    .replace("<tool_call|>", "<end_function_call>")
+    .replace('<|"|>', "<escape>")
+)
+
 ADDED: dict[str, tuple[str, ...]] = {
     "json_tags": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
     "xml_function": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
@@ -125,6 +143,9 @@ ADDED: dict[str, tuple[str, ...]] = {
     "pythonic": ("<|python_start|>", "<|python_end|>"),
     "gemma": ("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'),
     "minimax": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "pythonic_section": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "json_section": ("<tool_calls>", "</tool_calls>"),
+    "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
 }
 
 

@@ -1,10 +1,11 @@
 """Builds the parser of a model from what its template prints."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mmrender.parsing.probes import TurnProber
-from mmrender.parsing.prove import Prover
+from mmrender.parsing.prove import Prover, tools_for_probes
 from mmrender.parsing.reasoning import ReasoningFormat
 from mmrender.parsing.reasoning_probe import find_reasoning
 from mmrender.parsing.response import ResponseParser
@@ -39,6 +40,7 @@ def build_parser(
         InputError: There is no grammar of that name.
     """
     prober = TurnProber(template, tokenizer, profile.form, frozenset(stop_ids), dict(arguments or {}))
+    prober = replace(prober, tools=tools_for_probes(prober))
     format_ = reasoning or find_reasoning(prober)
     prover = Prover(prober, format_)
     choice = prover.choose(grammar)

@@ -77,6 +77,22 @@ _ALL = (
         dialect=PYTHON,
         brackets=("(", "=", ")"),
     ),
+    # LFM2, LFM2-VL: <|tool_call_start|>[f(key='value'), g()]<|tool_call_end|>
+    Grammar(
+        "pythonic_section",
+        call=(Field.NAME, Field.VALUES),
+        section=Section(
+            begin="<|tool_call_start|>", end="<|tool_call_end|>", brackets=("[", "]"), separator=","
+        ),
+        dialect=PYTHON,
+        brackets=("(", "=", ")"),
+    ),
+    # Apriel: <tool_calls>[{"name": "f", "arguments": {…}}, …]</tool_calls>; MiniMax-M1: one object a line
+    Grammar(
+        "json_section",
+        call=(Field.OBJECT,),
+        section=Section(begin="<tool_calls>", end="</tool_calls>", brackets=("[", "]"), separator=","),
+    ),
     # Gemma 4: <|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>
     Grammar(
         "gemma",

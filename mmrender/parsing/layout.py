@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from mmrender.parsing.reasoning import Reasoning
 from mmrender.parsing.scanner import Block
 
-Before: TypeAlias = Literal["start", "reasoning", "call"]
+Before: TypeAlias = Literal["start", "reasoning", "empty", "call"]
+"""What stands before content: nothing, reasoning, a reasoning block without any, or a call."""
 After: TypeAlias = Literal["call", "end"]
 
 
@@ -47,13 +48,19 @@ class Layout:
         if is_blank and (piece.before == "call" or (edge is None and piece.after == "call")):
             return ""
         if edge is None:
-            # The prompt may have held the whole reasoning block, and the scaffold after it.
-            later = self.edges.get(("reasoning", piece.after)) if piece.before == "start" else None
-            edge = Edge(suffix=later.suffix) if later is not None else Edge()
+            edge = self._kindred(piece)
         if piece.text == edge.alone:
             return ""
         text = piece.text[_common(piece.text, edge.prefix) :]
         return text[: len(text) - _common(text[::-1], edge.suffix[::-1])]
+
+    def _kindred(self, piece: Piece) -> Edge:
+        """Scaffold of a place that no probe has shown, from the place most like it."""
+        known = self.edges.get(("reasoning", piece.after), Edge())
+        if piece.before == "start":
+            # The prompt may have held the whole reasoning block, and the scaffold after it.
+            return Edge(suffix=known.suffix)
+        return known if piece.before == "empty" else self.edges.get(("empty", piece.after), Edge())
 
     def after_reasoning(self, scaffold: str) -> "Layout":
         """The layout, with what follows reasoning where no probe has shown that."""
@@ -72,7 +79,9 @@ def pieces_of(text: str, reasoning: Reasoning, blocks: Sequence[Block]) -> list[
     if text[: reasoning.before].strip():
         pieces.append(Piece("start", text[: reasoning.before], "end"))
     position = reasoning.rest
-    left: Before = "reasoning" if reasoning.seen else "start"
+    left: Before = "start"
+    if reasoning.seen:
+        left = "empty" if reasoning.text is None else "reasoning"
     for block in blocks:
         pieces.append(Piece(left, text[position : block.start], "call"))
         position, left = block.stop, "call"

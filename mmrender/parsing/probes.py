@@ -39,6 +39,7 @@ class TurnProber:
         form: Shapes that the template takes.
         stop_ids: Tokens that end the assistant's turn.
         arguments: Template variables.
+        tools: Tools that are offered where a call of a method names none.
     """
 
     template: ChatTemplate
@@ -46,15 +47,20 @@ class TurnProber:
     form: ViewForm
     stop_ids: Collection[int]
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
     ) -> TracedStr | None:
         """Render a conversation; None where the template refuses it."""
         try:
             return self.template.render(
                 messages,
-                tools=tools,
+                tools=self.tools if tools is None else tools,
                 add_generation_prompt=prompt,
                 form=self.form,
                 arguments=self.arguments,

@@ -5,7 +5,7 @@ gives back the same names, arguments, content and reasoning is proved. None, or 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.messages import Message, ToolCall
@@ -14,7 +14,7 @@ from mmrender.parsing.grammar import Grammar, Section
 from mmrender.parsing.grammars import GRAMMARS, find_grammar
 from mmrender.parsing.layout import Layout, Piece, learn_layout
 from mmrender.parsing.parts import split
-from mmrender.parsing.probes import SampledTurn, TurnProber
+from mmrender.parsing.probes import QUESTION, SampledTurn, TurnProber
 from mmrender.parsing.reasoning import Opening, ReasoningFormat, opening_by_text
 from mmrender.parsing.reasoning_probe import with_reasoning
 from mmrender.parsing.response import ParsedResponse, ResponseParser
@@ -60,6 +60,23 @@ PROBE_TOOLS: tuple[dict[str, Any], ...] = (
         },
     },
 )
+_PLAIN_TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "type": "function",
+        "function": {"name": name, "description": "a probe", "parameters": {"properties": {}}},
+    }
+    for name in ("probe_many", "probe_none")
+)
+
+
+def tools_for_probes(prober: TurnProber) -> Sequence[Mapping[str, Any]] | None:
+    """The richest tool definitions that a template takes: some fail on a type, others without tools."""
+    for tools in (PROBE_TOOLS, _PLAIN_TOOLS):
+        if prober.render([QUESTION], tools) is not None:
+            return tools
+    return None
+
+
 _Calls: TypeAlias = Sequence[tuple[str, dict[str, Any]]]
 _MANY, _NONE = ("probe_many", _ARGUMENTS), ("probe_none", dict[str, Any]())
 _ONE = ("probe_one", {"alpha": "bravo"})
@@ -166,7 +183,7 @@ class Prover:
                     yield with_reasoning(message, texts.reasoning, self._reasoning.carrier)
 
     def _probe(self, message: Message) -> _Probe:
-        turn = self._prober.turn(message, PROBE_TOOLS)
+        turn = self._prober.turn(message)
         if turn is None:
             return _Probe(message, None, [], [])
         encode = self._prober.tokenizer.encode

@@ -1,15 +1,17 @@
 """Finds how a template writes reasoning, by letting it write some."""
 
 import re
+from itertools import product
 from typing import get_args
 
 import msgspec
 
-from mmrender.messages import Message, TextPart, ThinkingPart
+from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
 from mmrender.parsing.probes import TurnProber
 from mmrender.parsing.reasoning import Carrier, ReasoningFormat, find_delimiters, last_delimiter
 
 _CONTENT, _REASONING, _BREAK = "qwertzC", "qwertzR", "\n\n"
+_CALL = (ToolCall(name="probe_none", arguments={}, id="call00000"),)
 _TAG = re.compile(r"([<\[\u25c1])(\w[^<>\[\]\u25c1\u25b7]*)([>\]\u25b7])")
 
 
@@ -24,13 +26,14 @@ def with_reasoning(message: Message, text: str, carrier: Carrier) -> Message:
 def find_reasoning(prober: TurnProber) -> ReasoningFormat | None:
     """How a template writes reasoning; None where it cannot be seen to write any."""
     prompt = prober.prompt()
-    for carrier in get_args(Carrier):
-        message = with_reasoning(Message(role="assistant", content=_CONTENT), _REASONING, carrier)
-        turn = prober.turn(message)
+    # Some templates print reasoning beside calls only.
+    for carrier, calls in product(get_args(Carrier), ((), _CALL)):
+        message = Message(role="assistant", content=_CONTENT, tool_calls=calls)
+        turn = prober.turn(with_reasoning(message, _REASONING, carrier))
         text = "" if turn is None else turn.header + turn.text
         before, found, rest = text.partition(_REASONING)
-        after, followed, _ = rest.partition(_CONTENT)
-        if found and followed:
+        if found:
+            after = rest.partition(_CONTENT)[0]
             return find_delimiters(prober.tokenizer, before, after, carrier=carrier, prompt=prompt)
     return _from_prompt(prober, prompt)
 

@@ -111,10 +111,14 @@ class Scanner:
         position = self._reader.skip(position)
         bracketed = bool(opening) and self._reader.at(opening, position)
         position += len(opening) if bracketed else 0
+        framed = self._section.begin is not None and self._section.end is not None
         attempts: list[Attempt] = []
         closed = False
         while (position := self._reader.skip(position)) < self._length:
             if self._section.begin is not None and self._reader.at(self._section.begin, position):
+                break
+            if not bracketed and framed and self._reader.at(str(self._section.end), position):
+                closed = True
                 break
             if bracketed and self._reader.at(closing, position):
                 position, closed = position + len(closing), True
@@ -124,7 +128,7 @@ class Scanner:
             following = self._reader.skip(position)
             if self._section.separator is not None and self._reader.at(self._section.separator, following):
                 position = following + len(self._section.separator)
-            elif not bracketed:
+            elif not bracketed and not framed:
                 break
         if not attempts:
             cut_short = position == self._length and not closed

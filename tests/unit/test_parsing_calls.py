@@ -34,6 +34,9 @@ OK: dict[str, str] = {
     "llama_json": '{"name": "f", "parameters": {"a": 1}}',
     "pythonic": "[f(a=1)]",
     "gemma": "<|tool_call>call:f{a:1}<tool_call|>",
+    "function_gemma": "<start_function_call>call:f{a:1}<end_function_call>",
+    "pythonic_section": "<|tool_call_start|>[f(a=1)]<|tool_call_end|>",
+    "json_section": '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>',
     "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>',
 }
 
@@ -177,6 +180,14 @@ BROKEN: list[tuple[str, str, str, str | None, dict[str, Any] | None]] = [
     ("mistral_args", "[TOOL_CALLS]f[ARGS][1]", "malformed", "f", None),
     ("mistral_args", "[TOOL_CALLS][ARGS]{}", "missing_name", None, {}),
     ("mistral_call_id", "[TOOL_CALLS]f[ARGS]{}", "unclosed", None, None),
+    # Lists in sections
+    ("json_section", "<tool_calls>", "unclosed", None, None),
+    ("json_section", "<tool_calls></tool_calls>", "malformed", None, None),
+    ("json_section", "<tool_calls>[]</tool_calls>", "malformed", None, None),
+    ("json_section", '<tool_calls>[{"name": "f", "arguments"', "unclosed", None, None),
+    ("json_section", '<tool_calls>[{"name": "f", "arguments":}]</tool_calls>', "invalid_json", None, None),
+    ("pythonic_section", "<|tool_call_start|>[f(a=)]<|tool_call_end|>", "malformed", "f", None),
+    ("pythonic_section", "<|tool_call_start|>[f(a=1", "unclosed", "f", None),
     # Llama
     ("llama_json", '{"name": "f", "parameters": {"a": 1', "unclosed", None, None),
     ("llama_json", '{"name": "f", "parameters": {a}}', "invalid_json", None, None),
@@ -285,6 +296,14 @@ def test_several_lists_and_separators() -> None:
     assert ([attempt.status for attempt in tagged.tool_calls], tagged.content) == (["ok"], "")
     framed = parse("pythonic", "<|python_start|>[f(a=1), f()]<|python_end|>")
     assert ([attempt.arguments for attempt in framed.tool_calls], framed.content) == ([{"a": 1}, {}], "")
+
+
+def test_one_object_a_line() -> None:
+    lines = (
+        '<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n</tool_calls>'
+    )
+    parsed = parse("json_section", lines + "done")
+    assert ([attempt.arguments for attempt in parsed.tool_calls], parsed.content) == ([{"a": 1}, {}], "done")
 
 
 def test_python_values() -> None:

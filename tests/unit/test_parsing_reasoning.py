@@ -7,7 +7,7 @@ from mmrender.messages import Message, TextPart, ThinkingPart
 from mmrender.parsing import ParsedResponse, ReasoningFormat, build_parser
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.profile import Prober
-from parsing_cases import BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
+from parsing_cases import ADDED, BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
 OPENED = TAIL.replace("assistant\\n'", "assistant\\n<think>\\n'")
 THINKING = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -113,6 +113,15 @@ def test_reasoning_that_the_template_reads_from_content_parts() -> None:
     assert parse(case, "[THINK]Hm.[/THINK]Yes.").to_message() == message
 
 
+def test_reasoning_that_the_template_prints_beside_calls_only() -> None:
+    body = BODIES["gemma"].replace("if m.reasoning_content", "if m.tool_calls and m.reasoning_content")
+    tokenizer = byte_level(ADDED["gemma"])
+    case = case_of("beside", HEAD + body + TAIL, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    assert str(case.parser.choice) == "gemma, proved"
+    call = "<|tool_call>call:f{}<tool_call|>"
+    assert read(parse(case, f"<|channel>thought\nHm.\n<channel|>{call}Yes.")) == ("Hm.", True, "Yes.")
+
+
 def test_a_template_that_takes_reasoning_out_of_what_it_prints() -> None:
     body = "{{- m.content.split('</think>')[-1].lstrip('\\n') }}"
     tokenizer = byte_level(THINKING)
@@ -147,6 +156,7 @@ def test_an_unknown_grammar_is_refused() -> None:
         case_of("x", HEAD + "{{- m.content }}" + TAIL, byte_level([]), [], grammar="hermes")
     names = (
         "json_tags or xml_function or arg_key_value or kimi_sections or mistral_json or mistral_args or "
-        "mistral_call_id or llama_json or pythonic or gemma or function_gemma or minimax"
+        "mistral_call_id or llama_json or pythonic or pythonic_section or json_section or gemma or "
+        "function_gemma or minimax"
     )
     assert str(caught.value) == f"grammar: no such tool-call grammar - expected {names}, got 'hermes'"
