@@ -3,7 +3,7 @@
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
@@ -35,6 +35,7 @@ class TracingCodeGenerator(CodeGenerator):
         self.visit(node.nodes[0], frame)
         self.write(")" if frame.buffer is None else f", len({frame.buffer})))")
 
+    @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         """Write the join of the operands as text; Jinja's helper joins plain text."""
         escaping = (
@@ -59,6 +60,7 @@ class TracingCodeGenerator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    @optimizeconst
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
         """Write a comparison; two structures are compared only within the limits."""
         operands = [node.expr, *[operand.expr for operand in node.ops]]
@@ -71,6 +73,7 @@ class TracingCodeGenerator(CodeGenerator):
         self.visit(node.ops[0].expr, frame)
         self.write(")")
 
+    @optimizeconst
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
         """Write a look-up: what a slice copies is counted, a structure as key is hashed within the limits."""
         if isinstance(node.arg, nodes.Const):

@@ -34,7 +34,7 @@ from mmrender.template.guards import (
     UNGUARDED_FILTERS,
     bounded,
     guard_operator,
-    guarded_callable,
+    guarded_call,
     hashed,
     metered_filter,
     metered_test,
@@ -154,7 +154,8 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         meter = METER.get()
         if meter is not None:
             meter.step()
-        result = super().call(__context, guarded_callable(__obj, args), *args, **kwargs)
+        target, given = guarded_call(__obj, args)
+        result = super().call(__context, target, *given, **kwargs)
         if meter is not None and isinstance(result, SIZED):
             meter.built(result)
         return result

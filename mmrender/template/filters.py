@@ -84,9 +84,11 @@ def _titled(s: Any) -> TracedStr:
 
 
 @pass_environment
-def _truncated(environment: Environment, s: str, length: int = 255, *args: Any, **kwargs: Any) -> TracedStr:
+def _truncated(environment: Environment, s: Any, length: int = 255, *args: Any, **kwargs: Any) -> str:
     """At most `length` characters, the text that marks the cut among them."""
-    shown = builtin.do_truncate(environment, plain(_only_text(s)), length, *args, **kwargs)
+    if not isinstance(s, str):
+        return builtin.do_truncate(environment, s, length, *args, **kwargs)
+    shown = builtin.do_truncate(environment, plain(s), length, *args, **kwargs)
     text = text_of(s)
     if shown == text:
         return text
@@ -104,7 +106,7 @@ def _wrapped(  # noqa: PLR0917 - Jinja's own signature
     break_on_hyphens: bool = True,
 ) -> TracedStr:
     """Lines of at most `width` characters; each is a slice of the text."""
-    separator = text_of(wrapstring if wrapstring else environment.newline_sequence)
+    separator = text_of(environment.newline_sequence if wrapstring is None else wrapstring)
     paragraphs = []
     for line in text_of(_only_text(s)).splitlines():
         pieces = textwrap.wrap(
@@ -122,11 +124,12 @@ def _wrapped(  # noqa: PLR0917 - Jinja's own signature
 @pass_eval_context
 def _attributes(eval_ctx: EvalContext, d: Mapping[str, Any], autospace: bool = True) -> TracedStr:
     """Attributes of an XML element."""
-    builtin.do_xmlattr(eval_ctx, dict.fromkeys(d, ""))  # refuses unusable keys
+    shown = {
+        key: value for key, value in d.items() if not is_null(value) and not isinstance(value, Undefined)
+    }
+    builtin.do_xmlattr(eval_ctx, dict.fromkeys(shown, ""))  # refuses unusable keys
     items = [
-        concat([unmarked(escaped(key)), '="', unmarked(escaped(value)), '"'])
-        for key, value in d.items()
-        if not is_null(value) and not isinstance(value, Undefined)
+        concat([unmarked(escaped(key)), '="', unmarked(escaped(value)), '"']) for key, value in shown.items()
     ]
     text = TracedStr(" ").join(items)
     spaced = " " + text if autospace and text else text
@@ -168,7 +171,8 @@ def _number(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_eval_context
 def _urlize(eval_ctx: EvalContext, value: str, *args: Any, **kwargs: Any) -> TracedStr:
-    text = derived(plain(builtin.do_urlize(eval_ctx, plain(value), *args, **kwargs)), text_of(value))
+    given = plain(value) if isinstance(value, str) else value
+    text = derived(plain(builtin.do_urlize(eval_ctx, given, *args, **kwargs)), text_of(value))
     return marked_safe(text) if eval_ctx.autoescape else text
 
 

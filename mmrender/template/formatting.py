@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2.filters import _GroupTuple
+from jinja2.utils import Namespace
 
 from mmrender.template.limits import admit, weigh
 from mmrender.template.origin import sole_origin
@@ -17,7 +18,7 @@ from mmrender.template.traced import TracedStr, concat, derived, mapped, plain
 
 _EMPTY: dict[str, str] = {}
 _VIEWS: Any = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
-PRINTED_BY_ELEMENT: Any = (dict, list, tuple, *_VIEWS)
+PRINTED_BY_ELEMENT: Any = (dict, list, tuple, Namespace, *_VIEWS)
 """What prints as the `repr` of its elements."""
 _TUPLE_REPRS = (tuple.__repr__, _GroupTuple.__repr__)
 
@@ -47,8 +48,13 @@ def text_of(value: Any) -> TracedStr:
 def representation(value: Any) -> TracedStr:
     """`repr(value)` with provenance, for strings and the containers that hold them."""
     if isinstance(value, PRINTED_BY_ELEMENT):
-        weigh(list(value) if isinstance(value, _VIEWS) else value)
+        weigh(list(value) if isinstance(value, _VIEWS) else _attributes(value))
     return _represented(value)
+
+
+def _attributes(value: Any) -> Any:
+    """What a namespace holds; any other value as it is."""
+    return object.__getattribute__(value, "_Namespace__attrs") if isinstance(value, Namespace) else value
 
 
 def _represented(value: Any) -> TracedStr:
@@ -65,6 +71,8 @@ def _represented(value: Any) -> TracedStr:
         return concat(["{", *_separated(pairs), "}"])
     if isinstance(value, _VIEWS):
         return concat([f"{type(value).__name__}(", _represented(list(value)), ")"])
+    if isinstance(value, Namespace):
+        return concat(["<Namespace ", _represented(_attributes(value)), ">"])
     text = repr(value)
     return text if isinstance(text, TracedStr) else TracedStr(text)
 

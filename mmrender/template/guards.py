@@ -15,6 +15,7 @@ from jinja2.utils import _PassArg
 
 from mmrender.template.limits import CONTAINERS, LONG, METER, SIZED, Meter, admit, admit_items, weigh
 from mmrender.template.traced import TracedStr
+from mmrender.template.values import TracedNull
 
 _TRACED_METHODS = frozenset(
     {
@@ -59,22 +60,25 @@ def _guard_product(meter: Meter, left: Any, right: Any) -> None:
         meter.admit_bits(left.bit_length() + right.bit_length())
 
 
-def guarded_callable(target: Any, args: tuple[Any, ...]) -> Any:
-    """What to call in place of `target`: methods of plain text are those of traced text, which are measured."""
+def guarded_call(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """What to call in place of `target`, and with what.
+
+    Methods of plain text are those of traced text, which are measured, and take None where a null stands.
+    """
     kind = type(target)
     if kind is Macro:
-        return target
+        return target, args
     if kind is types.MethodType or kind is types.BuiltinMethodType:
         owner, name = target.__self__, target.__name__
-        if isinstance(owner, TracedStr):
-            return target
-        if type(owner) is str:
-            return getattr(TracedStr(owner), name) if name in _TRACED_METHODS else target
+        if isinstance(owner, str):
+            if type(owner) is str and name in _TRACED_METHODS:
+                target = getattr(TracedStr(owner), name)
+            return target, tuple([None if type(item) is TracedNull else item for item in args])
         if isinstance(owner, CONTAINERS):
             admit_items(weigh(args) * (len(owner) if name in ("count", "index") else 1))
     elif any(isinstance(item, CONTAINERS) for item in args):
         weigh(args)
-    return target
+    return target, args
 
 
 def bounded(value: Any, other: Any) -> Any:
@@ -151,6 +155,7 @@ _GUARDS: dict[str, Callable[..., None]] = {
     "xmlattr": _walked,
 }
 _ITERATING = frozenset({"batch", "dictsort", "groupby", "list", "max", "min", "slice", "sort", "unique"})
+_TAKING_NONE = frozenset({"batch", "replace", "slice", "tojson", "trim", "truncate", "wordwrap"})
 UNGUARDED_FILTERS = frozenset({"attr", "count", "d", "default", "first", "last", "length"})
 """Filters that build nothing."""
 COMPARING_TESTS = (
@@ -184,6 +189,8 @@ def metered_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]
                 admit_items(len(value))
             elif not isinstance(value, CONTAINERS):
                 value = list(value)
+        if name in _TAKING_NONE:
+            args = tuple([None if type(item) is TracedNull else item for item in args])
         if guard is not None:
             guard(value, *args, **kwargs)
         if passes is None:

@@ -68,13 +68,15 @@ def tabs_expanded(text: "TracedStr", size: int) -> Iterator["TracedStr"]:
 def translated(text: "TracedStr", table: Any) -> Iterator[str]:
     """Yield the pieces of `text.translate(table)`; text that the table holds keeps its own origin."""
     for char in text:
-        image = str.translate(char, table)
         try:
             given = table[ord(char)]
         except LookupError:
             yield char
-        else:
-            yield given if isinstance(given, str) else _spread(char, image)
+            continue
+        if isinstance(given, str):
+            yield given
+        elif given != None:  # noqa: E711 - a traced null equals None
+            yield _spread(char, str.translate(char, {ord(char): given}))
 
 
 def _spread(char: "TracedStr", image: str) -> "TracedStr":

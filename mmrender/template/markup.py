@@ -1,6 +1,6 @@
 """Text that counts as HTML: what the filters `escape` and `safe` give, with provenance kept."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from markupsafe import escape
@@ -16,6 +16,10 @@ class TracedMarkup(TracedStr):
 
     def __html__(self) -> Self:
         return self
+
+    def __iter__(self) -> Iterator[Any]:
+        # `Markup` leaves this to `str`, whose characters are no markup.
+        return (unmarked(char) for char in super().__iter__())
 
     def __add__(self, other: Any) -> Self:
         return self._joined([self, escaped(other)]) if isinstance(other, str) else NotImplemented
