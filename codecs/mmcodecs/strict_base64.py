@@ -36,7 +36,7 @@ def decode_base64(data: str | bytes | bytearray | memoryview) -> memoryview:
 
 def _decode_pieces(text: str | memoryview) -> memoryview:
     # numpy asks for huge pages, bytearray does not.
-    target = memoryview(np.empty(len(text) // 4 * 3, np.uint8))
+    target = np.empty(len(text) // 4 * 3, np.uint8).data
     position = 0
     for start in range(0, len(text), _PIECE):
         part = text[start : start + _PIECE]

@@ -189,7 +189,7 @@ class _Loader:
         if count != 2:
             raise DecodeError("a field has two parts", where=where, expected="kind, options", got=str(count))
         kind = self._reader.string(where)
-        keep = {"keep_on_cpu": self._reader.boolean}
+        keep: dict[str, Callable[[str], Any]] = {"keep_on_cpu": self._reader.boolean}
         if kind == "batched":
             return BatchedField(**self._entries(where, keep, set()))
         if kind == "flat":

@@ -38,7 +38,8 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
     """
     writer = _Writer(limits)
     writer.head(_map_head(len(item)))
-    for key, elem in item.items():
+    given: Mapping[Any, Any] = item  # a caller without a type checker may pass anything
+    for key, elem in given.items():
         if not isinstance(key, str) or not isinstance(elem, FieldElem):
             raise UnsupportedTypeError(
                 "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
@@ -49,7 +50,7 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
         else:
             writer.nested(elem.data, f"$.{key}", 0)
         writer.head(b"\xa5field" + _field(elem.field, f"$.{key}.field"))
-    return pybase64.b64encode_as_string(writer.assemble())
+    return pybase64.b64encode_as_string(writer.assemble().data)
 
 
 class _Writer:
@@ -101,7 +102,7 @@ class _Writer:
         if self._size > self._limits.max_bytes:
             raise LimitError("the item is too large", expected=f"at most {self._limits.max_bytes:,} bytes")
         message = np.empty(self._size, np.uint8)
-        target = memoryview(message)
+        target = message.data
         position = 0
         for part in self._parts:
             if isinstance(part, bytes):
