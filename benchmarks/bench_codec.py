@@ -142,6 +142,7 @@ def longest_hold(encode: Callable[[Data], Any], data: Data, repeats: int) -> flo
             while not done.is_set():
                 now = time.perf_counter()
                 longest, last = max(longest, now - last), now
+            longest = max(longest, time.perf_counter() - last)
             worker.join()
             best = min(best, longest)
     finally:
