@@ -2,6 +2,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
+FUZZ_MESSAGES ?= 200000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -84,7 +85,8 @@ parity: $(PARITY_STAMP) ## compare MODELS with Transformers in CASES conversatio
 bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
-fuzz: $(MAIN_STAMP) ## run the property tests with fresh seeds for FUZZ_SECONDS
+fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the property tests with fresh seeds
+	$(BIN)/python tests/codec_fuzz.py --messages $(FUZZ_MESSAGES)
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made

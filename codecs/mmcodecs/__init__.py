@@ -37,6 +37,7 @@ from mmcodecs.tagged import (
     walk_decode_tensors,
 )
 from mmcodecs.tensors import RawTensor
+from mmcodecs.vllm_items import decode_mm_kwargs_item, encode_mm_kwargs_item
 
 __all__ = [
     "BufferPool",
@@ -60,10 +61,12 @@ __all__ = [
     "UnsupportedTypeError",
     "VersionError",
     "decode",
+    "decode_mm_kwargs_item",
     "decode_tagged",
     "decode_tensor_payload",
     "encode",
     "encode_frames",
+    "encode_mm_kwargs_item",
     "encode_parts",
     "encode_tagged",
     "message_length",

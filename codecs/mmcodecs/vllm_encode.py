@@ -3,6 +3,7 @@
 import operator
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
