@@ -24,6 +24,7 @@ from mmrender.errors import InputError, SpecialTokenError, TemplateError
 from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.messages import Message
 from mmrender.placement import MediaPlace, check_placement, media_places
+from mmrender.profiles import Shelf
 from mmrender.rendered import RenderedTokens, TokenSpan
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.ownership import disown_tail
@@ -63,6 +64,7 @@ class Bridge:
         writer: Encodes the tail.
         stop_ids: Tokens that end an assistant's turn.
         arguments: Template variables.
+        shelf: Where proofs are kept on disk, or None.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Bridge:
         template: ChatTemplate,
         profile: TemplateProfile,
         writer: TokenWriter,
+        *,
         stop_ids: frozenset[int],
         arguments: Mapping[str, Any],
+        shelf: Shelf | None = None,
     ) -> None:
         self._template = template
         self._profile = profile
@@ -82,6 +86,8 @@ class Bridge:
         self._prover = Prover(self._independent_part, self._text, profile, self._reads)
         self._tails = TailFinder(writer, profile, stop_ids)
         self._joint = Joint(self._text, profile, self._tails, writer.tokenizer.decode)
+        self._shelf = shelf
+        self._setting = repr((sorted(stop_ids), sorted(writer.rules.items()), sorted(writer.media_tokens)))
         self._proofs: dict[Any, Proof] = {}
         self._lock = threading.Lock()
 
@@ -149,11 +155,20 @@ class Bridge:
     def _proof(self, key: Any, prove: Callable[[], Proof]) -> Proof:
         proof = self._proofs.get(key)
         if proof is None:
-            proof = prove()
+            proof = self._kept(repr(("bridge", self._setting, key)), prove)
             with self._lock:
                 if len(self._proofs) >= _MAX_PROOFS:
                     self._proofs.clear()
                 self._proofs[key] = proof
+        return proof
+
+    def _kept(self, about: str, prove: Callable[[], Proof]) -> Proof:
+        """The proof as another process left it, or a new one."""
+        proof = self._shelf.get(about, Proof) if self._shelf is not None else None
+        if proof is None:
+            proof = prove()
+            if self._shelf is not None:
+                self._shelf.put(about, proof)
         return proof
 
     def _prove(self, messages: Sequence[Message], history: History, media: MediaCount | None = None) -> Proof:

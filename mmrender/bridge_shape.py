@@ -96,7 +96,7 @@ def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
     kinds: tuple[Any, ...] | None = None
     text = content if isinstance(content, str) else ""
     if isinstance(content, tuple):
-        every = [type(part) for part in content]
+        every = [type(part).__name__ for part in content]
         kinds = tuple([kind for index, kind in enumerate(every) if not _repeats(every, index, 2)])
         text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
     return (

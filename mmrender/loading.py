@@ -9,6 +9,7 @@ from mmrender.media.processors.base import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
 from mmrender.model_dir import ModelDir
+from mmrender.profiles import ProfileCache
 from mmrender.stops import stop_token_ids
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import load_templates, special_tokens
@@ -23,6 +24,7 @@ def load_template_set(
     chat_template: str | None,
     limits: TemplateLimits | None,
     clock: Callable[[], datetime.datetime],
+    profile_cache: bool = True,
 ) -> TemplateSet:
     """Compile a model's templates, or the one given in their place.
 
@@ -32,6 +34,7 @@ def load_template_set(
         chat_template: Jinja text, or the name of one of the model's templates.
         limits: What one run may spend.
         clock: What `strftime_now` reads.
+        profile_cache: Whether what probes find out is kept on disk; see `mmrender.profiles`.
 
     Raises:
         TemplateError: There is no template to use, or one does not compile.
@@ -47,6 +50,7 @@ def load_template_set(
         model_stop_ids=stop_token_ids(model, tokenizer),
         limits=limits,
         clock=clock,
+        cache=ProfileCache.default() if profile_cache else None,
     )
 
 

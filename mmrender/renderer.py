@@ -93,6 +93,7 @@ class Renderer:
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         memo_bytes: int = 128 << 20,
+        profile_cache: bool = True,
     ) -> "Renderer":
         """Load the renderer of a model. No weights are read.
 
@@ -111,6 +112,8 @@ class Renderer:
             limits: What one run of the template may spend.
             clock: What the template's `strftime_now` reads.
             memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
+            profile_cache: Keep what probes find out about the template on disk, in the folder that the
+                environment variable `MMRENDER_CACHE` names.
 
         Raises:
             ModelNotFoundError: There is no such directory or repository.
@@ -122,7 +125,14 @@ class Renderer:
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
         return cls(
-            load_template_set(model, tokenizer, chat_template=chat_template, limits=limits, clock=clock),
+            load_template_set(
+                model,
+                tokenizer,
+                chat_template=chat_template,
+                limits=limits,
+                clock=clock,
+                profile_cache=profile_cache,
+            ),
             tokenizer,
             load_media(
                 model,
@@ -284,7 +294,14 @@ class Renderer:
 
     def _build_bridge(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Bridge:
         profile = self.templates.profile(template, arguments)
-        return Bridge(template, profile, self._writer, self.templates.stop_ids(profile), arguments)
+        return Bridge(
+            template,
+            profile,
+            self._writer,
+            stop_ids=self.templates.stop_ids(profile),
+            arguments=arguments,
+            shelf=self.templates.shelf(template, arguments),
+        )
 
     def parse_response(
         self,
@@ -302,9 +319,12 @@ class Renderer:
             prompt_ids: The prompt, which says whether it opened a reasoning block.
             **template_arguments: Those of the prompt's rendering.
         """
-        template = self.templates.choose(has_tools=tools is not None)
-        parser = self._parsers.get(template, template_arguments)
+        parser = self.response_parser(has_tools=tools is not None, **template_arguments)
         return parser.parse(token_ids, tools=normalize_tools(tools), prompt_ids=prompt_ids)
+
+    def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> ResponseParser:
+        """What `parse_response` reads with; its `choice` says how the grammar of tool calls was proved."""
+        return self._parsers.get(self.templates.choose(has_tools=has_tools), template_arguments)
 
     def _build_parser(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> ResponseParser:
         profile = self.templates.profile(template, arguments)

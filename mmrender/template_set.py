@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mmrender.per_template import PerTemplate
+from mmrender.profiles import ProfileCache, Shelf, open_shelf
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import choose_template
@@ -23,6 +24,7 @@ class TemplateSet:
         model_stop_ids: Stop tokens that the model's files name.
         limits: What one run may spend.
         clock: What `strftime_now` reads.
+        cache: Where what is found out is kept on disk, or None.
 
     Raises:
         TemplateError: There is no template to use, or one does not compile.
@@ -38,6 +40,7 @@ class TemplateSet:
         model_stop_ids: Sequence[int] = (),
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
+        cache: ProfileCache | None = None,
     ) -> None:
         choose_template(sources, name=chosen, has_tools=False)
         self._sources = dict(sources)
@@ -48,7 +51,8 @@ class TemplateSet:
             name: ChatTemplate(source, name=name, special_tokens=special_tokens, limits=limits, clock=clock)
             for name, source in sources.items()
         }
-        self._profiles = PerTemplate(_probe)
+        self._cache = cache
+        self._profiles = PerTemplate(self._probe)
 
     def choose(self, *, has_tools: bool) -> ChatTemplate:
         """The template for a conversation with or without tools."""
@@ -57,6 +61,19 @@ class TemplateSet:
     def profile(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
         """What probes found out about a template with these arguments."""
         return self._profiles.get(template, arguments)
+
+    def shelf(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Shelf | None:
+        """Where what is found out about a template with these arguments is kept, or None."""
+        return open_shelf(self._cache, template, self._tokenizer, arguments)
+
+    def _probe(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
+        shelf = self.shelf(template, arguments)
+        known = shelf.get("profile", TemplateProfile) if shelf is not None else None
+        if known is None:
+            known = Prober(template, arguments).profile()
+            if shelf is not None:
+                shelf.put("profile", known)
+        return known
 
     def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
         """Stop tokens: the model's, and the first special one that the template writes after an answer."""
@@ -69,7 +86,3 @@ class TemplateSet:
             return None
         token_id = self._tokenizer.added_ids[match.token]
         return token_id if token_id in self._tokenizer.special_ids else None
-
-
-def _probe(template: ChatTemplate, arguments: Mapping[str, Any]) -> TemplateProfile:
-    return Prober(template, arguments).profile()

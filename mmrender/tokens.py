@@ -89,8 +89,8 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.rules = rules
         self._modality: dict[str, Modality] = {text: modality for modality, text in placeholders.items()}
-        self._media_tokens = frozenset(placeholder_tokens) | set(self._modality)
-        known = (tokenizer.token_id(token) for token in self._media_tokens)
+        self.media_tokens = frozenset(placeholder_tokens) | set(self._modality)
+        known = (tokenizer.token_id(token) for token in self.media_tokens)
         self.media_ids = frozenset(token_id for token_id in known if token_id is not None)
 
     def lay_out(self, text: TracedStr) -> Layout:
@@ -119,7 +119,7 @@ class TokenWriter:
         return Layout(text, matches, placeholders)
 
     def _is_syntax(self, match: Match, origin: Origin) -> bool:
-        if match.token in self._media_tokens:
+        if match.token in self.media_tokens:
             return False
         rule = "parse" if origin.role is None else self.rules[origin.role]
         if rule == "error":

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests probe for themselves, and leave nothing in the user's cache.
+os.environ["MMRENDER_CACHE"] = "off"
 
 # A loaded machine must not fail a property, so there are no deadlines. `make test` tries the same examples
 # every time; `make fuzz` searches with a fresh seed each round.

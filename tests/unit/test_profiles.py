@@ -1,0 +1,164 @@
+"""The disk cache of what probing found out."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmrender import profiles
+from mmrender.bridge_proof import Prover
+from mmrender.demo.model import build_tiny_model
+from mmrender.profiles import ProfileCache
+from mmrender.renderer import Renderer
+from mmrender.template.profile import Prober, TemplateProfile
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+USER = [{"role": "user", "content": "And now?"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("profiles") / "tiny", weights=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MMRENDER_CACHE", str(tmp_path))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was probed, one for each time."""
+    seen: list[str] = []
+    profile, prove = Prober.profile, Prover.independence_failure
+
+    def probing(self: Prober) -> TemplateProfile:
+        seen.append("profile")
+        return profile(self)
+
+    def proving(self: Prover, *args: Any) -> str | None:
+        seen.append("proof")
+        return prove(self, *args)
+
+    monkeypatch.setattr(Prober, "profile", probing)
+    monkeypatch.setattr(Prover, "independence_failure", proving)
+    return seen
+
+
+def load(directory: Path, source: str = TEMPLATE.replace("@", PROMPT), **options: Any) -> Renderer:
+    return Renderer.from_pretrained(directory, chat_template=source, image_backend="pil", **options)
+
+
+def test_second_load_neither_probes_nor_proves(directory: Path, folder: Path, probed: list[str]) -> None:
+    first = load(directory)
+    bridge = first.bridge_to_next_turn([1], [2], USER)
+    assert probed == ["profile", "proof"]
+    assert len(list(folder.glob("*.json"))) == 2
+    second = load(directory)
+    assert second.profile == first.profile
+    again = second.bridge_to_next_turn([1], [2], USER)
+    assert probed == ["profile", "proof"]
+    assert bridge is not None
+    assert again is not None
+    assert again.token_ids == bridge.token_ids
+
+
+def test_refusals_are_kept_too(directory: Path, folder: Path, probed: list[str]) -> None:
+    source = TEMPLATE.replace("@", "{{ messages | length }}" + PROMPT)
+    reasons = set()
+    for _ in range(2):
+        renderer = load(directory, source)
+        assert renderer.bridge_to_next_turn([1], [2], USER) is None
+        reasons.add(renderer.why_not_bridged)
+    assert reasons == {"what the template writes for this extension depends on the number of earlier turns"}
+    assert probed.count("proof") == 1
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"form": 3}', b'{"failure": 3}'])
+def test_damaged_entry_is_ignored_and_written_again(
+    directory: Path, folder: Path, probed: list[str], content: bytes
+) -> None:
+    profile = load(directory).profile
+    load(directory).bridge_to_next_turn([1], [2], USER)
+    for file in folder.iterdir():
+        file.write_bytes(content)
+    renderer = load(directory)
+    assert renderer.profile == profile
+    assert renderer.bridge_to_next_turn([1], [2], USER) is not None
+    assert probed.count("profile") == probed.count("proof") == 2
+    assert load(directory).profile == profile
+    assert probed.count("profile") == 2
+
+
+def test_anything_that_matters_makes_another_entry(
+    directory: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(directory).profile  # noqa: B018 - a property that probes
+    load(directory, TEMPLATE.replace("@", " " + PROMPT)).profile  # noqa: B018
+    load(directory).is_prefix_stable(enable_thinking=False)
+    load(directory).is_prefix_stable(enable_thinking=True)
+    monkeypatch.setattr(profiles, "_code_digest", lambda: "other code")
+    load(directory).profile  # noqa: B018
+    assert probed == ["profile"] * 5
+    assert len(list(folder.iterdir())) == 5
+
+
+def test_what_cannot_be_kept_is_probed_each_time(directory: Path, folder: Path, probed: list[str]) -> None:
+    for _ in range(2):
+        load(directory, TEMPLATE.replace("@", "{{ strftime_now('%Y') }}")).profile  # noqa: B018
+        load(directory).is_prefix_stable(helper=object())
+    assert probed == ["profile"] * 4
+    assert not folder.exists()
+
+
+def test_opting_out(
+    directory: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(directory, profile_cache=False).profile  # noqa: B018
+    for value in ("off", "0", "", "OFF"):
+        monkeypatch.setenv("MMRENDER_CACHE", value)
+        assert ProfileCache.default() is None
+    load(directory).profile  # noqa: B018
+    assert probed == ["profile"] * 2
+    assert not folder.exists()
+
+
+def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MMRENDER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = ProfileCache.default()
+    assert cache is not None
+    assert cache.folder == tmp_path / "mmrender" / "profiles"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert ProfileCache.default() is None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cache = ProfileCache.default()
+    assert cache is not None
+    assert cache.folder == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
+
+
+def test_folder_that_cannot_be_written_to_is_let_be(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("MMRENDER_CACHE", str(blocked))
+    assert load(directory).profile.roles
+    assert blocked.read_text() == "in the way"
+
+
+def test_writers_at_once_leave_one_whole_entry(tmp_path: Path, directory: Path) -> None:
+    profile = load(directory).profile
+    cache = ProfileCache(tmp_path)
+    threads = [threading.Thread(target=cache.put, args=("entry", profile)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [file.name for file in tmp_path.iterdir()] == ["entry.json"]
+    assert cache.get("entry", TemplateProfile) == profile
