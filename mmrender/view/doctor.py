@@ -14,9 +14,15 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
     form = profile.pop("form")
     tokenizer = renderer.tokenizer
     stop_ids = renderer.get_stop_token_ids()
+    parser = renderer.response_parser()
+    reasoning = parser.reasoning_format
     processor = renderer.media.processor if renderer.media is not None else None
     return {
         "template": {**profile, **{f"takes {key.replace('_', ' ')}": value for key, value in form.items()}},
+        "completions": {
+            "tool calls": str(parser.choice),
+            "reasoning": "none" if reasoning is None else f"{reasoning.begin} to {reasoning.end}",
+        },
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,
             "added tokens": len(tokenizer.added_ids),
