@@ -10,7 +10,7 @@ from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Message
 from mmrender.placement import MediaPlace, check_placement, media_places
 from mmrender.rendered import RenderedTokens
-from mmrender.sampled import assistant_turns, mark_sampled, turns_by_rendering
+from mmrender.sampled import assistant_turns, mark_sampled, prompted_turns, turns_by_rendering
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.ownership import disown_tail
 from mmrender.template.profile import TemplateProfile
@@ -99,6 +99,9 @@ class Rendering:
         prompts = self.profile.generation_prompts
         if len(prompts) == 1:
             turns, rewritten = assistant_turns(layout.text, assistants, prompts[0])
+            if not self.profile.prefix_stable:
+                turns, moved = prompted_turns(layout.text, messages, turns, self.text)
+                rewritten += moved
         else:
             turns, rewritten = turns_by_rendering(layout.text, messages, assistants, self.text)
         cuts = sorted({cut for turn in turns for cut in (turn.prompt_stop, turn.content_stop)})

@@ -49,6 +49,24 @@ def assistant_turns(
     return opened, [index for index in assistants if index not in kept]
 
 
+def prompted_turns(
+    text: TracedStr,
+    messages: Sequence[Message],
+    turns: Sequence[Turn],
+    render: Callable[[Sequence[Message], bool], TracedStr],
+) -> tuple[list[Turn], list[int]]:
+    """Keep the turns before which the template writes what it wrote as their prompt; list the others' messages.
+
+    For a template that rewrites history: it may, say, move the system prompt into a later turn.
+    """
+    body = plain(text)
+    kept = [
+        turn for turn in turns if _prompt_of(messages[: turn.message], render) == body[: turn.prompt_stop]
+    ]
+    messages_kept = {turn.message for turn in kept}
+    return kept, [turn.message for turn in turns if turn.message not in messages_kept]
+
+
 def mark_sampled(
     encoded: Encoded, turns: Sequence[Turn], stop_ids: Collection[int]
 ) -> tuple[tuple[TokenSpan, ...], list[int]]:

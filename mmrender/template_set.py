@@ -76,13 +76,13 @@ class TemplateSet:
         return known
 
     def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
-        """Stop tokens: the model's, and the first special one that the template writes after an answer."""
-        written = (self._first_special(text) for text in profile.closes.values())
+        """Stop tokens: the model's, and where the template ends an answer with none of these, what it writes."""
+        written = (self._first_stop(text) for text in profile.closes.values())
         return self._model_stop_ids.union(token_id for token_id in written if token_id is not None)
 
-    def _first_special(self, text: str) -> int | None:
-        match = next(self._tokenizer.find(text, lambda _: True), None)
-        if match is None:
+    def _first_stop(self, text: str) -> int | None:
+        """The first special token of a close, unless it holds one that the model's files name."""
+        ids = [self._tokenizer.added_ids[match.token] for match in self._tokenizer.find(text, lambda _: True)]
+        if not ids or not self._model_stop_ids.isdisjoint(ids):
             return None
-        token_id = self._tokenizer.added_ids[match.token]
-        return token_id if token_id in self._tokenizer.special_ids else None
+        return ids[0] if ids[0] in self._tokenizer.special_ids else None

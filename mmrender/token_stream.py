@@ -105,7 +105,7 @@ class TokenStream:
         stop = start
         for piece in pieces:
             if isinstance(piece, Text):
-                self._edges.append(_Edge(self._length, message, "scaffold", -1))
+                self._mark_edge(self._length, match.start, message, "scaffold")
                 self._append_text(piece.text)
                 continue
             self._flush()
@@ -169,18 +169,19 @@ class TokenStream:
         begin = position
         while position < stop:
             message, kind, end = self._origin(position, stop)
-            cut = -1
+            self._mark_edge(position + shift, position, message, kind)
             if self._next_cut < len(self._cuts):
-                wanted = self._cuts[self._next_cut]
-                if wanted <= position:
-                    cut = wanted
-                    self._next_cut += 1
-                elif wanted < end:
-                    end = wanted
-            self._edges.append(_Edge(position + shift, message, kind, cut))
+                end = min(end, self._cuts[self._next_cut])
             position = end
         self._append_text(self._text[begin:stop])
         self._position = stop
+
+    def _mark_edge(self, offset: int, position: int, message: int, kind: TokenKind) -> None:
+        """Begin a stretch at `offset` of the run, where every position wanted up to `position` is answered."""
+        self._edges.append(_Edge(offset, message, kind, -1))
+        while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
+            self._edges.append(_Edge(offset, message, kind, self._cuts[self._next_cut]))
+            self._next_cut += 1
 
     def _append_text(self, text: str) -> None:
         self._pieces.append(text)

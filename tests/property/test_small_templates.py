@@ -1,0 +1,364 @@
+"""The laws of rendering over small templates that differ in kind (`tests/templates/`).
+
+Texts and ids are compared with Transformers' own rendering and with the whole tokenizer; which tokens are
+sampled, with the definition: full minus prompt, found by rendering each prompt by itself.
+"""
+
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import MODELS, NOW, TEMPLATES
+from transformers.utils import chat_template_utils
+
+from mmrender.errors import MMRenderError, PlaceholderError, TemplateError
+from mmrender.media.item import Repeat
+from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.strategies import conversations
+
+NAMES = sorted(MODELS)
+IMAGES = sample_images(random.Random(3), 4, largest=60)
+every_model = pytest.mark.parametrize("name", NAMES)
+
+
+@cache
+def renderer_of(name, rule="parse"):
+    """A renderer; the rule `default` stands for the default by role."""
+    return MODELS[name].renderer(**({} if rule == "default" else {"content_special_tokens": rule}))
+
+
+@cache
+def media_tokens(name):
+    processor = MODELS[name].processor
+    return processor.placeholder_tokens if processor is not None else frozenset()
+
+
+def literals_of(name):
+    return sorted(set(MODELS[name].tokenizer.added_ids) - media_tokens(name))
+
+
+def conversations_of(name, *, literals=False, rule="parse"):
+    model, profile = MODELS[name], renderer_of(name, rule).profile
+    return conversations(
+        profile,
+        images=IMAGES if model.processor is not None else (),
+        literals=literals_of(name) if literals else (),
+        max_turns=3,
+        tools=not model.spec.alternating,
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_clock():
+    """The reference reads the clock of its own module."""
+
+    class Clock:
+        @staticmethod
+        def now():
+            return NOW
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", Clock)
+        yield
+
+
+def reference_text(name, messages, options):
+    """Transformers' rendering, or None where the template refuses."""
+    options = {**options, **(MODELS[name].spec.variables or {})}
+    template = chat_template_utils._compile_jinja_template(MODELS[name].source)
+    given_ = chat_template_utils._alias_reasoning_fields(MODELS[name].as_given(messages))
+    tools = options.pop("tools", None)
+    try:
+        return template.render(messages=given_, tools=tools, documents=None, **options)
+    except Exception:
+        return None
+
+
+def reference_ids(name, text, items):
+    """The whole text, placeholders widened in it, encoded at once by the whole tokenizer."""
+    pieces = text.split(MODELS[name].spec.placeholder) if items else [text]
+    widened = pieces[0]
+    for item, piece in zip(items, pieces[1:], strict=True):
+        for part in item.expansion:
+            widened += part.token * part.count if isinstance(part, Repeat) else part.text
+        widened += piece
+    return MODELS[name].engine.encode(widened, add_special_tokens=False).ids
+
+
+def render(name, messages, options, rule="parse"):
+    try:
+        return renderer_of(name, rule).render(messages, **options)
+    except (TemplateError, PlaceholderError) as error:
+        return error
+
+
+def test_every_template_has_a_model():
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == set(NAMES)
+    for path in TEMPLATES.glob("*.jinja"):
+        assert path.read_text("utf-8").startswith("{#"), "a template says in its first line what it is for"
+
+
+@every_model
+def test_text_and_ids_equal_those_of_the_reference(name):
+    @settings(max_examples=40)
+    @given(conversations_of(name, literals=True))
+    def check(case):
+        messages, options = case
+        expected = reference_text(name, messages, options)
+        ours = render(name, messages, options)
+        if expected is None or isinstance(ours, MMRenderError):
+            # Where the template drops an image, the reference renders and ours refuses by name.
+            assert isinstance(ours, PlaceholderError) or (expected is None) == isinstance(ours, TemplateError)
+            return
+        assert ours.text == expected
+        items = ours.multi_modal_data.mm_items.get("image", [])
+        assert ours.token_ids == reference_ids(name, expected, items)
+
+    check()
+
+
+def parts_of(message):
+    content = message["content"]
+    return [part for part in content if part["type"] == "text"] if isinstance(content, list) else [content]
+
+
+def with_marks(messages):
+    """The same messages, each text with an unmistakable word in it; `(word, message, kind)` of each."""
+    marked, words = [], []
+    for index, message in enumerate(messages):
+        message = dict(message)
+
+        def mark(text, kind, index=index):
+            words.append((f"qz{len(words):03}zq", index, kind))
+            return f"{text[: len(text) // 2]}{words[-1][0]}{text[len(text) // 2 :]}"
+
+        if isinstance(message["content"], str):
+            message["content"] = mark(message["content"], "content")
+        else:
+            message["content"] = [
+                {**part, "text": mark(part["text"], "content")} if part["type"] == "text" else part
+                for part in message["content"]
+            ]
+        if message.get("reasoning_content") is not None:
+            message["reasoning_content"] = mark(message["reasoning_content"], "reasoning")
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                {**call, "function": {"name": mark("f", "tool_call"), "arguments": {mark("k", "tool_call"): mark("v", "tool_call")}}}
+                for call in message["tool_calls"]
+            ]  # fmt: skip
+        marked.append(message)
+    return marked, words
+
+
+@every_model
+def test_content_is_attributed_wherever_it_is_printed(name):
+    @settings(max_examples=30)
+    @given(conversations_of(name))
+    def check(case):
+        messages, words = with_marks(case[0])
+        options = case[1]
+        try:
+            text = renderer_of(name).render_text(messages, **options)
+        except TemplateError:
+            return
+        for word, message, kind in words:
+            start = text.find(word)
+            while start >= 0:
+                origins = [o for low, high, o in text._spans if low < start + len(word) and high > start]
+                assert {(o.message, o.kind) for o in origins} == {(message, kind)}, (word, origins)
+                assert sum(
+                    min(high, start + len(word)) - max(low, start)
+                    for low, high, _ in text._spans
+                    if low < start + len(word) and high > start
+                ) == len(word)
+                start = text.find(word, start + 1)
+
+    check()
+
+
+@every_model
+def test_spans_cover_every_token_once(name):
+    @settings(max_examples=25)
+    @given(conversations_of(name, literals=True, rule="text"), st.booleans())
+    def check(case, text_rule):
+        messages, options = case
+        ours = render(name, messages, options, "text" if text_rule else "parse")
+        if isinstance(ours, MMRenderError):
+            return
+        position = 0
+        for span in ours.spans:
+            assert span.start == position < span.stop
+            assert -1 <= span.message < len(messages)
+            assert not span.sampled or messages[span.message]["role"] == "assistant"
+            position = span.stop
+        assert position == len(ours.token_ids)
+        for array in (ours.message_indices, ours.sampled_mask, ours.is_content, ours.loss_mask()):
+            assert len(array) == len(ours)
+        placed = sum((list(r) for r in ours.multi_modal_data.mm_placeholders.values()), [])
+        assert all(0 <= where.offset and where.offset + where.length <= len(ours) for where in placed)
+        images = sum(part["type"] == "image" for m in messages if isinstance(m["content"], list) for part in m["content"])
+        assert len(placed) == images
+
+    check()
+
+
+def counts(name, ids):
+    """How often each special or added token stands in a prompt."""
+    return Counter(token for token in ids if token in MODELS[name].tokenizer.added_ids.values())
+
+
+def with_text(messages, roles, insert):
+    """The same messages with `insert` inside every text of these roles; without it, a letter in its place."""
+    changed = []
+    for message in messages:
+        if message["role"] in roles:
+            if isinstance(message["content"], str):
+                message = {**message, "content": f"a{insert}b{message['content']}"}
+            else:
+                content = [{**p, "text": f"a{insert}b{p['text']}"} if p["type"] == "text" else p for p in message["content"]]
+                message = {**message, "content": content}
+        changed.append(message)
+    return changed
+
+
+@st.composite
+def typed_syntax(draw, name):
+    """Text that looks like syntax: added tokens whole, doubled, nested, torn, with white space round them."""
+    tokens = st.sampled_from(sorted(MODELS[name].tokenizer.added_ids))
+    pieces = draw(st.lists(tokens | st.sampled_from([" ", "\n", "x", "<", "|", ">", "im", "_end"]), min_size=1, max_size=5))
+    torn = draw(tokens)
+    cut = draw(st.integers(0, len(torn)))
+    return "".join(pieces) + torn[:cut] + draw(st.sampled_from(["", torn])) + torn[cut:]
+
+
+@every_model
+def test_no_user_or_tool_text_becomes_syntax(name):
+    @settings(max_examples=40)
+    @given(conversations_of(name, rule="default"), typed_syntax(name))
+    def check(case, insert):
+        messages, options = case
+        plain_ = render(name, with_text(messages, ("user", "tool"), "c"), options, "default")
+        typed = render(name, with_text(messages, ("user", "tool"), insert), options, "default")
+        if isinstance(plain_, MMRenderError) or isinstance(typed, MMRenderError):
+            assert type(plain_) is type(typed)
+            return
+        assert counts(name, typed.token_ids) == counts(name, plain_.token_ids)
+        # The user's tokens are still the user's text.
+        assert insert.strip() in typed.text or name in ("macros", "openers")
+
+    check()
+
+
+@every_model
+def test_no_text_in_any_role_becomes_a_placeholder(name):
+    tokens = sorted(media_tokens(name))
+    if not tokens:
+        pytest.skip("the template takes no images")
+    ids = {MODELS[name].tokenizer.added_ids[token] for token in tokens}
+    roles = ("system", "user", "assistant", "tool")
+
+    @settings(max_examples=30)
+    @given(conversations_of(name), st.lists(st.sampled_from([*tokens, "x", "\n", "<"]), min_size=1, max_size=4), st.sampled_from(["parse", "text"]))
+    def check(case, pieces, rule):
+        messages, options = case
+        plain_ = render(name, with_text(messages, roles, "c"), options, rule)
+        typed = render(name, with_text(messages, roles, "".join(pieces)), options, rule)
+        if isinstance(plain_, MMRenderError) or isinstance(typed, MMRenderError):
+            assert type(plain_) is type(typed)
+            return
+        assert sum(t in ids for t in typed.token_ids) == sum(t in ids for t in plain_.token_ids)
+        assert typed.multi_modal_data.mm_hashes == plain_.multi_modal_data.mm_hashes
+
+    check()
+
+
+@every_model
+def test_sampled_is_full_minus_prompt(name):
+    """Against the definition, slowly: the prompt of each assistant turn rendered by itself."""
+    stops = {MODELS[name].tokenizer.added_ids[token] for token in MODELS[name].spec.stop}
+
+    @settings(max_examples=30)
+    @given(conversations_of(name))
+    def check(case):
+        messages, options = case
+        full = render(name, messages, options)
+        if isinstance(full, MMRenderError):
+            return
+        sampled = {
+            index: [span for span in full.spans if span.sampled and span.message == index]
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+        for index, spans in sampled.items():
+            prompt = render(name, messages[:index], {**options, "add_generation_prompt": True}) if index else None
+            if prompt is None or isinstance(prompt, MMRenderError):
+                continue
+            length = len(prompt)
+            if full.token_ids[:length] != prompt.token_ids:
+                assert index in full.rewritten
+                assert not spans
+                continue
+            assert index not in full.rewritten
+            assert spans[0].start == length
+            stop = spans[-1].stop
+            assert sum(span.stop - span.start for span in spans) == stop - length, "one run"
+            following = full.token_ids[length:]
+            first_stop = next((at for at, token in enumerate(following) if token in stops), None)
+            if stop < len(full) or first_stop is not None:
+                assert full.token_ids[stop - 1] in stops
+            # Without special tokens in its content, a turn has one stop token, and it is the last sampled one.
+            assert stop == (len(full) if first_stop is None else length + first_stop + 1)
+        assert set(full.rewritten) <= set(sampled)
+        assert full.loss_mask().sum() == sum(s.stop - s.start for spans in sampled.values() for s in spans)
+
+    check()
+
+
+@every_model
+def test_renderings_of_many_threads_are_equal(name):
+    maker = ConversationMaker(renderer_of(name).profile, IMAGES if MODELS[name].processor else (), (), 3, not MODELS[name].spec.alternating)
+    source = random.Random(7)
+    cases = [maker.make(source) for _ in range(12)]
+    fresh = MODELS[name].renderer(content_special_tokens="parse")
+
+    def one(case):
+        try:
+            ours = fresh.render(case[0], **case[1])
+        except MMRenderError as error:
+            return str(error)
+        return ours.text, ours.token_ids, ours.spans, ours.rewritten, ours.multi_modal_data.mm_hashes
+
+    expected = [render(name, *case) for case in cases]
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(one, cases * 6))
+    for case, result in enumerate(results):
+        ours = expected[case % len(cases)]
+        if isinstance(ours, MMRenderError):
+            assert result == str(ours)
+        else:
+            assert result == (ours.text, ours.token_ids, ours.spans, ours.rewritten, ours.multi_modal_data.mm_hashes)
+
+
+@every_model
+def test_turns_are_owned_by_their_messages(name):
+    """Every special token of a plain conversation belongs to a turn; none but the first and the prompt's to none."""
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "five"},
+    ]
+    ours = renderer_of(name).render(messages)
+    text = renderer_of(name).render_text(messages)
+    owners = [origin.message for _, _, origin in text._spans]
+    assert owners == sorted(owners)
+    assert set(owners) == {0, 1, 2, 3, 4}
+    first = next(span.start for span in ours.spans if span.message >= 0)
+    assert all(span.message >= 0 for span in ours.spans if span.start >= first)
+    assert np.array_equal(np.unique(ours.message_indices[first:]), np.arange(5))
