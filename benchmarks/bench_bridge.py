@@ -4,10 +4,10 @@
 
 A conversation of 3, 10 or 30 rounds, with an image in every fifth, was prompted and answered; new messages
 follow. "ours" is `bridge_to_next_turn`, "peer" the same of PyPI `renderers`, "reference" Transformers'
-`apply_chat_template` and processor over the whole conversation. Every call has a text that was never seen, and
-in the image case a picture that was never seen. Before a case is timed, the token ids of all are compared.
+`apply_chat_template` and processor over the whole conversation. Every call has a text that was never seen,
+and in the image case such a picture. Before a case is timed, the token ids of all are compared.
 
-"to 3 rounds" is our time over that after 3 rounds, which the length of the conversation should not move.
+"to 3 rounds" is our time over that after 3 rounds, which its length should not move.
 """
 
 import argparse
@@ -33,7 +33,23 @@ from render_contenders import Ours, Peer, Reference  # noqa: E402
 MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 ROUNDS = (3, 10, 30)
 KINDS = ("user text", "tool text", "tool image")
-WORDS = "The quick brown fox jumps over the lazy dog while the window reports the number".split()
+WORDS = [
+    "The",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "while",
+    "the",
+    "window",
+    "reports",
+    "the",
+    "number",
+]
 Message = dict[str, Any]
 
 

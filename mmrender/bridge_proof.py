@@ -19,7 +19,7 @@ from mmrender.bridge_histories import (
     skeleton,
     variations,
 )
-from mmrender.bridge_shape import Reads
+from mmrender.bridge_shape import Reads, text_in
 from mmrender.bridge_tail import NotBridged, NotPrinted, content_end
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
@@ -88,6 +88,9 @@ class Prover:
             return f"the template does not take this extension after a short conversation: {error}"
         except NotBridged as refusal:
             return str(refusal)
+        dropped = self._dropped(history, extension)
+        if dropped is not None:
+            return f"the template does not print the text of new_messages[{dropped}]"
         taken = []
         for variation in self._variations(extension, media, counted):
             differs = self._differs(variation.change(history), extension, expected)
@@ -106,6 +109,16 @@ class Prover:
                 yield variation
         yield from media_placements(media, counted=counted)
         yield from marked(self.reads)
+
+    def _dropped(self, history: History, extension: Sequence[Message]) -> int | None:
+        """Index of a new message whose text the template leaves out, or None."""
+        first = len(history.messages)
+        text = self.text_of(history, [*history.messages, *extension], True)
+        printed = {origin.message - first for _, _, origin in text._spans if origin.is_content}
+        for index, message in enumerate(extension):
+            if index not in printed and text_in(message).strip():
+                return index
+        return None
 
     def _prints_python(self, history: History) -> bool:
         """Whether the template expects text and prints a list of parts as Python does."""

@@ -91,14 +91,21 @@ def _repeats(items: Sequence[Any], index: int, most: int) -> bool:
     return index >= most and all(items[index - back] == items[index] for back in range(1, most + 1))
 
 
+def text_in(message: Message) -> str:
+    """All text of a message's content."""
+    content = message.content
+    if isinstance(content, tuple):
+        return "\n".join([part.text for part in content if isinstance(part, TextPart)])
+    return content or ""
+
+
 def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
     content = message.content
     kinds: tuple[Any, ...] | None = None
-    text = content if isinstance(content, str) else ""
+    text = text_in(message)
     if isinstance(content, tuple):
         every = [type(part).__name__ for part in content]
         kinds = tuple([kind for index, kind in enumerate(every) if not _repeats(every, index, 2)])
-        text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
     return (
         message.role,
         content is None,

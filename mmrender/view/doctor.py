@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mmrender.errors import MMRenderError
 from mmrender.renderer import Renderer
 
 
@@ -23,6 +24,7 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
             "tool calls": str(parser.choice),
             "reasoning": "none" if reasoning is None else f"{reasoning.begin} to {reasoning.end}",
         },
+        "bridge": _bridges(renderer),
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,
             "added tokens": len(tokenizer.added_ids),
@@ -41,8 +43,35 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
     }
 
 
+_SHOWN = {"type": "image"}
+_SAID = {"type": "text", "text": "x"}
+_EXTENSIONS: dict[str, dict[str, Any]] = {
+    "over a user turn": {"role": "user", "content": "x"},
+    "over a user turn with an image": {"role": "user", "content": [_SHOWN, _SAID]},
+    "over a tool result": {"role": "tool", "content": "x", "name": "probe", "tool_call_id": "call00000"},
+    "over a tool result with an image": {"role": "tool", "content": [_SHOWN, _SAID], "name": "probe"},
+    "over a system message": {"role": "system", "content": "x"},
+}
+
+
+def _bridges(renderer: Renderer) -> dict[str, str]:
+    """What may follow an answer without rendering again, or why not."""
+    return {name: _bridge_over(renderer, extension) for name, extension in _EXTENSIONS.items()}
+
+
+def _bridge_over(renderer: Renderer, extension: dict[str, Any]) -> str:
+    completion = renderer.get_stop_token_ids()[-1:]
+    try:
+        if renderer.bridge_to_next_turn([], completion, [extension]) is None:
+            return f"no: {renderer.why_not_bridged}"
+        kept = renderer.bridge_to_next_turn([], completion, [extension], history="template")
+    except MMRenderError as error:
+        return f"no: {error.problem}"
+    return "yes" if kept is not None else f"yes, as sampled; {renderer.why_not_bridged}"
+
+
 def findings_table(findings: dict[str, Any]) -> Table:
-    """The findings, a section for each of template, tokenizer and images."""
+    """The findings as a table, section by section."""
     table = Table(show_edge=False, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -263,3 +263,14 @@ def test_text_of_an_extension_has_a_proof_of_its_own(directory: Path) -> None:
     found = reason(renderer, [{"role": "user", "content": "/count"}])
     assert found == "what the template writes for this extension depends on the number of earlier turns"
     assert reason(renderer, USER) is None
+
+
+def test_message_that_the_template_leaves_out_is_named(directory: Path) -> None:
+    source = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    extension = [*USER, {"role": "system", "content": "Be brief."}]
+    assert reason(load(directory, source), extension) == (
+        "the template does not print the text of new_messages[1]"
+    )

@@ -1,0 +1,61 @@
+"""Write what `mmrender doctor` says of the shared model directories into docs/profiles.md.
+
+    python tools/profiles_page.py [--check]
+
+What stands between the two marks of the page is replaced. `--check` writes nothing and exits with 1 where the
+page is not what it would write.
+"""
+
+import argparse
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from mmrender.renderer import Renderer
+from mmrender.view.doctor import diagnose, findings_table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "profiles.md"
+MODELS = ROOT.parent / "shared" / "models"
+BEGIN, END = "<!-- written by tools/profiles_page.py -->\n", "<!-- end -->\n"
+_WIDTH = 110
+
+
+def doctor_text(directory: Path) -> str:
+    """What `mmrender doctor DIRECTORY` prints, without colours."""
+    renderer = Renderer.from_pretrained(directory, image_backend="pil", profile_cache=False)
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(findings_table(diagnose(renderer)))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip()
+
+
+def with_findings(page: str, models: Path = MODELS) -> str:
+    """The page with the findings of every model directory between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    sections = [
+        f"\n## {directory.name}\n\n```text\n{doctor_text(directory)}\n```\n"
+        for directory in sorted(models.iterdir())
+        if directory.is_dir()
+    ]
+    return before + BEGIN + "".join(sections) + "\n" + END + after
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    page = PAGE.read_text("utf-8")
+    expected = with_findings(page)
+    if options.check:
+        return int(page != expected)
+    PAGE.write_text(expected, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
