@@ -6,12 +6,13 @@ generation prompt, to the token. Where it does not, the template writes history 
 the model for: the turn counts as rewritten, and none of its tokens as sampled.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
 from mmrender.rendered import TokenSpan
+from mmrender.template.origin import Span
 from mmrender.template.traced import TracedStr, plain
 from mmrender.token_stream import Encoded
 
@@ -36,17 +37,34 @@ def assistant_turns(
         prompt: What the template writes to open the assistant's turn.
     """
     turns: dict[int, Turn] = {}
-    for start, stop, origin in text._spans:
+    for start, stop, origin in _own_turns(text, assistants):
         index = origin.message
-        if index in assistants:
-            turn = turns.get(index) or Turn(index, start, start + len(prompt), start + len(prompt))
-            if origin.is_content:
-                turn = turn._replace(content_stop=max(stop, turn.prompt_stop))
-            turns[index] = turn
+        turn = turns.get(index) or Turn(index, start, start + len(prompt), start + len(prompt))
+        if origin.is_content:
+            turn = turn._replace(content_stop=max(stop, turn.prompt_stop))
+        turns[index] = turn
     body = plain(text)
     opened = [turn for turn in turns.values() if body.startswith(prompt, turn.start)]
     kept = {turn.message for turn in opened}
     return opened, [index for index in assistants if index not in kept]
+
+
+def _own_turns(text: TracedStr, assistants: Collection[int]) -> Iterator[Span]:
+    """Spans of each assistant message, up to where the text turns to another message.
+
+    A later turn may print a value of an earlier one, such as the name of the tool that it answers for.
+    """
+    left: set[int] = set()
+    current = -1
+    for span in text._spans:
+        index = span[2].message
+        if index < 0:
+            continue
+        if index != current:
+            left.add(current)
+            current = index
+        if index in assistants and index not in left:
+            yield span
 
 
 def prompted_turns(
@@ -55,7 +73,7 @@ def prompted_turns(
     turns: Sequence[Turn],
     render: Callable[[Sequence[Message], bool], TracedStr],
 ) -> tuple[list[Turn], list[int]]:
-    """Keep the turns before which the template writes what it wrote as their prompt; list the others' messages.
+    """Keep the turns that follow what the template writes as their prompt; list the messages of others.
 
     For a template that rewrites history: it may, say, move the system prompt into a later turn.
     """
@@ -87,12 +105,24 @@ def mark_sampled(
 def _sampled_stop(encoded: Encoded, turn: Turn, stop_ids: Collection[int]) -> int:
     """Token index after the stop token, or after the last token of the message where there is none."""
     first = encoded.cuts[turn.content_stop].token
-    last = max((span.stop for span in encoded.spans if span.message == turn.message), default=first)
+    last = _turn_end(encoded.spans, turn.message, first)
     ids = encoded.ids
     for index in range(first, min(last + 1, len(ids))):
         if ids[index] in stop_ids:
             return index + 1
     return last
+
+
+def _turn_end(spans: Sequence[TokenSpan], message: int, default: int) -> int:
+    """Token index where the first stretch of a message ends."""
+    end = default
+    begun = False
+    for span in spans:
+        if span.message == message:
+            end, begun = span.stop, True
+        elif begun and span.message >= 0:
+            break
+    return end
 
 
 def _overlaid(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]) -> list[TokenSpan]:
@@ -138,7 +168,7 @@ def turns_by_rendering(
             rewritten.append(index)
             continue
         stop = len(prompt)
-        content = [high for _, high, origin in text._spans if origin.message == index and origin.is_content]
+        content = [high for _, high, origin in _own_turns(text, [index]) if origin.is_content]
         turns.append(Turn(index, stop, stop, max([stop, *content])))
     return turns, rewritten
 

@@ -170,7 +170,7 @@ def _number(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pass_eval_context
-def _urlize(eval_ctx: EvalContext, value: str, *args: Any, **kwargs: Any) -> TracedStr:
+def _urlize(eval_ctx: EvalContext, value: Any, *args: Any, **kwargs: Any) -> TracedStr:
     given = plain(value) if isinstance(value, str) else value
     text = derived(plain(builtin.do_urlize(eval_ctx, given, *args, **kwargs)), text_of(value))
     return marked_safe(text) if eval_ctx.autoescape else text

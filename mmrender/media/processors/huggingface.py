@@ -7,7 +7,7 @@ remembered by image size, the smallest exact form of its tensors, identities, an
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,8 @@ class ProcessedItem:
     size: tuple[int, int]
     grid: tuple[int, ...]
     expansion: Expansion
-    parts: Mapping[str, Compact]
+    # Equal identities mean equal pixels; arrays do not compare to a truth value.
+    parts: Mapping[str, Compact] = field(compare=False, repr=False)
     modality: Modality = "image"
 
     @property

@@ -5,7 +5,7 @@ the bytes of the pixels it was made from. An item keeps the pixels as planes and
 transposition of whole patch rows in uint8, then by the reference's arithmetic on blocks that fit the cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,10 @@ class PatchItem:
     size: tuple[int, int]
     grid: tuple[int, int, int]
     expansion: Expansion
-    frames: npt.NDArray[np.uint8]
-    layout: PatchLayout
-    arithmetic: PixelArithmetic
+    # Equal identities mean equal pixels; arrays do not compare to a truth value.
+    frames: npt.NDArray[np.uint8] = field(compare=False, repr=False)
+    layout: PatchLayout = field(compare=False, repr=False)
+    arithmetic: PixelArithmetic = field(compare=False, repr=False)
 
     @property
     def compact(self) -> bool:
