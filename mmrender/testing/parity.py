@@ -78,10 +78,11 @@ def check_parity(
         pictures: Photographs to use beside generated ones.
         progress: Called with the number of cases done.
     """
+    # First, since it can make torchvision importable, on whose back end our adapter may run too.
+    reference = ReferenceRenderer(directory, image_backend)
     renderer = Renderer.from_pretrained(
         directory, image_backend=image_backend, content_special_tokens="parse", memo_bytes=0
     )
-    reference = ReferenceRenderer(directory, image_backend)
     report = ParityReport(directory.name, image_backend, without_processor=reference.processor_missing)
     source = random.Random(seed)
     has_images = renderer.media is not None and reference.processor is not None
