@@ -78,7 +78,7 @@ def check_parity(
         pictures: Photographs to use beside generated ones.
         progress: Called with the number of cases done.
     """
-    # First, since it can make torchvision importable, on whose back end our adapter may run too.
+    # First, since it makes torchvision importable where it can, and our adapter may run on it.
     reference = ReferenceRenderer(directory, image_backend)
     renderer = Renderer.from_pretrained(
         directory, image_backend=image_backend, content_special_tokens="parse", memo_bytes=0

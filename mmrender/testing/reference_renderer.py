@@ -17,7 +17,11 @@ import numpy.typing as npt
 from mmrender.errors import MissingDependencyError, MMRenderError
 from mmrender.media.processors.base import ImageBackend
 from mmrender.model_dir import ModelDir
-from mmrender.testing.reference import load_reference_image_processor
+from mmrender.testing.reference import (
+    has_reference_backend,
+    import_torchvision,
+    load_reference_image_processor,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class ReferenceRenderer:
     """
 
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
+        if has_reference_backend("torch"):
+            import_torchvision()  # before Transformers does, which would fail beside a CPU torch
         try:
             from transformers import AutoTokenizer, logging
         except ImportError as error:
