@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,12 @@ from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
 
 Messages = Sequence[dict[str, Any]]
+
+
+@cache
+def loaded(directory: Path) -> Renderer:
+    """The renderer of a model directory, loaded once for all tests of a process."""
+    return Renderer.from_pretrained(directory, image_backend="pil")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from bridge_cases import (
     assert_tail_equals,
     bridged,
     extensions,
+    loaded,
     sampled_ids,
 )
 from mmrender.demo.model import build_tiny_model
@@ -39,11 +39,6 @@ MODELS = (
 )
 PICTURES = sample_images(random.Random(5), 3, largest=96)
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
-
-
-@cache
-def loaded(directory: Path) -> Renderer:
-    return Renderer.from_pretrained(directory, image_backend="pil")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_cases import assert_tail_equals
 from PIL import Image
 
+from bridge_cases import assert_tail_equals, loaded
 from mmrender.demo.model import build_tiny_model
 from mmrender.renderer import Renderer
 from mmrender.template.chat import ChatTemplate
@@ -91,7 +91,7 @@ def _extension(turn: int) -> list[dict[str, Any]]:
 def test_long_rollout(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    renderer = Renderer.from_pretrained(_directory(request, name, tmp_path), image_backend="pil")
+    renderer = loaded(_directory(request, name, tmp_path))
     sampled = [*renderer.tokenizer.encode(ANSWER), _stop_before_user(renderer)]
     current = renderer.render([{"role": "user", "content": "Begin."}], add_generation_prompt=True)
     for turn in range(2):  # prove both shapes of extension
