@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmrender.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.content import attach_media, normalize_messages, normalize_tools
@@ -19,7 +19,6 @@ from mmrender.media.resolve import MediaResolver
 from mmrender.memo import RenderMemo, conversation_key
 from mmrender.messages import Role
 from mmrender.model_dir import find_model
-from mmrender.parsing import ParsedResponse, ResponseParser, build_parser
 from mmrender.per_template import PerTemplate
 from mmrender.placement import MediaPlace
 from mmrender.rendered import RenderedTokens
@@ -31,6 +30,9 @@ from mmrender.template.traced import TracedStr
 from mmrender.template_set import TemplateSet
 from mmrender.tokenizer import Tokenizer
 from mmrender.tokens import DEFAULT_RULES, SpecialTokenRule, TokenWriter
+
+if TYPE_CHECKING:
+    from mmrender.parsing import ParsedResponse, ResponseParser
 
 _log = logging.getLogger("mmrender.bridge")
 
@@ -310,7 +312,7 @@ class Renderer:
         tools: Sequence[Any] | None = None,
         prompt_ids: Sequence[int] | None = None,
         **template_arguments: Any,
-    ) -> ParsedResponse:
+    ) -> "ParsedResponse":
         """Read a completion: content, reasoning, and every tool call that the model tried. Never fails on it.
 
         Args:
@@ -322,11 +324,14 @@ class Renderer:
         parser = self.response_parser(has_tools=tools is not None, **template_arguments)
         return parser.parse(token_ids, tools=normalize_tools(tools), prompt_ids=prompt_ids)
 
-    def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> ResponseParser:
+    def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> "ResponseParser":
         """What `parse_response` reads with; its `choice` says how the grammar of tool calls was proved."""
         return self._parsers.get(self.templates.choose(has_tools=has_tools), template_arguments)
 
-    def _build_parser(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> ResponseParser:
+    def _build_parser(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> "ResponseParser":
+        # Imported here, since most programs that render never parse.
+        from mmrender.parsing import build_parser
+
         profile = self.templates.profile(template, arguments)
         return build_parser(
             template,

@@ -71,11 +71,12 @@ def fields_config(architecture: str, batch: dict[str, Any]) -> dict[str, Config]
         get_hf_config=lambda: types.SimpleNamespace(vision_config=vision),
         ctx_video_token="<video>",
     )
-    return processor._get_mm_fields_config(bare(processor, info), batch, {})
+    found: dict[str, Config] = processor._get_mm_fields_config(bare(processor, info), batch, {})
+    return found
 
 
 def bare(processor: type, info: Any) -> Any:
-    instance = object.__new__(processor)
+    instance: Any = object.__new__(processor)
     instance.info = info
     return instance
 
