@@ -1,7 +1,7 @@
 """What media loading may touch, and how much of it: `MediaPolicy`.
 
 The defaults let a conversation name any `http(s)` URL that resolves to a public address, and no local file
-unless the program itself passes it as a `pathlib.Path`. Law 9: each refusal names the field to change.
+unless the program itself passes it as a `pathlib.Path`. Each refusal names the field to change.
 """
 
 import ipaddress

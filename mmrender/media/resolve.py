@@ -1,6 +1,6 @@
 """From the media parts of a conversation to processed items, each image decoded and processed once.
 
-Law 5: an item is found again by what it is. A source seen before is recognised by its fingerprint and not
+An item is found again by what it is. A source seen before is recognised by its fingerprint and not
 even decoded; a new source with known pixels is decoded and not processed.
 """
 

@@ -1,7 +1,7 @@
 """Recorded conversations to training samples: token ids, loss mask, media and token types.
 
 These are for conversations that exist as messages: fine-tuning data, or completions of a server that gave
-text. What was sampled as tokens is trained on as those tokens and is never rendered again (law 3).
+text. What was sampled as tokens is trained on as those tokens and is never rendered again.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,7 +1,7 @@
 """Which tokens of a rendered conversation to train on.
 
 The model samples the assistant's turns, so these are trained on from where their prompt ends through their
-stop token (law 4). What becomes of a turn that the template writes differently than a model would have is a
+stop token. What becomes of a turn that the template writes differently than a model would have is a
 policy that the caller states.
 """
 
