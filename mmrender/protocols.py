@@ -1,12 +1,14 @@
 """What a renderer is to those who use one."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from mmrender.bridge import TokenIds
 from mmrender.media.resolve import MediaResolver
-from mmrender.parsing import ParsedResponse
 from mmrender.rendered import RenderedTokens
+
+if TYPE_CHECKING:
+    from mmrender.parsing import ParsedResponse
 
 
 @runtime_checkable
@@ -73,7 +75,7 @@ class TurnRenderer(RendererProtocol, Protocol):
         """Why the last bridge is None."""
         ...
 
-    def parse_response(self, token_ids: Sequence[int], **options: Any) -> ParsedResponse:
+    def parse_response(self, token_ids: Sequence[int], **options: Any) -> "ParsedResponse":
         """Read a completion."""
         ...
 
@@ -96,7 +98,7 @@ class AsyncRenderer(Protocol):
         """Append new messages to what was sampled, or give None where that cannot be proved right."""
         ...
 
-    async def aparse_response(self, token_ids: Sequence[int], **options: Any) -> ParsedResponse:
+    async def aparse_response(self, token_ids: Sequence[int], **options: Any) -> "ParsedResponse":
         """Read a completion."""
         ...
 
