@@ -76,7 +76,7 @@ class TemplateSet:
         return known
 
     def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
-        """Stop tokens: the model's, and where the template ends an answer with none of these, what it writes."""
+        """Stop tokens: the model's, and what the template ends an answer with where it is none of these."""
         written = (self._first_stop(text) for text in profile.closes.values())
         return self._model_stop_ids.union(token_id for token_id in written if token_id is not None)
 

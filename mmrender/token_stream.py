@@ -177,7 +177,7 @@ class TokenStream:
         self._position = stop
 
     def _mark_edge(self, offset: int, position: int, message: int, kind: TokenKind) -> None:
-        """Begin a stretch at `offset` of the run, where every position wanted up to `position` is answered."""
+        """Begin a stretch at `offset` of the run; answer there what is wanted up to `position`."""
         self._edges.append(_Edge(offset, message, kind, -1))
         while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
             self._edges.append(_Edge(offset, message, kind, self._cuts[self._next_cut]))

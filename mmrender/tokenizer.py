@@ -285,9 +285,8 @@ def _declare(engine: Engine, config: Mapping[str, Any]) -> None:
     extra = config.get("extra_special_tokens")
     named = extra.values() if isinstance(extra, Mapping) else extra if isinstance(extra, list) else ()
     by_key = (value for key, value in config.items() if key.endswith("_token"))
-    for value in (*by_key, *named):
-        if isinstance(value, str | Mapping) and value:
-            declared.append(_added_token(value))
+    values = (*by_key, *named)
+    declared.extend(_added_token(value) for value in values if isinstance(value, str | Mapping) and value)
     fresh = {str(token.content): token for token in declared if token.content not in known}
     for token in fresh.values():
         (engine.add_special_tokens if token.special else engine.add_tokens)([token])

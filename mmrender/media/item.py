@@ -112,9 +112,7 @@ class MediaItem(Protocol):
         """Bytes the item keeps alive."""
         ...
 
-    def tensors(
-        self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy"
-    ) -> dict[str, Any]:
+    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
         """Expand to the model's keyword arguments, such as `pixel_values` and `image_grid_thw`.
 
         Floating tensors come in `dtype`, integer ones as the model's processor gives them. numpy has no

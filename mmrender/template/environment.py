@@ -1,8 +1,8 @@
 """The sandboxed Jinja environment that runs chat templates on traced strings.
 
 It gives a template what Transformers gives it (`transformers.utils.chat_template_utils`): trimmed blocks,
-loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, `dict` and
-`namespace`. In place of plain text operations stand those that keep provenance and respect limits.
+loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `dict`
+and `namespace`. In place of plain text operations stand those that keep provenance and respect limits.
 """
 
 import datetime

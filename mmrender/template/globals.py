@@ -24,7 +24,7 @@ class RefusedByTemplate(jinja2.TemplateError):
 class _TemplateNamespace(Namespace):
     """A namespace without underscore names, so that templates cannot reach Python internals through it."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805 - `namespace(self=...)` must work
+    def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:

@@ -1,6 +1,6 @@
 """Finding a model's chat templates, in every place where models keep them.
 
-Sources, first found wins, as in Transformers 5 (`tokenization_utils_base.py`, `processing_utils.py`): the file
+Sources, first found wins, as in Transformers 5 (`tokenization_utils_base.py`, `processing_utils.py`): file
 `chat_template.jinja`, the file `chat_template.json`, the key `chat_template` of `processor_config.json`,
 `preprocessor_config.json` and `tokenizer_config.json` (one text, or a list of named ones), and beside any of
 them the named files of `additional_chat_templates/`.
@@ -73,7 +73,7 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
         "the model has no chat template"
         if name is None
         else f"the model has no chat template named {name!r}",
-        expected="chat_template.jinja, chat_template.json, or a chat_template in the tokenizer or processor config",
+        expected="chat_template.jinja, chat_template.json, or one in the tokenizer or processor config",
         got=f"templates: {have}",
         remedy="Pass chat_template=<Jinja text>",
     )

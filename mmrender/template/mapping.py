@@ -16,7 +16,7 @@ def mapped_spans(text: str, spans: Spans, change: Callable[[str], str]) -> tuple
     Args:
         text: The text before.
         spans: Its spans.
-        change: Must give each character an image whose length depends on no more than the character before it.
+        change: Gives each character an image whose length depends on at most the character before it.
             Case mappings do: only `title` and `capitalize` ask whether a word begins, and the final sigma,
             which asks more, is one character in either form.
     """

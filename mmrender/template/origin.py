@@ -51,7 +51,7 @@ class Origin:
 
 
 Span: TypeAlias = tuple[int, int, Origin]
-"""`(start, stop, origin)` in characters; text between spans was written by the template outside any message."""
+"""`(start, stop, origin)` in characters; text between spans is the template's, outside any message."""
 Spans: TypeAlias = tuple[Span, ...]
 """Spans in rising order, without overlap."""
 NO_SPANS: Spans = ()

@@ -51,8 +51,8 @@ class TemplateProfile:
         prints_tool_calls: Whether calls are printed.
         prints_reasoning: Where `reasoning_content` is printed: in the turns after the last user message
             (`last`), in earlier ones (`history`).
-        reasoning: What opens a reasoning block, and all that the template writes between the block's text and the
-            content, such as `("<think>", "\\n</think>\\n\\n")`; None where it prints no reasoning.
+        reasoning: What opens a reasoning block, such as `<think>`, and all that stands between the block's
+            text and the content; None where the template prints no reasoning.
         arguments: Template variables that a caller may set, such as `enable_thinking`.
         unattributed: Probe texts that the template printed without their origin.
         reads_clock: Whether the text depends on the date.
@@ -85,7 +85,9 @@ class Prober:
         self._template = template
         self._arguments = dict(arguments or {})
 
-    def render(self, messages: Sequence[Message], *, form: ViewForm | None = None, **options: Any) -> TracedStr | None:
+    def render(
+        self, messages: Sequence[Message], *, form: ViewForm | None = None, **options: Any
+    ) -> TracedStr | None:
         """Render a probe; None where the template refuses it."""
         try:
             return self._template.render(
@@ -205,12 +207,13 @@ class Prober:
         return found
 
     def prefix_stable(self) -> bool:
-        """Whether every prompt is a prefix of what continues it, over conversations with calls and reasoning."""
+        """Whether every prompt is a prefix of what continues it, with calls and reasoning."""
         thought = {"reasoning_content": f"{_WORD}R"}
+        called = _assistant("", tool_calls=_CALL, **thought)
         conversations = [
             [_user(), _assistant(), _user("next"), _assistant()],
             [_user(), _assistant(**thought), _user("next"), _assistant(**thought)],
-            [_user(), _assistant("", tool_calls=_CALL, **thought), _TOOL_TURN, _assistant(), _user("next"), _assistant()],
+            [_user(), called, _TOOL_TURN, _assistant(), _user("next"), _assistant()],
             [Message(role="system", content=f"{_WORD}S"), _user(), _assistant(), _user("next"), _assistant()],
         ]
         return all(self._is_stable(messages) for messages in conversations)

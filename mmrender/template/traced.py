@@ -5,7 +5,7 @@ an operation adds (padding, separators) keep the origin of the string that broug
 An operation whose result no longer consists of text (`encode`, `hash`, `find`) gives what `str` gives.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from operator import index
 from typing import Any, Self, SupportsIndex
 
@@ -13,6 +13,10 @@ from mmrender.template.limits import admit, admit_items
 from mmrender.template.mapping import mapped_spans, tabs_expanded, translated
 from mmrender.template.origin import NO_SPANS, sole_origin
 from mmrender.template.spanned import SpannedStr, lay_out, plain, spans_of
+
+
+def _not_text(number: int, piece: object) -> str:
+    return f"sequence item {number}: expected str instance, {type(piece).__name__} found"
 
 
 class TracedStr(SpannedStr):
@@ -62,7 +66,7 @@ class TracedStr(SpannedStr):
         held = _listed(pieces)
         for number, piece in enumerate(held):
             if not isinstance(piece, str):
-                raise TypeError(f"sequence item {number}: expected str instance, {type(piece).__name__} found")
+                raise TypeError(_not_text(number, piece))
         if not self:
             return self._joined(held)
         laid: list[str] = [self] * (2 * len(held) - 1)

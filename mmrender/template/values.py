@@ -69,7 +69,7 @@ class TracedNull:
 
 
 class TracedDict(dict[Any, Any]):
-    """A `dict` of one origin. `_source` is the untouched value, so a dump of it costs what a plain dump does."""
+    """A `dict` of one origin. `_source` is the untouched value, whose dump costs what a plain one does."""
 
     __slots__ = ("_origin", "_source")
     _origin: Origin
