@@ -18,12 +18,14 @@ import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
-    Tokenizer as Engine,
     decoders,
     models,
     normalizers,
     pre_tokenizers,
     trainers,
+)
+from tokenizers import (
+    Tokenizer as Engine,
 )
 
 from mmrender.media.cache import MediaCache

@@ -48,7 +48,7 @@ def render_traced(source: str, variables: dict[str, Any], limits: TemplateLimits
 def outcome(call: Any, *args: Any) -> tuple[Any, Exception | None]:
     try:
         return call(*args), None
-    except Exception as error:  # noqa: BLE001 - whatever a template can raise
+    except Exception as error:
         return None, error
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.filters import FILTERS
+
 from traced_cases import ENVIRONMENT, check_letters, render_both
 
 # Letters that no filter, entity or number writes; among them some whose case mapping changes the length.
@@ -107,7 +108,23 @@ def test_filters_give_what_those_of_jinja_give(name):
     # One rendering for each value and arguments: what fails must fail alone.
     sources = [
         f"{{{{ {value}|{name}{arguments} }}}}"
-        for value in ("a", "b", "n", "f", "t", "z", "x", "d", "y", "u", "(a ~ b)", "'lit<'", "d.k", "x[0]", "y[0]")
+        for value in (
+            "a",
+            "b",
+            "n",
+            "f",
+            "t",
+            "z",
+            "x",
+            "d",
+            "y",
+            "u",
+            "(a ~ b)",
+            "'lit<'",
+            "d.k",
+            "x[0]",
+            "y[0]",
+        )
         for arguments in ARGUMENTS[name]
     ]
 
@@ -137,7 +154,9 @@ FORMS = [
 ]  # fmt: skip
 expressions = st.recursive(
     st.sampled_from(ATOMS),
-    lambda inner: st.builds(lambda form, one, two: form.format(one, two), st.sampled_from(FORMS), inner, inner),
+    lambda inner: st.builds(
+        lambda form, one, two: form.format(one, two), st.sampled_from(FORMS), inner, inner
+    ),
     max_leaves=4,
 )
 
@@ -146,7 +165,10 @@ expressions = st.recursive(
 @given(expressions, VARIABLES)
 def test_expressions_give_what_those_of_jinja_give(expression, variables):
     check(f"{{{{ {expression} }}}}", variables)
-    check(f"{{% set v = {expression} %}}{{{{ v }}}}{{% if v %}}!{{% endif %}}{{% for c in v %}}[{{{{ c }}}}]{{% endfor %}}", variables)
+    check(
+        f"{{% set v = {expression} %}}{{{{ v }}}}{{% if v %}}!{{% endif %}}{{% for c in v %}}[{{{{ c }}}}]{{% endfor %}}",
+        variables,
+    )
 
 
 @settings(max_examples=100)
@@ -161,13 +183,25 @@ def test_blocks_print_what_those_of_jinja_print(one, two, variables):
         f"{{% macro w() %}}({{{{ caller({one}) }}}}){{% endmacro %}}{{% call(v) w() %}}{{{{ v }}}} and {{{{ {two} }}}}{{% endcall %}}",
         variables,
     )
-    check(f"{{% set v %}}\n {{{{ {one} }}}} {{% if t %}}{{{{ {two} }}}}{{% endif %}}{{% endset %}}{{{{ v|trim }}}}{{{{ v|length }}}}", variables)
+    check(
+        f"{{% set v %}}\n {{{{ {one} }}}} {{% if t %}}{{{{ {two} }}}}{{% endif %}}{{% endset %}}{{{{ v|trim }}}}{{{{ v|length }}}}",
+        variables,
+    )
     check(f"{{% set v | upper | replace('-', b) %}}{{{{ {one} }}}}-{{% endset %}}{{{{ v }}}}", variables)
     check(f"{{% filter trim | indent(1) %}} {{{{ {one} }}}}\n{{{{ {two} }}}} {{% endfilter %}}", variables)
-    check(f"{{% set ns = namespace(v={one}, w='') %}}{{% for c in [1, 2] %}}{{% set ns.w = ns.w ~ ns.v ~ loop.index %}}{{% endfor %}}{{{{ ns.w }}}}", variables)
+    check(
+        f"{{% set ns = namespace(v={one}, w='') %}}{{% for c in [1, 2] %}}{{% set ns.w = ns.w ~ ns.v ~ loop.index %}}{{% endfor %}}{{{{ ns.w }}}}",
+        variables,
+    )
     check(f"{{% generation %}}{{{{ {one} }}}}{{% set v = 1 %}}{{% endgeneration %}}{{{{ v }}}}", variables)
-    check(f"{{% with v = {one} %}}{{{{ v }}}}{{% endwith %}}{{% block q %}}{{{{ a }}}}{{% endblock %}}{{{{ self.q() }}}}", variables)
-    check(f"{{% autoescape true %}}{{{{ {one} }}}}{{{{ a ~ '<' ~ (b|safe) }}}}{{% set v %}}<{{{{ {two} }}}}{{% endset %}}{{{{ v }}}}{{% endautoescape %}}", variables)
+    check(
+        f"{{% with v = {one} %}}{{{{ v }}}}{{% endwith %}}{{% block q %}}{{{{ a }}}}{{% endblock %}}{{{{ self.q() }}}}",
+        variables,
+    )
+    check(
+        f"{{% autoescape true %}}{{{{ {one} }}}}{{{{ a ~ '<' ~ (b|safe) }}}}{{% set v %}}<{{{{ {two} }}}}{{% endset %}}{{{{ v }}}}{{% endautoescape %}}",
+        variables,
+    )
 
 
 LOOPS = [

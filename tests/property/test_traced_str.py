@@ -10,6 +10,7 @@ import json
 import operator
 import pickle
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ def pairs(text):
 def check_spans(text):
     """Spans rise, do not overlap, and are as few as can be."""
     spans = spans_of(text)
-    for (_, stop, origin), (start, _, later) in zip(spans, spans[1:], strict=False):
+    for (_, stop, origin), (start, _, later) in pairwise(spans):
         assert stop < start or (stop == start and origin is not later)
 
 

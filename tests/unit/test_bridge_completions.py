@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - templates read best in one piece
 """How a completion ended decides what closes it: any stop token, none, open reasoning, half a call, nothing."""
 
 import logging

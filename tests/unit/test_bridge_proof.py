@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - templates read best in one piece
 """Templates that look back: each gives no bridge, with a reason that names what it looks at."""
 
 from pathlib import Path

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a case reads best on one line
 """What becomes of calls that are wrong: one status each, and the calls round them stay whole."""
 
 import json
