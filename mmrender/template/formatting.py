@@ -12,7 +12,7 @@ from typing import Any
 from jinja2.filters import _GroupTuple
 from jinja2.utils import Namespace
 
-from mmrender.template.limits import admit, weigh
+from mmrender.template.limits import admit, attributes, weigh
 from mmrender.template.origin import sole_origin
 from mmrender.template.traced import TracedStr, concat, derived, mapped, plain
 
@@ -48,13 +48,8 @@ def text_of(value: Any) -> TracedStr:
 def representation(value: Any) -> TracedStr:
     """`repr(value)` with provenance, for strings and the containers that hold them."""
     if isinstance(value, PRINTED_BY_ELEMENT):
-        weigh(list(value) if isinstance(value, _VIEWS) else _attributes(value))
+        weigh(list(value) if isinstance(value, _VIEWS) else attributes(value))
     return _represented(value)
-
-
-def _attributes(value: Any) -> Any:
-    """What a namespace holds; any other value as it is."""
-    return object.__getattribute__(value, "_Namespace__attrs") if isinstance(value, Namespace) else value
 
 
 def _represented(value: Any) -> TracedStr:
@@ -72,7 +67,7 @@ def _represented(value: Any) -> TracedStr:
     if isinstance(value, _VIEWS):
         return concat([f"{type(value).__name__}(", _represented(list(value)), ")"])
     if isinstance(value, Namespace):
-        return concat(["<Namespace ", _represented(_attributes(value)), ">"])
+        return concat(["<Namespace ", _represented(attributes(value)), ">"])
     text = repr(value)
     return text if isinstance(text, TracedStr) else TracedStr(text)
 
@@ -134,11 +129,12 @@ def percent(template: str, values: Any) -> TracedStr:
 
     source = text_of(template)
     pieces: list[str] = []
-    position = 0
+    position = length = 0
     for match in _CONVERSION.finditer(plain(template)):
-        pieces.append(source[position : match.start()])
+        pieces += (source[position : match.start()], _converted(match, source, values, take))
         position = match.end()
-        pieces.append(_converted(match, source, values, take))
+        length += len(pieces[-1])
+        admit(length)
     if "%" in source[position:]:
         raise ValueError("incomplete format")
     if not keyed and taken < len(positional):
@@ -209,6 +205,7 @@ class TracingFormatter(string.Formatter):
             raise ValueError("Max string recursion exceeded")
         origin = sole_origin(template._spans, len(template))
         pieces: list[str] = []
+        length = 0
         for literal, field, spec, conversion in self.parse(plain(template)):
             if literal:
                 pieces.append(TracedStr.whole(literal, origin) if origin else literal)
@@ -217,6 +214,8 @@ class TracingFormatter(string.Formatter):
                 inner = self._formatted(TracedStr(spec or ""), args, kwargs, depth - 1)
                 shown = self._shown(value, plain(inner))
                 pieces.append(shown if self._escape is None else self._escape(shown))
+                length += len(pieces[-1])
+                admit(length)
         return concat(pieces)
 
     def _value(self, field: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -74,9 +74,9 @@ def guarded_call(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
             if type(owner) is str and name in _TRACED_METHODS:
                 target = getattr(TracedStr(owner), name)
             return target, tuple([None if type(item) is TracedNull else item for item in args])
-        if isinstance(owner, CONTAINERS):
-            admit_items(weigh(args) * (len(owner) if name in ("count", "index") else 1))
-    elif any(isinstance(item, CONTAINERS) for item in args):
+        if isinstance(owner, CONTAINERS) and name in ("count", "index"):
+            admit_items(weigh(args) * len(owner))
+    if any(isinstance(item, CONTAINERS) for item in args):
         weigh(args)
     return target, args
 

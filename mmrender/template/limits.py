@@ -11,12 +11,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2.utils import Namespace
+
 from mmrender.errors import TemplateLimitError
 
 LONG = 1024
 """Text and lists shorter than this are too small to be worth counting."""
 _MAX_DEPTH = 400
 _CHARACTERS_PER_ITEM = 256
+ITEMS_PER_SPAN = 4
+# What CPython takes for a span with its two numbers, a short traced text with its span, and a number.
+_SPAN_BYTES, _TEXT_BYTES, _NUMBER_BYTES = 160, 256, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +80,14 @@ class Meter:
         if bits > self.limits.max_bits:
             raise _too_much("numbers", f"integers of at most {self.limits.max_bits:,} bits", f"{bits:,}")
 
-    def built(self, value: Any) -> None:
-        """Count the memory of a text or container just built."""
+    def built(self, value: Any, spans: int = 0) -> None:
+        """Count the memory of a text, with so many spans, or of a container just built."""
         if len(value) < LONG:
             return
-        self._bytes += sys.getsizeof(value)
+        self._bytes += sys.getsizeof(value) + _SPAN_BYTES * spans
+        if isinstance(value, list | tuple):
+            # Its elements, too, may just have been built: all alike, as filters and methods build them.
+            self._bytes += len(value) * (_TEXT_BYTES if isinstance(value[0], str) else _NUMBER_BYTES)
         if self._bytes > self.limits.max_bytes:
             expected = f"at most {self.limits.max_bytes:,} bytes of text and lists in all"
             raise _too_much("memory", expected, f"{self._bytes:,}")
@@ -116,6 +124,7 @@ def weigh(value: Any) -> int:
         TemplateLimitError: More than `max_items` elements, or nested deeper than a walk in C code survives.
     """
     meter = METER.get()
+    value = attributes(value)
     if not isinstance(value, CONTAINERS):
         return 1 + len(value) // _CHARACTERS_PER_ITEM if isinstance(value, str) else 1
     if meter is None:
@@ -123,7 +132,8 @@ def weigh(value: Any) -> int:
     count = len(value)
     stack = [iter(_elements(value))]
     while stack:
-        for item in stack[-1]:
+        for element in stack[-1]:
+            item = attributes(element)
             if isinstance(item, CONTAINERS):
                 count += len(item)
                 stack.append(iter(_elements(item)))
@@ -136,6 +146,11 @@ def weigh(value: Any) -> int:
         if len(stack) > _MAX_DEPTH:
             raise _too_much("nesting", f"at most {_MAX_DEPTH} levels", "more")
     return count
+
+
+def attributes(value: Any) -> Any:
+    """What a namespace holds, as a dict; any other value as it is."""
+    return object.__getattribute__(value, "_Namespace__attrs") if isinstance(value, Namespace) else value
 
 
 def _elements(value: Any) -> Iterable[Any]:

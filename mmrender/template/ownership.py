@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import nodes
 
-from mmrender.template.limits import METER, Meter
+from mmrender.template.limits import ITEMS_PER_SPAN, METER, Meter
 from mmrender.template.origin import Origin, Span, clip
 from mmrender.template.traced import TracedStr, plain
 
@@ -125,7 +125,7 @@ class _Joiner:
                 self._position += len(piece)
             if self._position > check and meter is not None:
                 meter.admit(self._position)
-                meter.admit_items(len(self._held))
+                meter.admit_items(ITEMS_PER_SPAN * len(self._spans))
                 check = self._position + _CHECKED_EVERY
         return self._finish(meter)
 
@@ -136,9 +136,10 @@ class _Joiner:
         self._own_outside(self._position, len(self._spans))
         if meter is not None:
             meter.admit(self._position)
+            meter.admit_items(ITEMS_PER_SPAN * len(self._spans))
         text = TracedStr("".join(self._held), tuple(self._spans))
         if meter is not None:
-            meter.built(text)
+            meter.built(text, len(self._spans))
         return text
 
     def _push(self, start: int, stop: int, origin: Origin) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from operator import index
 from typing import Any, Self, SupportsIndex
 
-from mmrender.template.limits import LONG, METER, admit_items
+from mmrender.template.limits import ITEMS_PER_SPAN, LONG, METER, admit_items
 from mmrender.template.origin import NO_SPANS, Origin, Span, Spans, append, clip, stepped
 
 
@@ -166,10 +166,10 @@ def lay_out(pieces: Sequence[str]) -> tuple[str, Spans]:
     meter = METER.get()
     if meter is not None:
         meter.admit(position)
-        meter.admit_items(len(spans))
+        meter.admit_items(ITEMS_PER_SPAN * len(spans))
     text = "".join(pieces)
     if meter is not None:
-        meter.built(text)
+        meter.built(text, len(spans))
     return text, tuple(spans)
 
 
