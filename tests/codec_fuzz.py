@@ -328,7 +328,7 @@ class Fuzzer:
             outcome = "read"
         except mmcodecs.CodecError as error:
             outcome = type(error).__name__
-        except BaseException as error:  # noqa: BLE001 - this is what we are here to find
+        except BaseException as error:
             outcome = f"FOREIGN {type(error).__name__}"
             report.failures.append((name, f"{type(error).__name__}: {error}", message))
         took = time.thread_time() - started

@@ -1,41 +1,72 @@
 """Finding a model's chat templates, in every place where models keep them.
 
-Sources, first found wins, as in Transformers 5 (`tokenization_utils_base.py`, `processing_utils.py`): file
-`chat_template.jinja`, the file `chat_template.json`, the key `chat_template` of `processor_config.json`,
-`preprocessor_config.json` and `tokenizer_config.json` (one text, or a list of named ones), and beside any of
-them the named files of `additional_chat_templates/`.
+Sources, first found wins and alone counts, as in Transformers 5 (`ProcessorMixin.get_processor_dict`,
+`PreTrainedTokenizerBase._from_pretrained`):
+
+- for a model with a processor the key `chat_template` of `processor_config.json`, the file
+  `chat_template.json`, then the files `chat_template.jinja` and `additional_chat_templates/NAME.jinja`;
+- for one without, those files;
+- then the key in `tokenizer_config.json`: one text, or a list of named ones.
+
+Where none of these is there, what Transformers would overlook is taken: the remaining places of the first list,
+and the key in `preprocessor_config.json`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from mmrender.errors import TemplateMissingError
+from mmrender.errors import TemplateError, TemplateMissingError
 from mmrender.model_dir import ModelDir
 
-_CONFIGS = (
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "tokenizer_config.json",
-)
+_WITH_PROCESSOR = ("processor_config.json", "chat_template.json", "files", "tokenizer_config.json")
+_WITHOUT_PROCESSOR = ("files", "tokenizer_config.json", "processor_config.json", "chat_template.json")
+_FOLDER = "additional_chat_templates"
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_templates(model: ModelDir) -> dict[str, str]:
-    """All templates of a model by name; the unnamed one is `default`. Empty where the model has none."""
-    templates: dict[str, str] = {}
-    for config in reversed(_CONFIGS):
-        value = model.read_json(config).get("chat_template")
-        if value:
-            templates = _named(value, where=config)
-    text = model.read_text("chat_template.jinja")
-    if text is not None:
-        templates["default"] = text
-    folder = model.path / "additional_chat_templates"
-    if folder.is_dir():
-        for file in sorted(folder.glob("*.jinja")):
-            templates[file.stem] = file.read_text("utf-8")
-    return templates
+    """All templates of a model by name; the unnamed one is `default`. Empty where the model has none.
+
+    Raises:
+        TemplateError: Two places contradict each other.
+        TemplateMissingError: A template is neither text nor a list of named texts.
+        ModelError: A file cannot be read.
+    """
+    names = ("preprocessor_config.json", "processor_config.json")
+    has_processor = any((model.path / name).is_file() for name in names)
+    if has_processor:
+        _refuse_conflict(model)
+    for place in (*(_WITH_PROCESSOR if has_processor else _WITHOUT_PROCESSOR), "preprocessor_config.json"):
+        if place == "files":
+            templates = _from_files(model)
+        else:
+            value = model.read_json(place).get("chat_template")
+            templates = _named(value, where=place) if value else {}
+        if templates:
+            return templates
+    return {}
+
+
+def _refuse_conflict(model: ModelDir) -> None:
+    folder = model.path / _FOLDER
+    if (model.path / "chat_template.json").is_file() and any(folder.glob("*.jinja")):
+        raise TemplateError(
+            "the model has chat templates in two places that exclude each other",
+            where=str(model.path),
+            expected=f"chat_template.jinja beside {_FOLDER}/",
+            got=f"chat_template.json beside {_FOLDER}/",
+            remedy="Write the text of chat_template.json to chat_template.jinja and remove it",
+        )
+
+
+def _from_files(model: ModelDir) -> dict[str, str]:
+    named = {file.stem: f"{_FOLDER}/{file.name}" for file in sorted((model.path / _FOLDER).glob("*.jinja"))}
+    texts = {
+        name: model.read_text(path) for name, path in {**named, "default": "chat_template.jinja"}.items()
+    }
+    if texts["default"] is None and "default" in named:
+        texts["default"] = model.read_text(named["default"])
+    return {name: text for name, text in texts.items() if text}
 
 
 def _named(value: Any, *, where: str) -> dict[str, str]:
@@ -80,13 +111,17 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
 
 
 def special_tokens(model: ModelDir) -> dict[str, str]:
-    """Special tokens that a template may name, such as `bos_token`: those that the tokenizer config sets."""
-    config = model.tokenizer_config
+    """Special tokens that a template may name, such as `bos_token`: those that the tokenizer's files set.
+
+    As in Transformers, `special_tokens_map.json` counts only where `tokenizer_config.json` does not list the
+    added tokens; its entries then override.
+    """
+    config = dict(model.tokenizer_config)
+    if "added_tokens_decoder" not in config:
+        config.update(model.read_json("special_tokens_map.json"))
     extra = config.get("extra_special_tokens")
-    named = {**(extra if isinstance(extra, Mapping) else {}), **{key: config.get(key) for key in _TOKEN_KEYS}}
-    for key, value in config.items():
-        if key.endswith("_token") and isinstance(value, str | Mapping):
-            named.setdefault(key, value)
+    named = {key: value for key, value in config.items() if key in _TOKEN_KEYS or key.endswith("_token")}
+    named.update(extra if isinstance(extra, Mapping) else {})
     texts = {
         key: value.get("content") if isinstance(value, Mapping) else value for key, value in named.items()
     }

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import MODELS, NOW, TEMPLATES
 from transformers.utils import chat_template_utils
 
 from mmrender.errors import MMRenderError, PlaceholderError, TemplateError
 from mmrender.media.item import Repeat
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.strategies import conversations
+from small_models import MODELS, NOW, TEMPLATES
 
 NAMES = sorted(MODELS)
 IMAGES = sample_images(random.Random(3), 4, largest=60)
@@ -200,8 +200,13 @@ def test_spans_cover_every_token_once(name):
         for array in (ours.message_indices, ours.sampled_mask, ours.is_content, ours.loss_mask()):
             assert len(array) == len(ours)
         placed = sum((list(r) for r in ours.multi_modal_data.mm_placeholders.values()), [])
-        assert all(0 <= where.offset and where.offset + where.length <= len(ours) for where in placed)
-        images = sum(part["type"] == "image" for m in messages if isinstance(m["content"], list) for part in m["content"])
+        assert all(where.offset >= 0 and where.offset + where.length <= len(ours) for where in placed)
+        images = sum(
+            part["type"] == "image"
+            for m in messages
+            if isinstance(m["content"], list)
+            for part in m["content"]
+        )
         assert len(placed) == images
 
     check()
@@ -220,7 +225,10 @@ def with_text(messages, roles, insert):
             if isinstance(message["content"], str):
                 message = {**message, "content": f"a{insert}b{message['content']}"}
             else:
-                content = [{**p, "text": f"a{insert}b{p['text']}"} if p["type"] == "text" else p for p in message["content"]]
+                content = [
+                    {**p, "text": f"a{insert}b{p['text']}"} if p["type"] == "text" else p
+                    for p in message["content"]
+                ]
                 message = {**message, "content": content}
         changed.append(message)
     return changed
@@ -230,7 +238,11 @@ def with_text(messages, roles, insert):
 def typed_syntax(draw, name):
     """Text that looks like syntax: added tokens whole, doubled, nested, torn, with white space round them."""
     tokens = st.sampled_from(sorted(MODELS[name].tokenizer.added_ids))
-    pieces = draw(st.lists(tokens | st.sampled_from([" ", "\n", "x", "<", "|", ">", "im", "_end"]), min_size=1, max_size=5))
+    pieces = draw(
+        st.lists(
+            tokens | st.sampled_from([" ", "\n", "x", "<", "|", ">", "im", "_end"]), min_size=1, max_size=5
+        )
+    )
     torn = draw(tokens)
     cut = draw(st.integers(0, len(torn)))
     return "".join(pieces) + torn[:cut] + draw(st.sampled_from(["", torn])) + torn[cut:]
@@ -263,7 +275,11 @@ def test_no_text_in_any_role_becomes_a_placeholder(name):
     roles = ("system", "user", "assistant", "tool")
 
     @settings(max_examples=30)
-    @given(conversations_of(name), st.lists(st.sampled_from([*tokens, "x", "\n", "<"]), min_size=1, max_size=4), st.sampled_from(["parse", "text"]))
+    @given(
+        conversations_of(name),
+        st.lists(st.sampled_from([*tokens, "x", "\n", "<"]), min_size=1, max_size=4),
+        st.sampled_from(["parse", "text"]),
+    )
     def check(case, pieces, rule):
         messages, options = case
         plain_ = render(name, with_text(messages, roles, "c"), options, rule)
@@ -295,7 +311,9 @@ def test_sampled_is_full_minus_prompt(name):
             if message["role"] == "assistant"
         }
         for index, spans in sampled.items():
-            prompt = render(name, messages[:index], {**options, "add_generation_prompt": True}) if index else None
+            prompt = (
+                render(name, messages[:index], {**options, "add_generation_prompt": True}) if index else None
+            )
             if prompt is None or isinstance(prompt, MMRenderError):
                 continue
             length = len(prompt)
@@ -324,7 +342,13 @@ def test_sampled_is_full_minus_prompt(name):
 
 @every_model
 def test_renderings_of_many_threads_are_equal(name):
-    maker = ConversationMaker(renderer_of(name).profile, IMAGES if MODELS[name].processor else (), (), 3, not MODELS[name].spec.alternating)
+    maker = ConversationMaker(
+        renderer_of(name).profile,
+        IMAGES if MODELS[name].processor else (),
+        (),
+        3,
+        not MODELS[name].spec.alternating,
+    )
     source = random.Random(7)
     cases = [maker.make(source) for _ in range(12)]
     fresh = MODELS[name].renderer(content_special_tokens="parse")
@@ -344,7 +368,13 @@ def test_renderings_of_many_threads_are_equal(name):
         if isinstance(ours, MMRenderError):
             assert result == str(ours)
         else:
-            assert result == (ours.text, ours.token_ids, ours.spans, ours.rewritten, ours.multi_modal_data.mm_hashes)
+            assert result == (
+                ours.text,
+                ours.token_ids,
+                ours.spans,
+                ours.rewritten,
+                ours.multi_modal_data.mm_hashes,
+            )
 
 
 @every_model

@@ -278,7 +278,7 @@ def attack(source):
         result = ["", str(text)[:2000]]
     except TemplateError as error:
         result = [type(error).__name__, str(error)]
-    except BaseException as error:  # noqa: BLE001 - what is no error of the tree has escaped
+    except BaseException as error:
         result = [f"escaped: {type(error).__name__}", str(error)[:200]]
     return [*result, time.perf_counter() - started]
 
