@@ -38,6 +38,18 @@ _ALWAYS_GIVEN = (
 )
 
 
+# Errors name the types of values as the template's author knows them.
+_TRACED_NAME = re.compile(
+    r"(?:mmrender\.template\.\w+\.)?\b(Traced(?:Str|Markup|Int|Float|Bool|Dict|List|Null)|MessageDict)\b"
+)
+_PLAIN_NAMES = {"TracedMarkup": "Markup", "TracedNull": "NoneType", "MessageDict": "dict"}
+
+
+def _plain_name(match: re.Match[str]) -> str:
+    name = match.group(1)
+    return _PLAIN_NAMES.get(name, name.removeprefix("Traced").lower())
+
+
 class ChatTemplate:
     """One template of a model.
 
@@ -73,7 +85,7 @@ class ChatTemplate:
             raise TemplateSyntaxError(
                 f"the chat template {name!r} does not compile",
                 where=f"line {error.lineno}",
-                got=error.message or type(error).__name__,
+                got=(error.message or type(error).__name__).rstrip("."),
                 remedy="Pass a corrected one as chat_template=<Jinja text>",
             ) from error
         except RecursionError as error:
@@ -150,8 +162,8 @@ class ChatTemplate:
         if isinstance(error, RefusedByTemplate):
             return TemplateRefusedError(str(error), where=where)
         if isinstance(error, SecurityError):
-            return TemplateSecurityError(str(error), where=where)
-        got = f"{type(error).__name__}: {error}"
+            return TemplateSecurityError(_TRACED_NAME.sub(_plain_name, str(error)), where=where)
+        got = f"{type(error).__name__}: {_TRACED_NAME.sub(_plain_name, str(error))}"
         if isinstance(error, RecursionError | MemoryError | OverflowError):
             return TemplateLimitError("the chat template used too much", where=where, got=got)
         return TemplateRuntimeError("the chat template failed on these messages", where=where, got=got)

@@ -149,7 +149,7 @@ def compile_template(environment: jinja2.Environment, source: str) -> jinja2.Tem
     try:
         code = environment.compile(tree)
     except (SyntaxError, MemoryError, ValueError) as error:
-        # Python bounds the depth of blocks, of indentation and of parentheses.
-        message = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise jinja2.TemplateSyntaxError(f"nested too deep: {message}", 1) from error
+        # Python bounds the depth of blocks and of parentheses, and knows where `break` may stand.
+        message = error.msg if isinstance(error, SyntaxError) else f"nested too deep: {error}"
+        raise jinja2.TemplateSyntaxError(message, 1) from error
     return environment.template_class.from_code(environment, code, environment.make_globals(None))

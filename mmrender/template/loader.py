@@ -8,7 +8,7 @@ Sources, first found wins and alone counts, as in Transformers 5 (`ProcessorMixi
 - for one without, those files;
 - then the key in `tokenizer_config.json`: one text, or a list of named ones.
 
-Where none of these is there, what Transformers would overlook is taken: the remaining places of the first list,
+Where none of these is there, what Transformers overlooks is taken: the remaining places of the first list,
 and the key in `preprocessor_config.json`.
 """
 
@@ -100,10 +100,15 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
         if len(templates) == 1:
             return next(iter(templates))
     have = ", ".join(sorted(templates)) or "none"
+    if name is None and templates:
+        raise TemplateMissingError(
+            "the model has several chat templates, and none of them is the default",
+            expected="a template named 'default'",
+            got=have,
+            remedy="Pass chat_template=<one of these names>",
+        )
     raise TemplateMissingError(
-        "the model has no chat template"
-        if name is None
-        else f"the model has no chat template named {name!r}",
+        f"the model has no chat template{'' if name is None else f' named {name!r}'}",
         expected="chat_template.jinja, chat_template.json, or one in the tokenizer or processor config",
         got=f"templates: {have}",
         remedy="Pass chat_template=<Jinja text>",

@@ -1,0 +1,247 @@
+"""What a failing template says: the exact message, the line, and the class of the error."""
+
+import datetime
+
+import pytest
+
+from mmrender.errors import (
+    TemplateLimitError,
+    TemplateRefusedError,
+    TemplateRuntimeError,
+    TemplateSecurityError,
+    TemplateSyntaxError,
+)
+from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall
+from mmrender.template.chat import ChatTemplate
+from mmrender.template.limits import TemplateLimits
+from mmrender.template.view import ViewForm
+
+USER = [Message(role="user", content="hi")]
+REMEDY = "Pass a corrected one as chat_template=<Jinja text>"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "line one\n{% if messages %}\nno end",
+            "line 3: the chat template 'default' does not compile - got Unexpected end of template. Jinja was looking "
+            "for the following tags: 'elif' or 'else' or 'endif'. The innermost block that needs to be closed is 'if'. ",
+        ),
+        ("{{ x | nothing }}", "line 1: the chat template 'default' does not compile - got No filter named 'nothing'. "),
+        ("\n\n{{ a b }}", "line 3: the chat template 'default' does not compile - got expected token 'end of print statement', got 'b'."),
+        ("{% frobnicate %}", "line 1: the chat template 'default' does not compile - got Encountered unknown tag 'frobnicate'."),
+        ("{% break %}", "line 1: the chat template 'default' does not compile - got 'break' outside loop."),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_compile_says_where(source, message):
+    with pytest.raises(TemplateSyntaxError) as error:
+        ChatTemplate(source)
+    assert str(error.value).startswith(message), str(error.value)
+    assert str(error.value).endswith(REMEDY)
+
+
+def test_the_name_of_the_template_is_kept():
+    with pytest.raises(TemplateSyntaxError, match="the chat template 'tool_use' does not compile"):
+        ChatTemplate("{{", name="tool_use")
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        (
+            "\n{{ raise_exception('Roles must alternate') }}",
+            TemplateRefusedError,
+            "chat template 'default', line 2: Roles must alternate",
+        ),
+        (
+            "{% for m in messages %}\n{% if m.role == 'user' %}\n{{ raise_exception('No ' ~ m.role ~ 's, ' + m.content) }}"
+            "{% endif %}{% endfor %}",
+            TemplateRefusedError,
+            "chat template 'default', line 3: No users, hi",
+        ),
+        ("{{ raise_exception(3) }}", TemplateRefusedError, "chat template 'default', line 1: 3"),
+        (
+            "{{ 'ok' }}\n\n{{ messages[0].content + 1 }}",
+            TemplateRuntimeError,
+            "chat template 'default', line 3: the chat template failed on these messages - got TypeError: "
+            "unsupported operand type(s) for +: 'str' and 'int'",
+        ),
+        (
+            "{% macro m(x) %}\n{{ x.y.z }}{% endmacro %}\n\n{{ m({}) }}",
+            TemplateRuntimeError,
+            "chat template 'default', line 2: the chat template failed on these messages - got UndefinedError: "
+            "'dict object' has no attribute 'y'",
+        ),
+        (
+            "{{ messages[0].content.nothing() }}",
+            TemplateRuntimeError,
+            "chat template 'default', line 1: the chat template failed on these messages - got UndefinedError: "
+            "'str object' has no attribute 'nothing'",
+        ),
+        (
+            "{{ messages[9].content }}",
+            TemplateRuntimeError,
+            "chat template 'default', line 1: the chat template failed on these messages - got UndefinedError: "
+            "list object has no element 9",
+        ),
+        (
+            "{{ 1 // 0 }}",
+            TemplateRuntimeError,
+            "chat template 'default', line 1: the chat template failed on these messages - got ZeroDivisionError: "
+            "integer division or modulo by zero",
+        ),
+        (
+            "{{ ''.__class__.mro() }}",
+            TemplateSecurityError,
+            "chat template 'default', line 1: access to attribute '__class__' of 'str' object is unsafe.",
+        ),
+        (
+            "\n{{ messages.append(1) }}",
+            TemplateSecurityError,
+            "chat template 'default', line 2: access to attribute 'append' of 'list' object is unsafe.",
+        ),
+        (
+            "{% set ns = namespace() %}{% set ns._x = 1 %}",
+            TemplateSecurityError,
+            "chat template 'default', line 1: a namespace cannot hold the underscore name '_x'",
+        ),
+        (
+            "{% for a in range(1001) %}{% for b in range(1001) %}\n{% endfor %}{% endfor %}",
+            TemplateLimitError,
+            "chat template 'default', line 1: the chat template used too much: steps - expected at most 1,000,000 loop "
+            "iterations, calls and filters, got more. If you trust the template, pass larger TemplateLimits",
+        ),
+        (
+            "{{ 'x' * 10**8 }}",
+            TemplateLimitError,
+            "chat template 'default', line 1: the chat template used too much: text - expected at most 8,000,000 "
+            "characters, got 100,000,000. If you trust the template, pass larger TemplateLimits",
+        ),
+        (
+            "{{ [0] * 10**8 }}",
+            TemplateLimitError,
+            "chat template 'default', line 1: the chat template used too much: elements - expected at most 1,000,000, "
+            "got 100,000,000 or more. If you trust the template, pass larger TemplateLimits",
+        ),
+        (
+            "{{ 10 ** (10 ** 6) }}",
+            TemplateLimitError,
+            "chat template 'default', line 1: the chat template used too much: numbers - expected integers of at most "
+            "100,000 bits, got 4,000,000. If you trust the template, pass larger TemplateLimits",
+        ),
+        (
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+            TemplateLimitError,
+            "chat template 'default', line 1: the chat template used too much - got RecursionError: maximum recursion "
+            "depth exceeded",
+        ),
+    ],
+)
+def test_a_template_that_fails_says_where_and_why(source, kind, message):
+    with pytest.raises(kind) as error:
+        ChatTemplate(source).render(USER)
+    assert type(error.value) is kind
+    assert str(error.value).startswith(message), str(error.value)
+
+
+def test_limits_can_be_raised_and_lowered():
+    source = "{% for a in range(100) %}{% for b in range(100) %}x{% endfor %}{% endfor %}"
+    assert len(ChatTemplate(source).render(USER)) == 10_000
+    for limits, what in (
+        (TemplateLimits(max_steps=1000), "steps - expected at most 1,000 loop iterations"),
+        (TemplateLimits(max_seconds=0.0), "time - expected at most 0 s, got more"),
+        (TemplateLimits(max_characters=9_999), "text - expected at most 9,999 characters, got 10,000"),
+    ):
+        with pytest.raises(TemplateLimitError) as error:
+            ChatTemplate(source, limits=limits).render(USER)
+        assert what in str(error.value)
+    assert (
+        len(ChatTemplate("{{ 'x' * 9000000 }}", limits=TemplateLimits(max_characters=9_000_000)).render(USER))
+        == 9_000_000
+    )
+
+
+def test_errors_name_what_caused_them():
+    with pytest.raises(TemplateRuntimeError) as error:
+        ChatTemplate("{{ 1 + 'a' }}").render(USER)
+    assert isinstance(error.value.__cause__, TypeError)
+
+
+def test_variables_that_a_caller_may_set_are_those_never_set_inside():
+    template = ChatTemplate(
+        "{% set a = 1 %}{% macro m(p) %}{{ p }}{{ b }}{% endmacro %}{{ a }}{{ bos_token }}{{ messages }}{{ tools }}"
+        "{% for c in d %}{{ loop.index }}{{ c }}{% endfor %}{% if enable_thinking is defined %}{% endif %}"
+        "{{ strftime_now('%Y') }}{{ namespace() }}{{ m(1) }}{% set ns.x = e %}",
+        special_tokens={"bos_token": "<s>"},
+    )
+    assert template.arguments == ("b", "d", "e", "enable_thinking")
+
+
+def test_the_clock_is_the_callers():
+    template = ChatTemplate(
+        "{{ strftime_now('%d %b %Y') }}", clock=lambda: datetime.datetime(2026, 7, 6, tzinfo=datetime.UTC)
+    )
+    assert template.reads_clock
+    assert template.render(USER) == "06 Jul 2026"
+    assert not ChatTemplate("{{ messages }}").reads_clock
+
+
+def test_special_tokens_are_variables_and_arguments_override_them():
+    template = ChatTemplate("{{ bos_token }}{{ eos_token }}|", special_tokens={"bos_token": "<s>"})
+    assert template.render(USER) == "<s>|"
+    assert template.render(USER, arguments={"bos_token": "", "eos_token": "!"}) == "!|"
+
+
+def test_messages_look_as_those_of_transformers():
+    messages = [
+        Message(role="system", content=(TextPart("a"), ThinkingPart("t"), ImagePart(None))),
+        Message(
+            role="assistant",
+            content=None,
+            reasoning_content="r",
+            tool_calls=(
+                ToolCall(name="f", arguments={"x": 1, "y": None}, id="c1"),
+                ToolCall(name="g", arguments={}),
+            ),
+        ),
+        Message(role="tool", content="out", name="f", tool_call_id="c1", extra={"weight": 0.5}),
+    ]
+    show = ChatTemplate("{{ messages }}")
+    assert show.render(messages) == str(
+        [
+            {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "t"}, {"type": "image"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "r",
+                "thinking": "r",
+                "tool_calls": [
+                    {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": 1, "y": None}}},
+                    {"type": "function", "function": {"name": "g", "arguments": {}}},
+                ],
+            },
+            {"role": "tool", "content": "out", "name": "f", "tool_call_id": "c1", "weight": 0.5},
+        ]
+    )  # fmt: skip
+    form = ViewForm(none_content="empty", arguments="json", image="image_url")
+    shown = show.render(messages, form=form)
+    assert "'content': ''" in shown
+    assert "'arguments': '{\"x\": 1, \"y\": null}'" in shown
+    assert "{'type': 'image_url', 'image_url': {}}" in shown
+    flat = show.render(
+        [Message(role="user", content=(TextPart("a"), TextPart("b")))], form=ViewForm(content="text")
+    )
+    assert flat == "[{'role': 'user', 'content': 'ab'}]"
+
+
+def test_paths_name_the_value():
+    messages = [Message(role="user", content=(TextPart("a"), TextPart("b")), name="n")]
+    text = ChatTemplate("{{ messages[0].content[1].text }}{{ messages[0].name }}{{ tools[0].k }}").render(
+        messages, tools=[{"k": "v"}]
+    )
+    assert [(start, stop, origin.path, origin.kind) for start, stop, origin in text._spans] == [
+        (0, 1, "messages[0].content[1].text", "content"),
+        (1, 2, "messages[0].name", "name"),
+        (2, 3, "tools[0]", "tools"),
+    ]

@@ -1,0 +1,234 @@
+"""Where chat templates and special tokens are found, compared with what Transformers finds."""
+
+import json
+
+import pytest
+import transformers
+from transformers import PreTrainedTokenizerFast
+from transformers.processing_utils import ProcessorMixin
+
+from mmrender.errors import ModelError, TemplateError, TemplateMissingError
+from mmrender.model_dir import ModelDir
+from mmrender.template.loader import choose_template, load_templates, special_tokens
+from small_models import build_engine
+
+NAMED = [{"name": "default", "template": "CONFIG"}, {"name": "tool_use", "template": "TOOLS"}]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes a model directory: templates by place."""
+
+    def write(*, tokenizer=None, jinja=None, legacy=None, processor=None, image=None, more=None, config=None):
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(config or {})}
+        if tokenizer is not None:
+            settings["chat_template"] = tokenizer
+        files = {"tokenizer_config.json": settings}
+        files |= {} if legacy is None else {"chat_template.json": {"chat_template": legacy}}
+        files |= {} if processor is None else {"processor_config.json": {"chat_template": processor or None}}
+        files |= {} if image is None else {"preprocessor_config.json": {"chat_template": image or None}}
+        for name, value in files.items():
+            (tmp_path / name).write_text(json.dumps(value))
+        for name, text in (more or {}).items():
+            (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+        if jinja is not None:
+            (tmp_path / "chat_template.jinja").write_text(jinja)
+        return ModelDir(tmp_path)
+
+    return write
+
+
+def named(value):
+    return {"default": value} if isinstance(value, str) else value or {}
+
+
+WITHOUT_PROCESSOR = {
+    "tokenizer config": ({"tokenizer": "CONFIG"}, {"default": "CONFIG"}),
+    "named in tokenizer config": ({"tokenizer": NAMED}, {"default": "CONFIG", "tool_use": "TOOLS"}),
+    "jinja": ({"jinja": "JINJA"}, {"default": "JINJA"}),
+    "jinja over config": ({"jinja": "JINJA", "tokenizer": "CONFIG"}, {"default": "JINJA"}),
+    "jinja over named": ({"jinja": "JINJA", "tokenizer": NAMED}, {"default": "JINJA"}),
+    "jinja and more": ({"jinja": "JINJA", "more": {"rag": "RAG"}}, {"default": "JINJA", "rag": "RAG"}),
+    "more over config": ({"more": {"rag": "RAG"}, "tokenizer": NAMED}, {"rag": "RAG"}),
+    "config over legacy": ({"legacy": "LEGACY", "tokenizer": "CONFIG"}, {"default": "CONFIG"}),
+    "nothing": ({}, {}),
+}
+WITH_PROCESSOR = {
+    "jinja": ({"jinja": "JINJA", "tokenizer": "CONFIG"}, {"default": "JINJA"}),
+    "jinja over named": ({"jinja": "JINJA", "tokenizer": NAMED}, {"default": "JINJA"}),
+    "legacy": ({"legacy": "LEGACY"}, {"default": "LEGACY"}),
+    "legacy over config": ({"legacy": "LEGACY", "tokenizer": "CONFIG"}, {"default": "LEGACY"}),
+    "legacy over jinja": ({"legacy": "LEGACY", "jinja": "JINJA"}, {"default": "LEGACY"}),
+    "processor config": ({"processor": "PROCESSOR"}, {"default": "PROCESSOR"}),
+    "processor config over all": (
+        {"processor": "PROCESSOR", "legacy": "LEGACY", "jinja": "JINJA", "tokenizer": NAMED},
+        {"default": "PROCESSOR"},
+    ),
+    "processor config over more": (
+        {"processor": "PROCESSOR", "more": {"rag": "RAG"}},
+        {"default": "PROCESSOR"},
+    ),
+    "jinja and more": (
+        {"jinja": "JINJA", "more": {"rag": "RAG", "tool_use": "T"}},
+        {"default": "JINJA", "rag": "RAG", "tool_use": "T"},
+    ),
+    "more called default": ({"jinja": "JINJA", "more": {"default": "MORE"}}, {"default": "JINJA"}),
+}
+ONLY_HERE = {
+    "the tokenizer's, where the processor has none": (
+        {"processor": "", "tokenizer": "CONFIG"},
+        {"default": "CONFIG"},
+    ),
+    "preprocessor config": ({"image": "IMAGE"}, {"default": "IMAGE"}),
+    "tokenizer config over preprocessor config": (
+        {"image": "IMAGE", "tokenizer": "CONFIG"},
+        {"default": "CONFIG"},
+    ),
+    "legacy of a text model": ({"legacy": "LEGACY"}, {"default": "LEGACY"}),
+    "empty jinja": ({"jinja": "", "tokenizer": "CONFIG"}, {"default": "CONFIG"}),
+    "default among more only": ({"more": {"default": "MORE"}}, {"default": "MORE"}),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_PROCESSOR)
+def test_models_without_a_processor_are_read_as_the_tokenizer_of_transformers_does(model, case):
+    files, expected = WITHOUT_PROCESSOR[case]
+    directory = model(**files)
+    build_engine(()).save(str(directory.path / "tokenizer.json"))
+    assert named(PreTrainedTokenizerFast.from_pretrained(directory.path).chat_template) == expected
+    assert load_templates(directory) == expected
+
+
+# Transformers leaves the files of `additional_chat_templates/` open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+@pytest.mark.parametrize("case", WITH_PROCESSOR)
+def test_models_with_a_processor_are_read_as_the_processor_of_transformers_does(model, case):
+    files, expected = WITH_PROCESSOR[case]
+    directory = model(**{"processor": "", **files})
+    reference, _ = ProcessorMixin.get_processor_dict(directory.path)
+    assert named(reference.get("chat_template")) == expected
+    assert load_templates(directory) == expected
+
+
+@pytest.mark.parametrize("case", ONLY_HERE)
+def test_what_transformers_overlooks_is_taken_last(model, case):
+    files, expected = ONLY_HERE[case]
+    assert load_templates(model(**files)) == expected
+
+
+def test_two_places_that_exclude_each_other_are_refused_as_by_transformers(model):
+    directory = model(processor="", legacy="LEGACY", more={"rag": "RAG"})
+    with pytest.raises(ValueError, match="conflicting files"):
+        ProcessorMixin.get_processor_dict(directory.path)
+    with pytest.raises(TemplateError) as error:
+        load_templates(directory)
+    assert str(error.value) == (
+        f"{directory.path}: the model has chat templates in two places that exclude each other - expected "
+        "chat_template.jinja beside additional_chat_templates/, got chat_template.json beside "
+        "additional_chat_templates/. Write the text of chat_template.json to chat_template.jinja and remove it"
+    )
+
+
+def test_a_template_that_is_no_text_is_refused(model):
+    with pytest.raises(TemplateMissingError) as error:
+        load_templates(model(tokenizer=[{"name": "default"}]))
+    assert str(error.value) == (
+        "tokenizer_config.json: the chat template cannot be read - expected a text, or a list of "
+        "{name, template}, got list"
+    )
+
+
+def test_a_file_that_cannot_be_read_is_named(model):
+    directory = model()
+    (directory.path / "chat_template.json").write_text("{")
+    with pytest.raises(
+        ModelError, match=r"chat_template\.json: cannot read chat_template\.json - expected JSON, got "
+    ):
+        load_templates(directory)
+    (directory.path / "chat_template.json").unlink()
+    (directory.path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(
+        ModelError, match=r"chat_template\.jinja: cannot read chat_template\.jinja - expected UTF-8"
+    ):
+        load_templates(directory)
+
+
+SEVERAL = {"default": "D", "tool_use": "T", "rag": "R"}
+
+
+@pytest.mark.parametrize(
+    ("templates", "name", "has_tools", "expected"),
+    [
+        (SEVERAL, None, False, "default"),
+        (SEVERAL, None, True, "tool_use"),
+        (SEVERAL, "rag", True, "rag"),
+        ({"default": "D"}, None, True, "default"),
+        ({"rag": "R"}, None, False, "rag"),
+        ({"tool_use": "T", "rag": "R"}, None, True, "tool_use"),
+    ],
+)
+def test_the_template_is_the_one_asked_for_or_the_usual_one(templates, name, has_tools, expected):
+    assert choose_template(templates, name=name, has_tools=has_tools) == expected
+
+
+@pytest.mark.parametrize(
+    ("templates", "name", "message"),
+    [
+        (
+            {},
+            None,
+            "the model has no chat template - expected chat_template.jinja, chat_template.json, or one in the "
+            "tokenizer or processor config, got templates: none. Pass chat_template=<Jinja text>",
+        ),
+        (
+            SEVERAL,
+            "chat",
+            "the model has no chat template named 'chat' - expected chat_template.jinja, chat_template.json, or one "
+            "in the tokenizer or processor config, got templates: default, rag, tool_use. "
+            "Pass chat_template=<Jinja text>",
+        ),
+        (
+            {"rag": "R", "tool_use": "T"},
+            None,
+            "the model has several chat templates, and none of them is the default - expected a template named "
+            "'default', got rag, tool_use. Pass chat_template=<one of these names>",
+        ),
+    ],
+)
+def test_a_missing_template_is_named(templates, name, message):
+    with pytest.raises(TemplateMissingError) as error:
+        choose_template(templates, name=name, has_tools=False)
+    assert str(error.value) == message
+
+
+ADDED = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "special": True, "single_word": False}  # fmt: skip
+TOKENS = {
+    "texts": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None, "add_bos_token": True},
+    "objects": {"bos_token": {**ADDED, "content": "<s>"}, "unk_token": {**ADDED, "content": "<u>"}},
+    "model's own": {"image_token": "<image>", "boi_token": "<boi>", "eos_token": "</s>"},
+    "named extras": {
+        "extra_special_tokens": {"image_token": "<image>", "video": "<video>"},
+        "bos_token": "<s>",
+    },
+    "listed extras": {"extra_special_tokens": ["<image>"], "bos_token": "<s>"},
+    "old extras": {"additional_special_tokens": ["<image>"], "mask_token": "<m>"},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("with_map", [False, True])
+@pytest.mark.parametrize("with_decoder", [False, True])
+@pytest.mark.parametrize("case", TOKENS)
+def test_special_tokens_are_those_of_transformers(model, case, with_decoder, with_map, recwarn):
+    directory = model(config={**TOKENS[case], **({"added_tokens_decoder": {}} if with_decoder else {})})
+    if with_map:
+        entries = {
+            "bos_token": "<from map>",
+            "sep_token": {"content": "<sep>", "lstrip": False, "rstrip": False},
+        }
+        (directory.path / "special_tokens_map.json").write_text(json.dumps(entries))
+    build_engine(("<s>", "</s>")).save(str(directory.path / "tokenizer.json"))
+    transformers.logging.set_verbosity_error()
+    reference = PreTrainedTokenizerFast.from_pretrained(directory.path).special_tokens_map
+    assert special_tokens(directory) == reference
