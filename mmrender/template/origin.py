@@ -59,7 +59,7 @@ NO_SPANS: Spans = ()
 
 def clip(spans: Spans, start: int, stop: int) -> Spans:
     """Spans of the slice `[start, stop)`, relative to its start."""
-    if not spans:
+    if not spans or start >= stop:
         return NO_SPANS
     if len(spans) == 1:
         low, high, origin = spans[0]

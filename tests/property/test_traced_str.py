@@ -441,3 +441,10 @@ def test_neighbours_of_one_value_are_one_span():
     assert concat([text, text])._spans == ((0, 12, A),)
     assert concat([text, TracedStr.whole("g", B)])._spans == ((0, 6, A), (6, 7, B))
     assert (text * 3)._spans == ((0, 18, A),)
+
+
+def test_an_empty_slice_has_no_spans():
+    text = concat([TracedStr.whole("abc", A), TracedStr.whole("def", B), "g"])
+    for empty in (text[1:1], text[1:0], text[5:2], text[3:3], text[7:], text[:0], text.split("b")[0][1:]):
+        assert plain(empty) == ""
+        assert empty._spans == ()
