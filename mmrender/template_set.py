@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from mmrender.per_template import PerTemplate
@@ -52,6 +53,8 @@ class TemplateSet:
             for name, source in sources.items()
         }
         self._cache = cache
+        # Every rendering asks, and profiles hold few different closes.
+        self._stops_after = lru_cache(maxsize=256)(self._find_stops)
         self._profiles = PerTemplate(self._probe)
 
     def choose(self, *, has_tools: bool) -> ChatTemplate:
@@ -77,7 +80,10 @@ class TemplateSet:
 
     def stop_ids(self, profile: TemplateProfile) -> frozenset[int]:
         """Stop tokens: the model's, and what the template ends an answer with where it is none of these."""
-        written = (self._first_stop(text) for text in profile.closes.values())
+        return self._stops_after(tuple(profile.closes.values()))
+
+    def _find_stops(self, closes: tuple[str, ...]) -> frozenset[int]:
+        written = (self._first_stop(text) for text in closes)
         return self._model_stop_ids.union(token_id for token_id in written if token_id is not None)
 
     def _first_stop(self, text: str) -> int | None:
