@@ -5,6 +5,9 @@ MMRenderError
 ├── InputError (ValueError)               what the caller passed
 │   ├── MessageError                      a message, part or tool call is malformed
 │   ├── TrajectoryError                   steps, their token ids or sidecars do not fit together
+│   ├── BatchError                        samples do not make a training batch
+│   ├── SamplingParameterError            a sampling parameter the engine does not know, or of a wrong value
+│   ├── PromptTooLongError                a prompt is longer than the engine takes
 │   └── MediaError                        an image or video cannot be used
 │       ├── MediaBlockedError             the media policy forbids this source
 │       ├── MediaLimitError               too many bytes, pixels or frames, or too slow
@@ -27,6 +30,20 @@ MMRenderError
 ├── PoolError (RuntimeError)              a renderer pool cannot take or carry out a call
 │   ├── PoolFullError                     every place in its queue is taken
 │   └── PoolClosedError                   it was closed
+├── EngineError (RuntimeError)            an inference server, or the way to it
+│   ├── EngineConnectionError             it was not reached, or the connection broke
+│   ├── EngineTimeoutError                it did not answer in time
+│   ├── EngineStatusError                 it answered with an error status
+│   ├── EngineReplyError                  it answered with something that cannot be used
+│   ├── EngineMismatchError               it would see other tokens or pixels than the renderer's
+│   ├── EngineUnsupportedError            it lacks this call or feature
+│   ├── EngineUnavailableError            no healthy engine is left to ask
+│   └── EngineStateError                  the call does not fit its state, such as a second pause
+├── ShippingError (RuntimeError)          trajectories on their way to the trainer
+│   ├── ShippingConnectionError           the peer was not reached, or went away
+│   ├── ShippingSecurityError             no key where one is needed, or a wrong one
+│   ├── ShippingProtocolError             the peer sent what cannot be understood
+│   └── ShippingClosedError               this side was closed
 └── MissingDependencyError (ImportError)  an extra is not installed
 ```
 
@@ -101,6 +118,41 @@ class MessageError(InputError):
 
 class TrajectoryError(InputError):
     """Trajectory steps, their token ids or their sidecars do not fit together."""
+
+
+class BatchError(InputError):
+    """Samples do not fit together in a training batch."""
+
+
+class SamplingParameterError(InputError):
+    """A sampling parameter is unknown to the engine, or its value is."""
+
+
+class PromptTooLongError(InputError):
+    """A prompt is longer than the engine takes.
+
+    Attributes:
+        prompt_len: Number of tokens of the prompt; None where only the engine knows.
+        max_prompt_len: The most that the engine takes; None where only the engine knows.
+    """
+
+    def __init__(
+        self,
+        prompt_len: int | None,
+        max_prompt_len: int | None,
+        *,
+        where: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.prompt_len = prompt_len
+        self.max_prompt_len = max_prompt_len
+        super().__init__(
+            "the prompt is longer than the engine takes",
+            where=where,
+            expected=None if max_prompt_len is None else f"at most {max_prompt_len} tokens",
+            got=None if prompt_len is None else str(prompt_len),
+            remedy=remedy,
+        )
 
 
 class MediaError(InputError):
@@ -189,6 +241,80 @@ class PoolFullError(PoolError):
 
 class PoolClosedError(PoolError):
     """The pool was closed."""
+
+
+class EngineError(MMRenderError, RuntimeError):
+    """An inference server, or the way to it, failed."""
+
+
+class EngineConnectionError(EngineError):
+    """The server was not reached, or the connection broke."""
+
+
+class EngineTimeoutError(EngineError):
+    """The server did not answer in time."""
+
+
+class EngineStatusError(EngineError):
+    """The server answered with an error status.
+
+    Attributes:
+        status: The HTTP status.
+        body: The reply as the server wrote it, cut after some thousand bytes.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        status: int,
+        body: str = "",
+        where: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.status = status
+        self.body = body
+        super().__init__(problem, where=where, remedy=remedy)
+
+
+class EngineReplyError(EngineError):
+    """The server answered with something that cannot be used."""
+
+
+class EngineMismatchError(EngineError):
+    """The server would see, or saw, other tokens or pixels than the renderer's."""
+
+
+class EngineUnsupportedError(EngineError):
+    """The server lacks this call or feature."""
+
+
+class EngineUnavailableError(EngineError):
+    """No healthy engine is left to ask."""
+
+
+class EngineStateError(EngineError):
+    """The call does not fit the state of the engine or its client."""
+
+
+class ShippingError(MMRenderError, RuntimeError):
+    """Trajectories on their way to the trainer."""
+
+
+class ShippingConnectionError(ShippingError):
+    """The peer was not reached, or went away."""
+
+
+class ShippingSecurityError(ShippingError):
+    """A key is missing where one is needed, or is wrong."""
+
+
+class ShippingProtocolError(ShippingError):
+    """The peer sent something that cannot be understood."""
+
+
+class ShippingClosedError(ShippingError):
+    """This side of the connection was closed."""
 
 
 class MissingDependencyError(MMRenderError, ImportError):

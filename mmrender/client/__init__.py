@@ -1,0 +1,1 @@
+"""One client for inference servers: render, check, call, parse."""
