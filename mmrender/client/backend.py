@@ -30,8 +30,8 @@ class EngineRequest:
         priority: Lower is served first, where the engine schedules by priority.
         extra_headers: HTTP headers besides the transport's own.
         vocab_size: Ids at or above it are refused before sending; None where it is not known.
-        collapsed_ids: `prompt_ids` with each placeholder range as the single token that the template wrote, for
-            engines that widen placeholders themselves; None without images.
+        collapsed_ids: `prompt_ids` with each placeholder range as the single token that the template wrote,
+            for engines that widen placeholders themselves; None without images.
         routed_experts: Whether to ask for router choices.
         routed_experts_prompt_start: Return rows from this position on; None keeps every row.
     """

@@ -45,15 +45,15 @@ class Transport(Protocol):
             json: Body, encoded by msgspec; off the event loop when it is large.
             headers: Besides the transport's own.
             timeout: Seconds for the whole call; None takes the transport's setting.
-            idempotent: Whether the call may be repeated after it may have reached the server; None says so for
-                GET only. A connection that was never made is always tried again.
+            idempotent: Whether the call may be repeated after it may have reached the server; None says so
+                for GET only. A connection that was never made is always tried again.
         """
         ...
 
     def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
-        """Send a request and yield the lines of its answer as they come, without line ends; never repeated."""
+        """Send a request, once, and yield the lines of its answer as they come, without line ends."""
         ...
 
     async def aclose(self) -> None:

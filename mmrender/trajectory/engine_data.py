@@ -65,7 +65,7 @@ class RoutedExperts:
     @property
     def stop(self) -> int:
         """Position after the last row."""
-        return self.start + self.data.shape[0]
+        return self.start + len(self.data)
 
     def from_position(self, start: int) -> "RoutedExperts":
         """Return the rows of the positions from `start` on, as a view.
