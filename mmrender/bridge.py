@@ -27,7 +27,7 @@ from mmrender.placement import MediaPlace, check_placement, media_places
 from mmrender.profiles import Shelf
 from mmrender.rendered import RenderedTokens, TokenSpan
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.ownership import disown_tail
+from mmrender.template.ownership import disown_prompt
 from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
 from mmrender.tokens import Layout, TokenWriter
@@ -207,10 +207,7 @@ class Bridge:
             form=self._profile.form,
             arguments=self._arguments,
         )
-        if not prompt:
-            return text
-        written = [len(opened) for opened in self._profile.generation_prompts if text.endswith(opened)]
-        return disown_tail(text, max(written, default=0))
+        return disown_prompt(text, self._profile.generation_prompts) if prompt else text
 
     def _joined(self, tail: Tail, turn: _Turn) -> Layout:
         """What is to be written after the completion."""
@@ -260,15 +257,16 @@ def _check_extension(messages: Sequence[Message], depends_on_company: bool) -> N
 
 def _check_sidecar(previous: MultiModalData, length: int) -> None:
     """Raise where an item of the sidecar stands beyond the prompt."""
-    for modality, ranges in previous.mm_placeholders.items():
-        if ranges and ranges[-1].offset + ranges[-1].length > length:
-            raise InputError(
-                "the sidecar is not of this prompt",
-                where=f"previous_multi_modal_data.mm_placeholders[{modality!r}][{len(ranges) - 1}]",
-                expected=f"a range within the {length} tokens of previous_prompt_ids",
-                got=f"tokens {ranges[-1].offset} to {ranges[-1].offset + ranges[-1].length}",
-                remedy="Pass the sidecar of the rendering or bridge that made previous_prompt_ids",
-            )
+    outside = previous.first_outside(length)
+    if outside is not None:
+        where, found = outside
+        raise InputError(
+            "the sidecar is not of this prompt",
+            where=f"previous_multi_modal_data.{where}",
+            expected=f"a range within the {length} tokens of previous_prompt_ids",
+            got=f"tokens {found.offset} to {found.offset + found.length}",
+            remedy="Pass the sidecar of the rendering or bridge that made previous_prompt_ids",
+        )
 
 
 def _in_extension(where: str | None) -> str | None:

@@ -12,7 +12,7 @@ from mmrender.placement import MediaPlace, check_placement, media_places
 from mmrender.rendered import RenderedTokens
 from mmrender.sampled import assistant_turns, mark_sampled, prompted_turns, turns_by_rendering
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.ownership import disown_tail
+from mmrender.template.ownership import disown_prompt
 from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
 from mmrender.tokens import Layout, TokenWriter
@@ -51,10 +51,7 @@ class Rendering:
             if index is not None:
                 error.where = f"messages[{index}], {error.where}"
             raise
-        if not add_generation_prompt:
-            return text
-        written = [len(prompt) for prompt in self.profile.generation_prompts if text.endswith(prompt)]
-        return disown_tail(text, max(written, default=0))
+        return disown_prompt(text, self.profile.generation_prompts) if add_generation_prompt else text
 
     def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
         return self.template.render(

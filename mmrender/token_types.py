@@ -33,17 +33,19 @@ def mm_token_type_ids(
     Raises:
         PlaceholderError: A range does not lie inside the prompt.
     """
+    outside = sidecar.first_outside(length)
+    if outside is not None:
+        where, found = outside
+        raise PlaceholderError(
+            "a placeholder range does not lie inside the prompt",
+            where=where,
+            expected=f"tokens within [0, {length})",
+            got=f"[{found.offset}, {found.offset + found.length})",
+            remedy="Trim the sidecar together with the tokens",
+        )
     types = np.full(length, TEXT_TYPE, dtype)
     for modality, ranges in sidecar.mm_placeholders.items():
-        for index, placeholder in enumerate(ranges):
+        for placeholder in ranges:
             start, stop = placeholder.offset, placeholder.offset + placeholder.length
-            if not 0 <= start <= stop <= length:
-                raise PlaceholderError(
-                    "a placeholder range does not lie inside the prompt",
-                    where=f"mm_placeholders[{modality!r}][{index}]",
-                    expected=f"tokens within [0, {length})",
-                    got=f"[{start}, {stop})",
-                    remedy="Trim the sidecar together with the tokens",
-                )
             types[start:stop][placeholder.is_embed] = TOKEN_TYPES[modality]
     return types

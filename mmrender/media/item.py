@@ -164,6 +164,14 @@ class MultiModalData:
             _joined(self.mm_items, later.mm_items),
         )
 
+    def first_outside(self, length: int) -> tuple[str, PlaceholderRange] | None:
+        """Return path and range of the first placeholder outside a prompt of `length` tokens, or None."""
+        for modality, ranges in self.mm_placeholders.items():
+            for index, found in enumerate(ranges):
+                if not 0 <= found.offset <= found.offset + found.length <= length:
+                    return f"mm_placeholders[{modality!r}][{index}]", found
+        return None
+
     @property
     def nbytes(self) -> int:
         """Bytes of the distinct items."""

@@ -251,12 +251,13 @@ def concat_root(pieces: Iterable[str | Mark]) -> TracedStr:
     return _Joiner(root=True).join(pieces)
 
 
-def disown_tail(text: TracedStr, length: int) -> TracedStr:
-    """The text with the scaffold of its last `length` characters given to no message.
+def disown_prompt(text: TracedStr, prompts: Iterable[str]) -> TracedStr:
+    """The text with the scaffold of the generation prompt that it ends in, the longest, given to no message.
 
     A generation prompt that the template writes inside its loop belongs to the coming turn, not to the last.
     """
+    length = max([len(prompt) for prompt in prompts if text.endswith(prompt)], default=0)
     cut = len(text) - length
-    if length <= 0 or any(stop > cut and origin.is_content for _, stop, origin in text._spans):
+    if length == 0 or any(stop > cut and origin.is_content for _, stop, origin in text._spans):
         return text
     return TracedStr(plain(text), clip(text._spans, 0, cut))
