@@ -1,0 +1,49 @@
+"""HTTP answers as errors, in the same words for every transport."""
+
+import http
+from collections.abc import Mapping
+
+from mmrender.client.transport import Reply
+from mmrender.errors import EngineStatusError
+
+MAX_ERROR_BYTES = 8192
+"""How much of an error's body is kept."""
+_EXCERPT = 300
+
+
+def is_success(status: int) -> bool:
+    """Whether a status is one of 2xx."""
+    return 200 <= status < 300
+
+
+def status_error(method: str, url: str, status: int, body: bytes | memoryview) -> EngineStatusError:
+    """The error of a reply whose status is not one of 2xx."""
+    text = bytes(body[:MAX_ERROR_BYTES]).decode("utf-8", "replace")
+    excerpt = " ".join(text.split())[:_EXCERPT]
+    said = f": {excerpt}" if excerpt else ""
+    return EngineStatusError(
+        f"the server answered {status}{_phrase(status)}{said}",
+        status=status,
+        body=text,
+        where=f"{method} {url}",
+    )
+
+
+def checked_reply(
+    method: str, url: str, status: int, headers: Mapping[str, str], body: bytes | memoryview
+) -> Reply:
+    """A reply of status 2xx.
+
+    Raises:
+        EngineStatusError: The status is another.
+    """
+    if not is_success(status):
+        raise status_error(method, url, status, body)
+    return Reply(status, headers, body)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return f" {http.HTTPStatus(status).phrase}"
+    except ValueError:
+        return ""
