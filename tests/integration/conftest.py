@@ -1,0 +1,21 @@
+"""Servers that the tests of a tier share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.engine_server import Running, start_vllm
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """vLLM servers with the tiny model, one at a time: `vllm_servers.with_flags(...)`."""
+    logs = tmp_path_factory.mktemp("vllm")
+
+    def start(flags: tuple[str, ...]):
+        return start_vllm(tiny_model, flags, log=logs / f"server{len(list(logs.iterdir()))}.log")
+
+    servers = Running(start)
+    yield servers
+    servers.close()
