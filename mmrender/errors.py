@@ -261,6 +261,7 @@ class EngineStatusError(EngineError):
     Attributes:
         status: The HTTP status.
         body: The reply as the server wrote it, cut after some thousand bytes.
+        retry_after: Seconds that the server asked to wait, where it gave a number.
     """
 
     def __init__(
@@ -269,11 +270,13 @@ class EngineStatusError(EngineError):
         *,
         status: int,
         body: str = "",
+        retry_after: float | None = None,
         where: str | None = None,
         remedy: str | None = None,
     ) -> None:
         self.status = status
         self.body = body
+        self.retry_after = retry_after
         super().__init__(problem, where=where, remedy=remedy)
 
 

@@ -105,7 +105,7 @@ class HookList:
     def _tell(self, hook: ClientHooks, method: str, event: RequestEvent) -> Mapping[str, str] | None:
         try:
             told: Mapping[str, str] | None = getattr(hook, method)(event)
-        except Exception:
+        except Exception:  # noqa: BLE001 - a hook is foreign code
             _log.exception("the hook %s.%s failed", type(hook).__name__, method)
             return None
         return told

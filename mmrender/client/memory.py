@@ -143,7 +143,7 @@ class MemoryTransport:
                 raise answer.error
             body = _encoded(answer.body)
             if not is_success(answer.status):
-                raise status_error(method, url, answer.status, body)
+                raise status_error(method, url, answer.status, body, answer.headers)
             for line in body.splitlines():
                 await asyncio.sleep(self._delay + answer.delay)
                 yield line

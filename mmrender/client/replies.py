@@ -16,7 +16,13 @@ def is_success(status: int) -> bool:
     return 200 <= status < 300
 
 
-def status_error(method: str, url: str, status: int, body: bytes | memoryview) -> EngineStatusError:
+def status_error(
+    method: str,
+    url: str,
+    status: int,
+    body: bytes | memoryview,
+    headers: Mapping[str, str] | None = None,
+) -> EngineStatusError:
     """The error of a reply whose status is not one of 2xx."""
     text = bytes(body[:MAX_ERROR_BYTES]).decode("utf-8", "replace")
     excerpt = " ".join(text.split())[:_EXCERPT]
@@ -25,6 +31,7 @@ def status_error(method: str, url: str, status: int, body: bytes | memoryview) -
         f"the server answered {status}{_phrase(status)}{said}",
         status=status,
         body=text,
+        retry_after=_seconds((headers or {}).get("Retry-After")),
         where=f"{method} {url}",
     )
 
@@ -38,7 +45,7 @@ def checked_reply(
         EngineStatusError: The status is another.
     """
     if not is_success(status):
-        raise status_error(method, url, status, body)
+        raise status_error(method, url, status, body, headers)
     return Reply(status, headers, body)
 
 
@@ -47,3 +54,8 @@ def _phrase(status: int) -> str:
         return f" {http.HTTPStatus(status).phrase}"
     except ValueError:
         return ""
+
+
+def _seconds(value: str | None) -> float | None:
+    """The seconds of `Retry-After`; its other form, a date, is rare and depends on two clocks."""
+    return float(value) if value is not None and value.isascii() and value.isdigit() else None
