@@ -1,0 +1,172 @@
+"""Items as encoded images: the same pixels come out of a server's decoder and processor."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmrender.errors import MediaError
+from mmrender.media.encoded import EncodedImage, EncodedImages, encoded_image
+from mmrender.media.item import Repeat
+from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.load import load_image
+from mmrender.media.processors.geometry import smart_resize, smart_resize_frames
+from mmrender.media.processors.huggingface import ProcessedItem
+from mmrender.media.processors.patches import PatchItem
+from mmrender.renderer import Renderer
+
+
+def photo(width, height, seed=0, mode="RGB"):
+    shape = (height, width) if mode == "L" else (height, width, len(mode))
+    values = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    return Image.fromarray(values, mode)
+
+
+def saved(image, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model):
+    return Renderer.from_pretrained(tiny_model).media.processor
+
+
+@pytest.mark.parametrize("size", [(128, 128), (33, 500), (900, 700), (1, 1), (640, 31)])
+@pytest.mark.parametrize("backend", ["torch", "pil"])
+def test_the_servers_processing_of_the_image_gives_the_same_tensors(tiny_model, size, backend):
+    ours = Renderer.from_pretrained(tiny_model, image_backend=backend).media.processor
+    other = Renderer.from_pretrained(tiny_model, image_backend="pil" if backend == "torch" else "torch")
+    item = ours.process(load_image(photo(*size)))
+    sent = encoded_image(item)
+    assert sent.mime == "image/png"
+    served = other.media.processor.process(load_image(sent.data))
+    assert served.grid == item.grid
+    # Nothing was resampled, so not even the back end makes a difference to the levels.
+    assert np.array_equal(served.frames, item.frames)
+    again = ours.process(load_image(sent.data))
+    for name, values in item.tensors("float32").items():
+        assert np.array_equal(again.tensors("float32")[name], values)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([28, 32]),
+    st.integers(1, 1 << 21),
+    st.integers(1, 1 << 21),
+    st.booleans(),
+)
+def test_a_size_in_whole_tokens_is_kept_or_changes_its_number_of_tokens(high, wide, factor, one, two, frames):
+    least, most = sorted((one, two))
+    if max(high, wide) > 200 * min(high, wide):
+        return
+    height, width = high * factor, wide * factor
+    if frames:
+        resized = smart_resize_frames(
+            2, height, width, factor=factor, temporal=2, min_pixels=least, max_pixels=most
+        )
+    else:
+        resized = smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+    same_count = resized[0] * resized[1] == height * width
+    assert same_count == (resized == (height, width))
+
+
+def test_encoded_images_are_kept_by_identity_up_to_a_bound(processor):
+    first, second = (processor.process(load_image(photo(256, 256, seed))) for seed in (1, 2))
+    kept = EncodedImages(max_bytes=len(encoded_image(first).data) + 1000)
+    image = kept.of(first)
+    assert kept.of(first) is image
+    kept.of(second)
+    assert kept.of(first) is not image
+    assert kept.of(first) == image
+    none = EncodedImages(max_bytes=0)
+    assert none.of(first) is not none.of(first)
+
+
+def reference(source):
+    return ReferenceItem("0" * 64, (8, 8), (1, 2, 2), (Repeat("<|image_pad|>", 1),), 1, source)
+
+
+@pytest.mark.parametrize(
+    ("options", "mime"),
+    [
+        ({"format": "PNG"}, "image/png"),
+        ({"format": "JPEG"}, "image/jpeg"),
+        ({"format": "WEBP"}, "image/webp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_plain_encoded_images_are_passed_on_as_they_are(options, mime):
+    data = saved(photo(24, 16), **options)
+    item = ReferenceItem(f"{len(data):064x}", (16, 24), (1, 1, 1), (Repeat("x", 1),), 1, data)
+    assert encoded_image(item) == EncodedImage(data, mime)
+
+
+def turned(orientation=6):
+    image = photo(24, 16)
+    exif = image.getexif()
+    exif[0x0112] = orientation
+    return saved(image, format="JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("number", "data"),
+    [
+        (1, turned()),
+        (2, saved(photo(24, 16, mode="RGBA"), format="PNG")),
+        (3, saved(photo(24, 16, mode="L"), format="PNG")),
+        (4, saved(photo(24, 16), format="BMP")),
+        (5, saved(photo(24, 16, mode="CMYK"), format="JPEG")),
+    ],
+    ids=["turned", "alpha", "grey", "bmp", "cmyk"],
+)
+def test_images_that_decoders_disagree_on_are_sent_as_the_pixels_they_stand_for(number, data):
+    item = ReferenceItem(f"{number:064x}", (16, 24), (1, 1, 1), (Repeat("x", 1),), 1, data)
+    sent = encoded_image(item)
+    assert sent.mime == "image/png"
+    # A plain decoder, which knows no orientation, sees what mmrender loads.
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent.data))), load_image(data).array)
+
+
+def test_a_data_url_holds_the_bytes():
+    assert EncodedImage(b"\x00\xff", "image/png").data_url == "data:image/png;base64,AP8="
+
+
+@pytest.mark.parametrize("kind", ["processed", "video", "url"])
+def test_what_holds_no_image_is_refused(kind, processor):
+    image = processor.process(load_image(photo(64, 64)))
+    item, got = {
+        "processed": (
+            ProcessedItem("ab" * 32, (8, 8), (1,), (Repeat("x", 1),), {}),
+            "ProcessedItem of modality 'image'",
+        ),
+        "video": (
+            PatchItem(
+                "video",
+                "ab" * 32,
+                (8, 8),
+                image.grid,
+                image.expansion,
+                image.frames,
+                image.layout,
+                image.arithmetic,
+            ),
+            "PatchItem of modality 'video'",
+        ),
+        "url": (
+            ReferenceItem("ab" * 32, (8, 8), (1,), (Repeat("x", 1),), 1, "https://images.test/a.png"),
+            "ReferenceItem of modality 'image'",
+        ),
+    }[kind]
+    with pytest.raises(MediaError) as caught:
+        encoded_image(item)
+    assert str(caught.value) == (
+        "item abababababab: an item cannot be sent as an encoded image - expected an image of the Qwen2-VL kind, "
+        f"or a reference that holds the encoded image, got {got}. "
+        "Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem"
+    )
