@@ -1,0 +1,108 @@
+"""Media items of every class, small, for tests of wires and batches."""
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmrender.media.identity import media_identity
+from mmrender.media.item import MediaItem, Repeat, Text
+from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.load import LoadedImage
+from mmrender.media.processors.arithmetic import PixelArithmetic
+from mmrender.media.processors.compact import Floats, Integers, Levels, compacted
+from mmrender.media.processors.huggingface import ProcessedItem
+from mmrender.media.processors.patches import PatchItem, PatchLayout
+from mmrender.media.processors.qwen import PatchProcessor
+
+ARITHMETIC = PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil")
+PROCESSOR = PatchProcessor(
+    name="Qwen2VLImageProcessor",
+    image_backend="pil",
+    image_token="<|image_pad|>",
+    video_token="<|video_pad|>",
+    layout=PatchLayout(16, 2, 2),
+    arithmetic=ARITHMETIC,
+    min_pixels=1024,
+    max_pixels=16777216,
+    counts_frames=False,
+)
+
+
+def picture(height: int = 64, width: int = 96, seed: int = 0) -> LoadedImage:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return LoadedImage(image=Image.fromarray(pixels, "RGB"))
+
+
+def patch_item(height: int = 64, width: int = 96, seed: int = 0) -> PatchItem:
+    """An image as the native processor of the Qwen family keeps it."""
+    item = PROCESSOR.process(picture(height, width, seed))
+    assert isinstance(item, PatchItem)
+    return item
+
+
+def video_item(seed: int = 0) -> PatchItem:
+    frames = np.random.default_rng(seed).integers(0, 256, (4, 3, 64, 32), dtype=np.uint8)
+    return PatchItem(
+        modality="video",
+        identity=media_identity(b"video", frames),
+        size=(64, 32),
+        grid=(2, 4, 2),
+        expansion=(Text("<0.0 s>"), Repeat("<|video_pad|>", 2), Text("<1.0 s>"), Repeat("<|video_pad|>", 2)),
+        frames=frames,
+        layout=PatchLayout(16, 2, 2),
+        arithmetic=ARITHMETIC,
+    )
+
+
+def processed_item(seed: int = 0) -> ProcessedItem:
+    """An image in tiles, one of them padding, with a mask and with floats that have no smaller form."""
+    random = np.random.default_rng(seed)
+    levels = random.integers(0, 256, (3, 3, 6, 5), dtype=np.uint8)
+    tiles = ARITHMETIC.table()[np.arange(3)[None, :, None, None], levels]
+    tiles[1] = 0
+    parts = {
+        "pixel_values": compacted(tiles[None].astype(np.float32), ARITHMETIC),
+        "pixel_attention_mask": compacted(np.ones((1, 3, 6, 5), np.int64), None),
+        "image_sizes": compacted(np.array([[12, 300 + seed]], np.int64), None),
+        "features": compacted(random.normal(size=(2, 3)).astype(np.float32), None),
+        "flags": compacted(np.array([True, False]), None),
+    }
+    assert [type(part) for part in parts.values()] == [Levels, Integers, Integers, Floats, Integers]
+    return ProcessedItem(
+        identity=media_identity(b"processed", levels),
+        size=(12, 300 + seed),
+        grid=(3,),
+        expansion=(
+            Text("<row>"),
+            Repeat("<image>", 8),
+            Repeat("<sep>", 1, embeds=False),
+            Repeat("<image>", 4),
+        ),
+        parts=parts,
+    )
+
+
+def reference_item(seed: int = 0, source: bytes | str = b"\x89PNG" * 100) -> ReferenceItem:
+    return ReferenceItem.of(patch_item(seed=seed), source, 6)
+
+
+ITEMS: dict[str, Any] = {
+    "patches": patch_item,
+    "video": video_item,
+    "processed": processed_item,
+    "reference": reference_item,
+}
+
+
+def same_tensors(first: MediaItem, second: MediaItem) -> bool:
+    """Whether two items expand to the same bits, in every dtype."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        left, right = first.tensors(dtype), second.tensors(dtype)  # type: ignore[arg-type]
+        if list(left) != list(right):
+            return False
+        for name in left:
+            same = left[name].dtype == right[name].dtype and left[name].shape == right[name].shape
+            if not same or left[name].tobytes() != right[name].tobytes():
+                return False
+    return True
