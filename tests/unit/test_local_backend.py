@@ -1,0 +1,426 @@
+"""The model in this process: what it samples, what it reports, and what it refuses."""
+
+import asyncio
+import pickle
+import threading
+from dataclasses import replace
+
+import pytest
+
+from mmrender.client.backend import EngineRequest, RendererBackend
+from mmrender.client.local import LocalBackend
+from mmrender.client.local_choice import ChoiceGuide
+from mmrender.client.transport import Transport
+from mmrender.demo.conversation import load_pictures
+from mmrender.demo.proofs import model_inputs
+from mmrender.errors import (
+    EngineStateError,
+    EngineUnsupportedError,
+    InputError,
+    ModelError,
+    PlaceholderError,
+    PromptTooLongError,
+    SamplingParameterError,
+)
+from mmrender.media.item import MultiModalData
+from mmrender.renderer import Renderer
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+@pytest.fixture(scope="module")
+def backend(tiny_model):
+    return LocalBackend(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def prompts(renderer):
+    photo, chart = (picture.resize((160, 128)) for picture in load_pictures())
+
+    def prompt(*parts):
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+            for part in parts
+        ]
+        return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    return {
+        "text": prompt("What stands on the beach?"),
+        "image": prompt(photo, "Which animal is this?"),
+        "images": prompt("First", photo, chart, "and again", photo),
+    }
+
+
+def request(prompt, request_id="r", **sampling):
+    params = {"max_tokens": 12, "seed": 7, **sampling}
+    return EngineRequest("tiny", prompt.token_ids, params, request_id, prompt.multi_modal_data)
+
+
+def generate(backend, *requests):
+    async def together():
+        return await asyncio.gather(*[backend.generate(each) for each in requests])
+
+    found = asyncio.run(together())
+    return found[0] if len(requests) == 1 else found
+
+
+def plain_logprobs(backend, prompt, completion):
+    """The reference: one forward of everything, nothing cached."""
+    whole = replace(prompt, token_ids=[*prompt.token_ids, *completion])
+    with torch.inference_mode():
+        logits = backend.model(
+            input_ids=torch.tensor([whole.token_ids]),
+            **(model_inputs(whole) if prompt.multi_modal_data else {}),
+        ).logits[0]
+    rows = logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
+    return rows[range(len(completion)), completion]
+
+
+def test_it_is_a_backend(backend):
+    assert isinstance(backend, RendererBackend)
+    assert isinstance(backend.transport, Transport)
+    assert backend.name == "local"
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "images"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.3}])
+def test_logprobs_are_those_of_a_plain_forward(backend, prompts, kind, sampling):
+    response = generate(backend, request(prompts[kind], **sampling))
+    expected = plain_logprobs(backend, prompts[kind], response.completion_ids)
+    assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert response.usage.prompt_tokens == len(prompts[kind])
+    assert response.usage.completion_tokens == len(response.completion_ids)
+
+
+def test_a_seed_decides_whatever_else_runs(tiny_model, prompts):
+    backend = LocalBackend(tiny_model, max_concurrency=5)
+    requests = [request(prompts[kind], f"{kind}-{seed}", seed=seed) for seed in range(4) for kind in prompts]
+    together = generate(backend, *requests)
+    alone = [generate(backend, each) for each in requests]
+    assert together == alone
+    assert len({tuple(response.completion_ids) for response in alone}) == len(alone)
+
+
+def test_without_a_seed_two_calls_differ(backend, prompts):
+    first, second = (generate(backend, request(prompts["text"], seed=None)) for _ in range(2))
+    assert first.completion_ids != second.completion_ids
+
+
+def test_greedy_takes_the_likeliest(backend, prompts):
+    response = generate(backend, request(prompts["image"], temperature=0, logprobs=3))
+    for token, logprob, top in zip(
+        response.completion_ids, response.logprobs, response.top_logprobs, strict=True
+    ):
+        assert top[0] == (token, logprob)
+        assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+        assert len(top) == 3
+    assert generate(backend, request(prompts["image"], top_k=1)).completion_ids == response.completion_ids
+
+
+def test_reported_logprobs_are_raw(backend, prompts):
+    bare = generate(backend, request(prompts["text"], temperature=0))
+    token = bare.completion_ids[0]
+    biased = generate(
+        backend, request(prompts["text"], temperature=0, logit_bias={str(token): 5}, max_tokens=1)
+    )
+    assert biased.completion_ids == [token]
+    assert biased.logprobs == bare.logprobs[:1]
+
+
+def test_allowed_and_biased_tokens(backend, prompts):
+    allowed = generate(backend, request(prompts["text"], allowed_token_ids=[40, 41]))
+    assert set(allowed.completion_ids) <= {40, 41}
+    biased = generate(backend, request(prompts["text"], logit_bias={50: 99}))
+    assert set(biased.completion_ids) == {50}
+
+
+def test_ends_of_a_completion(backend, prompts, renderer):
+    stop, other = renderer.get_stop_token_ids()
+    prompt = prompts["text"]
+    own = generate(backend, request(prompt, logit_bias={stop: 99}))
+    assert (own.completion_ids, own.finish_reason, own.stop_reason) == ([stop], "stop", None)
+    named = generate(backend, request(prompt, logit_bias={60: 99}, stop_token_ids=[60]))
+    assert (named.completion_ids, named.finish_reason, named.stop_reason) == ([60], "stop", 60)
+    cut = generate(backend, request(prompt, logit_bias={61: 99}))
+    assert (cut.completion_ids, cut.finish_reason, cut.stop_reason) == ([61] * 12, "length", None)
+    ignored = generate(backend, request(prompt, logit_bias={other: 99}, ignore_eos=True))
+    assert (ignored.completion_ids, ignored.finish_reason) == ([other] * 12, "length")
+    late = generate(backend, request(prompt, logit_bias={stop: 99}, min_tokens=3))
+    assert len(late.completion_ids) == 4
+    assert late.completion_ids[-1] == stop not in late.completion_ids[:-1]
+
+
+def test_one_of_the_choices(backend, prompts, renderer):
+    choices = ["left", "right", '<tool_call>\n{"name": "zoom"}\n</tool_call>']
+    seen = set()
+    for seed in range(16):
+        guided = request(
+            prompts["image"], structured_outputs={"choice": choices}, seed=seed, temperature=2, max_tokens=64
+        )
+        response = generate(backend, guided)
+        assert response.finish_reason == "stop"
+        assert response.completion_ids[-1] in renderer.get_stop_token_ids()
+        seen.add(renderer.decode(response.completion_ids[:-1]))
+        assert max(response.logprobs) <= 0
+    assert seen == set(choices)
+
+
+def test_a_choice_may_begin_another():
+    guide = ChoiceGuide([[1, 2], [1, 2, 3], [4]], [9])
+    assert guide.allowed() == [1, 4]
+    guide.take(1)
+    assert guide.allowed() == [2]
+    guide.take(2)
+    assert guide.allowed() == [3, 9]
+    guide.take(9)
+    assert guide.allowed() == []
+
+
+def test_a_choice_without_stop_tokens_ends_by_itself(backend, prompts, renderer):
+    guided = request(prompts["text"], structured_outputs={"choice": ["left"]}, ignore_eos=True)
+    response = generate(backend, guided)
+    assert renderer.decode(response.completion_ids) == "left"
+    assert response.finish_reason == "stop"
+
+
+def test_the_bounds_of_a_prompt(tiny_model, prompts):
+    prompt = prompts["text"]
+    small = LocalBackend(tiny_model, max_model_len=len(prompt) + 3)
+    assert asyncio.run(small.resolve_max_prompt_len("tiny")) == len(prompt) + 2
+    full = generate(small, request(prompt, ignore_eos=True))
+    assert (len(full.completion_ids), full.finish_reason) == (3, "length")
+    tight = LocalBackend(tiny_model, max_model_len=len(prompt))
+    with pytest.raises(PromptTooLongError) as refused:
+        generate(tight, request(prompt))
+    assert (refused.value.prompt_len, refused.value.max_prompt_len) == (len(prompt), len(prompt) - 1)
+    assert tight.is_overflow_error(refused.value)
+    assert not tight.is_overflow_error(ValueError("no"))
+    assert asyncio.run(LocalBackend(tiny_model).resolve_max_prompt_len("tiny")) == 8191
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_a_sampled_pad_token_is_an_ordinary_token(backend, prompts, renderer, kind):
+    prompt = prompts[kind]
+    pad = renderer.tokenizer.token_id("<|image_pad|>")
+    first = generate(backend, request(prompt, logit_bias={pad: 99}, max_tokens=1))
+    assert first.completion_ids == [pad]
+    # Decoding knows no placeholders, so it shows what the model computes after such a token.
+    decoded = generate(backend, request(prompt, logit_bias={pad: 99}, max_tokens=2)).logprobs[1]
+    longer = replace(prompt, token_ids=[*prompt.token_ids, pad])
+    prefilled = generate(backend, request(longer, logit_bias={pad: 99}, max_tokens=1)).logprobs[0]
+    assert prefilled == pytest.approx(decoded, abs=1e-4)
+
+
+def test_the_loop_is_free_while_it_computes(backend, prompts):
+    async def watch():
+        beats = 0
+        task = asyncio.ensure_future(backend.generate(request(prompts["image"], max_tokens=40)))
+        while not task.done():
+            beats += 1
+            await asyncio.sleep(0.001)
+        return beats
+
+    assert asyncio.run(watch()) > 3
+
+
+def test_cancelling_ends_the_work(tiny_model, prompts):
+    backend = LocalBackend(tiny_model, max_concurrency=2)
+
+    async def cancel():
+        endless = [request(prompts["text"], str(i), ignore_eos=True, max_tokens=8000) for i in range(4)]
+        tasks = [asyncio.ensure_future(backend.generate(each)) for each in endless]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+        return await backend.generate(request(prompts["text"], "after"))
+
+    assert asyncio.run(cancel()) == replace(generate(backend, request(prompts["text"])), request_id="after")
+    assert backend.abort_all() == 0
+
+
+def test_aborting_gives_what_there_is(backend, prompts):
+    async def abort():
+        endless = request(prompts["text"], "long", ignore_eos=True, max_tokens=8000)
+        task = asyncio.ensure_future(backend.generate(endless))
+        while not backend.abort("long"):
+            await asyncio.sleep(0.01)
+        return await task
+
+    response = asyncio.run(abort())
+    assert response.finish_reason == "abort"
+    assert len(response.completion_ids) == len(response.logprobs) < 8000
+    assert not backend.abort("long")
+
+
+def test_an_id_is_taken_while_its_request_runs(backend, prompts):
+    async def twice():
+        same = request(prompts["text"], "same")
+        return await asyncio.gather(backend.generate(same), backend.generate(same), return_exceptions=True)
+
+    first, second = asyncio.run(twice())
+    assert len(first.completion_ids) == 12
+    assert str(second) == "same: there is a request of this id already"
+
+
+def test_its_thread_ends_with_the_work(backend, prompts):
+    generate(backend, request(prompts["text"]))
+    for thread in threading.enumerate():
+        if thread.name == "mmrender-local":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_weights_that_change_on_the_way(tiny_model, prompts):
+    backend = LocalBackend(tiny_model, weight_version="step-1")
+    before = generate(backend, request(prompts["text"]))
+    assert before.weight_versions == (("step-1", 0, 12),)
+    head = {"lm_head.weight": backend.model.lm_head.weight.detach().flip(0)}
+
+    async def change():
+        long = request(prompts["text"], ignore_eos=True, max_tokens=8000)
+        task = asyncio.ensure_future(backend.generate(long))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(backend.update_weights, head.items(), "step-2")
+        await asyncio.sleep(0.1)
+        backend.abort("r")
+        return await task
+
+    spans = asyncio.run(change()).weight_versions
+    assert [span.version for span in spans] == ["step-1", "step-2"]
+    assert spans[0].start == 0
+    assert spans[0].stop == spans[1].start
+    assert generate(backend, request(prompts["text"])).completion_ids != before.completion_ids
+    with pytest.raises(ModelError, match=r"^nothing\.weight: the model has no such parameter$"):
+        backend.update_weights([("nothing.weight", torch.zeros(1))], "step-3")
+    with pytest.raises(ModelError, match="the parameter has another shape"):
+        backend.update_weights([("lm_head.weight", torch.zeros(1, 1))], "step-3")
+    assert backend.weight_version == "step-2"
+
+
+def test_of_a_directory_it_can_be_sent(backend, prompts, tiny_model):
+    arrived = pickle.loads(pickle.dumps(backend))
+    assert generate(arrived, request(prompts["image"])) == generate(backend, request(prompts["image"]))
+    with pytest.raises(EngineStateError, match="around a loaded model cannot be sent"):
+        pickle.dumps(LocalBackend(backend.model))
+
+
+def test_around_a_loaded_model(backend, prompts):
+    around = LocalBackend(backend.model)
+    assert generate(around, request(prompts["image"])) == generate(backend, request(prompts["image"]))
+    with pytest.raises(SamplingParameterError, match="texts cannot be followed without a tokenizer"):
+        generate(around, request(prompts["text"], structured_outputs={"choice": ["a"]}))
+
+
+def test_what_is_no_model(tmp_path):
+    with pytest.raises(ModelError, match="Transformers cannot load the model"):
+        asyncio.run(LocalBackend(tmp_path).resolve_max_prompt_len("x"))
+    with pytest.raises(InputError) as refused:
+        LocalBackend(tmp_path, max_concurrency=0)
+    assert str(refused.value) == "max_concurrency: is too small - expected 1 or more, got 0"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (
+            {"temperature": 3},
+            "sampling_params['temperature']: the value is not one that this parameter may have - "
+            "expected a number from 0 to 2, got 3",
+        ),
+        (
+            {"top_p": 0.0},
+            "sampling_params['top_p']: the value is not one that this parameter may have - "
+            "expected a number above 0, at most 1, got 0.0",
+        ),
+        (
+            {"seed": True},
+            "sampling_params['seed']: the value is not one that this parameter may have - "
+            "expected an integer of 64 bits, got True",
+        ),
+        (
+            {"stop_token_ids": [1, 5000]},
+            "sampling_params['stop_token_ids'][1]: the value is not one that this parameter may have - "
+            "expected token ids from 0 to 1023, got 5000",
+        ),
+        (
+            {"min_tokens": 13},
+            "sampling_params['min_tokens']: is more than max_tokens - expected at most 12, got 13",
+        ),
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            "sampling_params['structured_outputs']: the value is not one that this parameter may have - "
+            "expected {'choice': [text, ...]}, the one grammar of the local back end, got {'regex': 'a+'}",
+        ),
+        (
+            {"n": 2},
+            "sampling_params['n']: the value is not one that this parameter may have - "
+            "expected 1: each completion is a call of its own, got 2",
+        ),
+        (
+            {"max_tokens": None},
+            "sampling_params: there is no bound of the completion - expected max_tokens",
+        ),
+        (
+            {"allowed_token_ids": [5], "logit_bias": {5: float("-inf")}},
+            "sampling_params['logit_bias'][5]: the value is not one that this parameter may have - "
+            "expected a number, got -inf",
+        ),
+    ],
+)
+def test_parameters_that_are_refused(backend, prompts, sampling, message):
+    with pytest.raises(SamplingParameterError) as refused:
+        generate(backend, request(prompts["text"], **sampling))
+    assert str(refused.value) == message
+
+
+def test_an_unknown_parameter_is_named_with_those_known(backend, prompts):
+    with pytest.raises(SamplingParameterError) as refused:
+        generate(backend, request(prompts["text"], max_new_tokens=3))
+    assert refused.value.where == "sampling_params['max_new_tokens']"
+    assert "max_tokens, min_p" in refused.value.expected
+
+
+def test_nothing_left_to_sample(backend, prompts, renderer):
+    stops = renderer.get_stop_token_ids()
+    nothing = request(prompts["text"], allowed_token_ids=stops, min_tokens=1)
+    with pytest.raises(SamplingParameterError, match="the parameters together leave no token to sample"):
+        generate(backend, nothing)
+
+
+def test_prompts_that_are_refused(backend, prompts):
+    image = prompts["image"]
+    with pytest.raises(InputError) as refused:
+        generate(backend, replace(request(image), prompt_ids=[1, 2, 1024]))
+    assert str(refused.value) == (
+        "prompt_ids[2]: a token id is outside the vocabulary - expected 0 to 1023, got 1024"
+    )
+    with pytest.raises(InputError, match="the prompt is empty"):
+        generate(backend, replace(request(image), prompt_ids=[]))
+    with pytest.raises(PlaceholderError) as refused:
+        generate(backend, replace(request(image), multi_modal_data=image.multi_modal_data.shifted(1)))
+    assert str(refused.value) == (
+        "multi_modal_data.mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - "
+        "expected 20 equal tokens, got 2 different among 20"
+    )
+    data = image.multi_modal_data
+    fewer = MultiModalData(data.mm_hashes, data.mm_placeholders, {"image": []})
+    with pytest.raises(PlaceholderError, match="placeholder ranges and items are not equally many"):
+        generate(backend, replace(request(image), multi_modal_data=fewer))
+    with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
+        generate(backend, replace(request(image), routed_experts=True))
+
+
+def test_there_is_no_server(backend):
+    with pytest.raises(EngineUnsupportedError) as refused:
+        asyncio.run(backend.transport.request("GET", "/health"))
+    assert str(refused.value) == "GET /health: a model in this process has no server"
+    with pytest.raises(EngineUnsupportedError):
+        backend.transport.stream("GET", "/health")
+    asyncio.run(backend.transport.aclose())
