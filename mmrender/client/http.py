@@ -29,9 +29,9 @@ class HTTPTransport:
     """The way to one server over HTTP/1.1.
 
     It may be shared by threads, each with its event loop, and pickled where its hooks can be. Connections
-    are pooled for each loop, and closed by `aclose` or when the loop ends. Redirects are not followed, cookies
-    are not kept, and proxy settings of the environment are not used. Retries are carried out by stamina, whose
-    own instrumentation sees them too.
+    are pooled for each loop, and closed by `aclose` or when the loop ends. Redirects are not followed,
+    cookies are not kept, and proxy settings of the environment are not used. Retries are carried out by
+    stamina, whose own instrumentation sees them too.
 
     Args:
         config: The server and all settings, or only its base URL.
