@@ -7,17 +7,29 @@ log-softmax of these, without temperature, bias or penalties; then come allowed 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from mmrender.client.sampling import check_sampling_params, where
 from mmrender.errors import SamplingParameterError
 
 GREEDY_BELOW: Final = 1e-5
 """Temperatures below this one mean greedy sampling."""
 
-_NO_EFFECT = frozenset({"detokenize", "skip_special_tokens", "spaces_between_special_tokens"})
+_AS_THEY_ARE: Final = frozenset(
+    {
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos",
+        "repetition_penalty", "presence_penalty", "frequency_penalty",
+    }
+)  # fmt: skip
+_OF_TEXT: Final = frozenset({"detokenize", "skip_special_tokens", "spaces_between_special_tokens"})
 """How an engine would write the tokens as text; tokens and logprobs do not depend on it."""
+
+_KNOWN: Final = frozenset(
+    {*_AS_THEY_ARE, *_OF_TEXT, "n", "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs"}
+    | {"structured_outputs"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +64,34 @@ class LocalSampling:
         Raises:
             SamplingParameterError: A name is not known, or a value is not one that the name may have.
         """
-        read: dict[str, Any] = {}
-        for name, value in given.items():
-            if name in _NO_EFFECT or value is None:
-                continue
-            if name not in _READERS:
-                raise _unknown(name)
-            field, reader = _READERS[name]
-            read[field] = reader(f"sampling_params[{name!r}]", value, vocab_size)
-        read.pop("n", None)
-        if "max_tokens" not in read:
+        params = check_sampling_params(given)
+        for name in params:
+            if name not in _KNOWN:
+                raise SamplingParameterError(
+                    "the local back end has no such sampling parameter",
+                    where=where(name),
+                    remedy=f"It has: {', '.join(sorted(_KNOWN))}",
+                )
+        if "max_tokens" not in params:
             raise SamplingParameterError(
                 "there is no bound of the completion", where="sampling_params", expected="max_tokens"
             )
-        if read.get("min_tokens", 0) > read["max_tokens"]:
-            raise SamplingParameterError(
-                "is more than max_tokens",
-                where="sampling_params['min_tokens']",
-                expected=f"at most {read['max_tokens']}",
-                got=str(read["min_tokens"]),
+        read = {name: value for name, value in params.items() if name in _AS_THEY_ARE}
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if name in params:
+                read[name] = _in_vocabulary(name, params[name], vocab_size)
+        if "logit_bias" in params:
+            bias = params["logit_bias"]
+            # vLLM clamps as OpenAI does.
+            amounts = [min(100.0, max(-100.0, amount)) for amount in bias.values()]
+            read["logit_bias"] = tuple(
+                zip(_in_vocabulary("logit_bias", bias, vocab_size), amounts, strict=True)
             )
-        return cls(**read)
+        if "logprobs" in params:
+            read["top_logprobs"] = vocab_size if params["logprobs"] == -1 else params["logprobs"]
+        if "structured_outputs" in params:
+            read["choices"] = _choices(params["structured_outputs"])
+        return cls(**{**read, "stop_token_ids": frozenset(read.get("stop_token_ids", ()))})
 
     @property
     def is_greedy(self) -> bool:
@@ -186,112 +205,28 @@ def _keep_likely(logits: Any, top_k: int, top_p: float) -> None:
     logits.scatter_(0, places, ordered)
 
 
-def _unknown(name: str) -> SamplingParameterError:
-    return SamplingParameterError(
-        "the local back end does not know this parameter",
-        where=f"sampling_params[{name!r}]",
-        expected=f"one of {', '.join(sorted({*_READERS, *_NO_EFFECT}))}",
-    )
+def _in_vocabulary(name: str, tokens: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
+    # JSON has no integer keys, so the tokens of a bias may be text.
+    found = tuple(map(int, tokens))
+    for token in found:
+        if token >= vocab_size:
+            raise SamplingParameterError(
+                "a token id is outside the vocabulary",
+                where=where(name),
+                expected=f"0 to {vocab_size - 1}",
+                got=str(token),
+            )
+    return found
 
 
-def _wrong(where: str, expected: str, value: Any) -> SamplingParameterError:
-    return SamplingParameterError(
-        "the value is not one that this parameter may have", where=where, expected=expected, got=repr(value)
-    )
-
-
-_Reader = Callable[[str, Any, int], Any]
-
-
-def _number(low: float, high: float, expected: str, *, above: bool = False) -> _Reader:
-    def read(where: str, value: Any, _: int) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not low <= value <= high or (above and value == low):
-            raise _wrong(where, expected, value)
-        return float(value)
-
-    return read
-
-
-def _integer(low: int, high: int, expected: str) -> _Reader:
-    def read(where: str, value: Any, _: int) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise _wrong(where, expected, value)
-        return value
-
-    return read
-
-
-def _flag(where: str, value: Any, _: int) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(where, "True or False", value)
-    return value
-
-
-def _token(where: str, value: Any, vocab_size: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
-        raise _wrong(where, f"token ids from 0 to {vocab_size - 1}", value)
-    return value
-
-
-def _tokens(where: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise _wrong(where, "a list of token ids", value)
-    return tuple(_token(f"{where}[{index}]", token, vocab_size) for index, token in enumerate(value))
-
-
-def _some_tokens(where: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    tokens = _tokens(where, value, vocab_size)
-    if not tokens:
-        raise _wrong(where, "at least one token id", value)
-    return tokens
-
-
-def _bias(where: str, value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, Mapping):
-        raise _wrong(where, "a mapping of token ids to numbers", value)
-    read = _number(-math.inf, math.inf, "a number")
-    pairs = []
-    for key, bias in value.items():
-        # JSON has no integer keys.
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        # vLLM clamps a bias as OpenAI does.
-        amount = min(100.0, max(-100.0, read(f"{where}[{key!r}]", bias, vocab_size)))
-        pairs.append((_token(where, token, vocab_size), amount))
-    return tuple(pairs)
-
-
-def _choices(where: str, value: Any, _: int) -> tuple[str, ...]:
-    choices = value.get("choice") if isinstance(value, Mapping) and set(value) == {"choice"} else None
-    is_list = isinstance(choices, Sequence) and not isinstance(choices, str) and len(choices) > 0
+def _choices(structure: Mapping[str, Any]) -> tuple[str, ...]:
+    choices = structure.get("choice")
+    is_list = isinstance(choices, list | tuple) and len(choices) > 0
     if not is_list or not all(isinstance(choice, str) and choice for choice in choices or ()):
-        raise _wrong(where, "{'choice': [text, ...]}, the one grammar of the local back end", value)
+        raise SamplingParameterError(
+            "the local back end has no such structured output",
+            where=where("structured_outputs"),
+            expected="{'choice': [text, ...]}",
+            got=repr(dict(structure))[:200],
+        )
     return tuple(choices or ())
-
-
-_MANY = 2**63 - 1
-_READERS: Mapping[str, tuple[str, _Reader]] = {
-    "n": ("n", _integer(1, 1, "1: each completion is a call of its own")),
-    "max_tokens": ("max_tokens", _integer(1, _MANY, "1 or more")),
-    "min_tokens": ("min_tokens", _integer(0, _MANY, "0 or more")),
-    "temperature": ("temperature", _number(0.0, 2.0, "a number from 0 to 2")),
-    "top_p": ("top_p", _number(0.0, 1.0, "a number above 0, at most 1", above=True)),
-    "top_k": ("top_k", _integer(-1, _MANY, "0 or -1 for all tokens, or 1 or more")),
-    "min_p": ("min_p", _number(0.0, 1.0, "a number from 0 to 1")),
-    "seed": ("seed", _integer(-_MANY - 1, _MANY, "an integer of 64 bits")),
-    "ignore_eos": ("ignore_eos", _flag),
-    "stop_token_ids": (
-        "stop_token_ids",
-        lambda where, value, vocab_size: frozenset(_tokens(where, value, vocab_size)),
-    ),
-    "repetition_penalty": (
-        "repetition_penalty",
-        _number(0.0, math.inf, "a number above 0", above=True),
-    ),
-    "presence_penalty": ("presence_penalty", _number(-2.0, 2.0, "a number from -2 to 2")),
-    "frequency_penalty": ("frequency_penalty", _number(-2.0, 2.0, "a number from -2 to 2")),
-    "logit_bias": ("logit_bias", _bias),
-    "allowed_token_ids": ("allowed_token_ids", _some_tokens),
-    "logprobs": ("top_logprobs", _integer(0, _MANY, "0 or more")),
-    "structured_outputs": ("choices", _choices),
-}

@@ -1,0 +1,1 @@
+"""Rollouts: a model that is sampled over many turns, in an environment, many trajectories at once."""
