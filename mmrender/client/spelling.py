@@ -1,8 +1,8 @@
 """How each engine spells sampling parameters.
 
 vLLM takes all of `mmrender.client.sampling.PARAMETERS` within `sampling_params`. SGLang's names were read
-from its 0.5.23 `srt/sampling/sampling_params.py`, which answers 400 to any other. Dynamo 1.6 takes them at the
-top level of a chat request, and answers 400 to most others.
+from its 0.5.23 `srt/sampling/sampling_params.py`, which answers 400 to any other. Dynamo 1.6 takes them at
+the top level of a chat request, and answers 400 to most others.
 """
 
 from collections.abc import Callable, Mapping

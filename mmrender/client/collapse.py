@@ -1,0 +1,62 @@
+"""The prompt as the template wrote it, for engines that widen placeholders themselves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmrender.client.checks import Placed, check_range, placed_items
+from mmrender.errors import PlaceholderError
+from mmrender.media.item import MultiModalData, Text
+
+
+def collapse(
+    prompt_ids: Sequence[int], data: MultiModalData, placeholder_ids: Mapping[str, int] | None = None
+) -> list[int]:
+    """Return the prompt with each range as the one token that the template wrote there.
+
+    Args:
+        prompt_ids: The prompt, placeholders widened.
+        data: Its sidecar.
+        placeholder_ids: By modality the token that the template writes. Without it, only ranges that are one
+            token repeated can be collapsed, to that token.
+
+    Raises:
+        PlaceholderError: A range does not lie inside the prompt, overlaps another, or cannot be collapsed:
+            it holds several tokens and `placeholder_ids` is not given, or its expansion begins or ends in
+            text, which is encoded together with the text around it.
+    """
+    collapsed: list[int] = []
+    position = 0
+    for entry in placed_items(data):
+        check_range(entry, len(prompt_ids))
+        if entry.start < position:
+            raise PlaceholderError("placeholder ranges overlap", where=entry.where)
+        collapsed += prompt_ids[position : entry.start]
+        collapsed.append(_written(entry, prompt_ids, placeholder_ids or {}))
+        position = entry.stop
+    return [*collapsed, *prompt_ids[position:]]
+
+
+def _written(entry: Placed, prompt_ids: Sequence[int], placeholder_ids: Mapping[str, int]) -> int:
+    expansion = entry.item.expansion
+    first = int(prompt_ids[entry.start])
+    uniform = len(expansion) == 1 and entry.range.num_embeds == entry.range.length
+    known = placeholder_ids.get(entry.modality)
+    if isinstance(expansion[0], Text) or isinstance(expansion[-1], Text) or (known is None and not uniform):
+        raise PlaceholderError(
+            "the range cannot be put back to the template's placeholder",
+            where=entry.where,
+            expected="an expansion of special tokens, and the token that the template writes",
+            got=f"{len(expansion)} pieces",
+            remedy="Use an engine that takes widened placeholders",
+        )
+    return first if known is None else known
+
+
+def placeholder_ids_of(renderer: Any) -> dict[str, int]:
+    """By modality the token that a renderer's template writes; without those that are no single token."""
+    media = getattr(renderer, "media", None)
+    tokenizer = getattr(renderer, "tokenizer", None)
+    if media is None or tokenizer is None:
+        return {}
+    found = {modality: tokenizer.token_id(text) for modality, text in media.processor.placeholder.items()}
+    return {modality: token_id for modality, token_id in found.items() if token_id is not None}
