@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
+import msgspec
 import numpy as np
 
 from mmrender.errors import TrajectoryError
@@ -53,6 +54,9 @@ def same_item(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(same_item(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same_item, first, second))
+    if isinstance(first, msgspec.Struct):
+        names = first.__struct_fields__
+        return all(same_item(getattr(first, name), getattr(second, name)) for name in names)
     if hasattr(first, "dtype") and hasattr(first, "shape"):
         return _same_array(first, second)
     return bool(first == second)

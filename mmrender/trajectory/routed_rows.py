@@ -1,0 +1,45 @@
+"""Router choices of a sequence, put together from the engine calls that brought them."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from mmrender.trajectory.engine_data import RoutedExperts
+
+Brought: TypeAlias = Sequence[tuple[RoutedExperts, int]]
+"""From the root on: the rows that a step brought, and up to which position the sequence is that step's."""
+
+
+def experts_span(brought: Brought) -> tuple[int, int] | None:
+    """Return the last gapless run of positions `[start, stop)` that have rows, None if there is none."""
+    spans = [(experts.start, min(experts.stop, stop)) for experts, stop in brought]
+    spans = sorted((span for span in spans if span[0] < span[1]), reverse=True, key=lambda span: span[1])
+    if not spans:
+        return None
+    start, end = spans[0]
+    for first, last in spans[1:]:
+        if last >= start:
+            start = min(start, first)
+    return start, end
+
+
+def assembled_experts(brought: Brought) -> RoutedExperts | None:
+    """Return the rows of the last gapless run; where several steps brought one, that of the earliest.
+
+    The earliest call is the one that sampled a token, or first met it. Rows of one step are a view.
+    """
+    span = experts_span(brought)
+    if span is None:
+        return None
+    start, end = span
+    for experts, stop in brought:
+        if experts.start <= start and end <= min(experts.stop, stop):
+            return RoutedExperts(experts.data[start - experts.start : end - experts.start], start)
+    first = brought[0][0]
+    data = np.empty((end - start, *first.shape[1:]), first.dtype)
+    for experts, stop in reversed(brought):  # what came first is written last
+        low, high = max(experts.start, start), min(experts.stop, stop)
+        if low < high:
+            data[low - start : high - start] = experts.data[low - experts.start : high - experts.start]
+    return RoutedExperts(data, start)

@@ -1,0 +1,103 @@
+"""Cutting prompts and samples to a length, at whole images, with the sidecar cut along."""
+
+from dataclasses import replace
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.errors import TrajectoryError
+from mmrender.media.item import MultiModalData
+from mmrender.rendered import RenderedTokens
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.shared_prefix import entries_before, entries_of
+
+Ids = TypeVar("Ids", list[int], npt.NDArray[Any])
+
+
+def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
+    """Return the largest length up to `max_tokens` at which no placeholder range is cut.
+
+    Raises:
+        TrajectoryError: `max_tokens` is negative.
+    """
+    if max_tokens < 0:
+        raise TrajectoryError(
+            "a length is negative", where="max_tokens", expected="0 or more", got=str(max_tokens)
+        )
+    before = entries_before(entries_of(sidecar), max_tokens)
+    cut = bool(before) and before[-1].stop > max_tokens
+    return before[-1].offset if cut else max_tokens
+
+
+def trim_sidecar(sidecar: MultiModalData, length: int) -> MultiModalData:
+    """Return the sidecar of the first `length` tokens: the media whose ranges end there or before."""
+    if all(entry.stop <= length for entry in entries_of(sidecar)):
+        return sidecar
+    kept = [entry for entry in entries_of(sidecar) if entry.stop <= length]
+    return MultiModalData.of((entry.range, entry.item) for entry in kept)
+
+
+def trim_ids(ids: Ids, sidecar: MultiModalData, max_tokens: int) -> tuple[Ids, MultiModalData]:
+    """Return the first tokens, at most `max_tokens` and no image in part, and their sidecar.
+
+    Raises:
+        TrajectoryError: `max_tokens` is negative.
+    """
+    if len(ids) <= max_tokens:
+        return ids, sidecar
+    length = whole_media_length(sidecar, max_tokens)
+    return ids[:length], trim_sidecar(sidecar, length)
+
+
+@overload
+def trim_to_length(prompt: RenderedTokens, max_tokens: int) -> RenderedTokens: ...
+@overload
+def trim_to_length(prompt: TrainingSample, max_tokens: int) -> TrainingSample: ...
+def trim_to_length(
+    prompt: RenderedTokens | TrainingSample, max_tokens: int
+) -> RenderedTokens | TrainingSample:
+    """Return a prompt or sample of at most `max_tokens` tokens, cut where no image is cut.
+
+    Everything that is aligned to the tokens is cut with them: attribution, masks, rewards, router choices,
+    the sidecar. What fits is returned as it is. `text` and `roles` of a rendered prompt stay whole.
+
+    Raises:
+        TrajectoryError: `max_tokens` is negative.
+    """
+    if len(prompt) <= max_tokens:
+        return prompt
+    length = whole_media_length(prompt.multi_modal_data, max_tokens)
+    sidecar = trim_sidecar(prompt.multi_modal_data, length)
+    if isinstance(prompt, TrainingSample):
+        return _trim_sample(prompt, length, sidecar)
+    spans = tuple(span._replace(stop=min(span.stop, length)) for span in prompt.spans if span.start < length)
+    return replace(prompt, token_ids=prompt.token_ids[:length], spans=spans, multi_modal_data=sidecar)
+
+
+def _trim_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -> TrainingSample:
+    experts = sample.routed_experts
+    if experts is not None:
+        kept = max(0, length - experts.start)
+        experts = RoutedExperts(experts.data[:kept], experts.start) if kept else None
+    versions = (
+        WeightVersionSpan(version, start, min(stop, length))
+        for version, start, stop in sample.weight_versions
+        if start < length
+    )
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:length],
+        loss_mask=sample.loss_mask[:length],
+        logprobs=sample.logprobs[:length],
+        multi_modal_data=sidecar,
+        rewards=_cut(sample.rewards, length),
+        advantages=_cut(sample.advantages, length),
+        routed_experts=experts,
+        weight_versions=tuple(versions),
+    )
+
+
+def _cut(values: npt.NDArray[np.float32] | None, length: int) -> npt.NDArray[np.float32] | None:
+    return None if values is None else values[:length]
