@@ -89,6 +89,15 @@ def test_dtypes_and_frameworks(item: PatchItem) -> None:
         assert array.tobytes() == rounded.view(torch.uint8).numpy().tobytes()
 
 
+def test_levels_are_what_the_tensors_are_computed_from(item: PatchItem) -> None:
+    levels = item.levels()
+    assert levels.dtype == np.uint8
+    table = item.arithmetic.table()
+    by_channel = levels.reshape(len(levels), 3, -1)
+    values = np.stack([table[channel][by_channel[:, channel]] for channel in range(3)], axis=1)
+    np.testing.assert_array_equal(values.reshape(levels.shape), item.tensors()["pixel_values"])
+
+
 def test_tensors_are_the_callers_own(item: PatchItem) -> None:
     first = item.tensors()["pixel_values"]
     first[:] = 0

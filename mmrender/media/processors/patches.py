@@ -6,7 +6,7 @@ transposition of whole patch rows in uint8, then by the reference's arithmetic o
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -101,17 +101,26 @@ class PatchItem:
             return {"pixel_values_videos": values, "video_grid_thw": thw}
         return {"pixel_values": values, "image_grid_thw": thw}
 
-    def expand_into(self, out: npt.NDArray[Any], dtype: TensorDtype = "float32") -> None:
+    def levels(self) -> npt.NDArray[np.uint8]:
+        """Expand to patches that are neither rescaled nor normalised: uint8 of `pixel_shape`, a new array.
+
+        It is what servers take that normalise on the device.
+        """
+        patches = np.empty(self.pixel_shape, np.uint8)
+        self.expand_into(patches, "uint8")
+        return patches
+
+    def expand_into(self, out: npt.NDArray[Any], dtype: TensorDtype | Literal["uint8"] = "float32") -> None:
         """Write the expanded pixels into `out`, such as a slice of a batch.
 
         Args:
-            out: C-contiguous, of `pixel_shape`, float32, float16 or (for bfloat16) uint16.
-            dtype: What `out` holds.
+            out: C-contiguous, of `pixel_shape`, float32, float16, (for bfloat16) uint16, or uint8.
+            dtype: What `out` holds; `"uint8"` leaves out rescaling and normalising.
 
         Raises:
             InputError: `out` has another shape, type or layout.
         """
-        storage = np.dtype(STORAGE[dtype])
+        storage = np.dtype(np.uint8 if dtype == "uint8" else STORAGE[dtype])
         if out.shape != self.pixel_shape or out.dtype != storage or not out.flags.c_contiguous:
             raise InputError(
                 "the buffer to expand into does not fit",
@@ -134,7 +143,7 @@ def _expand_frame(
     planes: npt.NDArray[np.uint8],
     layout: PatchLayout,
     arithmetic: PixelArithmetic,
-    dtype: TensorDtype,
+    dtype: TensorDtype | Literal["uint8"],
     target: npt.NDArray[Any],
 ) -> None:
     """Write the patches of planes `(3, height, width)` into `target` `(patches, 3, repeats, patch**2)`."""
@@ -146,14 +155,16 @@ def _expand_frame(
     )
     per_band = (width // patch) * merge
     bands = max(1, _BLOCK_VALUES // (per_band * patch**2))
-    scratch = np.empty(3 * bands * per_band * patch**2, STORAGE[dtype])
+    scratch = np.empty(3 * bands * per_band * patch**2, target.dtype)
     for band in range(0, rows.shape[1], bands):
         block = np.ascontiguousarray(rows[:, band : band + bands].transpose(0, 1, 4, 2, 5, 3))
         levels = block.view(np.uint8).reshape(3, -1, patch**2)
         count = levels.shape[1]
-        values = scratch[: levels.size].reshape(levels.shape)
-        for channel in range(3):
-            arithmetic.write(levels[channel], channel, dtype, values[channel])
+        values: npt.NDArray[Any] = levels
+        if dtype != "uint8":
+            values = scratch[: levels.size].reshape(levels.shape)
+            for channel in range(3):
+                arithmetic.write(levels[channel], channel, dtype, values[channel])
         start = band * per_band
         # One store in the order of the target: written channel by channel, each line is fetched three times.
         target[start : start + count] = values.transpose(1, 0, 2)[:, :, None]
