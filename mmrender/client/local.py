@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from mmrender.client.backend import EngineRequest, EngineResponse
+from mmrender.client.checks import check_prompt, check_sidecar
 from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.local_model import LocalModel
 from mmrender.client.local_sampling import LocalSampling
-from mmrender.client.local_sequence import LocalSequence, check_prompt
+from mmrender.client.local_sequence import LocalSequence
 from mmrender.client.local_turns import TurnTaker
 from mmrender.client.transport import Reply, Transport
 from mmrender.errors import (
@@ -192,7 +193,7 @@ class LocalBackend:
         limit = self._limit(model)
         if len(request.prompt_ids) >= limit:
             raise PromptTooLongError(len(request.prompt_ids), limit - 1)
-        check_prompt(request, model.vocab_size)
+        check_sidecar(check_prompt(request.prompt_ids, model.vocab_size), request.multi_modal_data)
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else model.eos_token_ids)
         room = min(sampling.max_tokens, limit - len(request.prompt_ids))
         return LocalSequence(

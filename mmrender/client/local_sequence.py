@@ -8,7 +8,6 @@ from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.local_model import LocalModel, SequenceState
 from mmrender.client.local_sampling import LocalSampling, TokenSampler
 from mmrender.client.local_turns import Steps
-from mmrender.errors import InputError, PlaceholderError
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 
@@ -98,49 +97,6 @@ class LocalSequence:
             request_id=self._request.request_id,
             top_logprobs=tuple(self._top) if self._wants_top else None,
         )
-
-
-def check_prompt(request: EngineRequest, vocab_size: int) -> None:
-    """Refuse ids, ranges and items that do not fit together.
-
-    Raises:
-        InputError: There is no token, or one outside the vocabulary.
-        PlaceholderError: A range does not stand on equal tokens, or has no item.
-    """
-    ids = request.prompt_ids
-    if not len(ids):
-        raise InputError("the prompt is empty", where="prompt_ids", expected="at least one token")
-    for index, token in enumerate(ids):
-        if not 0 <= token < vocab_size:
-            raise InputError(
-                "a token id is outside the vocabulary",
-                where=f"prompt_ids[{index}]",
-                expected=f"0 to {vocab_size - 1}",
-                got=str(token),
-            )
-    sidecar = request.multi_modal_data
-    for modality, ranges in sidecar.mm_placeholders.items():
-        items = sidecar.mm_items.get(modality, ())
-        if len(ranges) != len(items):
-            raise PlaceholderError(
-                "placeholder ranges and items are not equally many",
-                where=f"multi_modal_data.mm_placeholders[{modality!r}]",
-                expected=f"{len(items)}, one for each item",
-                got=str(len(ranges)),
-            )
-        for index, placeholder in enumerate(ranges):
-            embeds = [
-                ids[placeholder.offset + at]
-                for at in placeholder.is_embed.nonzero()[0].tolist()
-                if 0 <= placeholder.offset + at < len(ids)
-            ]
-            if len(embeds) != placeholder.num_embeds or len(set(embeds)) > 1:
-                raise PlaceholderError(
-                    "a placeholder range is not a run of pad tokens",
-                    where=f"multi_modal_data.mm_placeholders[{modality!r}][{index}]",
-                    expected=f"{placeholder.num_embeds} equal tokens",
-                    got=f"{len(set(embeds))} different among {len(embeds)}",
-                )
 
 
 def _spans(versions: Sequence[str]) -> tuple[WeightVersionSpan, ...]:

@@ -6,6 +6,7 @@ call, and an image goes with its message.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from mmrender.messages import Message
 
@@ -21,9 +22,9 @@ def droppable_units(messages: Sequence[Message]) -> list[range]:
     opens = [index for index in starts if index == 0 or messages[index - 1].role not in ("user", "tool")]
     if not opens:
         return []
-    units = [range(start, stop) for start, stop in zip(opens, opens[1:], strict=False)]
+    units = [range(start, stop) for start, stop in pairwise(opens)]
     answers = [index for index in range(opens[-1], len(messages)) if messages[index].role == "assistant"]
-    units += [range(start, stop) for start, stop in zip(answers, answers[1:], strict=False)]
+    units += [range(start, stop) for start, stop in pairwise(answers)]
     return units
 
 

@@ -66,12 +66,12 @@ class GeneratorOutput(TypedDict):
         rollout_metrics: Means over the batch, by name.
         rollout_logprobs: What the sampler said; 0.0 on observations.
         trajectory_ids: Which rollout a row belongs to.
-        rollout_expert_indices: Router choices of prompt and response, of shape `(rows, layers, top_k)`, or None;
-            None for the whole where no engine gave any.
+        rollout_expert_indices: Router choices of prompt and response, of shape `(tokens, layers, top_k)`, or
+            None; None for the whole where no engine gave any.
         is_last_step: Whether the row is the last of its rollout.
         multi_modal_data: Media of prompt and response; ranges count from the prompt's first token.
-        pixel_values: For each row the patches of its images, joined, of shape `(patches, values)`; rows without
-            images have no patches. None where not asked for, or where no row has images.
+        pixel_values: For each row the patches of its images, joined, of shape `(patches, values)`; rows
+            without images have no patches. None where not asked for, or where no row has images.
         image_grid_thw: For each row int64 of shape `(images, 3)`; as `pixel_values`.
         errors: For each row what ended its rollout before its time, or None.
     """

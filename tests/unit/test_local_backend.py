@@ -390,17 +390,13 @@ def test_prompts_that_are_refused(backend, prompts):
     assert str(refused.value) == (
         "prompt_ids[2]: a token id is outside the vocabulary - expected 0 to 1023, got 1024"
     )
-    with pytest.raises(InputError, match="the prompt is empty"):
+    with pytest.raises(InputError, match="a prompt is a list of token ids"):
         generate(backend, replace(request(image), prompt_ids=[]))
-    with pytest.raises(PlaceholderError) as refused:
+    with pytest.raises(PlaceholderError, match="a placeholder range is not a run of pad tokens"):
         generate(backend, replace(request(image), multi_modal_data=image.multi_modal_data.shifted(1)))
-    assert str(refused.value) == (
-        "multi_modal_data.mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - "
-        "expected 20 equal tokens, got 2 different among 20"
-    )
     data = image.multi_modal_data
     fewer = MultiModalData(data.mm_hashes, data.mm_placeholders, {"image": []})
-    with pytest.raises(PlaceholderError, match="placeholder ranges and items are not equally many"):
+    with pytest.raises(PlaceholderError, match="hashes, placeholders and items must be equally many"):
         generate(backend, replace(request(image), multi_modal_data=fewer))
     with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
         generate(backend, replace(request(image), routed_experts=True))

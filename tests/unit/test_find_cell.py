@@ -1,0 +1,235 @@
+"""The example environment: its boards, its tools, its rewards, and what it says to bad calls."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from mmrender.content import normalize_messages, normalize_tools
+from mmrender.errors import InputError
+from mmrender.messages import Message, ToolCall
+from mmrender.parsing.response import ToolCallAttempt
+from mmrender.renderer import Renderer
+from mmrender.rollout.environment import Action, Environment, close_environment, resolved
+from mmrender.rollout.find_cell import FindCell, FindCellSettings
+
+
+def acting(*calls):
+    """A turn that makes calls: `(name, arguments)`, or a status for one that cannot be read."""
+    attempts, made = [], []
+    for index, call in enumerate(calls):
+        if isinstance(call, str):
+            attempts.append(ToolCallAttempt(call, None, None, "<tool_call>{", (0, 1)))
+            continue
+        name, arguments = call
+        attempts.append(ToolCallAttempt("ok", name, arguments, "", (0, 1)))
+        made.append(ToolCall(name, arguments, f"call-{index}"))
+    return Action(Message(role="assistant", content="", tool_calls=tuple(made)), tuple(attempts))
+
+
+def zoom(top, left, bottom, right):
+    return "zoom", {"top": top, "left": left, "bottom": bottom, "right": right}
+
+
+def answer(row, column):
+    return "answer", {"row": row, "column": column}
+
+
+@pytest.fixture
+def game():
+    game = FindCell(FindCellSettings(grid=4, distractors=3))
+    game.reset([], {"seed": 5})
+    return game
+
+
+def test_it_is_an_environment(game):
+    assert isinstance(game, Environment)
+    assert len(normalize_tools(game.tools)) == 2
+
+
+def test_a_seed_decides_the_board():
+    first, again, other = FindCell(), FindCell(), FindCell()
+    shown = [game.reset([], {"seed": seed}) for game, seed in ((first, 1), (again, 1), (other, 2))]
+    pictures = [np.asarray(each.messages[0]["content"][0]["image"]) for each in shown]
+    assert (pictures[0] == pictures[1]).all()
+    assert (pictures[0] != pictures[2]).any()
+    assert first.marked == again.marked
+
+
+def test_a_reset_begins_again(game):
+    game.step(acting("unclosed"))
+    game.step(acting(zoom(1, 1, 2, 2)))
+    game.reset([], {"seed": 5})
+    assert game.step(acting(answer(*game.marked))).reward == 1.0
+
+
+def test_the_mark_is_in_its_cell_and_no_other_figure_is_like_it(game):
+    side = game.settings.cell_pixels
+    board = np.asarray(game.board).astype(int).sum(2)
+    board = (board > 0) & (board < 200)  # lines between cells are black
+    ink = {
+        (row, column): int(board[row * side - side : row * side, column * side - side : column * side].sum())
+        for row in range(1, 5)
+        for column in range(1, 5)
+    }
+    assert sum(count > 0 for count in ink.values()) == 4
+    assert max(ink, key=ink.get) == game.marked
+
+
+def test_the_prompt_of_the_data_set_comes_first(game):
+    system = {"role": "system", "content": "Play."}
+    shown = game.reset([system], {"seed": 1})
+    assert [message.role for message in normalize_messages(shown.messages)] == ["system", "user"]
+    assert not shown.done
+
+
+def test_zooming_shows_the_region_at_full_resolution(game):
+    seen = game.step(acting(zoom(1, 3, 2, 4)))
+    (message,) = seen.messages
+    picture = message["content"][0]["image"]
+    assert (message["role"], message["tool_call_id"], message["name"]) == ("tool", "call-0", "zoom")
+    assert picture.size == (192, 192)
+    region = game.board.crop((96, 0, 192, 96)).resize((192, 192), 3)
+    assert (np.asarray(picture) == np.asarray(region)).all()
+    assert message["content"][1]["text"] == "Rows 1 to 2, columns 3 to 4, enlarged."
+    assert (seen.reward, seen.done) == (0.0, False)
+    wide = game.step(acting(zoom(1, 1, 1, 4))).messages[0]["content"][0]["image"]
+    assert wide.size == (192, 48)
+
+
+def test_a_zoomed_part_may_be_shown_by_the_user():
+    game = FindCell(FindCellSettings(images_in="user"))
+    game.reset([], {})
+    seen = normalize_messages(game.step(acting(zoom(1, 1, 2, 2), zoom(1, 1, 3, 3))).messages)
+    assert [message.role for message in seen] == ["tool", "tool", "user", "user"]
+    assert [len(list(message.media())) for message in seen] == [0, 0, 1, 1]
+
+
+def test_right_and_wrong_answers(game):
+    right = game.step(acting(zoom(1, 1, 2, 2), zoom(1, 1, 3, 3), answer(*game.marked)))
+    assert right.done
+    assert right.reward == pytest.approx(0.9)
+    assert right.info == {"found": 1.0, "zooms": 2.0, "invalid_calls": 0.0}
+    game.reset([], {"seed": 5})
+    row, column = game.marked
+    wrong = game.step(acting(answer(row % 4 + 1, column)))
+    assert (wrong.reward, wrong.done, wrong.info["found"]) == (0.0, True, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "reply"),
+    [
+        (("paint", {}), "Error: there is no tool paint."),
+        (("zoom", {"top": 1}), "Error: zoom takes top, left, bottom, right."),
+        (answer(0, 1), "Error: row is a whole number from 1 to 4."),
+        (answer(1, "2"), "Error: column is a whole number from 1 to 4."),
+        (answer(True, 1), "Error: row is a whole number from 1 to 4."),
+        (zoom(3, 1, 2, 2), "Error: the region is empty."),
+    ],
+)
+def test_calls_that_make_no_sense(game, call, reply):
+    seen = game.step(acting(call))
+    assert seen.messages[0]["content"] == reply
+    assert seen.messages[0]["tool_call_id"] == "call-0"
+    assert (seen.reward, seen.done) == (-0.1, False)
+
+
+def test_calls_that_cannot_be_read_are_told_after_results(game):
+    seen = game.step(acting("invalid_json", zoom(1, 1, 2, 2)))
+    assert [message["role"] for message in seen.messages] == ["tool", "user"]
+    assert seen.messages[1]["content"] == "That call is no good: invalid json: <tool_call>{."
+    assert seen.reward == -0.1
+
+
+def test_a_turn_without_calls_and_the_end_of_turns():
+    game = FindCell(FindCellSettings(max_turns=2))
+    game.reset([], {})
+    first = game.step(acting())
+    assert first.messages[0]["content"] == "Call one of the tools: zoom or answer."
+    last = game.step(acting())
+    assert (last.done, last.messages, last.reward) == (True, (), -0.1)
+    assert last.info["invalid_calls"] == 2.0
+
+
+def test_choices_are_calls_that_it_takes():
+    game = FindCell(FindCellSettings(grid=3, holds_to_choices=True))
+    shown = game.reset([], {})
+    choices = normalize_messages(shown.choices)
+    assert len(choices) == 4 + 9
+    for choice in choices:
+        (call,) = choice.tool_calls
+        assert game._problem(call) is None
+    assert FindCell().reset([], {}).choices is None
+
+
+def test_extras_replace_settings_for_one_episode():
+    game = FindCell()
+    game.reset([], {"seed": 1, "grid": 3})
+    assert game.tools[1]["function"]["parameters"]["properties"]["row"]["maximum"] == 3
+    game.reset([], {"seed": 1})
+    assert game.settings == FindCellSettings()
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        (
+            {"size": 3},
+            "extras['size']: there is no such setting - expected seed, grid, distractors, cell_pixels, "
+            "view_pixels, max_turns, zoom_cost, invalid_cost, images_in, holds_to_choices",
+        ),
+        ({"grid": 1}, "FindCellSettings.grid: is outside of its range - expected 2 to 16, got 1"),
+        (
+            {"grid": 2, "distractors": 4},
+            "FindCellSettings.distractors: is outside of its range - expected 0 to 3, got 4",
+        ),
+        (
+            {"images_in": "system"},
+            "FindCellSettings.images_in: no message of that role shows a zoomed part - "
+            "expected 'tool' or 'user', got 'system'",
+        ),
+    ],
+)
+def test_settings_that_are_refused(extras, message):
+    with pytest.raises(InputError) as refused:
+        FindCell().reset([], extras)
+    assert str(refused.value) == message
+
+
+def test_its_messages_render(game, tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    opening = game.reset([], {"seed": 5}).messages
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "zoom", "arguments": zoom(1, 1, 2, 2)[1]}}],
+    }
+    seen = game.step(acting(zoom(1, 1, 2, 2)))
+    rendered = renderer.render([*opening, turn, *seen.messages], tools=game.tools, add_generation_prompt=True)
+    assert len(rendered.multi_modal_data.mm_items["image"]) == 2
+
+
+def test_plain_and_async_methods():
+    class Closing:
+        closed = 0
+
+        async def close(self):
+            self.closed += 1
+
+    async def use():
+        async def later():
+            return 3
+
+        closing = Closing()
+        await close_environment(closing)
+        await close_environment(object())
+        return await resolved(2), await resolved(later()), closing.closed
+
+    assert asyncio.run(use()) == (2, 3, 1)
+
+
+def test_the_text_of_an_action():
+    assert Action(Message(role="assistant", content="left")).text == "left"
+    assert Action(Message(role="assistant")).text == ""
+    (parts,) = normalize_messages([{"role": "assistant", "content": [{"type": "text", "text": "a"}, "b"]}])
+    assert Action(parts).text == "ab"

@@ -1,0 +1,149 @@
+"""Which messages say the same, which may be left out, and what a choice looks like as text."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrender.content import normalize_messages
+from mmrender.errors import MessageError
+from mmrender.renderer import Renderer
+from mmrender.rollout.choices import choice_texts
+from mmrender.rollout.matching import begins_with, same_message
+from mmrender.rollout.shortening import droppable_units, without
+
+
+def one(**fields):
+    return normalize_messages([fields])[0]
+
+
+def call(arguments, **fields):
+    return {"type": "function", "function": {"name": "zoom", "arguments": arguments}, **fields}
+
+
+RED = Image.new("RGB", (4, 4), "red")
+SAME = [
+    ({"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}),
+    ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+    (
+        {"role": "assistant", "content": "x"},
+        {"role": "assistant", "content": "x", "reasoning_content": "why"},
+    ),
+    (
+        {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1, "b": [2]}')]},
+        {"role": "assistant", "content": None, "tool_calls": [call({"b": [2], "a": 1}, id="call-1")]},
+    ),
+    (
+        {"role": "assistant", "content": "x", "reasoning_content": "why"},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "x"}],
+        },
+    ),
+    (
+        {"role": "user", "content": [{"type": "image", "image": RED}]},
+        {"role": "user", "content": [{"type": "image", "image": RED.copy()}, {"type": "text", "text": ""}]},
+    ),
+    (
+        {"role": "user", "content": [{"type": "image", "image": np.zeros((2, 2, 3), np.uint8)}]},
+        {"role": "user", "content": [{"type": "image", "image": np.zeros((2, 2, 3), np.uint8)}]},
+    ),
+    ({"role": "tool", "content": "1", "name": ""}, {"role": "tool", "content": "1", "extra_key": None}),
+]
+OTHER = [
+    ({"role": "user", "content": "a"}, {"role": "user", "content": "b"}),
+    ({"role": "user", "content": "a"}, {"role": "system", "content": "a"}),
+    ({"role": "tool", "content": "1", "name": "zoom"}, {"role": "tool", "content": "1", "name": "answer"}),
+    ({"role": "tool", "content": "1", "tool_call_id": "a"}, {"role": "tool", "content": "1", "tool_call_id": "b"}),
+    (
+        {"role": "assistant", "content": "x", "reasoning_content": "because"},
+        {"role": "assistant", "content": "x", "reasoning_content": "why"},
+    ),
+    ({"role": "assistant", "content": "x", "reasoning_content": "why"}, {"role": "assistant", "content": "x"}),
+    (
+        {"role": "assistant", "tool_calls": [call({"a": 1})]},
+        {"role": "assistant", "tool_calls": [call({"a": 2})]},
+    ),
+    ({"role": "assistant", "tool_calls": [call({})]}, {"role": "assistant", "tool_calls": [call({}), call({})]}),
+    (
+        {"role": "assistant", "tool_calls": [call({}, id="a")]},
+        {"role": "assistant", "tool_calls": [call({}, id="b")]},
+    ),
+    (
+        {"role": "user", "content": [{"type": "image", "image": RED}]},
+        {"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (4, 4), "blue")}]},
+    ),
+    (
+        {"role": "user", "content": [{"type": "image", "image": RED}]},
+        {"role": "user", "content": [{"type": "image", "image": "https://x.org/red.png"}]},
+    ),
+    (
+        {"role": "user", "content": [{"type": "image", "image": RED}]},
+        {"role": "user", "content": [{"type": "text", "text": "red"}]},
+    ),
+    ({"role": "user", "content": "a", "mood": "good"}, {"role": "user", "content": "a"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", SAME, ids=range(len(SAME)))
+def test_messages_that_say_the_same(pair):
+    later, earlier = (one(**fields) for fields in pair)
+    assert same_message(later, earlier)
+
+
+@pytest.mark.parametrize("pair", OTHER, ids=range(len(OTHER)))
+def test_messages_that_do_not(pair):
+    later, earlier = (one(**fields) for fields in pair)
+    assert not same_message(later, earlier)
+
+
+def test_beginnings():
+    talk = normalize_messages([{"role": role, "content": role} for role in ("system", "user", "assistant")])
+    assert begins_with(talk, talk[:2])
+    assert begins_with(talk, talk)
+    assert not begins_with(talk[:2], talk)
+    assert not begins_with(talk, talk[1:])
+
+
+def left_out(roles):
+    """Roles by first letter; what remains after each unit is left out, oldest first."""
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    messages = normalize_messages([{"role": names[role], "content": str(i)} for i, role in enumerate(roles)])
+    units = droppable_units(messages)
+    return ["".join(m.role[0] for m in without(messages, units[: count + 1])) for count in range(len(units))]
+
+
+@pytest.mark.parametrize(
+    ("roles", "shorter"),
+    [
+        ("su", []),
+        ("u", []),
+        ("s", []),
+        ("suau", ["su"]),
+        ("suauau", ["suau", "su"]),
+        ("suatat", ["suat"]),
+        ("suatatatu", ["suatatu", "suatu"]),
+        ("suauatat", ["suatat", "suat"]),
+        ("suattuattuattu", ["suattuattu", "suattu"]),
+        ("uuauu", ["uu"]),
+        ("uatua", ["ua"]),
+    ],
+)
+def test_what_is_left_out_first(roles, shorter):
+    assert left_out(roles) == shorter
+
+
+def test_choices_are_what_the_model_would_write(tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    choices = [
+        {"role": "assistant", "content": "left"},
+        {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
+    ]
+    texts = choice_texts(renderer, choices)
+    assert texts == ["left", '<tool_call>\n{"name": "zoom", "arguments": {"x": 1}}\n</tool_call>']
+    parsed = renderer.parse_response(renderer.tokenizer.encode(texts[1]))
+    assert [(attempt.name, attempt.arguments) for attempt in parsed.tool_calls] == [("zoom", {"x": 1})]
+    with pytest.raises(MessageError) as refused:
+        choice_texts(renderer, [{"role": "user", "content": "x"}])
+    assert str(refused.value) == (
+        "choices[0].role: a choice is not the model's turn - expected 'assistant', got 'user'"
+    )
