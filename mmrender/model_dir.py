@@ -68,6 +68,16 @@ class ModelDir:
         """`config.json`."""
         return self.read_json("config.json")
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of ids that the model has embeddings for, as `config.json` says; None where it does not."""
+        text = self.config.get("text_config")
+        for config in (text if isinstance(text, Mapping) else {}, self.config):
+            size = config.get("vocab_size")
+            if isinstance(size, int):
+                return size
+        return None
+
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
         """`tokenizer_config.json`."""

@@ -50,6 +50,8 @@ class Renderer:
             `mmrender.tokens.DEFAULT_RULES` for what roles that are not named follow.
         tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
+        vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
+            default the tokenizer's.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Renderer:
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
         tool_call_grammar: str | None = None,
         memo_bytes: int = 128 << 20,
+        vocab_size: int | None = None,
     ) -> None:
         self.templates = templates
         self.tokenizer = tokenizer
         self.media = media
+        self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
         self.rules = _rules(content_special_tokens)
         processor = media.processor if media is not None else None
         self._writer = TokenWriter(
@@ -146,6 +150,7 @@ class Renderer:
             content_special_tokens=content_special_tokens,
             tool_call_grammar=tool_call_grammar,
             memo_bytes=memo_bytes,
+            vocab_size=model.vocab_size,
         )
 
     def render(

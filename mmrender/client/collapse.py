@@ -36,20 +36,29 @@ def collapse(
     return [*collapsed, *prompt_ids[position:]]
 
 
-def _written(entry: Placed, prompt_ids: Sequence[int], placeholder_ids: Mapping[str, int]) -> int:
+def can_collapse(data: MultiModalData, placeholder_ids: Mapping[str, int] | None = None) -> bool:
+    """Whether `collapse` gives the template's prompt for these items."""
+    return all(_is_collapsible(entry, placeholder_ids or {}) for entry in placed_items(data))
+
+
+def _is_collapsible(entry: Placed, placeholder_ids: Mapping[str, int]) -> bool:
     expansion = entry.item.expansion
-    first = int(prompt_ids[entry.start])
+    if not expansion or isinstance(expansion[0], Text) or isinstance(expansion[-1], Text):
+        return False
     uniform = len(expansion) == 1 and entry.range.num_embeds == entry.range.length
-    known = placeholder_ids.get(entry.modality)
-    if isinstance(expansion[0], Text) or isinstance(expansion[-1], Text) or (known is None and not uniform):
+    return uniform or entry.modality in placeholder_ids
+
+
+def _written(entry: Placed, prompt_ids: Sequence[int], placeholder_ids: Mapping[str, int]) -> int:
+    if not _is_collapsible(entry, placeholder_ids):
         raise PlaceholderError(
             "the range cannot be put back to the template's placeholder",
             where=entry.where,
             expected="an expansion of special tokens, and the token that the template writes",
-            got=f"{len(expansion)} pieces",
+            got=f"{len(entry.item.expansion)} pieces",
             remedy="Use an engine that takes widened placeholders",
         )
-    return first if known is None else known
+    return placeholder_ids.get(entry.modality, int(prompt_ids[entry.start]))
 
 
 def placeholder_ids_of(renderer: Any) -> dict[str, int]:

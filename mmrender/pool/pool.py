@@ -228,6 +228,11 @@ class RendererPool:
         """The model's tokenizer."""
         return self.renderer.tokenizer
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model has embeddings for."""
+        return self.renderer.vocab_size
+
     # --- the same on a worker ---
 
     async def arender(
