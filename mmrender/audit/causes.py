@@ -57,7 +57,7 @@ def find_cause(
 
 
 def _variations(compared: Comparison, departure: int, others: Sequence[MediaItem]) -> Iterable[Variation]:
-    yield from id_variations(compared.sample)
+    yield from id_variations(compared.sample, int(compared.positions[departure]))
     for place in _candidates(compared, departure):
         yield from image_variations(compared.sample, place, others)
 

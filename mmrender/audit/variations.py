@@ -205,21 +205,28 @@ def _by_channel(
     return (pixels * scale[:, None, None] + offset[:, None, None]).astype(np.float32)
 
 
-def id_variations(sample: TrainingSample) -> Iterator[Variation]:
-    """Yield other tokens, or another order of them, that the sampler may have had."""
+def id_variations(sample: TrainingSample, position: int) -> Iterator[Variation]:
+    """Yield another order of tokens that the sampler may have had.
+
+    Args:
+        sample: The sample.
+        position: The first token that departs; it and what follows are suspected.
+    """
+    runs = [run for run in sampled_runs(sample.loss_mask) if run[1] > position]
     for by in (1, -1, 2, -2):
         way = "later" if by > 0 else "earlier"
-        yield Variation(
-            "ids",
-            f"the sampled tokens are shifted: the sampler's stood {abs(by)} place(s) {way}",
-            _shifted(sample, by),
-        )
+        for moved, which in ((runs[:1], "of one completion"), (runs, "of every completion from there on")):
+            yield Variation(
+                "ids",
+                f"the sampled tokens {which} are shifted: the sampler's stood {abs(by)} place(s) {way}",
+                _shifted(sample, by, moved),
+            )
 
 
-def _shifted(sample: TrainingSample, by: int) -> TrainingSample:
-    """Each sampled run with its tokens moved within the run, its own log-probabilities in place."""
+def _shifted(sample: TrainingSample, by: int, runs: Sequence[tuple[int, int]]) -> TrainingSample:
+    """The sample with the tokens of each run moved within it; log-probabilities stay."""
     ids = sample.token_ids.copy()
-    for start, stop in sampled_runs(sample.loss_mask):
+    for start, stop in runs:
         ids[start:stop] = np.roll(ids[start:stop], by)
     return replace(sample, token_ids=ids)
 

@@ -1,0 +1,229 @@
+"""An audit names the fault that was planted between sampler and trainer, and nothing where there is none."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrender.audit import TrainerModel, audit, inspect_sample, save_plot
+from mmrender.audit.variations import ChangedItem, sampled_runs
+from mmrender.client.backend import EngineRequest
+from mmrender.client.local import LocalBackend
+from mmrender.media.item import MultiModalData
+from mmrender.renderer import Renderer
+from mmrender.trajectory.sample import TrainingSample
+
+TOLERANCE = 1e-3
+
+
+def picture(seed, size=(160, 128)):
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (8, 8, 3), np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model):
+    return TrainerModel.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_model, renderer):
+    """Two turns each, the second bridged: images before the first completion and between the two."""
+    backend = LocalBackend(tiny_model)
+
+    async def rollout(seed):
+        user = {"role": "user", "content": [{"type": "image", "image": picture(seed)}, "What is it?"]}
+        more = {"role": "user", "content": [{"type": "image", "image": picture(seed + 50)}, "And this?"]}
+        first = renderer.render([user], add_generation_prompt=True)
+        one = await complete(backend, first, 2 * seed)
+        bridged = renderer.bridge_to_next_turn(
+            first.token_ids, one.completion_ids, [more], previous_multi_modal_data=first.multi_modal_data
+        )
+        two = await complete(backend, bridged, 2 * seed + 1)
+        return sample_of(seed, bridged, [(len(first), one), (len(bridged), two)])
+
+    async def everything():
+        return await asyncio.gather(*[rollout(seed) for seed in range(3)])
+
+    return asyncio.run(everything())
+
+
+async def complete(backend, prompt, seed):
+    request = EngineRequest(
+        "tiny",
+        prompt.token_ids,
+        {"max_tokens": 12, "temperature": 1.0, "seed": seed, "ignore_eos": True},
+        f"r{seed}",
+        multi_modal_data=prompt.multi_modal_data,
+    )
+    return await backend.generate(request, None)
+
+
+def sample_of(seed, last, turns):
+    ids = np.array([*last.token_ids, *turns[-1][1].completion_ids], np.int32)
+    mask, logprobs = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.float32)
+    for start, response in turns:
+        stop = start + len(response.completion_ids)
+        mask[start:stop] = True
+        logprobs[start:stop] = response.logprobs
+    return TrainingSample(ids, mask, logprobs, last.multi_modal_data, sample_id=f"rollout-{seed}")
+
+
+def with_items(sample, items):
+    sidecar = sample.multi_modal_data
+    return replace(
+        sample,
+        multi_modal_data=MultiModalData(
+            {"image": [item.identity for item in items]}, sidecar.mm_placeholders, {"image": items}
+        ),
+    )
+
+
+def planted(samples, trainer, change, **options):
+    faulty = [change(samples[0]), *samples[1:]]
+    return audit(faulty, trainer, tolerance=TOLERANCE, **options)
+
+
+def test_nothing_is_found_where_nothing_is_wrong(samples, trainer):
+    report = audit(samples, trainer, tolerance=TOLERANCE)
+    assert report.ok
+    assert report.tokens == 3 * 24
+    assert report.largest < 1e-4
+    assert report.kl < 1e-6
+    assert report.text().endswith("the trainer sees what was sampled")
+
+
+def second_image(change):
+    """Change the second image's item, which only the second completion saw."""
+
+    def changed(sample):
+        first, second = sample.multi_modal_data.mm_items["image"]
+        return with_items(sample, [first, change(second)])
+
+    return changed
+
+
+def test_one_patch_off(samples, trainer):
+    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
+    report = planted(samples, trainer, moved)
+    (finding,) = report.findings
+    assert finding.cause == "pixels"
+    assert finding.image == 1
+    assert finding.statement.startswith("the sampler saw every patch 1 place(s) earlier in image 1 (tokens ")
+    (departing,) = report.departing
+    first = departing.first_departure(TOLERANCE)
+    assert first == 12  # the second completion's first token; the first never saw that image
+    assert [place.number for place in departing.suspects(first)] == [1]
+
+
+def test_wrong_normalisation(samples, trainer):
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+    def clip(pixels, _):
+        raw = (pixels * 0.5 + 0.5).reshape(len(pixels), 3, -1)
+        return (
+            ((raw - np.array(mean)[:, None]) / np.array(std)[:, None])
+            .reshape(pixels.shape)
+            .astype(np.float32)
+        )
+
+    changed = second_image(
+        lambda item: replace(item, arithmetic=replace(item.arithmetic, mean=mean, std=std))
+    )
+    item = samples[0].multi_modal_data.mm_items["image"][1]
+    as_served = ChangedItem(item, clip).tensors()["pixel_values"]
+    by_settings = changed(samples[0]).multi_modal_data.mm_items["image"][1].tensors()["pixel_values"]
+    assert np.allclose(as_served, by_settings, atol=1e-5)
+    (finding,) = planted(samples, trainer, changed).findings
+    assert finding.cause == "pixels"
+    assert "normalised by another rule (mean and deviation 0.5) in image 1" in finding.statement
+
+
+def test_stale_image_for_a_hash(samples, trainer):
+    own = samples[0].multi_modal_data.mm_items["image"][1]
+    other = samples[1].multi_modal_data.mm_items["image"][1]
+    stale = second_image(lambda item: replace(other, identity=item.identity))
+    report = planted(samples, trainer, stale, others=[replace(own, identity="f" * 64)])
+    (finding,) = report.findings
+    assert finding.cause == "pixels"
+    assert "a stale image under this one's hash" in finding.statement
+    assert finding.image == 1
+
+
+def test_ids_shifted(samples, trainer):
+    def shift(sample):
+        ids = sample.token_ids.copy()
+        start, stop = sampled_runs(sample.loss_mask)[1]
+        ids[start:stop] = np.roll(ids[start:stop], 1)
+        return replace(sample, token_ids=ids)
+
+    (finding,) = planted(samples, trainer, shift).findings
+    assert finding.cause == "ids"
+
+
+def test_sampled_pad_token(samples, trainer, renderer):
+    pad = renderer.tokenizer.token_id("<|image_pad|>")
+
+    def put_pad(sample):
+        ids = sample.token_ids.copy()
+        ids[sampled_runs(sample.loss_mask)[0][0] + 3] = pad
+        return replace(sample, token_ids=ids)
+
+    (finding,) = planted(samples, trainer, put_pad).findings
+    assert finding.cause == "ids"
+    assert finding.statement.startswith("the model sampled the placeholder token of images")
+
+
+def test_ranges_and_masks_that_do_not_fit(samples):
+    sample = samples[0]
+    sidecar = sample.multi_modal_data
+    moved = [sidecar.mm_placeholders["image"][0].shifted(1), sidecar.mm_placeholders["image"][1]]
+    shifted = replace(
+        sample, multi_modal_data=MultiModalData(sidecar.mm_hashes, {"image": moved}, sidecar.mm_items)
+    )
+    (finding,) = inspect_sample(shifted)
+    assert finding.statement == (
+        "the tokens do not stand where the placeholder range of image 0 says; the run that fits stands "
+        "1 token(s) earlier"
+    )
+    late = replace(sample, loss_mask=np.roll(sample.loss_mask, 1))
+    assert {found.cause for found in inspect_sample(late)} == {"masks"}
+    sentinel = sample.logprobs.copy()
+    sentinel[np.flatnonzero(sample.loss_mask)[2]] = np.nan
+    (finding,) = inspect_sample(replace(sample, logprobs=sentinel))
+    assert finding.statement == "sampled tokens carry what is no log-probability"
+
+
+def test_precision(samples, trainer):
+    low = trainer.low_precision()
+    rounded = [
+        replace(sample, logprobs=np.where(sample.loss_mask, low.logprobs(sample), 0).astype(np.float32))
+        for sample in samples
+    ]
+    report = audit(rounded, trainer, tolerance=1e-4)
+    assert {finding.cause for finding in report.findings} == {"precision"}
+
+
+def test_other_weights_are_not_blamed_on_an_image(samples, trainer):
+    wrong = [replace(sample, logprobs=(sample.logprobs * 1.5).astype(np.float32)) for sample in samples]
+    report = audit(wrong, trainer, tolerance=TOLERANCE, explain=1)
+    (finding,) = report.findings
+    assert finding.cause == "unknown"
+
+
+def test_the_text_says_where_and_the_plot_is_drawn(samples, trainer, renderer, tmp_path):
+    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
+    report = planted(samples, trainer, moved, decode=renderer.decode)
+    text = report.text()
+    assert "1 of 3 samples depart" in text
+    assert "rollout-0: first at token" in text
+    assert "sampled token 13 of 24, after image 1 (tokens" in text
+    assert save_plot(report, tmp_path / "audit.png").stat().st_size > 10_000
