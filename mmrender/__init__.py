@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mmrender._version import __version__
 
 if TYPE_CHECKING:
+    from mmrender.client.generate import generate
     from mmrender.errors import MMRenderError
     from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
     from mmrender.media.policy import MediaPolicy
@@ -35,6 +36,7 @@ __all__ = [
     "ToolCall",
     "VideoPart",
     "__version__",
+    "generate",
     "is_multimodal",
 ]
 
@@ -55,6 +57,7 @@ _HOMES: Final = {
     "TokenSpan": "mmrender.rendered",
     "ToolCall": "mmrender.messages",
     "VideoPart": "mmrender.messages",
+    "generate": "mmrender.client.generate",
     "is_multimodal": "mmrender.protocols",
 }
 
