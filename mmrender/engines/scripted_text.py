@@ -1,0 +1,119 @@
+"""The OpenAI routes of the scripted engine."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmrender.client.backend import EngineResponse
+
+
+def chat_text(body: Mapping[str, Any]) -> str:
+    """What the engine's template writes."""
+    messages = body["messages"]
+    text = "".join(f"[{each['role']}]{_flat(each['content'])}[end]" for each in messages)
+    if body.get("continue_final_message"):
+        return text.removesuffix("[end]")
+    return f"{text}[assistant]"
+
+
+def _flat(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "<image>" for part in content)
+
+
+def _tokens(response: EngineResponse) -> list[str]:
+    from mmrender.engines.scripted import token_text
+
+    return [token_text(token) for token in response.completion_ids]
+
+
+def _text(response: EngineResponse) -> str:
+    from mmrender.engines.scripted import letters
+
+    return letters(response.completion_ids)
+
+
+def chat_reply(body: Mapping[str, Any], response: EngineResponse, number: int) -> dict[str, Any]:
+    """The JSON of a chat completion."""
+    entries: list[dict[str, Any]] = [
+        {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(_tokens(response), response.logprobs, strict=False)
+    ]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": _text(response), "tool_calls": []},
+        "logprobs": {"content": entries} if body.get("logprobs") else None,
+        "finish_reason": response.finish_reason,
+    }
+    return _reply("chat.completion", f"chatcmpl-{number}", body, choice, response)
+
+
+def completion_reply(body: Mapping[str, Any], response: EngineResponse, number: int) -> dict[str, Any]:
+    """The JSON of a text completion."""
+    tokens = _tokens(response)
+    offsets = [len("".join(tokens[:index])) for index in range(len(tokens))]
+    logprobs = {"tokens": tokens, "token_logprobs": response.logprobs, "text_offset": offsets}
+    choice = {
+        "index": 0,
+        "text": _text(response),
+        "logprobs": logprobs if body.get("logprobs") is not None else None,
+        "finish_reason": response.finish_reason,
+    }
+    if body.get("return_token_ids"):
+        choice["token_ids"] = response.completion_ids
+    return _reply("text_completion", f"cmpl-{number}", body, choice, response)
+
+
+def _reply(
+    kind: str, name: str, body: Mapping[str, Any], choice: Mapping[str, Any], response: EngineResponse
+) -> dict[str, Any]:
+    prompt, completion = response.usage.prompt_tokens, response.usage.completion_tokens
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    return {
+        "id": name,
+        "object": kind,
+        "created": 1,
+        "model": body.get("model"),
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+def chunks_of(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A reply as a stream of one token a chunk, as the engines send it."""
+    head = {"id": reply["id"], "created": reply["created"], "model": reply["model"]}
+    choice = reply["choices"][0]
+    if reply["object"] == "chat.completion":
+        head["object"] = "chat.completion.chunk"
+        entries = (choice["logprobs"] or {}).get("content") or []
+        yield {**head, "choices": [_chunk(choice, {"delta": {"role": "assistant", "content": ""}}, None)]}
+        for entry in entries:
+            text = entry["token"].replace("<stop>", "")
+            yield {
+                **head,
+                "choices": [_chunk(choice, {"delta": {"content": text}}, {"content": [entry]})],
+            }
+        yield {
+            **head,
+            "choices": [_chunk(choice, {"delta": {}}, None, choice["finish_reason"])],
+        }
+    else:
+        head["object"] = "text_completion"
+        parts = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
+        for index, token in enumerate(parts["tokens"]):
+            logprobs = {"tokens": [token], "token_logprobs": parts["token_logprobs"][index : index + 1]}
+            text = {"text": token.replace("<stop>", "")}
+            ids = {"token_ids": choice["token_ids"][index : index + 1]} if "token_ids" in choice else {}
+            yield {**head, "choices": [_chunk(choice, {**text, **ids}, logprobs)]}
+        yield {**head, "choices": [_chunk(choice, {"text": ""}, None, choice["finish_reason"])]}
+    yield {**head, "choices": [], "usage": reply["usage"]}
+
+
+def _chunk(
+    choice: Mapping[str, Any], fields: Mapping[str, Any], logprobs: Any, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": choice["index"], **fields, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,204 @@
+"""Batches taken apart into single prompts, and put together again in order."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrender.client.backend import EngineResponse
+from mmrender.engines.interface import InferenceEngineInput, InferenceEngineOutput
+from mmrender.errors import InputError
+from mmrender.media.item import MultiModalData
+
+_KEYS = frozenset(InferenceEngineInput.__annotations__)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One prompt to complete.
+
+    Attributes:
+        where: Its place in the input, such as `prompt_token_ids[3]`.
+        prompt_ids: Its tokens.
+        params: Sampling parameters.
+        multi_modal_data: Its sidecar.
+        collapsed_ids: With each placeholder range as one token, or None.
+        session_id: Session, or None.
+        options: What goes with every request for it: `cache_salt`, `priority`, `extra_headers`,
+            `routed_experts`.
+    """
+
+    where: str
+    prompt_ids: Sequence[int]
+    params: Mapping[str, Any]
+    multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
+    collapsed_ids: Sequence[int] | None = None
+    session_id: Hashable | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def image_ids(self) -> list[str]:
+        """Identities of its media items, in order."""
+        return [name for hashes in self.multi_modal_data.mm_hashes.values() for name in hashes]
+
+    def as_input(
+        self, prompt_ids: Sequence[int], params: Mapping[str, Any], collapsed_ids: Sequence[int] | None
+    ) -> InferenceEngineInput:
+        """The input of a single request for it."""
+        single: InferenceEngineInput = {
+            "prompt_token_ids": [prompt_ids],
+            "sampling_params": params,
+            "session_ids": [self.session_id],
+        }
+        if self.multi_modal_data:
+            single["multi_modal_data"] = [self.multi_modal_data]
+        if collapsed_ids is not None:
+            single["collapsed_ids"] = [collapsed_ids]
+        single.update(self.options)  # type: ignore[typeddict-item]
+        return single
+
+
+def split(batch: InferenceEngineInput, renderer: Any = None) -> list[Work]:
+    """Take a batch apart; conversations are rendered.
+
+    Raises:
+        InputError: The batch is not understood; `where` names the field.
+        RenderError, MediaError, MessageError: A conversation cannot be rendered.
+    """
+    _check_keys(batch)
+    prompts, ids = batch.get("prompts"), batch.get("prompt_token_ids")
+    if (prompts is None) == (ids is None):
+        raise InputError(
+            "prompts are not given in one way",
+            expected="exactly one of 'prompts' and 'prompt_token_ids'",
+            got="both" if prompts is not None else "neither",
+        )
+    if prompts is not None:
+        return _rendered(batch, prompts, renderer)
+    return _tokenized(batch, ids or ())
+
+
+def _check_keys(batch: InferenceEngineInput) -> None:
+    unknown = sorted(set(batch) - _KEYS)
+    if unknown:
+        raise InputError(
+            "there is no such input", where=unknown[0], expected=f"one of {', '.join(sorted(_KEYS))}"
+        )
+
+
+def _tokenized(batch: InferenceEngineInput, ids: Sequence[Sequence[int]]) -> list[Work]:
+    count = len(ids)
+    if count and isinstance(ids[0], int):
+        raise InputError(
+            "a single prompt stands where a list of prompts is expected",
+            where="prompt_token_ids",
+            remedy="Write [token_ids]",
+        )
+    sidecars = _one_each(batch, "multi_modal_data", count)
+    collapsed = _one_each(batch, "collapsed_ids", count)
+    sessions = _one_each(batch, "session_ids", count)
+    params = _params(batch, count)
+    options = _options(batch)
+    for index, prompt in enumerate(ids):
+        if not len(prompt):
+            raise InputError("the prompt is empty", where=f"prompt_token_ids[{index}]")
+    return [
+        Work(
+            where=f"prompt_token_ids[{index}]",
+            prompt_ids=prompt,
+            params=params[index],
+            multi_modal_data=sidecars[index] or MultiModalData(),
+            collapsed_ids=collapsed[index],
+            session_id=sessions[index],
+            options=options,
+        )
+        for index, prompt in enumerate(ids)
+    ]
+
+
+def _rendered(batch: InferenceEngineInput, prompts: Sequence[Any], renderer: Any) -> list[Work]:
+    if renderer is None:
+        raise InputError(
+            "conversations need a renderer",
+            where="prompts",
+            remedy="Give one to the engine or client, or pass prompt_token_ids",
+        )
+    for name in ("multi_modal_data", "collapsed_ids"):
+        if batch.get(name) is not None:
+            raise InputError("it belongs to prompt_token_ids", where=name, got="it beside 'prompts'")
+    if prompts and isinstance(prompts[0], Mapping):
+        raise InputError(
+            "a single conversation stands where a list of them is expected",
+            where="prompts",
+            remedy="Write [messages]",
+        )
+    sessions = _one_each(batch, "session_ids", len(prompts))
+    params = _params(batch, len(prompts))
+    options = _options(batch)
+    arguments = dict(batch.get("template_arguments") or {})
+    work = []
+    for index, messages in enumerate(prompts):
+        rendered = renderer.render(
+            messages, tools=batch.get("tools"), add_generation_prompt=True, **arguments
+        )
+        work.append(
+            Work(
+                where=f"prompts[{index}]",
+                prompt_ids=rendered.token_ids,
+                params=params[index],
+                multi_modal_data=rendered.multi_modal_data,
+                session_id=sessions[index],
+                options=options,
+            )
+        )
+    return work
+
+
+def _one_each(batch: InferenceEngineInput, name: str, count: int) -> Sequence[Any]:
+    values: Any = batch.get(name)
+    if values is None:
+        return [None] * count
+    if len(values) != count:
+        raise InputError(
+            "there is not one for each prompt", where=name, expected=str(count), got=str(len(values))
+        )
+    return list(values)
+
+
+def _params(batch: InferenceEngineInput, count: int) -> Sequence[Mapping[str, Any]]:
+    params = batch.get("sampling_params")
+    if params is None:
+        raise InputError(
+            "sampling parameters are missing",
+            where="sampling_params",
+            remedy="Give at least {'max_tokens': N}",
+        )
+    if isinstance(params, Mapping):
+        return [params] * count
+    return _one_each(batch, "sampling_params", count)
+
+
+def _options(batch: InferenceEngineInput) -> dict[str, Any]:
+    names = ("cache_salt", "priority", "extra_headers", "routed_experts")
+    values: Mapping[str, Any] = dict(batch)
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def joined(
+    work: Sequence[Work],
+    responses: Sequence[EngineResponse],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> InferenceEngineOutput:
+    """Put single completions together, in order; text is decoded once, from whole completions."""
+    return {
+        "responses": None if decode is None else [decode(each.completion_ids) for each in responses],
+        "response_ids": [each.completion_ids for each in responses],
+        "response_logprobs": [each.logprobs for each in responses],
+        "stop_reasons": [each.finish_reason for each in responses],
+        "matched_stops": [each.stop_reason for each in responses],
+        "prompt_token_ids": [list(each.prompt_ids) for each in work],
+        "multi_modal_data": [each.multi_modal_data for each in work],
+        "usages": [each.usage for each in responses],
+        "weight_versions": [each.weight_versions for each in responses],
+        "routed_experts": [each.routed_experts for each in responses],
+        "engine_responses": list(responses),
+    }
