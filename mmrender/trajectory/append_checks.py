@@ -75,7 +75,16 @@ def checked_entries(sidecar: Any, prompt_length: int, where: str) -> list[MediaE
     for modality in {**sidecar.mm_hashes, **sidecar.mm_placeholders, **sidecar.mm_items}:
         _check_lists(sidecar, modality, where)
     entries = entries_of(sidecar)
-    end = 0
+    check_ranges(entries, 0, prompt_length, where)
+    return entries
+
+
+def check_ranges(entries: Sequence[MediaEntry], start: int, prompt_length: int, where: str) -> None:
+    """Raise unless the ranges of `entries` lie within `[start, prompt_length)`, in order and apart.
+
+    Raises:
+        TrajectoryError: One does not.
+    """
     for entry in entries:
         path = f"{where}.{entry.item.modality} at token {entry.offset}"
         if entry.offset < 0 or entry.range.length < 1 or entry.stop > prompt_length:
@@ -86,12 +95,11 @@ def checked_entries(sidecar: Any, prompt_length: int, where: str) -> list[MediaE
                 got=f"[{entry.offset}, {entry.stop})",
                 remedy="Trim the sidecar together with the tokens",
             )
-        if entry.offset < end:
+        if entry.offset < start:
             raise TrajectoryError(
-                "two media ranges overlap", where=path, expected=f"{end} or more", got=str(entry.offset)
+                "two media ranges overlap", where=path, expected=f"{start} or more", got=str(entry.offset)
             )
-        end = entry.stop
-    return entries
+        start = entry.stop
 
 
 def _check_lists(sidecar: MultiModalData, modality: str, where: str) -> None:

@@ -142,7 +142,6 @@ class Trajectory:
         experts = checked_experts(
             routed_experts, len(sequence), self._known_experts(), f"{where}.routed_experts"
         )
-        own_entries = tuple(self._interned(entries_from(entries, keep)))
         conversation = list(messages) if messages is not None else []
         messages_keep = _shared_messages(parent, conversation)
         step = Step(
@@ -151,8 +150,7 @@ class Trajectory:
             keep=keep,
             own_ids=_frozen(sequence[keep:].copy()),
             added=len(prompt) - keep,
-            own_entries=own_entries,
-            new_items=self._unseen(own_entries),
+            own_entries=tuple(self._interned(entries_from(entries, keep))),
             logprobs=checked_logprobs(logprobs, len(completion), f"{where}.logprobs"),
             finish_reason=finish_reason,
             own_routed_experts=_own_experts(experts, parent, keep),
@@ -162,7 +160,8 @@ class Trajectory:
             _reward=read_reward(reward, len(completion), f"{where}.reward"),
             extra=read_extra(extra, f"{where}.extra"),
         )
-        self._add(step, sequence)
+        self.restore(step)
+        self._remember(step, sequence)
         return step
 
     def find(
@@ -261,14 +260,18 @@ class Trajectory:
         keys = {(entry.item.identity, type(entry.item)): entry.item for entry in entries}
         return tuple(item for key, item in keys.items() if key not in self._items)
 
-    def _add(self, step: Step, sequence: Int32Array) -> None:
+    def restore(self, step: Step) -> None:
+        """Add a step that was stored; whoever read it has checked it."""
+        step.new_items = self._unseen(step.own_entries)
         for item in step.new_items:
             self._items[item.identity, type(item)] = item
+        self._steps.append(step)
+
+    def _remember(self, step: Step, sequence: Int32Array) -> None:
         step._sequence = _frozen(sequence)
         self._recent.append(step)
         if len(self._recent) > _REMEMBERED:
             self._recent.popleft()._sequence = None
-        self._steps.append(step)
 
 
 def _shared_messages(parent: Step | None, messages: Sequence[Any]) -> int:

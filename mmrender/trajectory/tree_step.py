@@ -175,8 +175,8 @@ class Step:
             step = step.parent
 
 
-def read_reward(value: Any, count: int, where: str) -> "float | npt.NDArray[np.float32] | None":
-    """Return a reward as a number, or as float32 `[count]`.
+def read_reward(value: Any, count: int | None, where: str) -> "float | npt.NDArray[np.float32] | None":
+    """Return a reward as a number, or as float32 `[count]` unless `count` is None.
 
     Raises:
         TrajectoryError: It is neither a finite number nor one for each sampled token.
@@ -187,11 +187,13 @@ def read_reward(value: Any, count: int, where: str) -> "float | npt.NDArray[np.f
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         array = np.array("", np.str_)
-    if array.dtype.kind != "f" or array.shape not in ((), (count,)) or not np.isfinite(array).all():
+    shapes: list[tuple[int, ...]] = [()] if count is None else [(), (count,)]
+    if array.dtype.kind != "f" or array.shape not in shapes or not np.isfinite(array).all():
+        several = "" if count is None else f", or {count} of them, one for each sampled token"
         raise TrajectoryError(
             "a reward is malformed",
             where=where,
-            expected=f"a finite number, or {count} of them, one for each sampled token",
+            expected=f"a finite number{several}",
             got=repr(value)[:80],
         )
     if array.ndim == 0:
