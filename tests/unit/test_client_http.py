@@ -1,0 +1,498 @@
+"""The HTTP transport against a server in the same loop."""
+
+import asyncio
+import gc
+import pickle
+import socket
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from client_server import StubServer, stub_server
+from mmrender.client.config import TransportConfig
+from mmrender.client.hooks import ClientHooks, RequestEvent
+from mmrender.client.http import HTTPTransport
+from mmrender.client.transport import Transport
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineTimeoutError,
+    InputError,
+)
+
+QUICK = {"wait_initial": 0.001, "wait_jitter": 0.0}
+
+
+def with_server(test: Callable[[StubServer], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with stub_server() as server:
+            return await test(server)
+
+    return asyncio.run(run())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Recorder(ClientHooks):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, RequestEvent]] = []
+
+    def on_request(self, event: RequestEvent) -> dict[str, str]:
+        self.events.append(("request", event))
+        return {"traceparent": "00-1", "x-mine": "hook"}
+
+    def on_retry(self, event: RequestEvent) -> None:
+        self.events.append(("retry", event))
+
+    def on_response(self, event: RequestEvent) -> None:
+        self.events.append(("response", event))
+
+    def on_error(self, event: RequestEvent) -> None:
+        self.events.append(("error", event))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+def test_json_goes_out_and_comes_back() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, api_key="k", headers={"x-session": "7"})
+        assert isinstance(transport, Transport)
+        reply = await transport.request("POST", "/echo?a=1", json={"ids": [1, 2]}, headers={"x-one": "1"})
+        assert (reply.status, bytes(reply.body)) == (200, b'{"ids":[1,2]}')
+        method, path, headers, _ = server.seen[0]
+        assert (method, path) == ("POST", "/echo?a=1")
+        assert headers["Authorization"] == "Bearer k"
+        assert (headers["x-session"], headers["x-one"]) == ("7", "1")
+        assert headers["Content-Type"] == "application/json"
+
+    with_server(test)
+
+
+@pytest.mark.parametrize("path", ["/echo", "/chunked"])
+@pytest.mark.parametrize("size", [0, 100, 300_000, 3_000_000])
+def test_bodies_of_all_sizes_arrive_whole(path: str, size: int) -> None:
+    body = {"text": "x" * size}
+
+    async def test(server: StubServer) -> None:
+        reply = await HTTPTransport(server.url).request("POST", path, json=body)
+        assert msgspec.json.decode(reply.body) == body
+        assert memoryview(reply.body).readonly
+        assert len(server.seen[0][3]) == int(server.seen[0][2]["Content-Length"])
+
+    with_server(test)
+
+
+def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> None:
+    transport: list[HTTPTransport] = []
+
+    async def test(server: StubServer) -> None:
+        transport.append(transport[0] if transport else HTTPTransport(server.url))
+        way = HTTPTransport(server.url) if transport[0].base_url != server.url else transport[0]
+        for _ in range(3):
+            await way.request("POST", "/echo", json=1)
+        assert len(set(server.connections)) == 1
+        await way.aclose()
+        await way.request("POST", "/echo", json=1)
+        assert len(set(server.connections)) == 2
+
+    # Warnings are errors: a session left open in either loop would fail the test.
+    with_server(test)
+    with_server(test)
+    gc.collect()
+
+
+def test_one_transport_serves_one_loop_after_another() -> None:
+    config = TransportConfig("http://127.0.0.1:1", attempts=1)
+    transport = HTTPTransport(config)
+
+    async def fail() -> None:
+        with pytest.raises(EngineConnectionError):
+            await transport.request("GET", "/")
+
+    asyncio.run(fail())
+    asyncio.run(fail())
+    # Only the loop that ended last is still held, until the next one opens its session.
+    assert len(transport._sessions._entries) <= 1
+
+
+def test_a_loop_that_was_closed_by_hand_is_let_go() -> None:
+    transport = HTTPTransport("http://127.0.0.1:1", attempts=1)
+
+    async def fail() -> None:
+        with pytest.raises(EngineConnectionError):
+            await transport.request("GET", "/")
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(fail())
+    loop.close()
+    gone = weakref.ref(loop)
+    del loop
+    asyncio.run(fail())
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_dropped_transport_closes_its_connections() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url)
+        await transport.request("POST", "/echo", json=1)
+        session = await transport._sessions.get()
+        del transport
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert session.closed
+
+    with_server(test)
+
+
+def test_threads_share_a_transport() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url)
+        bodies: list[bytes] = []
+
+        def work() -> None:
+            reply = asyncio.run(transport.request("POST", "/echo", json={"n": 1}))
+            bodies.append(bytes(reply.body))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            await asyncio.sleep(0.005)
+        assert bodies == [b'{"n":1}'] * 4
+
+    with_server(test)
+
+
+def test_a_transport_is_pickled_with_its_settings() -> None:
+    transport = HTTPTransport("http://127.0.0.1:1/", api_key="secret", attempts=2, hooks=[ClientHooks()])
+    copy = pickle.loads(pickle.dumps(transport))
+    assert copy.config == transport.config
+    assert copy.base_url == "http://127.0.0.1:1"
+    assert len(copy._hooks.hooks) == 1
+
+
+def test_the_key_is_not_printed() -> None:
+    config = TransportConfig("http://127.0.0.1:1", api_key="secret", headers={"x-token": "hidden"})
+    assert "secret" not in repr(config)
+    assert "hidden" not in repr(config)
+    assert "secret" not in repr(HTTPTransport(config))
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_busy_server_is_asked_again_where_that_is_allowed(status: int) -> None:
+    async def test(server: StubServer) -> None:
+        server.busy, server.busy_status = 2, status
+        transport = HTTPTransport(server.url, **QUICK)
+        reply = await transport.request("GET", "/busy")
+        assert reply.body == b'{"ok": true}'
+        assert len(server.seen) == 3
+        server.busy = 2
+        assert (await transport.request("POST", "/busy", json={}, idempotent=True)).status == 200
+        assert len(server.seen) == 6
+
+    with_server(test)
+
+
+def test_a_call_that_may_have_been_taken_is_not_repeated() -> None:
+    async def test(server: StubServer) -> None:
+        server.busy = 1
+        with pytest.raises(EngineStatusError) as caught:
+            await HTTPTransport(server.url, **QUICK).request("POST", "/busy", json={})
+        assert (caught.value.status, caught.value.body) == (503, "busy")
+        assert len(server.seen) == 1
+
+    with_server(test)
+
+
+@pytest.mark.parametrize("status", [400, 404, 408, 429, 500, 501])
+def test_other_statuses_are_final(status: int) -> None:
+    async def test(server: StubServer) -> None:
+        server.busy, server.busy_status = 1, status
+        with pytest.raises(EngineStatusError):
+            await HTTPTransport(server.url, **QUICK).request("GET", "/busy")
+        assert len(server.seen) == 1
+
+    with_server(test)
+
+
+def test_attempts_are_bounded() -> None:
+    async def test(server: StubServer) -> None:
+        server.busy = 10
+        with pytest.raises(EngineStatusError):
+            await HTTPTransport(server.url, attempts=3, **QUICK).request("GET", "/busy")
+        assert len(server.seen) == 3
+
+    with_server(test)
+
+
+def test_the_server_may_name_the_wait_up_to_the_bound() -> None:
+    async def test(server: StubServer) -> None:
+        server.busy, server.retry_after = 1, "3600"
+        transport = HTTPTransport(server.url, wait_initial=3000, wait_max=0.001)
+        assert (await transport.request("GET", "/busy")).status == 200
+        server.busy = 1
+        with pytest.raises(EngineStatusError) as caught:
+            await transport.request("POST", "/busy")
+        assert caught.value.retry_after == 3600.0
+
+    with_server(test)
+
+
+def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
+    hooks = Recorder()
+    port = free_port()
+
+    async def test() -> None:
+        transport = HTTPTransport(f"http://127.0.0.1:{port}", hooks=[hooks], attempts=3, **QUICK)
+        with pytest.raises(EngineConnectionError) as caught:
+            await transport.request("POST", "/generate", json={})
+        assert str(caught.value).startswith(
+            f"POST http://127.0.0.1:{port}/generate: the server was not reached"
+        )
+
+    asyncio.run(test())
+    assert hooks.names == ["request", "retry", "retry", "error"]
+    assert [event.attempt for _, event in hooks.events] == [1, 2, 3, 3]
+
+
+def test_a_connection_that_breaks_is_an_error_and_not_repeated() -> None:
+    async def test(server: StubServer) -> None:
+        with pytest.raises(EngineConnectionError, match="the connection broke"):
+            await HTTPTransport(server.url, **QUICK).request("POST", "/cut", json={}, idempotent=True)
+        assert len(server.seen) == 1
+
+    with_server(test)
+
+
+def test_the_deadline_is_of_the_whole_call() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url)
+        with pytest.raises(EngineTimeoutError) as caught:
+            await transport.request("POST", "/slow", json={}, timeout=0.05)
+        assert str(caught.value) == f"POST {server.url}/slow: the server did not answer within 0.05 s"
+        server.busy = 100
+        with pytest.raises(EngineTimeoutError):
+            await HTTPTransport(server.url, wait_initial=60, wait_max=60).request(
+                "GET", "/busy", timeout=0.05
+            )
+        await transport.request("POST", "/echo", json=1)
+
+    with_server(test)
+
+
+def test_cancelling_closes_the_connection() -> None:
+    hooks = Recorder()
+
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, hooks=[hooks])
+        task = asyncio.create_task(transport.request("POST", "/slow", json={}))
+        while not server.seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(1000):
+            if server.gone:
+                break
+            await asyncio.sleep(0.001)
+        assert server.gone == ["/slow"]
+        await transport.request("POST", "/echo", json=1)
+        assert server.connections[0] != server.connections[1]
+
+    with_server(test)
+    assert hooks.names == ["request", "error", "request", "response"]
+    assert isinstance(hooks.events[1][1].error, asyncio.CancelledError)
+
+
+def test_redirects_are_not_followed() -> None:
+    async def test(server: StubServer) -> None:
+        with pytest.raises(EngineStatusError) as caught:
+            await HTTPTransport(server.url).request("POST", "/moved", json={})
+        assert caught.value.status == 307
+        assert len(server.seen) == 1
+
+    with_server(test)
+
+
+def test_a_refusal_says_what_the_server_said() -> None:
+    async def test(server: StubServer) -> None:
+        with pytest.raises(EngineStatusError) as caught:
+            await HTTPTransport(server.url).request("POST", "/refuse", json={})
+        error = caught.value
+        start = f'POST {server.url}/refuse: the server answered 400 Bad Request: {{"error": {{"message": "no such thing"'
+        assert str(error).startswith(start)
+        assert error.body.startswith('{"error": {"message": "no  such\nthing"}}')
+        assert len(error.body) == 8192
+        assert len(str(error)) < 500
+
+    with_server(test)
+
+
+@pytest.mark.parametrize("path", ["/echo", "/chunked"])
+def test_a_reply_that_is_too_long_is_not_read(path: str) -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, max_reply_bytes=1000)
+        with pytest.raises(EngineReplyError) as caught:
+            await transport.request("POST", path, json="x" * 5000)
+        assert str(caught.value) == (
+            f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes, "
+            f"got {'5002 bytes' if path == '/echo' else 'more'}. Raise max_reply_bytes of the transport"
+        )
+
+    with_server(test)
+
+
+def test_lines_are_streamed() -> None:
+    hooks = Recorder()
+
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, hooks=[hooks])
+        lines = [line async for line in transport.stream("POST", "/lines", json={})]
+        assert lines == [b"one", b"two", b"", b"three", b"last"]
+        with pytest.raises(EngineStatusError):
+            async for _ in transport.stream("GET", "/nothing"):
+                pass
+
+    with_server(test)
+    assert hooks.names == ["request", "response", "request", "error"]
+
+
+def test_leaving_a_stream_closes_its_connection() -> None:
+    async def test(server: StubServer) -> None:
+        stream = HTTPTransport(server.url).stream("GET", "/endless")
+        async for line in stream:
+            assert line == b"more"
+            break
+        await stream.aclose()
+        for _ in range(1000):
+            if server.gone:
+                break
+            await asyncio.sleep(0.001)
+        assert server.gone == ["/endless"]
+
+    with_server(test)
+
+
+def test_hooks_are_told_and_may_send_headers() -> None:
+    hooks = Recorder()
+
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, hooks=[hooks], **QUICK)
+        await transport.request("POST", "/echo?q=1", json={"a": 1}, headers={"x-mine": "caller"})
+        assert server.seen[0][2]["traceparent"] == "00-1"
+        assert server.seen[0][2]["x-mine"] == "caller"
+        server.busy = 1
+        await transport.request("GET", "/busy")
+        assert [event.url for _, event in hooks.events] == [f"{server.url}/echo"] * 2 + [
+            f"{server.url}/busy"
+        ] * 3
+
+    with_server(test)
+    assert hooks.names == ["request", "response", "request", "retry", "response"]
+    begun, ended, _, retried, _ = (event for _, event in hooks.events)
+    assert (begun.method, begun.attempt, begun.request_bytes, begun.status) == ("POST", 1, 7, None)
+    assert (ended.status, ended.reply_bytes, ended.call_id) == (200, 7, begun.call_id)
+    assert ended.seconds >= begun.seconds >= 0
+    assert (retried.attempt, retried.status) == (2, 503)
+    assert isinstance(retried.error, EngineStatusError)
+
+
+def test_a_hook_that_fails_is_logged_and_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ClientHooks):
+        def on_request(self, event: RequestEvent) -> None:
+            raise KeyError("lost")
+
+    async def test(server: StubServer) -> None:
+        await HTTPTransport(server.url, hooks=[Broken()]).request("POST", "/echo", json=1)
+
+    with_server(test)
+    assert "the hook Broken.on_request failed" in caplog.text
+
+
+def test_what_is_no_json_is_refused_before_sending() -> None:
+    hooks = Recorder()
+
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, hooks=[hooks])
+        with pytest.raises(InputError) as caught:
+            await transport.request("POST", "/echo", json={"a": object()})
+        assert str(caught.value).startswith(
+            "json: the request cannot be written as JSON - expected JSON values"
+        )
+        with pytest.raises(InputError, match="the request cannot be sent"):
+            await transport.request("POST", "/echo", json={}, headers={"a": "b\r\nc: d"})
+        assert not server.seen
+
+    with_server(test)
+    assert hooks.names == ["request", "error"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"base_url": "127.0.0.1:8000"},
+            "base_url: the address of the server is not usable - expected http://HOST[:PORT][/PATH] or "
+            "https://..., got '127.0.0.1:8000'",
+        ),
+        (
+            {"base_url": "http://host?x=1"},
+            "base_url: the address of the server is not usable - expected http://HOST[:PORT][/PATH] or "
+            "https://..., got 'http://host?x=1'",
+        ),
+        ({"timeout": 0}, "timeout: a setting is out of range - expected more than 0, got 0"),
+        ({"attempts": 0}, "attempts: a setting is out of range - expected more than 0, got 0"),
+        ({"wait_max": -1}, "wait_max: a setting is out of range - expected 0 or more, got -1"),
+        ({"keepalive": float("nan")}, "keepalive: a setting is out of range - expected 0 or more, got nan"),
+        (
+            {"max_connections": True},
+            "max_connections: a setting is out of range - expected 0 or more, got True",
+        ),
+        (
+            {"headers": {"a": "b\nc"}},
+            "headers['a']: a header is not usable - expected text without line breaks, got str",
+        ),
+        (
+            {"api_key": "a\nb"},
+            "headers['Authorization']: a header is not usable - expected text without line breaks, got str",
+        ),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        TransportConfig(**{"base_url": "http://127.0.0.1:1", **settings})
+    assert str(caught.value) == message
+
+
+def test_a_server_below_a_path_is_asked_there() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(f"{server.url}/echo/")
+        assert transport.base_url == f"{server.url}/echo"
+        with pytest.raises(EngineStatusError):
+            await transport.request("POST", "/more", json={})
+        assert server.seen[0][1] == "/echo/more"
+
+    with_server(test)
+
+
+def test_calls_beyond_the_bound_of_connections_wait() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, max_connections=2)
+        await asyncio.gather(*[transport.request("POST", "/echo", json=n) for n in range(20)])
+        assert len(server.seen) == 20
+        assert len(set(server.connections)) <= 2
+
+    with_server(test)
