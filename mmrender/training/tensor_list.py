@@ -1,0 +1,229 @@
+"""`TensorList`: one tensor per row of a batch where rows differ in length, such as patches of images.
+
+The rows lie one after another in one tensor, so the list is also what a model takes, with no copy: `values`.
+A row without images is `empty(0, *trailing)`, never None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, overload
+
+from mmrender.errors import BatchError
+from mmrender.training._torch import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TensorList:
+    """Rows of equal dtype and trailing dimensions.
+
+    Attributes:
+        values: All rows, `(sum of lengths, *trailing)`.
+        lengths: First dimension of each row.
+
+    Raises:
+        BatchError: The lengths do not add up to the values.
+    """
+
+    values: torch.Tensor
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim == 0 or any(length < 0 for length in self.lengths):
+            raise BatchError("rows have lengths of zero or more", got=f"{self.values.shape}, {self.lengths}")
+        if sum(self.lengths) != self.values.shape[0]:
+            raise BatchError(
+                "the lengths do not add up to the values",
+                where="lengths",
+                expected=str(self.values.shape[0]),
+                got=str(sum(self.lengths)),
+            )
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any]) -> TensorList:
+        """Join rows, each of shape `(length, *trailing)`; one copy of all of them.
+
+        Raises:
+            BatchError: There is no row, one is no tensor, or dtypes or trailing dimensions differ.
+        """
+        for index, row in enumerate(rows):
+            if not isinstance(row, torch.Tensor) or row.ndim == 0:
+                raise BatchError(
+                    "a row is a tensor of one dimension or more",
+                    where=f"rows[{index}]",
+                    got=f"a {type(row).__name__}",
+                    remedy="A row without images is torch.empty(0, *trailing)",
+                )
+        if not rows:
+            raise BatchError("no rows", where="rows", remedy="Use TensorList.empty(0, ...)")
+        lists = [cls(row, (row.shape[0],)) for row in rows]
+        return cls.cat(lists)
+
+    @classmethod
+    def empty(
+        cls, rows: int, trailing: Sequence[int] = (), *, dtype: Any = None, device: Any = None
+    ) -> TensorList:
+        """Return that many rows without anything in them."""
+        return cls(torch.empty((0, *trailing), dtype=dtype, device=device), (0,) * rows)
+
+    @staticmethod
+    def cat(lists: Sequence[TensorList]) -> TensorList:
+        """Return the rows of all lists in order. Lists that hold nothing take dtype and shape of the others.
+
+        Raises:
+            BatchError: There is no list, or dtypes or trailing dimensions differ.
+        """
+        if not lists:
+            raise BatchError("no lists to join", where="lists")
+        holding = [index for index, one in enumerate(lists) if one.values.shape[0]] or [0]
+        model = lists[holding[0]]
+        for index in holding[1:]:
+            other = lists[index]
+            if other.trailing != model.trailing or other.dtype != model.dtype:
+                raise BatchError(
+                    "rows differ in dtype or trailing dimensions",
+                    where=f"rows of list {index}",
+                    expected=f"{model.dtype} {['...', *model.trailing]}",
+                    got=f"{other.dtype} {['...', *other.trailing]}",
+                )
+        lengths = tuple(length for one in lists for length in one.lengths)
+        if len(holding) == 1:
+            return TensorList(model.values, lengths)
+        return TensorList(torch.cat([lists[index].values for index in holding]), lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values.split(self.lengths)) if self.lengths else iter(())
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice | Sequence[int]) -> TensorList: ...
+
+    def __getitem__(self, index: int | slice | Sequence[int]) -> Any:
+        """Return one row as a view; or a list of rows, a view for a slice without a step.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return self.select(range(start, stop, step))
+            stop, offsets = max(start, stop), self.offsets
+            return TensorList(self.values[offsets[start] : offsets[stop]], self.lengths[start:stop])
+        if isinstance(index, Sequence):
+            return self.select(index)
+        place = range(len(self))[index]
+        start = self.offsets[place]
+        return self.values[start : start + self.lengths[place]]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorList):
+            return NotImplemented
+        same = self.lengths == other.lengths and self.dtype == other.dtype and self.trailing == other.trailing
+        return same and bool(torch.equal(self.values, other.values))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorList({len(self)} rows of {['...', *self.trailing]}, {self.dtype}, lengths={self.lengths})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tensor is pickled with all of its storage, and a slice would take the whole batch along.
+        values = self.values
+        whole = values.untyped_storage().nbytes() == values.numel() * values.element_size()
+        return TensorList, (values if whole else values.clone(), self.lengths)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each row starts, and where the last one ends: one more than there are rows."""
+        return tuple(accumulate(self.lengths, initial=0))
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """Shape of a row without its first dimension."""
+        return tuple(self.values.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the rows."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> Any:
+        """Device of the rows."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return int(self.values.numel() * self.values.element_size())
+
+    def select(self, indices: Sequence[int]) -> TensorList:
+        """Return the rows of these indices, in their order; a copy.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        rows = [self[int(index)] for index in indices]
+        if not rows:
+            return self[:0]
+        return TensorList(torch.cat(rows), tuple(row.shape[0] for row in rows))
+
+    def repeat(self, times: int) -> TensorList:
+        """Return all rows, and all of them again: `times` in all."""
+        repeated = self.values.repeat(times, *[1] * len(self.trailing))
+        return TensorList(repeated, self.lengths * times)
+
+    def repeat_interleave(self, times: int) -> TensorList:
+        """Return each row `times` times before the next."""
+        return self.select([index for index in range(len(self)) for _ in range(times)])
+
+    def chunk(self, chunks: int) -> list[TensorList]:
+        """Cut into at most `chunks` lists of equal numbers of rows, the last one maybe shorter; views.
+
+        Raises:
+            BatchError: `chunks` is not positive.
+        """
+        if chunks < 1:
+            raise BatchError("a list is cut into one part or more", where="chunks", got=str(chunks))
+        size = max(1, -(-len(self) // chunks))
+        return [self[start : start + size] for start in range(0, max(1, len(self)), size)]
+
+    def to(self, device: Any = None, dtype: Any = None, *, non_blocking: bool = False) -> TensorList:
+        """Return the rows on a device, floating ones in a dtype; integers and booleans keep theirs.
+
+        As for a tensor, the first argument may be the dtype.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and not self.values.is_floating_point():
+            dtype = None
+        target = {"device": device or self.device, "dtype": dtype or self.dtype}
+        return TensorList(self.values.to(**target, non_blocking=non_blocking), self.lengths)
+
+    def contiguous(self) -> TensorList:
+        """Return the rows in memory that is contiguous."""
+        return TensorList(self.values.contiguous(), self.lengths)
+
+    def pin_memory(self) -> TensorList:
+        """Return the rows in page-locked memory, which a device can read while the CPU goes on."""
+        return TensorList(self.values.pin_memory(), self.lengths)
+
+    def padded(self, value: float = 0) -> Any:
+        """Return one tensor `(rows, longest, *trailing)`, with `value` after the end of shorter rows."""
+        longest = max(self.lengths, default=0)
+        if len(set(self.lengths)) == 1:
+            return self.values.reshape(len(self), longest, *self.trailing)
+        out = self.values.new_full((len(self), longest, *self.trailing), value)
+        for target, row in zip(out, self, strict=True):
+            target[: row.shape[0]] = row
+        return out

@@ -1,0 +1,238 @@
+"""What a batch gives a model equals what each sample gives it alone, for eight families of Transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmrender.training import (
+    collate,
+    mrope_position_ids,
+    recurrent_segments,
+    smallest_dummy,
+    token_logprobs,
+)
+from mmrender.training.inputs import block_diagonal_mask, labels
+from training_models import FAMILIES, MROPE_FAMILIES, PAD_ID, TinyFamily, make_samples, tiny_family
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "right": {},
+    "left": {"padding_side": "left", "multiple": 8},
+    "packed": {"rows": [[3, 1, 0], [2, 4]], "multiple": 8},
+    "packed_left": {"rows": [[1, 0, 3], [4], [2]], "padding_side": "left"},
+}
+COUNTS = (1, 0, 2, 3, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def alone(tiny: TinyFamily, sample: Any) -> Any:
+    """Logits of one sample as the model itself numbers and masks it."""
+    inputs = collate([sample], tiny.family, pad_token_id=PAD_ID).model_inputs()
+    del inputs["position_ids"], inputs["attention_mask"]
+    return tiny.model(**inputs).logits[0]
+
+
+def together(tiny: TinyFamily, batch: Any) -> dict[str, Any]:
+    with recurrent_segments(tiny.model, batch):
+        logits = tiny.model(**batch.model_inputs()).logits
+    return dict(zip(batch.sample_ids, batch.split(logits), strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_single_forwards(name: str, folder: Path) -> None:
+    tiny = tiny_family(name, folder)
+    samples = make_samples(tiny, COUNTS)
+    with torch.no_grad():
+        expected = {sample.sample_id: alone(tiny, sample) for sample in samples}
+        assert expected["s0"].std() > 0.5  # logits that were all alike would equal each other in any case
+        for options in LAYOUTS.values():
+            batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
+            for sample_id, logits in together(tiny, batch).items():
+                torch.testing.assert_close(logits, expected[sample_id], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_rows_and_dummies_change_nothing(name: str, folder: Path) -> None:
+    tiny = tiny_family(name, folder)
+    samples = make_samples(tiny, (0, 1))
+    dummy = smallest_dummy(samples)
+    with torch.no_grad():
+        expected = alone(tiny, samples[0])
+        padded = collate(samples, tiny.family, pad_token_id=PAD_ID).with_padding_rows(2)
+        packed = collate([samples[0], dummy], tiny.family, pad_token_id=PAD_ID, rows=[[0, 1], []])
+        for batch in (padded, packed):
+            got = together(tiny, batch)
+            torch.testing.assert_close(got["s0"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "idefics3"])
+@pytest.mark.parametrize("layout", ["left", "packed"])
+def test_gradients_of_a_masked_loss_equal_those_of_single_forwards(
+    name: str, layout: str, folder: Path
+) -> None:
+    tiny = tiny_family(name, folder)
+    samples = make_samples(tiny, COUNTS)
+    for sample in samples:
+        sample.loss_mask[1:] = np.random.default_rng(len(sample)).random(len(sample) - 1) < 0.5
+
+    def gradients(batches: list[Any]) -> dict[str, Any]:
+        tiny.model.zero_grad()
+        for batch in batches:
+            with recurrent_segments(tiny.model, batch):
+                logits = tiny.model(**batch.model_inputs()).logits
+                (token_logprobs(logits, batch) * batch.loss_mask).sum().backward()
+        return {
+            key: parameter.grad.clone()
+            for key, parameter in tiny.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    expected = gradients([collate([sample], tiny.family, pad_token_id=PAD_ID) for sample in samples])
+    got = gradients([collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS[layout])])
+    assert got.keys() == expected.keys()
+    assert any("vis" in key and values.abs().max() > 1e-3 for key, values in expected.items())
+    # Some gradients are zero but for rounding, such as that of a bias of keys under softmax.
+    floor = 1e-2 * max(float(values.abs().max()) for values in expected.values())
+    for key, values in expected.items():
+        scale = max(floor, float(values.abs().max()))
+        assert (got[key] - values).abs().max() <= 1e-4 * scale, key
+
+
+def test_logprobs_are_those_of_the_models_own_loss(folder: Path) -> None:
+    tiny = tiny_family("qwen2_vl", folder)
+    batch = collate(make_samples(tiny, (1, 0)), tiny.family, pad_token_id=PAD_ID)
+    with torch.no_grad():
+        output = tiny.model(**batch.model_inputs(), labels=labels(batch))
+        ours = token_logprobs(output.logits, batch)
+    torch.testing.assert_close(-ours[batch.loss_mask].mean(), output.loss)
+
+
+def test_a_whole_mask_serves_models_that_take_one(folder: Path) -> None:
+    tiny = tiny_family("internvl", folder)
+    samples = make_samples(tiny, COUNTS)
+    batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
+    with torch.no_grad():
+        expected = together(tiny, batch)
+        inputs = batch.model_inputs() | {"attention_mask": block_diagonal_mask(batch, torch.float32)}
+        got = dict(zip(batch.sample_ids, batch.split(tiny.model(**inputs).logits), strict=True))
+    for sample_id, logits in expected.items():
+        torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_sdpa_takes_the_same_inputs(name: str, folder: Path) -> None:
+    tiny = tiny_family(name, folder)
+    samples = make_samples(tiny, COUNTS)
+    batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
+    with torch.no_grad():
+        expected = together(tiny, batch)
+        tiny.model.set_attn_implementation("sdpa")
+        try:
+            got = together(tiny, batch)
+        finally:
+            tiny.model.set_attn_implementation("eager")
+    for sample_id, logits in expected.items():
+        torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)
+
+
+def test_without_segments_a_recurrent_model_mixes_samples(folder: Path) -> None:
+    tiny = tiny_family("qwen3_5", folder)
+    samples = make_samples(tiny, COUNTS)
+    batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
+    with torch.no_grad():
+        expected = together(tiny, batch)
+        mixed = dict(
+            zip(batch.sample_ids, batch.split(tiny.model(**batch.model_inputs()).logits), strict=True)
+        )
+    assert (mixed["s0"] - expected["s0"]).abs().max() > 1e-2
+
+
+class Layout:
+    """A random row of text, images and videos, as a family's processor would number it."""
+
+    def __init__(self, rng: np.random.Generator, frames_apart: bool, merge: int) -> None:
+        types: list[int] = []
+        self.images: list[list[int]] = []
+        self.videos: list[list[int]] = []
+        self.seconds: list[float] = []
+        for _ in range(rng.integers(0, 5)):
+            types += [0] * int(rng.integers(1, 9))
+            height, width = (rng.integers(1, 7, 2) * merge).tolist()
+            tokens = height * width // merge**2
+            if rng.random() < 0.6:
+                self.images.append([1, height, width])
+                types += [1] * tokens
+                continue
+            steps = int(rng.integers(1, 5))
+            self.videos.append([steps, height, width])
+            self.seconds.append(float(rng.choice([0.5, 1.0, 1.3, 2.0])))
+            types += (
+                ([2] * tokens + [0] * int(rng.integers(1, 4))) * steps
+                if frames_apart
+                else [2] * tokens * steps
+            )
+        self.types = types + [0] * int(rng.integers(1, 20))
+
+
+def stacked(rows: list[list[list[int]]]) -> Any:
+    grids = [grid for row in rows for grid in row]
+    return torch.tensor(grids) if grids else None
+
+
+@pytest.mark.parametrize("name", MROPE_FAMILIES)
+def test_positions_equal_the_models_own_over_500_layouts(name: str, folder: Path) -> None:
+    tiny = tiny_family(name, folder)
+    rope = tiny.family.mrope
+    rng = np.random.default_rng(7)
+    seen = {"image": 0, "video": 0, "rows": 0}
+    while seen["rows"] < 500:
+        rows = [Layout(rng, rope.frames_apart, rope.merge) for _ in range(rng.integers(1, 4))]
+        seen["rows"] += len(rows)
+        seen["image"] += sum(len(row.images) for row in rows)
+        seen["video"] += sum(len(row.videos) for row in rows)
+        images, videos = stacked([row.images for row in rows]), stacked([row.videos for row in rows])
+        seconds = [value for row in rows for value in row.seconds]
+        timed = {"second_per_grid_ts": torch.tensor(seconds)} if name == "qwen2_5_vl" and seconds else {}
+        width, left = max(len(row.types) for row in rows), bool(rng.random() < 0.5)
+        types, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
+        segments = []
+        for index, row in enumerate(rows):
+            start = width - len(row.types) if left else 0
+            segments.append([(start, len(row.types))])
+            types[index, start : start + len(row.types)] = row.types
+            mask[index, start : start + len(row.types)] = 1
+        expected, _ = tiny.model.model.get_rope_index(
+            torch.ones(types.shape, dtype=torch.int64),
+            mm_token_type_ids=torch.from_numpy(types),
+            image_grid_thw=images,
+            video_grid_thw=videos,
+            attention_mask=torch.from_numpy(mask),
+            **timed,
+        )
+        given = {"image_grid_thw": images, "video_grid_thw": videos, **timed}
+        got = mrope_position_ids(types, rope, segments=segments, **given)
+        np.testing.assert_array_equal(got, expected.numpy())
+        packed = np.concatenate([row.types for row in rows])[None]
+        starts = np.cumsum([0, *(len(row.types) for row in rows)]).tolist()
+        spans = [[(start, len(row.types)) for start, row in zip(starts, rows, strict=False)]]
+        in_one_row = mrope_position_ids(packed, rope, segments=spans, **given)
+        by_row = [
+            expected.numpy()[:, index, start : start + length]
+            for index, [(start, length)] in enumerate(segments)
+        ]
+        np.testing.assert_array_equal(in_one_row[:, 0], np.concatenate(by_row, axis=1))
+    assert min(seen.values()) > 200
