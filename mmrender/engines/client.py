@@ -19,6 +19,7 @@ from mmrender.engines.interface import (
 from mmrender.engines.members import Member
 from mmrender.engines.pausing import Pauser, abort_calls, quiet
 from mmrender.engines.policy import ClientPolicy
+from mmrender.engines.seeds import seeded
 from mmrender.engines.text_path import TextCompleter
 from mmrender.engines.together import together
 from mmrender.engines.tokens_path import TokenCompleter
@@ -371,15 +372,6 @@ async def _told(member: Member) -> None:
     """Abort at once what an engine has; requests that are still on their way follow later."""
     if member.ill is None and member.calls:
         await asyncio.gather(member.engine.abort_generation(), return_exceptions=True)
-
-
-def seeded(params: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """Sampling parameters of several samples, each with a seed of its own where there is one."""
-    seed = params.get("seed")
-    rest = {name: value for name, value in params.items() if name != "n"}
-    if seed is None:
-        return [rest] * count
-    return [{**rest, "seed": seed + index} for index in range(count)]
 
 
 def _remade(

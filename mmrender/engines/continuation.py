@@ -101,6 +101,7 @@ class Continuation:
         logprobs: One number for each of them.
         finished: Why it ended; None while it has not.
         restarts: How often it was begun again.
+        memoryless: Whether it can be continued after an abort.
     """
 
     def __init__(self, prompt_ids: Sequence[int], params: Mapping[str, Any]) -> None:
@@ -108,7 +109,7 @@ class Continuation:
         self.params = params
         self.budget = token_budget(params)
         self.restarts = 0
-        self._memoryless = is_memoryless(params)
+        self.memoryless = is_memoryless(params)
         self._clear()
 
     def _clear(self) -> None:
@@ -149,7 +150,7 @@ class Continuation:
             piece: What the engine sampled.
             ending: Nothing will be asked after it, so that even work that cannot be continued keeps it.
         """
-        if piece.finish_reason == "abort" and not self._memoryless and not ending:
+        if piece.finish_reason == "abort" and not self.memoryless and not ending:
             self._clear()
             self.restarts += 1
             return False

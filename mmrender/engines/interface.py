@@ -14,6 +14,14 @@ PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
 """What becomes of running requests: they end with what they have, are frozen, or run to their end."""
 
 
+class OnTokens(Protocol):
+    """Told of sampled tokens, and of as many logprobs."""
+
+    def __call__(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Take them; must be quick, as it runs on the event loop."""
+        ...
+
+
 class InferenceEngineInput(TypedDict, total=False):
     """Prompts to sample from. Exactly one of `prompts` and `prompt_token_ids` is given.
 
@@ -32,6 +40,8 @@ class InferenceEngineInput(TypedDict, total=False):
         extra_headers: HTTP headers besides the transport's own.
         routed_experts: Whether to ask for router choices.
         timeout: Seconds for each whole completion, with waiting, retries and pauses.
+        on_tokens: For a single prompt: told of its tokens as they come, each once and in order; in one piece
+            where the engine does not stream, or where the work could not be continued after an abort.
     """
 
     prompts: Sequence[Sequence[Any]] | None
@@ -47,6 +57,7 @@ class InferenceEngineInput(TypedDict, total=False):
     extra_headers: Mapping[str, str] | None
     routed_experts: bool
     timeout: float | None
+    on_tokens: "OnTokens | None"
 
 
 class InferenceEngineOutput(TypedDict):

@@ -16,6 +16,7 @@ from mmrender.engines.interface import (
     InferenceEngineInput,
     InferenceEngineOutput,
     NamedWeightsUpdate,
+    OnTokens,
     PauseMode,
     RequestPayload,
 )
@@ -115,6 +116,7 @@ class _Running:
 
     prompt_ids: Sequence[int]
     budget: int
+    on_tokens: OnTokens | None = None
     aborted: bool = False
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -212,29 +214,33 @@ class ScriptedEngine:
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Answer a chat request in text."""
-        body = request_payload["json"]
+        return (await self._chat(request_payload))[0]
+
+    async def _chat(self, payload: RequestPayload) -> tuple[dict[str, Any], EngineResponse]:
+        body = payload["json"]
         budget = body.get("max_completion_tokens") or body.get("max_tokens") or 64
         response = await self._complete(Work("messages", encoded(chat_text(body)), {"max_tokens": budget}))
-        return chat_reply(body, response, len(self.asked))
+        return chat_reply(body, response, len(self.asked)), response
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Answer a completion request of one prompt."""
-        body = request_payload["json"]
+        return (await self._text(request_payload))[0]
+
+    async def _text(self, payload: RequestPayload) -> tuple[dict[str, Any], EngineResponse]:
+        body = payload["json"]
         ids = encoded(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
         response = await self._complete(Work("prompt", ids, {"max_tokens": body["max_tokens"]}))
-        return completion_reply(body, response, len(self.asked))
+        return completion_reply(body, response, len(self.asked)), response
 
     async def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer a chat request token by token."""
-        reply = await self.chat_completion(request_payload)
-        for chunk in chunks_of(reply):
+        for chunk in chunks_of(*await self._chat(request_payload)):
             await asyncio.sleep(0)
             yield chunk
 
     async def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer a completion request token by token."""
-        reply = await self.completion(request_payload)
-        for chunk in chunks_of(reply):
+        for chunk in chunks_of(*await self._text(request_payload)):
             await asyncio.sleep(0)
             yield chunk
 
@@ -246,7 +252,7 @@ class ScriptedEngine:
         self._check_alive()
         asked = Asked(tuple(work.prompt_ids), dict(work.params), tuple(work.image_ids), work.session_id)
         self.asked.append(asked)
-        running = _Running(work.prompt_ids, work.params["max_tokens"])
+        running = _Running(work.prompt_ids, work.params["max_tokens"], on_tokens=work.on_tokens)
         self.running.append(running)
         self.most = max(self.most, len(self.running))
         try:
@@ -271,6 +277,8 @@ class ScriptedEngine:
                 return self._reply(running, "abort", None)
             running.ids.append(token)
             running.logprobs.append(logprob)
+            if running.on_tokens is not None:
+                running.on_tokens([token], [logprob])
             if self.version is not None:
                 running.spans.append(WeightVersionSpan(self.version, position, position + 1))
             await self._turn()

@@ -83,37 +83,33 @@ def _reply(
     }
 
 
-def chunks_of(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A reply as a stream of one token a chunk, as the engines send it."""
-    head = {"id": reply["id"], "created": reply["created"], "model": reply["model"]}
+def chunks_of(reply: Mapping[str, Any], response: EngineResponse) -> Iterator[dict[str, Any]]:
+    """A reply as a stream of one token a chunk, as the engines send it; logprobs that lack, lack there."""
+    chat = reply["object"] == "chat.completion"
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    head = {"id": reply["id"], "created": reply["created"], "model": reply["model"], "object": kind}
     choice = reply["choices"][0]
-    if reply["object"] == "chat.completion":
-        head["object"] = "chat.completion.chunk"
-        entries = (choice["logprobs"] or {}).get("content") or []
-        yield {**head, "choices": [_chunk(choice, {"delta": {"role": "assistant", "content": ""}}, None)]}
-        for entry in entries:
-            text = entry["token"].replace("<stop>", "")
-            yield {
-                **head,
-                "choices": [_chunk(choice, {"delta": {"content": text}}, {"content": [entry]})],
-            }
-        yield {
-            **head,
-            "choices": [_chunk(choice, {"delta": {}}, None, choice["finish_reason"])],
-        }
-    else:
-        head["object"] = "text_completion"
-        parts = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
-        for index, token in enumerate(parts["tokens"]):
-            logprobs = {"tokens": [token], "token_logprobs": parts["token_logprobs"][index : index + 1]}
-            text = {"text": token.replace("<stop>", "")}
-            ids = {"token_ids": choice["token_ids"][index : index + 1]} if "token_ids" in choice else {}
-            yield {**head, "choices": [_chunk(choice, {**text, **ids}, logprobs)]}
-        yield {**head, "choices": [_chunk(choice, {"text": ""}, None, choice["finish_reason"])]}
+    if chat:
+        yield {**head, "choices": [_chunk({"delta": {"role": "assistant", "content": ""}}, None)]}
+    logprobs: list[float | None] = [*response.logprobs]
+    logprobs += [None] * (len(response.completion_ids) - len(logprobs))
+    for token_id, token, logprob in zip(response.completion_ids, _tokens(response), logprobs, strict=True):
+        text = token.replace("<stop>", "")
+        fields: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        if "token_ids" in choice:
+            fields["token_ids"] = [token_id]
+        known = choice["logprobs"] is not None and logprob is not None
+        yield {**head, "choices": [_chunk(fields, _logprobs(token, logprob, chat) if known else None)]}
+    end: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    yield {**head, "choices": [_chunk(end, None, choice["finish_reason"])]}
     yield {**head, "choices": [], "usage": reply["usage"]}
 
 
-def _chunk(
-    choice: Mapping[str, Any], fields: Mapping[str, Any], logprobs: Any, reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": choice["index"], **fields, "logprobs": logprobs, "finish_reason": reason}
+def _logprobs(token: str, logprob: float | None, chat: bool) -> dict[str, Any]:
+    if chat:
+        return {"content": [{"token": token, "logprob": logprob}]}
+    return {"tokens": [token], "token_logprobs": [logprob]}
+
+
+def _chunk(fields: Mapping[str, Any], logprobs: Any, reason: str | None = None) -> dict[str, Any]:
+    return {"index": 0, **fields, "logprobs": logprobs, "finish_reason": reason}

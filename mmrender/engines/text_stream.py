@@ -57,6 +57,11 @@ class ChunkMerger:
         reason = choice.get("finish_reason")
         text = self._text(choice)
         tokens = self._tokens(choice)
+        if text and not tokens and reason is None:
+            raise EngineReplyError(
+                "a chunk has text and no logprobs, which tell how many tokens it is",
+                where="choices[0].logprobs",
+            )
         shown = self._shown(choice, None if reason == "abort" else reason)
         if text or (reason is not None and reason != "abort"):
             held, self._held = self._held, []

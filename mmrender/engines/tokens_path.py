@@ -1,17 +1,13 @@
 """Completions in token space: the exact way, since nothing sampled is ever decoded and encoded again."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from mmrender.client.backend import EngineResponse
+from mmrender.client.backend import EngineResponse, Usage
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.dispatch import Dispatcher, no_progress, within
-from mmrender.engines.interface import InferenceEngineInterface
+from mmrender.engines.interface import InferenceEngineInterface, OnTokens
 from mmrender.engines.work import Work
-
-OnPiece: TypeAlias = Callable[[EngineResponse], None]
-"""Told of tokens as they are taken, in order, each once."""
 
 
 class TokenCompleter:
@@ -33,16 +29,13 @@ class TokenCompleter:
             MMRenderError: An engine refused, or every attempt failed.
         """
         policy = self._dispatcher.policy
-        continuation = Continuation(work.prompt_ids, work.params)
+        asking = _Asking(work)
+        continuation = asking.continuation
         route = self._dispatcher.route(work.session_id, work.image_ids)
         idle = 0
-
-        async def ask(engine: InferenceEngineInterface) -> EngineResponse:
-            return await _ask(engine, work, continuation)
-
         async with within(timeout or policy.deadline, work.where):
             while continuation.finished is None:
-                answer = await self._dispatcher.send(ask, route)
+                answer = await self._dispatcher.send(asking.ask, route)
                 moved = False
                 if isinstance(answer.value, EngineResponse):
                     moved = continuation.add(answer.value, ending=answer.aborted)
@@ -55,14 +48,67 @@ class TokenCompleter:
                     if idle >= policy.max_idle_aborts:
                         raise no_progress(policy, idle)
                     await asyncio.sleep(policy.backoff(idle))
+                asking.show()
+        asking.show()
         return continuation.result()
 
 
-async def _ask(engine: InferenceEngineInterface, work: Work, continuation: Continuation) -> EngineResponse:
-    collapsed = None if work.collapsed_ids is None else continuation.next_ids(work.collapsed_ids)
-    output = await engine.generate(
-        work.as_input(continuation.next_ids(), continuation.next_params(), collapsed)
-    )
-    piece = output["engine_responses"][0]
-    continuation.check(piece)
-    return piece
+class _Asking:
+    """The requests for one completion, and what of it has been shown to whoever listens."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.continuation = Continuation(work.prompt_ids, work.params)
+        self._listener = work.on_tokens
+        self._shown = 0
+
+    async def ask(self, engine: InferenceEngineInterface) -> EngineResponse:
+        """Make the next request.
+
+        Raises:
+            EngineReplyError: Tokens and logprobs of the reply do not fit together.
+        """
+        work, continuation = self._work, self.continuation
+        collapsed = None if work.collapsed_ids is None else continuation.next_ids(work.collapsed_ids)
+        stream = None
+        if self._listener is not None and continuation.memoryless:
+            stream = _Stream(self._listener)
+        request = work.as_input(continuation.next_ids(), continuation.next_params(), collapsed, stream)
+        try:
+            output = await engine.generate(request)
+        except BaseException:
+            if stream is not None and stream.ids:  # it was shown, so it counts
+                self._shown += len(stream.ids)
+                continuation.add(stream.as_piece(len(work.prompt_ids)))
+            raise
+        piece = output["engine_responses"][0]
+        continuation.check(piece)
+        if stream is not None:
+            self._shown += len(stream.ids)
+        return piece
+
+    def show(self) -> None:
+        """Tell of tokens that were taken and not shown as they came."""
+        continuation = self.continuation
+        final = continuation.memoryless or continuation.finished is not None
+        if self._listener is not None and final and self._shown < len(continuation.completion_ids):
+            start = self._shown
+            self._shown = len(continuation.completion_ids)
+            self._listener(continuation.completion_ids[start:], continuation.logprobs[start:])
+
+
+class _Stream:
+    """Tokens of one request as they come."""
+
+    def __init__(self, listener: OnTokens) -> None:
+        self._listener = listener
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def __call__(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.ids += token_ids
+        self.logprobs += logprobs
+        self._listener(token_ids, logprobs)
+
+    def as_piece(self, prompt_tokens: int) -> EngineResponse:
+        return EngineResponse(self.ids, self.logprobs, "abort", Usage(prompt_tokens, len(self.ids)))

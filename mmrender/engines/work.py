@@ -1,11 +1,11 @@
 """Batches taken apart into single prompts, and put together again in order."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrender.client.backend import EngineResponse
-from mmrender.engines.interface import InferenceEngineInput, InferenceEngineOutput
+from mmrender.engines.interface import InferenceEngineInput, InferenceEngineOutput, OnTokens
 from mmrender.errors import InputError
 from mmrender.media.item import MultiModalData
 
@@ -25,6 +25,7 @@ class Work:
         session_id: Session, or None.
         options: What goes with every request for it: `cache_salt`, `priority`, `extra_headers`,
             `routed_experts`.
+        on_tokens: Told of tokens as they come, or None.
     """
 
     where: str
@@ -34,6 +35,7 @@ class Work:
     collapsed_ids: Sequence[int] | None = None
     session_id: Hashable | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    on_tokens: OnTokens | None = None
 
     @property
     def image_ids(self) -> list[str]:
@@ -41,7 +43,11 @@ class Work:
         return [name for hashes in self.multi_modal_data.mm_hashes.values() for name in hashes]
 
     def as_input(
-        self, prompt_ids: Sequence[int], params: Mapping[str, Any], collapsed_ids: Sequence[int] | None
+        self,
+        prompt_ids: Sequence[int],
+        params: Mapping[str, Any],
+        collapsed_ids: Sequence[int] | None,
+        on_tokens: OnTokens | None = None,
     ) -> InferenceEngineInput:
         """The input of a single request for it."""
         single: InferenceEngineInput = {
@@ -53,6 +59,8 @@ class Work:
             single["multi_modal_data"] = [self.multi_modal_data]
         if collapsed_ids is not None:
             single["collapsed_ids"] = [collapsed_ids]
+        if on_tokens is not None:
+            single["on_tokens"] = on_tokens
         single.update(self.options)  # type: ignore[typeddict-item]
         return single
 
@@ -72,9 +80,15 @@ def split(batch: InferenceEngineInput, renderer: Any = None) -> list[Work]:
             expected="exactly one of 'prompts' and 'prompt_token_ids'",
             got="both" if prompts is not None else "neither",
         )
-    if prompts is not None:
-        return _rendered(batch, prompts, renderer)
-    return _tokenized(batch, ids or ())
+    work = _tokenized(batch, ids or ()) if prompts is None else _rendered(batch, prompts, renderer)
+    on_tokens = batch.get("on_tokens")
+    if on_tokens is None:
+        return work
+    if len(work) != 1:
+        raise InputError(
+            "only a single prompt can be streamed", where="on_tokens", got=f"{len(work)} prompts"
+        )
+    return [replace(work[0], on_tokens=on_tokens)]
 
 
 def _check_keys(batch: InferenceEngineInput) -> None:

@@ -1,0 +1,311 @@
+"""`HTTPEngine`: one inference server, as a backend's wire and a transport make it reachable."""
+
+import uuid
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mmrender.client.backend import EngineRequest, EngineResponse, RendererBackend
+from mmrender.client.collapse import can_collapse, collapse, placeholder_ids_of
+from mmrender.client.resolve import as_transport
+from mmrender.client.transport import Transport
+from mmrender.engines.control import Controller
+from mmrender.engines.interface import (
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    NamedWeightsUpdate,
+    PauseMode,
+    RequestPayload,
+)
+from mmrender.engines.openai_bodies import opened
+from mmrender.engines.routes import TABLES, RouteTable
+from mmrender.engines.seeds import seeded
+from mmrender.engines.sse import events
+from mmrender.engines.tee import TeeTransport
+from mmrender.engines.together import together
+from mmrender.engines.work import Work, joined, split
+from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
+from mmrender.media.item import MultiModalData
+
+
+class HTTPEngine:
+    """One vLLM, SGLang or Dynamo server.
+
+    It asks once: retries over engines are the client's. Pickled, it arrives as the same server, not paused.
+
+    Args:
+        backend: The server's wire, such as `VLLMBackend()`.
+        server: The way to it: a transport, a URL, or what else `as_transport` takes.
+        model: Name under which it knows the model.
+        name: Names the engine; the URL by default.
+        control: The way to the worker, for engines whose control routes are there.
+        renderer: Renders conversations and decodes completions.
+        routes: Control routes, where they are not those of the backend's name.
+        tp_size: Ranks that share each layer.
+        pp_size: Pipeline stages.
+        dp_size: Replicas behind the URL.
+        vocab_size: Ids at or above it are refused; the renderer's by default.
+
+    Raises:
+        InputError: There are no routes for the backend, or the URL cannot be used.
+    """
+
+    def __init__(
+        self,
+        backend: RendererBackend,
+        server: Any,
+        *,
+        model: str,
+        name: str | None = None,
+        control: Any = None,
+        renderer: Any = None,
+        routes: RouteTable | None = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        dp_size: int = 1,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.backend = backend
+        self.transport: Transport = as_transport(server)
+        self.worker: Transport | None = None if control is None else as_transport(control)
+        self.model = model
+        self.renderer = renderer
+        self._name = name or self.transport.base_url
+        self._routes = routes or _routes_of(backend)
+        self._sizes = (tp_size, pp_size, dp_size)
+        self._vocab_size = vocab_size if vocab_size is not None else _vocab_size(renderer)
+        self._placeholder_ids = placeholder_ids_of(renderer)
+        self._controller = Controller(self._routes, self.transport, self.worker, self._name)
+        self._paused: bool | None = False
+
+    def __repr__(self) -> str:
+        return f"HTTPEngine({self.backend.name!r}, {self._name!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_paused": False}
+
+    @property
+    def name(self) -> str:
+        """Names the engine."""
+        return self._name
+
+    @property
+    def pause_modes(self) -> frozenset[PauseMode]:
+        """Modes that the server knows, as far as it can be told."""
+        return frozenset(self._routes.pause_modes if "pause" in self._controller else ())
+
+    def tp_size(self) -> int:
+        """Ranks that share each layer."""
+        return self._sizes[0]
+
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self._sizes[1]
+
+    def dp_size(self) -> int:
+        """Replicas."""
+        return self._sizes[2]
+
+    # --- sampling ---
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """Sample one completion for each prompt, all at once; an abort is returned as such."""
+        work = split(input_batch, self.renderer)
+        responses = await together([self._complete(each) for each in work])
+        return joined(work, responses, None if self.renderer is None else self.renderer.decode)
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: Mapping[str, Any],
+        *,
+        multi_modal_data: MultiModalData | None = None,
+        session_id: Hashable | None = None,
+    ) -> InferenceEngineOutput:
+        """Sample several independent completions of one prompt."""
+        return await self.generate(
+            {
+                "prompt_token_ids": [prompt_token_ids] * num_samples,
+                "multi_modal_data": [multi_modal_data] * num_samples,
+                "sampling_params": seeded(sampling_params, num_samples),
+                "session_ids": [session_id] * num_samples,
+            }
+        )
+
+    async def _complete(self, work: Work) -> EngineResponse:
+        transport = self.transport
+        if work.on_tokens is not None and self._routes.engine == "vllm":
+            transport = TeeTransport(transport, work.on_tokens)
+        return await self.backend.generate(self._request(work), transport)
+
+    def _request(self, work: Work) -> EngineRequest:
+        options = work.options
+        return EngineRequest(
+            model=self.model,
+            prompt_ids=work.prompt_ids,
+            multi_modal_data=work.multi_modal_data,
+            sampling_params=work.params,
+            request_id=uuid.uuid4().hex,
+            cache_salt=options.get("cache_salt"),
+            priority=options.get("priority"),
+            extra_headers=options.get("extra_headers") or {},
+            vocab_size=self._vocab_size,
+            collapsed_ids=self._collapsed(work),
+            routed_experts=bool(options.get("routed_experts")),
+        )
+
+    def _collapsed(self, work: Work) -> Sequence[int] | None:
+        data = work.multi_modal_data
+        if work.collapsed_ids is not None or not data:
+            return work.collapsed_ids
+        if not can_collapse(data, self._placeholder_ids):
+            return None
+        return collapse(work.prompt_ids, data, self._placeholder_ids)
+
+    async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
+        """Ask the server's own chat route; an abort is returned as such."""
+        return await self._passed("/v1/chat/completions", request_payload)
+
+    async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
+        """Ask the server's own completion route."""
+        return await self._passed("/v1/completions", request_payload)
+
+    async def _passed(self, path: str, payload: RequestPayload) -> dict[str, Any]:
+        body, _, headers = opened(payload)
+        reply = await self.transport.request("POST", path, json=self._named(body), headers=headers)
+        try:
+            content = msgspec.json.decode(reply.body)
+        except msgspec.DecodeError as error:
+            raise EngineReplyError("the reply is no JSON", where=f"{self._name}{path}") from error
+        if not isinstance(content, dict):
+            raise EngineReplyError(
+                "the reply is no JSON object", where=f"{self._name}{path}", got=type(content).__name__
+            )
+        return content
+
+    def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
+        """Ask the server's own chat route for a stream."""
+        return self._streamed("/v1/chat/completions", request_payload)
+
+    def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
+        """Ask the server's own completion route for a stream."""
+        return self._streamed("/v1/completions", request_payload)
+
+    def _streamed(self, path: str, payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
+        body, _, headers = opened(payload)
+        lines = self.transport.stream(
+            "POST", path, json={**self._named(body), "stream": True}, headers=headers
+        )
+        return events(lines, where=f"{self._name}{path}")
+
+    def _named(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {**body, "model": self.model}
+
+    # --- control ---
+
+    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Pause the server."""
+        words = self._routes.pause_modes
+        if mode not in words:
+            raise EngineUnsupportedError(
+                f"{self._routes.engine} has no such way to pause",
+                where=f"{self._name}.pause",
+                expected=" or ".join(sorted(words)),
+                got=repr(mode),
+            )
+        if self._paused:
+            raise EngineStateError("the engine is paused already", where=self._name)
+        clear = clear_cache and mode != "keep"  # frozen requests keep theirs
+        self._paused = None  # until the server has said so
+        await self._controller.call("pause", mode=words[mode], clear_cache=clear, flush=clear)
+        self._paused = True
+
+    async def resume_generation(self) -> None:
+        """Let the server go on."""
+        if self._paused is False:
+            raise EngineStateError("the engine is not paused", where=self._name)
+        await self._controller.call("resume")
+        self._paused = False
+
+    async def abort_generation(self) -> None:
+        """Abort every request on the server, other clients' too."""
+        await self._controller.call("abort_all")
+
+    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Let the server give up memory."""
+        by_level = "level" in self._routes.options["sleep"]
+        await self._controller.call(
+            "sleep", level=level if by_level or level != 1 else None, tags=_listed(tags)
+        )
+
+    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
+        """Let the server take it back."""
+        await self._controller.call("wake_up", tags=_listed(tags))
+
+    async def reset_prefix_cache(self) -> None:
+        """Let the server forget cached prefixes."""
+        await self._controller.call("reset_prefix_cache")
+
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+        """Let the server join the trainer's group."""
+        await self._controller.call("init_weights", init_info=dict(init_info))
+
+    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
+        """Let the server receive weights; returns when it has them."""
+        missing = [name for name in ("names", "dtypes", "shapes") if name not in request]
+        if missing:
+            raise InputError("a part of the weight update is missing", where=f"request.{missing[0]}")
+        await self._controller.call(
+            "update_weights",
+            names=list(request["names"]),
+            dtypes=list(request["dtypes"]),
+            shapes=[list(shape) for shape in request["shapes"]],
+            version=request.get("weight_version"),
+            extras=dict(request.get("extras") or {}),
+        )
+
+    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
+        """Let the server read weights from a model directory that it can reach."""
+        await self._controller.call("load_weights", path=path, version=weight_version)
+
+    async def weight_version(self) -> str | None:
+        """What the server calls its weights."""
+        version = await self._controller.call("get_version")
+        return None if version is None else str(version)
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name the server's weights."""
+        await self._controller.call("set_version", version=version)
+
+    async def check_health(self) -> None:
+        """Return if the server says that it serves."""
+        await self._controller.call("health")
+
+    async def teardown(self) -> None:
+        """Close this event loop's connections; the server runs on."""
+        await self.transport.aclose()
+        if self.worker is not None:
+            await self.worker.aclose()
+
+
+def _routes_of(backend: RendererBackend) -> RouteTable:
+    if backend.name not in TABLES:
+        raise InputError(
+            "the control routes of this backend are not known",
+            where="backend",
+            expected=", ".join(sorted(TABLES)),
+            got=repr(backend.name),
+            remedy="Give routes=RouteTable(...)",
+        )
+    return TABLES[backend.name]
+
+
+def _vocab_size(renderer: Any) -> int | None:
+    tokenizer = getattr(renderer, "tokenizer", None)
+    return None if tokenizer is None else tokenizer.vocab_size
+
+
+def _listed(tags: Sequence[str] | None) -> list[str] | None:
+    return None if tags is None else list(tags)

@@ -1,0 +1,115 @@
+"""vLLM's generate route read as a stream, for a backend that asks for the whole answer.
+
+The backend's request goes out with `stream`; its chunks are told of as they come, and put together to the
+answer that the route gives otherwise. So everything that a backend knows - images, errors, checks - holds for
+streams too. Chunks: `entrypoints/scale_out/token_in_token_out/protocol.py` of vLLM 0.32.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from mmrender.client.transport import Reply, Transport
+from mmrender.engines.interface import OnTokens
+from mmrender.engines.sse import events
+from mmrender.errors import EngineReplyError
+
+GENERATE_PATH: Final = "/inference/v1/generate"
+
+
+class TeeTransport:
+    """A transport that tells of tokens as they come.
+
+    Args:
+        transport: The way to the server.
+        on_tokens: Told of the tokens of its generate requests.
+    """
+
+    def __init__(self, transport: Transport, on_tokens: OnTokens) -> None:
+        self._transport = transport
+        self._on_tokens = on_tokens
+
+    @property
+    def base_url(self) -> str:
+        """Root of the server."""
+        return self._transport.base_url
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        idempotent: bool | None = None,
+    ) -> Reply:
+        """Send a request; generate requests as streams."""
+        if path != GENERATE_PATH:
+            return await self._transport.request(
+                method, path, json=json, headers=headers, timeout=timeout, idempotent=idempotent
+            )
+        streamed = {**json, "stream": True, "stream_options": {"include_usage": True}}
+        lines = self._transport.stream(method, path, json=streamed, headers=headers)
+        whole = Whole()
+        async for chunk in events(lines, where=f"{self.base_url}{path}"):
+            ids, logprobs = whole.take(chunk)
+            if ids:
+                self._on_tokens(ids, logprobs)
+        return Reply(200, {}, msgspec.json.encode(whole.reply()))
+
+    def stream(
+        self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[bytes]:
+        """Pass a stream on as it is."""
+        return self._transport.stream(method, path, json=json, headers=headers)
+
+    async def aclose(self) -> None:
+        """Close the transport."""
+        await self._transport.aclose()
+
+
+class Whole:
+    """Chunks of a generate stream, put together."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] = {}
+        self._choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": None}
+        self._entries: list[Any] = []
+
+    def take(self, chunk: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+        """Take a chunk; return its tokens and their logprobs.
+
+        Raises:
+            EngineReplyError: The engine reports an error, or a token comes without its logprob.
+        """
+        if "error" in chunk:
+            raise EngineReplyError("the engine failed within a stream", got=repr(chunk["error"])[:300])
+        for name, value in chunk.items():
+            if name != "choices" and value is not None:
+                self._head[name] = value
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for choice in chunk.get("choices") or ():
+            ids += choice.get("token_ids") or ()
+            entries = (choice.get("logprobs") or {}).get("content") or ()
+            logprobs += [entry["logprob"] for entry in entries]
+            self._entries += entries
+            for name, value in choice.items():
+                if name not in ("index", "token_ids", "logprobs") and value is not None:
+                    self._choice[name] = value
+        if len(ids) != len(logprobs):
+            raise EngineReplyError(
+                "tokens and logprobs differ in number",
+                where="choices[0].logprobs",
+                expected=str(len(ids)),
+                got=str(len(logprobs)),
+            )
+        self._choice["token_ids"] += ids
+        return ids, logprobs
+
+    def reply(self) -> dict[str, Any]:
+        """The answer as the route gives it without `stream`."""
+        choice = {**self._choice, "logprobs": {"content": self._entries}}
+        return {**self._head, "choices": [choice]}
