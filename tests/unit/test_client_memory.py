@@ -1,0 +1,154 @@
+"""The transport in memory, and what names a server."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+
+from mmrender.client.config import TransportConfig
+from mmrender.client.http import HTTPTransport
+from mmrender.client.memory import DROPPED, Answer, Asked, MemoryTransport
+from mmrender.client.resolve import as_transport, server_root
+from mmrender.client.transport import Transport
+from mmrender.errors import EngineConnectionError, EngineStatusError, EngineTimeoutError, InputError
+
+
+def ask(transport: MemoryTransport, method: str = "POST", path: str = "/generate", **options: Any) -> Any:
+    return asyncio.run(transport.request(method, path, **options))
+
+
+def test_answers_come_by_route_and_requests_are_kept() -> None:
+    transport = MemoryTransport({"POST /generate": {"ids": [1]}, "GET /text": "plain", "GET /raw": b"\x00"})
+    assert isinstance(transport, Transport)
+    assert ask(transport, path="/generate?x=1", json={"a": (1, 2)}, headers={"h": "v"}).body == b'{"ids":[1]}'
+    assert ask(transport, "GET", "/text").body == b"plain"
+    assert ask(transport, "GET", "/raw").body == b"\x00"
+    asked = transport.asked[0]
+    assert (asked.method, asked.path, asked.query) == ("POST", "/generate", "x=1")
+    assert (asked.json, dict(asked.headers), asked.idempotent) == ({"a": [1, 2]}, {"h": "v"}, False)
+    assert transport.asked[1].json is None
+    assert transport.asked[1].idempotent
+    assert transport.of_path("/text") == [transport.asked[1]]
+
+
+def test_a_list_is_used_up_call_by_call() -> None:
+    transport = MemoryTransport(
+        {"POST /generate": [Answer([1]), ValueError("mine"), DROPPED, {"last": True}]}
+    )
+    assert ask(transport).body == b"[1]"
+    with pytest.raises(ValueError, match="mine"):
+        ask(transport)
+    with pytest.raises(EngineConnectionError) as caught:
+        ask(transport)
+    assert str(caught.value) == "POST http://memory/generate: the connection broke"
+    assert ask(transport).body == b'{"last":true}'
+    with pytest.raises(AssertionError, match="no answer is left for POST /generate"):
+        ask(transport)
+
+
+def test_functions_answer_from_the_request() -> None:
+    async def later(asked: Asked) -> Any:
+        await asyncio.sleep(0)
+        return Answer({"later": asked.json}, status=201)
+
+    transport = MemoryTransport({"POST /generate": [lambda asked: {"now": asked.json}, later]})
+    assert ask(transport, json=1).body == b'{"now":1}'
+    assert ask(transport, json=2).status == 201
+
+
+def test_a_status_is_the_error_that_a_server_gives() -> None:
+    transport = MemoryTransport({"POST /generate": Answer({"error": "x"}, 503, headers={"Retry-After": "3"})})
+    with pytest.raises(EngineStatusError) as caught:
+        ask(transport)
+    error = caught.value
+    assert (error.status, error.body, error.retry_after) == (503, '{"error":"x"}', 3.0)
+    assert str(error) == (
+        'POST http://memory/generate: the server answered 503 Service Unavailable: {"error":"x"}'
+    )
+    with pytest.raises(EngineStatusError) as caught:
+        ask(transport, path="/nowhere")
+    assert caught.value.status == 404
+
+
+def test_delays_meet_deadlines_and_cancellation() -> None:
+    transport = MemoryTransport({"POST /generate": Answer({}, delay=30)})
+    with pytest.raises(EngineTimeoutError) as caught:
+        ask(transport, timeout=0.01)
+    assert str(caught.value) == "POST http://memory/generate: the server did not answer within 0.01 s"
+
+    async def cancel() -> None:
+        task = asyncio.create_task(transport.request("POST", "/generate"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancel())
+    assert transport.cancelled == [transport.asked[1]]
+
+
+def test_lines_are_streamed_and_may_break() -> None:
+    transport = MemoryTransport(
+        {"GET /lines": [b"a\nb\n", Answer("a\r\nb", drop=True), Answer("no", status=500)]}
+    )
+
+    async def lines() -> list[bytes]:
+        return [line async for line in transport.stream("GET", "/lines")]
+
+    assert asyncio.run(lines()) == [b"a", b"b"]
+    with pytest.raises(EngineConnectionError):
+        asyncio.run(lines())
+    with pytest.raises(EngineStatusError):
+        asyncio.run(lines())
+
+
+def test_a_server_is_named_in_many_ways() -> None:
+    memory = MemoryTransport()
+    assert as_transport(memory) is memory
+    first = as_transport("http://127.0.0.1:9/v1/")
+    assert isinstance(first, HTTPTransport)
+    assert first.base_url == "http://127.0.0.1:9"
+    assert as_transport("http://127.0.0.1:9") is first
+    assert as_transport(TransportConfig("http://127.0.0.1:9")) is first
+    assert as_transport(TransportConfig("http://127.0.0.1:9", attempts=1)) is not first
+
+
+def test_an_openai_client_brings_url_key_and_headers() -> None:
+    client = openai.AsyncOpenAI(
+        base_url="http://127.0.0.1:9/v1", api_key="k", default_headers={"X-Session-ID": "s"}
+    )
+    transport = as_transport(client)
+    assert isinstance(transport, HTTPTransport)
+    assert transport.base_url == "http://127.0.0.1:9"
+    assert transport.config.all_headers == {"Authorization": "Bearer k", "X-Session-ID": "s"}
+    assert as_transport(client) is transport
+
+
+def test_an_object_with_url_and_key_is_enough() -> None:
+    transport = as_transport(SimpleNamespace(base_url="http://127.0.0.1:9/v1", api_key=""))
+    assert isinstance(transport, HTTPTransport)
+    assert transport.config.all_headers == {}
+
+
+def test_what_names_no_server_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        as_transport(3)
+    assert str(caught.value) == (
+        "client: this is no client - expected a base URL, a transport, or an object with base_url and api_key, got int"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("http://h:1", "http://h:1"),
+        ("http://h:1/", "http://h:1"),
+        ("http://h:1/v1", "http://h:1"),
+        ("http://h:1/v1/", "http://h:1"),
+        ("http://h:1/proxy/v1", "http://h:1/proxy"),
+        ("http://h:1/xv1", "http://h:1/xv1"),
+    ],
+)
+def test_the_root_of_a_server(url: str, root: str) -> None:
+    assert server_root(url) == root

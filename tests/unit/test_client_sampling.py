@@ -1,0 +1,278 @@
+"""Sampling parameters: one spelling, checked, and translated for each engine."""
+
+from typing import Any
+
+import pytest
+
+from mmrender.client.sampling import (
+    DEFAULT_MAX_TOKENS,
+    PARAMETERS,
+    check_sampling_params,
+    with_max_tokens,
+    with_stop_token_ids,
+)
+from mmrender.client.spelling import SPELLINGS, EngineName, translate
+from mmrender.errors import SamplingParameterError
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+GOOD: dict[str, list[Any]] = {
+    "n": [1],
+    "temperature": [0, 0.0, 0.7, 2],
+    "top_p": [0.01, 1],
+    "top_k": [-1, 0, 50],
+    "min_p": [0, 1.0],
+    "presence_penalty": [-2, 2.0],
+    "frequency_penalty": [-2.0, 0],
+    "repetition_penalty": [0.1, 30],
+    "seed": [-1, 0, 2**63 - 1],
+    "max_tokens": [1, 100_000],
+    "min_tokens": [0, 5],
+    "stop": ["x", ["x", "yz"], []],
+    "stop_token_ids": [[], [1, 2], (3,)],
+    "include_stop_str_in_output": [True, False],
+    "ignore_eos": [True],
+    "logprobs": [-1, 0, 20],
+    "prompt_logprobs": [0],
+    "prompt_logprob_start": [0],
+    "prompt_logprob_token_ids": [[[1, -1]]],
+    "logprob_token_ids": [[1]],
+    "flat_logprobs": [True],
+    "detokenize": [True, False],
+    "skip_special_tokens": [False],
+    "spaces_between_special_tokens": [False],
+    "stream_interval": [1],
+    "structured_outputs": [{"json": SCHEMA}, {"regex": "a+"}, {"choice": ["a"]}, {"json_object": True}],
+    "logit_bias": [{}, {1: 0.5}, {"12": -100}],
+    "allowed_token_ids": [[1]],
+    "bad_words": [["a"]],
+    "extra_args": [{"a": 1}],
+    "skip_reading_prefix_cache": [True],
+    "thinking_token_budget": [0],
+    "repetition_detection": [{"max_pattern_size": 4, "min_count": 3}],
+    "watermarking": [False],
+    "trace_decode_token_ids": [[1]],
+}
+BAD: dict[str, list[Any]] = {
+    "n": [0, 2, True],
+    "temperature": [-0.1, 2.1, float("nan"), float("inf"), "1", True],
+    "top_p": [0, 1.1, float("nan")],
+    "top_k": [-2, 1.0],
+    "min_p": [-0.1, 1.1],
+    "presence_penalty": [-2.1],
+    "frequency_penalty": [2.1],
+    "repetition_penalty": [0, float("inf")],
+    "seed": [1.0, 2**63],
+    "max_tokens": [0, 1.5, True],
+    "min_tokens": [-1],
+    "stop": ["", ["a", ""], 3, [1]],
+    "stop_token_ids": [[-1], [1.0], 3, [True]],
+    "include_stop_str_in_output": [1],
+    "ignore_eos": ["yes"],
+    "logprobs": [-2, True],
+    "prompt_logprobs": [-2],
+    "prompt_logprob_start": [-1],
+    "prompt_logprob_token_ids": [[1]],
+    "logprob_token_ids": [[-1]],
+    "flat_logprobs": [0],
+    "detokenize": [0],
+    "skip_special_tokens": [0],
+    "spaces_between_special_tokens": [0],
+    "stream_interval": [0],
+    "structured_outputs": [{}, {"json": SCHEMA, "regex": "a"}, "json", {"schema": SCHEMA}],
+    "logit_bias": [{"a": 1}, {-1: 1}, {1: "x"}, [1]],
+    "allowed_token_ids": [[], [-1]],
+    "bad_words": [[""], "a"],
+    "extra_args": [[1]],
+    "skip_reading_prefix_cache": [1],
+    "thinking_token_budget": [-1],
+    "repetition_detection": [3],
+    "watermarking": [1],
+    "trace_decode_token_ids": [["a"]],
+}
+
+
+def test_every_parameter_is_tried() -> None:
+    assert set(GOOD) == set(BAD) == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_values_within_range_are_taken_as_they_are(name: str) -> None:
+    for value in GOOD[name]:
+        assert check_sampling_params({name: value}) == {name: value}
+        assert translate({name: value}, "vllm").sampling == {name: value}
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_values_out_of_range_are_refused_by_name(name: str) -> None:
+    for value in BAD[name]:
+        with pytest.raises(SamplingParameterError) as caught:
+            check_sampling_params({name: value})
+        assert caught.value.where == f"sampling_params[{name!r}]"
+        assert caught.value.expected == PARAMETERS[name].expected
+        assert caught.value.got == repr(value)
+
+
+def test_none_is_a_parameter_that_is_not_set() -> None:
+    assert check_sampling_params(dict.fromkeys(PARAMETERS)) == {}
+    with pytest.raises(SamplingParameterError):
+        check_sampling_params({"unheard_of": None})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"temperature": 3},
+            "sampling_params['temperature']: is not a value that this sampling parameter may have - expected a "
+            "finite number in [0, 2], got 3",
+        ),
+        (
+            {"max_new_tokens": 5},
+            "sampling_params['max_new_tokens']: no engine knows this sampling parameter. Sampling parameters have "
+            "vLLM's names for every engine; this one is max_tokens",
+        ),
+        (
+            {"guided_json": SCHEMA},
+            "sampling_params['guided_json']: no engine knows this sampling parameter. Sampling parameters have "
+            "vLLM's names for every engine; this one is structured_outputs={'json': ...}",
+        ),
+        (
+            {"priority": 1},
+            "sampling_params['priority']: no engine knows this sampling parameter. It is an argument of generate: "
+            "priority=...",
+        ),
+        (
+            {"tempreature": 1},
+            "sampling_params['tempreature']: no engine knows this sampling parameter. Known are: "
+            + ", ".join(sorted(PARAMETERS)),
+        ),
+        (
+            {"min_tokens": 5, "max_tokens": 4},
+            "sampling_params['min_tokens']: is more than max_tokens - expected at most 4, got 5",
+        ),
+        (
+            {"stop": ["x"], "detokenize": False},
+            "sampling_params['stop']: stop strings are looked for in text, which is not made. Leave out "
+            "detokenize=False, or name stop_token_ids",
+        ),
+    ],
+)
+def test_errors_say_what_to_write(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(SamplingParameterError) as caught:
+        check_sampling_params(params)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("engine", sorted(SPELLINGS))
+def test_a_name_that_the_engine_lacks_is_an_error(engine: EngineName) -> None:
+    lacking = set(PARAMETERS) - set(SPELLINGS[engine])
+    assert lacking or engine == "vllm"
+    for name in lacking:
+        with pytest.raises(SamplingParameterError) as caught:
+            translate({name: GOOD[name][0]}, engine)
+        assert str(caught.value) == (
+            f"sampling_params[{name!r}]: {engine} has no such sampling parameter. It has: "
+            + ", ".join(sorted(SPELLINGS[engine]))
+        )
+
+
+def test_sglang_spells_differently() -> None:
+    spelled = translate(
+        {
+            "max_tokens": 7,
+            "min_tokens": 1,
+            "temperature": 0.5,
+            "top_k": 0,
+            "seed": 3,
+            "stop": "x",
+            "stop_token_ids": [1],
+            "include_stop_str_in_output": True,
+            "logit_bias": {5: 1.0},
+            "logprobs": 2,
+            "structured_outputs": {"json": SCHEMA},
+        },
+        "sglang",
+    )
+    assert spelled.sampling == {
+        "max_new_tokens": 7,
+        "min_new_tokens": 1,
+        "temperature": 0.5,
+        "top_k": -1,
+        "sampling_seed": 3,
+        "stop": ["x"],
+        "stop_token_ids": [1],
+        "no_stop_trim": True,
+        "logit_bias": {"5": 1.0},
+        "json_schema": '{"type":"object","properties":{"a":{"type":"integer"}}}',
+    }
+    assert spelled.request == {"return_logprob": True, "top_logprobs_num": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sglang", "dynamo"),
+    [
+        (
+            {"json": '{"type": "object"}'},
+            {"json_schema": '{"type": "object"}'},
+            {"guided_json": '{"type": "object"}'},
+        ),
+        ({"json_object": True}, {"json_schema": '{"type":"object"}'}, {"guided_json": {"type": "object"}}),
+        ({"regex": "a|b"}, {"regex": "a|b"}, {"guided_regex": "a|b"}),
+        ({"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
+    ],
+    ids=["json text", "json object", "regex", "grammar"],
+)
+def test_structures_are_spelled(
+    asked: dict[str, Any], sglang: dict[str, Any], dynamo: dict[str, Any]
+) -> None:
+    params = {"structured_outputs": asked}
+    assert translate(params, "sglang").sampling == sglang
+    assert translate(params, "dynamo").request == dynamo
+
+
+def test_structures_that_an_engine_lacks_are_errors() -> None:
+    with pytest.raises(SamplingParameterError) as caught:
+        translate({"structured_outputs": {"choice": ["a", "b"]}}, "sglang")
+    assert str(caught.value) == (
+        "sampling_params['structured_outputs']['choice']: sglang has no such structured output. It has: json, "
+        "json_object, regex, grammar, structural_tag"
+    )
+    with pytest.raises(SamplingParameterError):
+        translate({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "dynamo")
+
+
+def test_dynamo_takes_everything_at_the_top_level() -> None:
+    spelled = translate(
+        {"max_tokens": 7, "logprobs": 3, "top_k": 0, "stop": ["x"], "logit_bias": {"5": 1}, "min_tokens": 2},
+        "dynamo",
+    )
+    assert spelled.sampling == {}
+    assert spelled.request == {
+        "max_completion_tokens": 7,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "top_k": 0,
+        "stop": ["x"],
+        "logit_bias": {"5": 1},
+        "min_tokens": 2,
+    }
+
+
+def test_max_tokens_is_always_there() -> None:
+    assert with_max_tokens({"max_tokens": 5}, 100) == {"max_tokens": 5}
+    assert with_max_tokens({"top_k": 1}, 100) == {"top_k": 1, "max_tokens": 100}
+    assert with_max_tokens({}, 0) == {"max_tokens": 1}
+    assert with_max_tokens({}, None) == {"max_tokens": DEFAULT_MAX_TOKENS}
+
+
+def test_stop_tokens_are_added_unless_they_are_to_be_ignored() -> None:
+    assert with_stop_token_ids({}, [7, 8]) == {"stop_token_ids": [7, 8]}
+    assert with_stop_token_ids({"stop_token_ids": [9, 7]}, [7, 8]) == {"stop_token_ids": [9, 7, 8]}
+    assert with_stop_token_ids({"ignore_eos": True}, [7]) == {"ignore_eos": True}
+
+
+def test_the_callers_parameters_are_not_changed() -> None:
+    params = {"stop_token_ids": [1], "temperature": 1}
+    translate(params, "sglang")
+    with_stop_token_ids(with_max_tokens(params, 3), [2])
+    assert params == {"stop_token_ids": [1], "temperature": 1}
