@@ -32,6 +32,8 @@ class EngineRequest:
         vocab_size: Ids at or above it are refused before sending; None where it is not known.
         collapsed_ids: `prompt_ids` with each placeholder range as the single token that the template wrote,
             for engines that widen placeholders themselves; None without images.
+        media_token_ids: Ids of the tokens that expansions are made of, by their text, to hold ranges against;
+            empty where they are not known.
         routed_experts: Whether to ask for router choices.
         routed_experts_prompt_start: Return rows from this position on; None keeps every row.
     """
@@ -46,6 +48,7 @@ class EngineRequest:
     extra_headers: Mapping[str, str] = field(default_factory=dict)
     vocab_size: int | None = None
     collapsed_ids: Sequence[int] | None = None
+    media_token_ids: Mapping[str, int] = field(default_factory=dict)
     routed_experts: bool = False
     routed_experts_prompt_start: int | None = None
 

@@ -67,12 +67,20 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int | None, *, where: st
     return ids
 
 
-def check_sidecar(ids: Ids, data: MultiModalData, *, takes_sparse: bool = True) -> list[Placed]:
+def check_sidecar(
+    ids: Ids,
+    data: MultiModalData,
+    *,
+    token_ids: Mapping[str, int] | None = None,
+    takes_sparse: bool = True,
+) -> list[Placed]:
     """Hold items, ranges and tokens against each other, and return the items in prompt order.
 
     Args:
         ids: The prompt, placeholders widened; of shape `(n,)`.
         data: The sidecar.
+        token_ids: Ids of the tokens that expansions are made of, by their text. Without them a pad token is
+            what stands first in a range, and a range of a single token can be anywhere.
         takes_sparse: Whether the engine keeps which tokens of a range stand for features, where not all do.
 
     Raises:
@@ -101,6 +109,7 @@ def check_sidecar(ids: Ids, data: MultiModalData, *, takes_sparse: bool = True) 
                 remedy="Send the encoded image, or use another engine for this model",
             )
         _check_pads(entry, ids, pads)
+        _check_expansion(entry, ids, token_ids or {})
     _check_edges(placed, ids, pads)
     return placed
 
@@ -198,6 +207,32 @@ def _check_pads(entry: Placed, ids: Ids, pads: dict[str, int]) -> None:
                 expected=f"the token {pad} from {entry.start + start} to {entry.start + stop - 1}",
                 got=f"the token {ids[index]} at {index}",
             )
+
+
+def _check_expansion(entry: Placed, ids: Ids, token_ids: Mapping[str, int]) -> None:
+    """Require exactly the tokens of the expansion, where it holds no text and its tokens are known."""
+    pieces = [
+        piece for piece in entry.item.expansion if isinstance(piece, Repeat) and piece.token in token_ids
+    ]
+    if len(pieces) != len(entry.item.expansion):
+        return
+    expected = np.repeat([token_ids[piece.token] for piece in pieces], [piece.count for piece in pieces])
+    found = ids[entry.start : entry.stop]
+    if len(found) != len(expected):
+        raise PlaceholderError(
+            "a placeholder range is not as long as its item",
+            where=entry.where,
+            expected=f"{len(expected)} tokens",
+            got=str(len(found)),
+        )
+    if (found != expected).any():
+        index = int((found != expected).argmax())
+        raise PlaceholderError(
+            "a placeholder range does not hold the tokens of its item",
+            where=entry.where,
+            expected=f"the token {expected[index]} at {entry.start + index}",
+            got=f"the token {found[index]}",
+        )
 
 
 def _check_edges(placed: Sequence[Placed], ids: Ids, pads: Mapping[str, int]) -> None:

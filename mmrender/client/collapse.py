@@ -5,7 +5,7 @@ from typing import Any
 
 from mmrender.client.checks import Placed, check_range, placed_items
 from mmrender.errors import PlaceholderError
-from mmrender.media.item import MultiModalData, Text
+from mmrender.media.item import MultiModalData, Repeat, Text
 
 
 def collapse(
@@ -69,3 +69,14 @@ def placeholder_ids_of(renderer: Any) -> dict[str, int]:
         return {}
     found = {modality: tokenizer.token_id(text) for modality, text in media.processor.placeholder.items()}
     return {modality: token_id for modality, token_id in found.items() if token_id is not None}
+
+
+def media_token_ids_of(renderer: Any, data: MultiModalData) -> dict[str, int]:
+    """Ids of the tokens that the items' expansions are made of, by their text, as far as they are known."""
+    tokenizer = getattr(renderer, "tokenizer", None)
+    if tokenizer is None:
+        return {}
+    items = (item for items in data.mm_items.values() for item in items)
+    tokens = {piece.token for item in items for piece in item.expansion if isinstance(piece, Repeat)}
+    found = {token: tokenizer.token_id(token) for token in tokens}
+    return {token: token_id for token, token_id in found.items() if token_id is not None}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrender.client.backend import EngineRequest, EngineResponse, RendererBackend
 from mmrender.client.backends import BackendName, RendererTransport, resolve_backend, resolve_transport
-from mmrender.client.collapse import can_collapse, collapse, placeholder_ids_of
+from mmrender.client.collapse import can_collapse, collapse, media_token_ids_of, placeholder_ids_of
 from mmrender.client.generation import Generation, finish_reason_of
 from mmrender.client.limits import LIMITS
 from mmrender.client.prompts import Prompt, TokenIds, given_prompt, rendered_prompt
@@ -108,6 +108,7 @@ async def generate(
         extra_headers=dict(extra_headers or {}),
         vocab_size=getattr(renderer, "vocab_size", None),
         collapsed_ids=_collapsed(renderer, prompt),
+        media_token_ids=media_token_ids_of(renderer, prompt.data),
         routed_experts=routed_experts or routed_experts_prompt_start is not None,
         routed_experts_prompt_start=routed_experts_prompt_start,
     )

@@ -1,0 +1,426 @@
+"""What is refused before it is sent."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_prompts import (
+    CLOSE,
+    IMAGE,
+    OPEN,
+    PAD,
+    TOKENS,
+    VIDEO_PAD,
+    VOCAB,
+    FakeItem,
+    PromptMaker,
+    qwen_item,
+    tiled_item,
+)
+from client_prompts import video_item as a_video
+from mmrender.client.checks import check_prompt, check_sidecar
+from mmrender.client.collapse import can_collapse, collapse
+from mmrender.client.completions import checked_completion
+from mmrender.client.item_checks import check_data_url, check_patches
+from mmrender.errors import EngineReplyError, EngineUnsupportedError, InputError, PlaceholderError
+from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat, Text
+
+
+def prompt() -> PromptMaker:
+    return PromptMaker().text([1, 2]).framed(qwen_item(4)).text([3]).framed(qwen_item(6)).text([4, 5])
+
+
+def with_ranges(sidecar: MultiModalData, *ranges: PlaceholderRange) -> MultiModalData:
+    return MultiModalData(sidecar.mm_hashes, {"image": list(ranges)}, sidecar.mm_items)
+
+
+# --- token ids ---
+
+
+def test_a_prompt_becomes_an_array() -> None:
+    assert check_prompt([0, 99], VOCAB).tolist() == [0, 99]
+    assert check_prompt(np.array([3], np.int32), None).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("ids", "vocab", "message"),
+    [
+        ([1, 100], 100, "prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got 100"),
+        ([1, -1], 100, "prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got -1"),
+        ([-7], None, "prompt_ids[0]: a token id is outside the vocabulary - expected 0 or more, got -7"),
+        ([], 100, "prompt_ids: a prompt is a list of token ids - expected one or more integers, got nothing"),
+        (
+            [1.0],
+            100,
+            "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [1] of float64",
+        ),
+        (
+            [1, None],
+            100,
+            "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [2] of object",
+        ),
+        (
+            [[1], [2]],
+            100,
+            "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [2, 1] of int64",
+        ),
+    ],
+    ids=["too large", "negative", "negative without vocabulary", "empty", "float", "none", "nested"],
+)
+def test_ids_that_kill_an_engine_are_refused(ids: Any, vocab: int | None, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_prompt(ids, vocab)
+    assert str(caught.value) == message
+
+
+# --- ranges ---
+
+
+def test_a_sidecar_that_fits_is_returned_in_prompt_order() -> None:
+    made = PromptMaker().framed(a_video(3), VIDEO_PAD).framed(qwen_item(4)).framed(qwen_item(4)).text([1])
+    placed = check_sidecar(np.array(made.ids), made.sidecar)
+    assert [(entry.modality, entry.start, entry.stop) for entry in placed] == [
+        ("video", 1, 4),
+        ("image", 6, 10),
+        ("image", 12, 16),
+    ]
+    assert check_sidecar(np.array([1, 2]), MultiModalData()) == []
+
+
+def test_images_may_stand_side_by_side() -> None:
+    made = PromptMaker().text([1]).item(qwen_item(4)).item(qwen_item(6)).text([2])
+    assert len(check_sidecar(np.array(made.ids), made.sidecar)) == 2
+
+
+def test_tiled_images_are_taken_where_the_engine_keeps_their_masks() -> None:
+    made = PromptMaker().framed(tiled_item(2, 3)).text([1])
+    assert len(check_sidecar(np.array(made.ids), made.sidecar)) == 1
+    with pytest.raises(EngineUnsupportedError) as caught:
+        check_sidecar(np.array(made.ids), made.sidecar, takes_sparse=False)
+    assert str(caught.value) == (
+        "mm_placeholders['image'][0]: the engine loses which tokens of this range stand for the image - expected a "
+        "range in which every token does, got 8 of 12. Send the encoded image, or use another engine for this model"
+    )
+
+
+Change = Callable[[MultiModalData], MultiModalData]
+R0, R1 = PlaceholderRange(3, 4), PlaceholderRange(9 + 1, 6)
+REFUSED: dict[str, tuple[Change, str]] = {
+    "offset one early": (
+        lambda s: with_ranges(s, PlaceholderRange(2, 4), R1),
+        "mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - expected the token 91 from 2 "
+        "to 5, got the token 90 at 3",
+    ),
+    "offset one late": (
+        lambda s: with_ranges(s, PlaceholderRange(4, 4), R1),
+        "mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - expected the token 90 from 4 "
+        "to 7, got the token 92 at 7",
+    ),
+    "one too short": (
+        lambda s: with_ranges(s, PlaceholderRange(3, 3), R1),
+        "mm_placeholders['image'][0]: a placeholder range is not as long as its item - expected 4 tokens that stand "
+        "for features, got 3",
+    ),
+    "one too long": (
+        lambda s: with_ranges(s, PlaceholderRange(3, 5), R1),
+        "mm_placeholders['image'][0]: a placeholder range is not as long as its item - expected 4 tokens that stand "
+        "for features, got 5",
+    ),
+    "swapped": (
+        lambda s: with_ranges(s, R1, R0),
+        "mm_placeholders['image'][1]: placeholder ranges are out of order - expected an offset of 10 or more, got 3",
+    ),
+    "overlapping": (
+        lambda s: with_ranges(s, R0, PlaceholderRange(5, 6)),
+        "mm_placeholders['image'][1]: placeholder ranges overlap - expected an offset of 7 or more, behind "
+        "mm_placeholders['image'][0], got 5",
+    ),
+    "outside": (
+        lambda s: with_ranges(s, R0, PlaceholderRange(16, 6)),
+        "mm_placeholders['image'][1]: a placeholder range does not lie inside the prompt - expected one or more tokens "
+        "within [0, 19), got [16, 22)",
+    ),
+    "negative": (
+        lambda s: with_ranges(s, PlaceholderRange(-1, 4), R1),
+        "mm_placeholders['image'][0]: a placeholder range does not lie inside the prompt - expected one or more tokens "
+        "within [0, 19), got [-1, 3)",
+    ),
+    "one missing": (
+        lambda s: with_ranges(s, R0),
+        "multi_modal_data.image: hashes, placeholders and items must be equally many - got 2 hashes, 1 placeholders, "
+        "2 items",
+    ),
+    "an image lost": (
+        lambda s: MultiModalData(
+            {"image": s.mm_hashes["image"][:1]}, {"image": [R0]}, {"image": s.mm_items["image"][:1]}
+        ),
+        "prompt_ids[10:16]: an image of the prompt has no placeholder range - expected a range and an item for each "
+        "image, got a run of the token 90 between 91 and 92, as images have it. Pass the sidecar of the whole prompt "
+        "as multi_modal_data",
+    ),
+    "another's hash": (
+        lambda s: MultiModalData({"image": ["qwen-4", "qwen-4"]}, s.mm_placeholders, s.mm_items),
+        "mm_hashes['image'][1]: the hash is not the item's - expected qwen-6, got 'qwen-4'. A server that knows the "
+        "hash would take its own pixels in place of these",
+    ),
+    "runs out of order": (
+        lambda s: with_ranges(s, PlaceholderRange(3, 4, ((2, 4), (0, 2))), R1),
+        "mm_placeholders['image'][0].embed_spans: the runs of features within a range are out of order - expected "
+        "rising runs within [0, 4), got ((2, 4), (0, 2))",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_sidecars_that_do_not_fit_are_refused(case: str) -> None:
+    change, message = REFUSED[case]
+    made = prompt()
+    check_sidecar(np.array(made.ids), made.sidecar)
+    with pytest.raises(PlaceholderError) as caught:
+        check_sidecar(np.array(made.ids), change(made.sidecar))
+    assert str(caught.value) == message
+
+
+def test_a_run_that_goes_on_behind_its_range_is_refused() -> None:
+    made = PromptMaker().text([1]).item(qwen_item(4)).text([PAD, 2])
+    with pytest.raises(PlaceholderError) as caught:
+        check_sidecar(np.array(made.ids), made.sidecar)
+    assert str(caught.value) == (
+        "mm_placeholders['image'][0]: a placeholder range ends within a run of pad tokens - expected no token 90 next "
+        "to it, got one at 5"
+    )
+
+
+def test_a_pad_token_that_the_model_sampled_stays() -> None:
+    made = prompt().text([7, PAD, PAD, 8, PAD])
+    assert len(check_sidecar(np.array(made.ids), made.sidecar)) == 2
+
+
+def test_one_modality_has_one_pad_token() -> None:
+    made = PromptMaker().framed(qwen_item(2)).framed(FakeItem((Repeat("video", 2),), "other"))
+    with pytest.raises(PlaceholderError, match="a placeholder range is not a run of pad tokens"):
+        check_sidecar(np.array(made.ids), made.sidecar)
+
+
+def test_tokens_of_an_expansion_are_held_against_the_prompt() -> None:
+    made = PromptMaker().text([1]).item(qwen_item(1)).text([2])
+    moved = MultiModalData.of([(PlaceholderRange(2, 1), made.placed[0][1])])
+    check_sidecar(np.array(made.ids), made.sidecar, token_ids=TOKENS)
+    with pytest.raises(PlaceholderError) as caught:
+        check_sidecar(np.array(made.ids), moved, token_ids=TOKENS)
+    assert str(caught.value) == (
+        "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
+        "90 at 2, got the token 2"
+    )
+    tiled = PromptMaker().item(tiled_item(1, 1)).text([1])
+    short = PlaceholderRange(0, 5, ((1, 2), (3, 5)))
+    with pytest.raises(PlaceholderError) as caught:
+        check_sidecar(np.array(tiled.ids), MultiModalData.of([(short, tiled.placed[0][1])]), token_ids=TOKENS)
+    assert str(caught.value) == (
+        "mm_placeholders['image'][0]: a placeholder range is not as long as its item - expected 6 tokens, got 5"
+    )
+
+
+# --- collapsing ---
+
+
+def test_ranges_collapse_to_what_the_template_wrote() -> None:
+    made = prompt()
+    assert collapse(made.ids, made.sidecar) == [1, 2, OPEN, PAD, CLOSE, 3, OPEN, PAD, CLOSE, 4, 5]
+    tiled = PromptMaker().text([1]).item(tiled_item(2, 2), IMAGE).item(tiled_item(1, 1), IMAGE).text([2])
+    assert collapse(tiled.ids, tiled.sidecar, {"image": IMAGE}) == [1, IMAGE, IMAGE, 2]
+    assert can_collapse(tiled.sidecar, {"image": IMAGE})
+    assert not can_collapse(tiled.sidecar)
+
+
+def test_what_cannot_be_put_back_is_refused() -> None:
+    tiled = PromptMaker().item(tiled_item(1, 1))
+    with pytest.raises(PlaceholderError) as caught:
+        collapse(tiled.ids, tiled.sidecar)
+    assert str(caught.value) == (
+        "mm_placeholders['image'][0]: the range cannot be put back to the template's placeholder - expected an "
+        "expansion of special tokens, and the token that the template writes, got 5 pieces. Use an engine that takes "
+        "widened placeholders"
+    )
+    # Text at an edge was encoded together with the text beside it, so its tokens lie outside of the range.
+    edged = FakeItem((Repeat("pad", 2), Text("\n")), "edged")
+    sidecar = MultiModalData.of([(PlaceholderRange(0, 2), edged)])
+    assert not can_collapse(sidecar, {"image": IMAGE})
+    with pytest.raises(PlaceholderError):
+        collapse([PAD, PAD, 5], sidecar, {"image": IMAGE})
+
+
+# --- patches and references ---
+
+
+def patches(**changes: Any) -> None:
+    given = {
+        "pixels": np.zeros((16, 12), np.uint8),
+        "grid": np.array([1, 4, 4], np.int64),
+        "width": 12,
+        "dtype": "uint8",
+        "merge_size": 2,
+        "num_embeds": 4,
+        "where": "image[0]",
+    }
+    check_patches(**{**given, **changes})
+
+
+def test_patches_that_fit_pass() -> None:
+    patches()
+    patches(grid=np.array([[1, 4, 4]], np.int64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"pixels": np.zeros((15, 12), np.uint8)},
+            "image[0].pixel_values: the patches do not fit their grid - expected uint8 [16, 12] for the grid [1, 4, "
+            "4], got uint8 [15, 12]",
+        ),
+        (
+            {"pixels": np.zeros((16, 11), np.uint8)},
+            "image[0].pixel_values: the patches do not fit their grid - expected uint8 [16, 12] for the grid [1, 4, "
+            "4], got uint8 [16, 11]",
+        ),
+        (
+            {"pixels": np.zeros((16, 12), np.float32)},
+            "image[0].pixel_values: the patches do not fit their grid - expected uint8 [16, 12] for the grid [1, 4, "
+            "4], got float32 [16, 12]",
+        ),
+        (
+            {"grid": np.array([1, 4, 4], np.int32)},
+            "image[0].grid: the grid is not one - expected three positive numbers of int64, got [1, 4, 4] of int32",
+        ),
+        (
+            {"grid": np.array([1, 0, 4], np.int64)},
+            "image[0].grid: the grid is not one - expected three positive numbers of int64, got [1, 0, 4] of int64",
+        ),
+        (
+            {"num_embeds": 5},
+            "image[0].grid: the grid does not fit its placeholder range - expected 20 patches for 5 tokens, got 16 of "
+            "[1, 4, 4]",
+        ),
+    ],
+    ids=["count", "width", "dtype", "grid dtype", "grid side", "range"],
+)
+def test_patches_that_kill_an_engine_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlaceholderError) as caught:
+        patches(**changes)
+    assert str(caught.value) == message
+
+
+def test_data_urls_pass() -> None:
+    assert check_data_url("data:image/png;base64,iVBORw0K", where="x") == "data:image/png;base64,iVBORw0K"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "photo.png",
+        "http://host/a.png",
+        "iVBORw0K",
+        "",
+        "data:image/png;base64,",
+        3,
+    ]
+    + ["data:text/html;base64,aaaa", "data:image/png;base64,aa\n/etc/passwd"],
+)
+def test_anything_else_is_not_sent_as_an_image(value: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        check_data_url(value, where="messages[0].content[0]")
+    shown = repr(value[:40] if isinstance(value, str) else "int")
+    assert str(caught.value) == (
+        "messages[0].content[0]: images are sent as data URLs only - expected data:image/...;base64,..., got "
+        f"{shown}. A server may open any other text as a file of its own"
+    )
+
+
+# --- completions ---
+
+
+def test_completions_pass_as_plain_numbers() -> None:
+    ids, logprobs = checked_completion(np.array([1, 2]), np.array([-0.5, 0], np.float32), 3)
+    assert (ids, logprobs) == ([1, 2], [-0.5, 0.0])
+    assert all(type(token) is int for token in ids)
+    assert all(type(logprob) is float for logprob in logprobs)
+    assert checked_completion([], []) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "message"),
+    [
+        (
+            [1, 2],
+            [-1.0],
+            "x: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 1",
+        ),
+        (
+            [1, 2],
+            [-1.0, -9999.0],
+            "x[1]: the engine has no logprob for the token 2 - expected a finite number, got -9999.0, which stands for "
+            "none",
+        ),
+        (
+            [1],
+            [None],
+            "x[0]: the engine gave no finite logprob for the token 1 - expected a finite number, got None",
+        ),
+        (
+            [1],
+            [float("-inf")],
+            "x[0]: the engine gave no finite logprob for the token 1 - expected a finite number, got -inf",
+        ),
+        (
+            [1],
+            [float("nan")],
+            "x[0]: the engine gave no finite logprob for the token 1 - expected a finite number, got nan",
+        ),
+        (
+            [1],
+            ["-1"],
+            "x[0]: the engine gave no finite logprob for the token 1 - expected a finite number, got '-1'",
+        ),
+        (
+            [1, 9],
+            [-1.0, -1],
+            "x[1]: the engine gave a token that is outside the vocabulary - expected an id from 0 to 8, got 9",
+        ),
+        (
+            [-1],
+            [-1],
+            "x[0]: the engine gave a token that is outside the vocabulary - expected an id from 0 to 8, got -1",
+        ),
+        (
+            [1.5],
+            [-1],
+            "x[0]: the engine gave a token that is outside the vocabulary - expected an id from 0 to 8, got 1.5",
+        ),
+        (
+            [None],
+            [-1],
+            "x[0]: the engine gave a token that is outside the vocabulary - expected an id from 0 to 8, got None",
+        ),
+    ],
+    ids=[
+        "count",
+        "sentinel",
+        "none",
+        "infinite",
+        "nan",
+        "text",
+        "too large",
+        "negative",
+        "float",
+        "no token",
+    ],
+)
+def test_completions_nobody_can_train_on_are_refused(ids: Any, logprobs: Any, message: str) -> None:
+    with pytest.raises(EngineReplyError) as caught:
+        checked_completion(ids, logprobs, 9, where="x")
+    assert str(caught.value) == message
