@@ -4,13 +4,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from mmrender.client.backend import EngineRequest, EngineResponse, FinishReason, Usage
 from mmrender.client.completions import checked_completion
 from mmrender.client.large_text import decode_reply
+from mmrender.client.returned_prompt import check_prompt_seen
 from mmrender.client.routed_experts import experts_from_int32
-from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
+from mmrender.errors import EngineReplyError, EngineStatusError, EngineUnsupportedError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 _log = logging.getLogger("mmrender.client")
@@ -77,41 +76,6 @@ def read_reply(
         top_logprobs=_top_logprobs(meta, len(ids)),
         raw=raw,
     )
-
-
-def check_prompt_seen(seen: Sequence[int], request: EngineRequest) -> None:
-    """Hold the prompt that the server says it used against ours.
-
-    Raises:
-        EngineMismatchError: They differ; the error names the first difference.
-    """
-    theirs, ours = np.asarray(seen), np.asarray(request.prompt_ids)
-    if np.array_equal(theirs, ours):
-        return
-    shorter = min(len(theirs), len(ours))
-    apart = np.flatnonzero(theirs[:shorter] != ours[:shorter])
-    first = int(apart[0]) if len(apart) else shorter
-    raise EngineMismatchError(
-        "the server saw another prompt than the renderer's",
-        where=_place(first, request),
-        expected=f"{_token(ours, first)} of {len(ours)}",
-        got=f"{_token(theirs, first)} of {len(theirs)}",
-        remedy="Render with the files and processor settings of the model that the server runs",
-    )
-
-
-def _token(ids: Any, index: int) -> str:
-    return f"the token {ids[index]}" if index < len(ids) else "the end"
-
-
-def _place(index: int, request: EngineRequest) -> str:
-    """The token in errors, and the image that it belongs to or follows."""
-    place = f"prompt_token_ids[{index}]"
-    for modality, ranges in request.multi_modal_data.mm_placeholders.items():
-        for number, placeholder in enumerate(ranges):
-            if placeholder.offset <= index <= placeholder.offset + placeholder.length:
-                return f"{place} ({modality} {number})"
-    return place
 
 
 def _one(reply: Any) -> dict[str, Any]:

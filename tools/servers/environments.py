@@ -1,12 +1,12 @@
 """Virtual environments for inference servers, installed once from a frozen list.
 
-Usage: `python tools/servers/environments.py ENGINE VENV`, where ENGINE is a folder beside this file that holds a
-`requirements.txt`. Its first comment line that begins with `# python:` names the Python release, and `# torch:`
-the torch release, of which a CPU build is taken. A folder `site/` beside it is copied into site-packages.
-Running it again on a finished environment does nothing.
+Usage: `python tools/servers/environments.py ENGINE VENV`, where ENGINE is a folder beside this file with a
+`requirements.txt`. Its comment `# python:` names the Python release, and `# torch:` the torch release, of
+which a CPU build is taken. A folder `site/` beside it is copied into site-packages. Running it again on a
+finished environment does nothing.
 
-Exit status: 0 installed or up to date, 3 where no interpreter of that release is found, 1 otherwise. The variable
-PYTHON names an interpreter; otherwise PATH and `~/.pyenv/versions` are searched.
+Exit status: 0 installed or up to date, 3 where no interpreter of that release is found, 1 otherwise. The
+variable PYTHON names an interpreter; otherwise PATH and `~/.pyenv/versions` are searched.
 """
 
 import hashlib
@@ -86,7 +86,15 @@ def install(folder: Path, venv: Path) -> None:
     python = find_python(named(requirements, "python") or "3.11")
     subprocess.run([python, "-m", "venv", "--clear", venv], check=True)
     # Most of the files are never imported, so byte code is left to the first import.
-    pip = [venv / "bin" / "python", "-m", "pip", "install", "-qq", "--no-compile", "--no-deps"]
+    pip: list[str | Path] = [
+        venv / "bin" / "python",
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-compile",
+        "--no-deps",
+    ]
     if torch := named(requirements, "torch"):
         subprocess.run([*pip, f"torch=={torch}"], check=True)
         script = "import importlib.metadata as m; print(m.version('torch'))"

@@ -2,12 +2,13 @@
 
 Usage: `python model_process.py MODEL`, with an interpreter that has torch, transformers and mmrender.
 
-Each line of standard input is a JSON object, `{"id", "token_ids", "sampling", "features"}` or `{"cancel": id}`;
-`features` has the form of vLLM's `/inference/v1/generate`. Each line of standard output is one of
+Each line of standard input is a JSON object, `{"id", "token_ids", "sampling", "features"}` or
+`{"cancel": id}`; `features` has the form of vLLM's `/inference/v1/generate`. Each line of standard output is
+one of
 
 - `{"ready": true}`, once;
 - `{"id", "token", "logprob", "top": [[token, logprob], ...]}` for each sampled token;
-- `{"id", "finish": "stop" | "length" | "cancelled", "matched": token or null}` or `{"id", "error": text}`, last.
+- `{"id", "finish": "stop" | "length" | "cancelled"}` or `{"id", "error": text}`, last.
 
 Requests are served one after the other, each with a forward pass of its own. Logprobs are those of the raw
 logits, as in vLLM: before temperature.
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmcodecs.vllm_items import decode_mm_kwargs_item
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -32,6 +32,8 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+
+from mmcodecs.vllm_items import decode_mm_kwargs_item
 
 GREEDY_BELOW = 1e-5
 
@@ -203,8 +205,7 @@ class ModelProcess:
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([stop]),
             )
-        matched = sampler.token if stop.reason == "stop" else None
-        write({"id": request["id"], "finish": stop.reason, "matched": matched})
+        write({"id": request["id"], "finish": stop.reason})
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """A Dynamo worker that samples from a Transformers model, and so makes the frontend's answers real.
 
-Usage: `VENV/bin/python worker.py MODEL --python PYTHON --log FILE`, with the environment of `install.py`.
-PYTHON has torch and transformers, which the environment of Dynamo need not have; `model_process.py` runs there.
+Usage: `VENV/bin/python worker.py MODEL --python PYTHON --log FILE`, with an environment of
+`../environments.py`. PYTHON has torch and Transformers, which Dynamo's environment need not have;
+`model_process.py` runs there.
 
 The worker does what Dynamo's own vLLM worker does with a request: it reads `stop_conditions` and
-`sampling_options` of chat requests, and `extra_args.vllm_tito` of `/inference/v1/generate`; it answers a token
-at a time, with logprobs where they are asked for, and with `engine_data` on the last chunk where `nvext` asks.
-Every request is appended to FILE as one line of JSON, and a cancelled one as `{"cancelled": id}`.
+`sampling_options` of chat requests, and `extra_args.vllm_tito` of `/inference/v1/generate`; it answers a
+token at a time, with logprobs where they are asked for, and with `engine_data` on the last chunk where
+`nvext` asks. Every request is appended to FILE as a line of JSON, and a cancelled one as `{"cancelled": id}`.
 
 What a worker may also do is chosen by `nvext.annotations`, or by `worker` at the top of a request to
-`/inference/v1/generate`: `no_engine_data`, `empty`, `raise`, `short_logprobs`, `http_error`, and
+`/inference/v1/generate`: `no_engine_data`, `empty`, `raise`, `short_logprobs`, `http_error`, `abort`, and
 `routed_experts`, since the model has no experts: these are counted up, and of the right shape.
 """
 
@@ -34,9 +35,19 @@ CONTEXT_LENGTH = 2048
 LAYERS, TOP_K = 2, 2
 # What the worker does not do; a request that asks for it must not be answered as if it did.
 NOT_SERVED = (
-    "best_of frequency_penalty presence_penalty repetition_penalty top_p top_k min_p use_beam_search length_penalty "
-    "guided_decoding structured_outputs logit_bias"
-).split()
+    "best_of",
+    "frequency_penalty",
+    "guided_decoding",
+    "length_penalty",
+    "logit_bias",
+    "min_p",
+    "presence_penalty",
+    "repetition_penalty",
+    "structured_outputs",
+    "top_k",
+    "top_p",
+    "use_beam_search",
+)
 
 
 class Model:
@@ -177,7 +188,7 @@ def counted_experts(tokens: int) -> dict[str, Any]:
     return {"data": base64.b64encode(data).decode(), "shape": list(shape), "start": 0, "dtype": "uint8"}
 
 
-class TinyEngine(LLMEngine):
+class TinyEngine(LLMEngine):  # type: ignore[misc]
     """Answers the frontend's requests from the model."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -249,7 +260,9 @@ class TinyEngine(LLMEngine):
             if "error" in answer:
                 raise ValueError(answer["error"])
             if "finish" in answer:
-                yield {**(held or {}), **self._end(asked, ids, logprobs, answer["finish"])}
+                # Dynamo's workers say so of what their engine aborted.
+                reason = "cancelled" if "abort" in asked.modes else answer["finish"]
+                yield {**(held or {}), **self._end(asked, ids, logprobs, reason)}
                 return
             if held is not None:
                 yield held

@@ -2,14 +2,15 @@
 
 On such a CPU SGLang runs its models in plain torch, and needs its kernel package for one operator only, which
 is here. Whatever else it looks up in this package or in a module below it is found, and raises
-NotImplementedError once it is called. In `torch.ops.sgl_kernel` only those names are found that SGLang's models
-look up when they are imported: finding others there, it would describe kernels that do not exist to torch.
+NotImplementedError once it is called. In `torch.ops.sgl_kernel` only those names are found that SGLang's
+models look up when they are imported: finding others, it would describe to torch kernels that do not exist.
 """
 
 import importlib.abc
 import importlib.machinery
 import sys
 import types
+from typing import Any
 
 import torch
 
@@ -26,7 +27,9 @@ LOOKED_UP_AT_IMPORT = (
 )
 
 
-def assign_req_to_token_pool_cpu(requests, table, starts, stops, slots, *_):
+def assign_req_to_token_pool_cpu(
+    requests: Any, table: Any, starts: Any, stops: Any, slots: Any, *_: Any
+) -> None:
     """Note where the cache keeps each token.
 
     Args:
@@ -46,22 +49,22 @@ def assign_req_to_token_pool_cpu(requests, table, starts, stops, slots, *_):
 class _Missing:
     """A kernel, or something that holds kernels: whatever is looked up in it is missing too."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _Missing(f"{self._name}.{name}")
 
-    def __call__(self, *_, **__):
+    def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{self._name} has no stand-in in plain torch")
 
 
 class _Kernels(types.ModuleType):
     """A namespace in which every public name is a kernel that cannot be called."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _Missing(f"{self.__name__}.{name}")
@@ -70,15 +73,15 @@ class _Kernels(types.ModuleType):
 class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Gives every module below this package."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         below = name.startswith(f"{__name__}.")
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if below else None
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> types.ModuleType:
         return _Kernels(spec.name)
 
-    def exec_module(self, module):
-        pass
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Leave the module empty."""
 
 
 sys.meta_path.append(_Submodules())
