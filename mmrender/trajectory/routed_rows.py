@@ -33,13 +33,13 @@ def assembled_experts(brought: Brought) -> RoutedExperts | None:
     if span is None:
         return None
     start, end = span
-    for experts, stop in brought:
-        if experts.start <= start and end <= min(experts.stop, stop):
-            return RoutedExperts(experts.data[start - experts.start : end - experts.start], start)
-    first = brought[0][0]
+    used = [pair for pair in brought if max(pair[0].start, start) < min(pair[0].stop, pair[1])]
+    if len(used) == 1:
+        experts = used[0][0]
+        return RoutedExperts(experts.data[start - experts.start : end - experts.start], start)
+    first = used[0][0]
     data = np.empty((end - start, *first.shape[1:]), first.dtype)
-    for experts, stop in reversed(brought):  # what came first is written last
+    for experts, stop in reversed(used):  # what came first is written last
         low, high = max(experts.start, start), min(experts.stop, stop)
-        if low < high:
-            data[low - start : high - start] = experts.data[low - experts.start : high - experts.start]
+        data[low - start : high - start] = experts.data[low - experts.start : high - experts.start]
     return RoutedExperts(data, start)

@@ -1,0 +1,280 @@
+"""Laws of trajectory trees: what is derived is what was appended, and what is shipped is what was there."""
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import mmcodecs
+from item_cases import same_tensors
+from mmrender.errors import TrajectoryError
+from mmrender.media.item_reference import ReferenceItem
+from mmrender.trajectory import (
+    Trajectory,
+    group_from_wire,
+    group_to_wire,
+    step_multi_modal_data,
+    step_sample,
+    trajectory_from_wire,
+    trajectory_step_tokens,
+    trajectory_to_wire,
+)
+from tree_cases import PAD, Call, assert_same, calls, grown, item
+
+
+@given(calls())
+@settings(max_examples=150)
+def test_steps_are_what_was_appended(rollout):
+    trajectory = grown(rollout)
+    for step, call in zip(trajectory.steps, rollout, strict=True):
+        assert step.prompt_ids.tolist() == call.prompt
+        assert step.completion_ids.tolist() == call.completion
+        assert step.token_ids.tolist() == call.prompt + call.completion
+        assert step.multi_modal_data == call.sidecar
+        assert step.messages == call.messages
+        assert len(step) == len(call.prompt) + len(call.completion)
+        if step.parent is not None:
+            assert step.token_ids[: step.keep].tolist() == step.parent.token_ids[: step.keep].tolist()
+            assert not any(entry.offset < step.keep < entry.stop for entry in step.entries)
+
+
+@given(calls())
+@settings(max_examples=100)
+def test_a_step_starts_where_its_longest_common_prefix_ends(rollout):
+    """Against the definition: tokens and media of the prompt compared with every earlier step's."""
+    trajectory = grown(rollout)
+    for index, call in enumerate(rollout):
+        best = 0
+        for earlier in rollout[:index]:
+            sequence = earlier.prompt + earlier.completion
+            pairs = zip(marked(call), [*marked(earlier), *earlier.completion], strict=False)
+            agree = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            best = max(best, min(len(sequence), len(call.prompt)) if agree is None else agree)
+        assert trajectory.steps[index].keep == uncut(call, best)
+
+
+def marked(call):
+    """The prompt with each placeholder token replaced by the image, its place in it and its length."""
+    out = list(call.prompt)
+    for found, media in zip(
+        call.sidecar.mm_placeholders.get("image", ()), call.sidecar.mm_items.get("image", ()), strict=True
+    ):
+        for index in range(found.length):
+            out[found.offset + index] = (media.identity, index, found)
+    return out
+
+
+def uncut(call, length):
+    for found in call.sidecar.mm_placeholders.get("image", ()):
+        if found.offset < length < found.offset + found.length:
+            return found.offset
+    return length
+
+
+@given(calls())
+@settings(max_examples=100)
+def test_every_sampled_token_is_trained_on_once(rollout):
+    trajectory = grown(rollout)
+    once = trajectory.samples()
+    assert sum(int(sample.loss_mask.sum()) for sample in once) == sum(
+        len(call.completion) for call in rollout
+    )
+    steps = [step_sample(step) for step in trajectory.steps]
+    assert sum(int(sample.loss_mask.sum()) for sample in steps) == sum(
+        len(call.completion) for call in rollout
+    )
+    for sample in [*once, *steps, *trajectory.samples(once=False)]:
+        assert (sample.logprobs[sample.loss_mask] < 0).all()
+        media = np.zeros(len(sample), np.bool_)
+        for found in sample.multi_modal_data.mm_placeholders.get("image", ()):
+            media[found.offset : found.offset + found.length] = True
+        assert not (media & sample.loss_mask).any()
+
+
+@given(calls())
+@settings(max_examples=100)
+def test_branches_cover_every_step_and_none_extends_another(rollout):
+    branches = grown(rollout).branches()
+    assert {step.index for branch in branches for step in branch.steps} == set(range(len(rollout)))
+    sequences = [branch.token_ids.tolist() for branch in branches]
+    for branch, sequence in zip(branches, sequences, strict=True):
+        for step in branch.steps:
+            assert sequence[: len(step)] == step.token_ids.tolist()
+            assert sequence[step.prompt_length : len(step)] == step.completion_ids.tolist()
+
+
+@given(calls())
+@settings(max_examples=100)
+def test_routed_experts_of_a_step_are_those_of_the_earliest_call_that_had_them(rollout):
+    trajectory = grown(rollout)
+    for step, call in zip(trajectory.steps, rollout, strict=True):
+        if call.experts is None or not len(call.experts.data):
+            continue
+        found = step.routed_experts
+        assert found.start <= call.experts.start
+        assert found.stop >= call.experts.stop
+        for position in range(found.start, found.stop):
+            row = next(
+                experts.data[position - experts.start]
+                for part in step.parts()
+                if (experts := rollout[part.step.index].experts) is not None
+                and experts.start <= position < min(experts.stop, part.stop)
+            )
+            assert np.array_equal(found.data[position - found.start], row)
+
+
+@given(st.lists(calls(), max_size=3), st.booleans())
+@settings(max_examples=100)
+def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
+    group = [grown(rollout, f"t{number}") for number, rollout in enumerate(rollouts)]
+    for number, trajectory in enumerate(group):
+        trajectory.reward = 0.5 * number
+        trajectory.error = "timed out" if number == 1 else None
+    wire = group_to_wire(group, media_sources="keep" if keep else "drop")
+    for read in (group_from_wire(wire), group_from_wire(mmcodecs.decode(mmcodecs.encode(wire)))):
+        assert len(read) == len(group)
+        for old, new in zip(group, read, strict=True):
+            assert_same(old, new)
+            for first, second in zip(old.items, new.items, strict=True):
+                assert type(first) is type(second)
+                assert isinstance(first, ReferenceItem) or same_tensors(first, second)
+
+
+@given(st.lists(calls(), min_size=1, max_size=4))
+@settings(max_examples=50)
+def test_a_connection_sends_each_item_once(rollouts):
+    encoder, decoder = mmcodecs.Encoder(), mmcodecs.Decoder()
+    sent: set[str] = set()
+    for number, rollout in enumerate(rollouts):
+        trajectory = grown(rollout, f"t{number}")
+        frames = encoder.encode_frames(trajectory_to_wire(trajectory))
+        large = {i.identity: i for i in trajectory.items if i.identity not in sent}
+        assert sum(len(memoryview(frame)) for frame in frames) <= bound([trajectory], large)
+        sent |= set(large)
+        assert_same(trajectory, trajectory_from_wire(decoder.decode(frames)))
+
+
+def bound(group, items):
+    """Bytes that a group may take: linear in its distinct items, tokens, messages and number of steps."""
+    tokens = sum(len(step.own_ids) + len(step.completion_ids) for t in group for step in t.steps)
+    rows = sum(
+        step.own_routed_experts.data.nbytes for t in group for step in t.steps if step.own_routed_experts
+    )
+    steps = sum(len(trajectory) for trajectory in group)
+    messages = sum(len(step.new_messages) for t in group for step in t.steps)
+    media = sum(len(step.own_entries) for t in group for step in t.steps)
+    stored = sum(item.nbytes for item in items.values())
+    shown = {i.identity for t in group for i in t.items}
+    return (
+        stored
+        + rows
+        + 4 * tokens
+        + 300 * steps
+        + 110 * messages
+        + 40 * media
+        + 1200 * len(shown)
+        + 200 * len(group)
+        + 1500
+    )
+
+
+@given(st.lists(calls(), max_size=3), st.integers(1, 6))
+@settings(max_examples=50)
+def test_bytes_are_linear_in_distinct_content(rollouts, copies):
+    """However often its rollouts are repeated, a group ships each distinct item and root prompt once."""
+    group = [grown(rollout, f"{c}-{n}") for c in range(copies) for n, rollout in enumerate(rollouts)]
+    items = {i.identity: i for trajectory in group for i in trajectory.items}
+    wire = group_to_wire(group)
+    assert len(wire["items"]["items"]) == len({(i.identity, type(i)) for t in group for i in t.items})
+    assert len(wire["messages"]) == len({str(m) for t in group for s in t.steps for m in s.new_messages})
+    assert sum(len(memoryview(frame)) for frame in mmcodecs.encode_frames(wire)) <= bound(group, items)
+    stored = sum(len(step.own_ids) for trajectory in group for step in trajectory.steps)
+    assert len(wire["tokens"]) <= stored
+    # A step stores no token that its parent has.
+    for trajectory in group:
+        for step in trajectory.steps:
+            if step.parent is not None and step.prompt_length > step.keep < len(step.parent):
+                new, old = step.prompt_delta[0], step.parent.token_ids[step.keep]
+                assert new != old or any(entry.offset == step.keep for entry in step.entries)
+
+
+@given(calls(), st.integers(0, 30))
+@settings(max_examples=80)
+def test_step_tokens_keep_images_whole(rollout, limit):
+    for step in grown(rollout).steps:
+        tokens = trajectory_step_tokens(step, limit)
+        assert len(tokens["prompt_ids"]) + len(tokens["completion_ids"]) <= limit
+        assert tokens["overlong_prompt"] == (step.prompt_length > limit)
+        assert len(tokens["prompt_mask"]) == len(tokens["prompt_ids"])
+        assert (
+            len(tokens["completion_mask"])
+            == len(tokens["completion_ids"])
+            == len(tokens["completion_logprobs"])
+        )
+        sidecar = step_multi_modal_data({"tokens": tokens})
+        covered = set()
+        for found in sidecar.mm_placeholders.get("image", ()) if sidecar else ():
+            assert found.offset + found.length <= len(tokens["prompt_ids"])
+            covered |= set(range(found.offset, found.offset + found.length))
+        assert covered == {index for index, token in enumerate(tokens["prompt_ids"]) if token == PAD}
+
+
+@given(calls())
+@settings(max_examples=60)
+def test_a_lost_image_is_an_error_and_changes_nothing(rollout):
+    trajectory = grown(rollout)
+    call = next((c for c in reversed(rollout) if c.sidecar), None)
+    assume(call is not None)
+    before = len(trajectory)
+    try:
+        trajectory.append(call.prompt + call.completion, [1], logprobs=[-1.0])
+    except TrajectoryError:
+        assert len(trajectory) == before
+    else:
+        raise AssertionError("an image was lost without a word")
+
+
+@given(calls(), st.data())
+@settings(max_examples=120)
+def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
+    from mmrender.errors import InputError
+
+    wire = mmcodecs.decode(mmcodecs.encode(trajectory_to_wire(grown(rollout))), copy=True)
+    name = data.draw(
+        st.sampled_from(
+            [
+                "steps",
+                "tokens",
+                "placeholders",
+                "spans",
+                "message_rows",
+                "details",
+                "trajectories",
+                "items",
+                "messages",
+            ]
+        )
+    )
+    value = wire[name]
+    if isinstance(value, np.ndarray) and value.size:
+        at = data.draw(st.integers(0, value.size - 1))
+        value.reshape(-1)[at] = data.draw(st.integers(-3, 40))
+    elif isinstance(value, np.ndarray):
+        wire[name] = np.zeros((3, *value.shape[1:]), value.dtype)
+    else:
+        wire[name] = data.draw(st.sampled_from([None, [], {}, [None], 3, "x"]))
+    try:
+        read = trajectory_from_wire(wire)
+    except InputError:
+        return
+    for step in read.steps:
+        assert len(step.token_ids) == len(step)
+        assert all(entry.stop <= step.prompt_length for entry in step.entries)
+        assert len(step.messages) == step.messages_keep + len(step.new_messages)
+    read.samples(require_logprobs=False)
+
+
+def test_an_empty_trajectory():
+    assert_same(Trajectory("x"), trajectory_from_wire(trajectory_to_wire(Trajectory("x"))))
+    assert Trajectory("x").branches() == []
+    assert item("A") is item("A")
+    assert Call([], [], 0).prompt == []

@@ -1,0 +1,150 @@
+"""Building blocks for tests of trajectory trees: conversations as segments, and random trees of them."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from item_cases import patch_item, processed_item, reference_item
+from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
+
+PAD = 9
+
+Segment = int | tuple[str, int]
+"""A run of a conversation: a text token, or an image by name and number of placeholder tokens."""
+
+
+@lru_cache(maxsize=64)
+def item(name: str) -> MediaItem:
+    """The media item of a name: three classes, each content its own."""
+    seed = sum(map(ord, name))
+    return (patch_item, processed_item, reference_item)[seed % 3](seed=seed)
+
+
+def rendered(segments: list[Any]) -> tuple[list[int], MultiModalData]:
+    """Token ids and sidecar of a conversation."""
+    ids: list[int] = []
+    entries = []
+    for segment in segments:
+        if isinstance(segment, int):
+            ids.append(segment)
+        else:
+            name, length = segment
+            spans = ((0, length - 1),) if length % 3 == 0 else None
+            entries.append((PlaceholderRange(len(ids), length, spans), item(name)))
+            ids.extend([PAD] * length)
+    return ids, MultiModalData.of(entries)
+
+
+class Call:
+    """One call of the model as a caller has it: everything whole."""
+
+    def __init__(self, segments: list[Segment], completion: list[int], number: int) -> None:
+        self.segments = segments
+        self.completion = completion
+        self.prompt, self.sidecar = rendered(segments)
+        self.logprobs = [-0.5 - 0.25 * (number + index) for index in range(len(completion))]
+        self.messages: list[Any] = [{"role": "user", "content": str(segment)} for segment in segments]
+        self.experts: RoutedExperts | None = None
+        self.number = number
+
+    def experts_for(self, start: int) -> RoutedExperts:
+        """Router choices from position `start`; each row tells its call and position."""
+        rows = max(0, len(self.prompt) + len(self.completion) - 1 - start)
+        data = np.zeros((rows, 2, 3), np.uint8)
+        data[:] = (self.number * 7 + np.arange(start, start + rows) % 200)[:, None, None] % 256
+        return RoutedExperts(data, start)
+
+    def append_to(self, trajectory: Trajectory, **changes: Any) -> Any:
+        fields: dict[str, Any] = {
+            "logprobs": self.logprobs,
+            "multi_modal_data": self.sidecar,
+            "messages": self.messages,
+            "finish_reason": "stop" if self.completion else None,
+            "routed_experts": self.experts,
+            "weight_versions": [WeightVersionSpan(f"v{self.number}", 0, len(self.completion))],
+            "reward": None if self.number % 3 == 0 else float(self.number),
+            "extra": {"number": self.number} if self.number % 2 else None,
+        }
+        return trajectory.append(self.prompt, self.completion, **(fields | changes))
+
+
+_segments = st.lists(
+    st.one_of(st.integers(10, 13), st.tuples(st.sampled_from("ABCD"), st.integers(1, 3))), max_size=5
+)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> list[Call]:
+    """Calls of one rollout: next turns, retries, branches, histories that lose or reorder turns, failures."""
+    found: list[Call] = []
+    for index in range(draw(st.integers(0, 7))):
+        kinds = ["extend", "branch", "retry", "resume", "drop", "swap image", "repeat", "root", "failed"]
+        kind = draw(st.sampled_from(kinds))
+        before = found[draw(st.integers(0, index - 1)) if kind == "branch" else -1] if found else None
+        segments: list[Segment] = []
+        if before is not None and kind != "root":
+            segments = [*before.segments, *before.completion]
+        if kind == "retry" and before is not None:
+            segments = list(before.segments)
+        elif kind == "resume" and before is not None:
+            segments = [*before.segments, *before.completion[: draw(st.integers(0, 2))]]
+        elif kind == "drop":
+            segments = [segment for segment in segments if draw(st.booleans())]
+        elif kind == "swap image":
+            segments = [s if isinstance(s, int) else (draw(st.sampled_from("ABCD")), s[1]) for s in segments]
+        elif kind == "repeat":
+            segments = [*segments, *(segment for segment in segments if not isinstance(segment, int))]
+        if kind not in ("retry", "resume"):
+            segments = [*segments, *draw(_segments)]
+        completion = [] if kind == "failed" else draw(st.lists(st.integers(20, 22), max_size=3))
+        call = Call(segments, completion, index)
+        if draw(st.booleans()):
+            call.experts = call.experts_for(draw(st.integers(0, max(0, len(call.prompt) - 1))))
+        found.append(call)
+    return found
+
+
+def grown(rollout: list[Call], name: str = "t") -> Trajectory:
+    """The trajectory of a rollout's calls."""
+    trajectory = Trajectory(name, extra={"env": "grid"})
+    for call in rollout:
+        call.append_to(trajectory)
+    return trajectory
+
+
+def same_array(first: Any, second: Any) -> bool:
+    if first is None or second is None:
+        return first is second
+    return bool(first.dtype == second.dtype and np.array_equal(first, second))
+
+
+def assert_same(first: Trajectory, second: Trajectory) -> None:
+    """Both trees have equal steps, in everything that a consumer may look at."""
+    assert first.trajectory_id == second.trajectory_id
+    assert (first.reward, first.error, first.extra) == (second.reward, second.error, second.extra)
+    assert len(first) == len(second)
+    for old, new in zip(first.steps, second.steps, strict=True):
+        assert (old.parent and old.parent.index) == (new.parent and new.parent.index)
+        assert (old.index, old.keep, old.added) == (new.index, new.keep, new.added)
+        assert same_array(old.own_ids, new.own_ids)
+        assert same_array(old.token_ids, new.token_ids)
+        assert same_array(old.prompt_ids, new.prompt_ids)
+        assert old.multi_modal_data == new.multi_modal_data
+        assert [entry.range for entry in old.own_entries] == [entry.range for entry in new.own_entries]
+        assert old.new_items == new.new_items
+        assert same_array(old.logprobs, new.logprobs)
+        assert old.routed_experts == new.routed_experts
+        assert old.weight_versions == new.weight_versions
+        assert old.messages == new.messages
+        assert old.finish_reason == new.finish_reason
+        assert old.extra == new.extra
+        assert same_array(np.asarray(old.reward), np.asarray(new.reward))
+    assert first.items == second.items
+    for left, right in zip(first.samples(), second.samples(), strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs", "rewards"):
+            assert same_array(getattr(left, name), getattr(right, name)), name
+        assert left.multi_modal_data == right.multi_modal_data
+        assert left.weight_versions == right.weight_versions
