@@ -8,14 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from mmrender.training.aligned import check_feature_tokens
     from mmrender.training.batch import Segment, TrainingBatch
     from mmrender.training.collation import collate
     from mmrender.training.dummy import blank_dummy, dummy_sample, smallest_dummy
     from mmrender.training.families import FieldRule, ModelFamily
+    from mmrender.training.inputs import block_diagonal_mask, labels
     from mmrender.training.logprobs import token_logprobs
     from mmrender.training.mm_kwargs import collate_mm_kwargs
     from mmrender.training.packing import balance, compute_cost, first_fit_decreasing
-    from mmrender.training.planning import MicroBatch, StepPlan, plan_steps
+    from mmrender.training.planning import MicroBatch, StepPlan, collate_micro_batch, plan_steps
     from mmrender.training.positions import MRope, mrope_position_ids
     from mmrender.training.recurrent import recurrent_segments
     from mmrender.training.references import ProcessorLoader, resolve_references
@@ -36,7 +38,11 @@ _HOMES: Final = {
     "TrainingBatch": "batch",
     "balance": "packing",
     "blank_dummy": "dummy",
+    "block_diagonal_mask": "inputs",
+    "check_feature_tokens": "aligned",
     "collate": "collation",
+    "collate_micro_batch": "planning",
+    "labels": "inputs",
     "compute_cost": "packing",
     "decode_mm_kwargs": "vllm_kwargs",
     "dummy_sample": "dummy",
@@ -64,12 +70,16 @@ __all__ = [
     "TrainingBatch",
     "balance",
     "blank_dummy",
+    "block_diagonal_mask",
+    "check_feature_tokens",
     "collate",
+    "collate_micro_batch",
     "collate_mm_kwargs",
     "compute_cost",
     "decode_mm_kwargs",
     "dummy_sample",
     "first_fit_decreasing",
+    "labels",
     "mrope_position_ids",
     "plan_steps",
     "recurrent_segments",

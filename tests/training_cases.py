@@ -1,0 +1,165 @@
+"""Samples for batches without any model: items of each kind of joining, and what they must come out as."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
+from mmrender.media.load import load_image
+from mmrender.media.processors.arithmetic import PixelArithmetic
+from mmrender.media.processors.compact import compacted
+from mmrender.media.processors.huggingface import ProcessedItem
+from mmrender.media.processors.patches import PatchLayout
+from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.training import ModelFamily, TrainingBatch
+from mmrender.trajectory.engine_data import RoutedExperts
+from mmrender.trajectory.sample import TrainingSample
+
+IMAGE_ID, PAD_ID = 90, 0
+HALF = PixelArithmetic((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "pil")
+
+
+def family_of(model_type: str, **vision: Any) -> ModelFamily:
+    return ModelFamily.from_config(
+        {
+            "model_type": model_type,
+            "image_token_id": IMAGE_ID,
+            "vision_config": {"spatial_merge_size": 2, **vision},
+        }
+    )
+
+
+PROCESSOR = PatchProcessor(
+    name="Qwen2VLImageProcessor",
+    image_backend="pil",
+    image_token="<|image_pad|>",
+    video_token="<|video_pad|>",
+    layout=PatchLayout(4, 2, 2),
+    arithmetic=HALF,
+    min_pixels=4 * 8**2,
+    max_pixels=16 * 8**2,
+    counts_frames=False,
+)
+
+
+def patch_item(height: int, width: int, seed: int = 0) -> MediaItem:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return PROCESSOR.process(load_image(Image.fromarray(pixels, "RGB")))
+
+
+def tiled_item(shape: Sequence[int], tokens: int, seed: int = 0, **others: Any) -> ProcessedItem:
+    """An item of random pixels `shape`, whose tokens stand in rows with separators."""
+    levels = np.random.default_rng(seed).integers(0, 256, (*shape[:-3], *shape[-3:]), dtype=np.uint8)
+    values = HALF.table()[np.arange(3)[:, None, None], levels]
+    parts = {"pixel_values": compacted(values, HALF)}
+    parts |= {name: compacted(np.asarray(array), None) for name, array in others.items()}
+    half = tokens // 2
+    expansion = (
+        Text("<row>"),
+        Repeat("<image>", half),
+        Repeat("<sep>", 1, embeds=False),
+        Repeat("<image>", tokens - half),
+    )
+    return ProcessedItem(f"{seed:064x}", (8, 8), (1,), expansion, parts)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family and some of its items."""
+
+    family: ModelFamily
+    items: tuple[MediaItem, ...]
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    sizes = [(8, 40), (16, 16), (40, 24), (20, 20)]
+    mask = [np.ones((1, count, 6, 6), np.int64) for count in (1, 2, 3)]
+    return {
+        "patches": Kind(
+            family_of("qwen3_vl"), tuple(patch_item(*size, seed=i) for i, size in enumerate(sizes))
+        ),
+        "tiles": Kind(
+            family_of("internvl"), tuple(tiled_item((n, 3, 6, 6), 2 * n, seed=n) for n in (1, 2, 4))
+        ),
+        "rows": Kind(
+            family_of("idefics3"),
+            tuple(
+                tiled_item((1, n, 3, 6, 6), 2 * n, seed=n, pixel_attention_mask=mask[n - 1])
+                for n in (1, 2, 3)
+            ),
+        ),
+        "padded": Kind(
+            family_of("llava_next"),
+            tuple(
+                tiled_item((1, n, 3, 6, 6), 3 * n, seed=n, image_sizes=np.array([[n, 9]])) for n in (1, 2, 3)
+            ),
+        ),
+        "counts": Kind(
+            family_of("llava_onevision"),
+            tuple(tiled_item((1, n, 3, 6, 6), 3 * n, seed=n) for n in (1, 2)),
+        ),
+    }
+
+
+def item_tokens(item: MediaItem) -> tuple[list[int], PlaceholderRange]:
+    ids: list[int] = []
+    spans = []
+    for piece in item.expansion:
+        count = piece.count if isinstance(piece, Repeat) else 2
+        embeds = isinstance(piece, Repeat) and piece.embeds
+        if embeds:
+            spans.append((len(ids), len(ids) + count))
+        ids += [IMAGE_ID if embeds else 7] * count
+    whole = len(spans) == 1 and spans[0] == (0, len(ids))
+    return ids, PlaceholderRange(0, len(ids), None if whole else tuple(spans))
+
+
+def sample(
+    items: Sequence[MediaItem] = (), text: int = 4, *, name: str = "", seed: int = 0, experts: bool = False
+) -> TrainingSample:
+    """`text` tokens, an image, as many tokens again, ...; the last tokens are trained on."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(10, 80, text).tolist()
+    entries = []
+    for item in items:
+        own, placeholder = item_tokens(item)
+        entries.append((placeholder.shifted(len(ids)), item))
+        ids += own + rng.integers(10, 80, text).tolist()
+    mask = np.arange(len(ids)) >= max(1, len(ids) - text)
+    values = rng.random((3, len(ids))).astype(np.float32)
+    given = TrainingSample(
+        np.array(ids, np.int32),
+        mask,
+        np.where(mask, -values[0], 0).astype(np.float32),
+        MultiModalData.of(entries),
+        sample_id=name,
+    )
+    if not experts:
+        return given
+    data = rng.integers(0, 8, (len(ids) - 1, 2, 3)).astype(np.uint8)
+    return replace(given, advantages=values[1], rewards=values[2], routed_experts=RoutedExperts(data))
+
+
+def expected_fields(
+    samples: Sequence[TrainingSample], family: ModelFamily, like: TrainingBatch
+) -> dict[str, Any]:
+    """What one row of a batch must hold of the images of its samples, computed the plain way."""
+    out: dict[str, list[Any]] = {}
+    for one in samples:
+        items = one.multi_modal_data.mm_items.get("image", ())
+        for item in items:
+            for name, array in item.tensors(framework="torch").items():
+                value = array[0] if family.rule(name).layout == "rows" else array
+                trailing = like.fields[name].trailing
+                full = torch.zeros((value.shape[0], *trailing), dtype=value.dtype)
+                full[tuple(slice(0, side) for side in value.shape)] = value
+                out.setdefault(name, []).append(full)
+        if items and family.rule("batch_num_images").layout == "counts":
+            out.setdefault("batch_num_images", []).append(torch.tensor([len(items)]))
+    return {name: torch.cat(values) for name, values in out.items()}

@@ -1,0 +1,120 @@
+"""M-RoPE positions: a layout by hand, images that touch, and grids that do not fit."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmrender.errors import BatchError
+from mmrender.training import MRope, mrope_position_ids
+
+ROPE = MRope(merge=2, frames_apart=True)
+
+
+def test_by_hand() -> None:
+    types = [[0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]]
+    got = mrope_position_ids(types, ROPE, image_grid_thw=[[1, 4, 6]], segments=[[(0, 10)]])
+    assert got[:, 0].tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 0],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 0],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0],
+    ]
+
+
+def test_two_images_that_touch_stay_two() -> None:
+    got = mrope_position_ids([[1, 1, 1, 1, 0]], ROPE, image_grid_thw=[[1, 2, 4], [1, 4, 2]])
+    assert got[:, 0].tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 3, 4], [0, 1, 2, 2, 4]]
+
+
+def test_each_segment_starts_at_zero() -> None:
+    got = mrope_position_ids(
+        [[0, 1, 0, 0, 0, 1, 0]], ROPE, image_grid_thw=[[1, 2, 2]] * 2, segments=[[(0, 3), (3, 4)]]
+    )
+    assert got[:, 0].tolist() == [[0, 1, 2, 0, 1, 2, 3]] * 3
+
+
+def test_videos_in_seconds() -> None:
+    rope = MRope(merge=2, frames_apart=False, tokens_per_second=2)
+    got = mrope_position_ids([[0, 2, 2, 2, 0]], rope, video_grid_thw=[[3, 2, 2]], second_per_grid_ts=[1.3])
+    assert got[0, 0].tolist() == [0, 1, 1 + 2, 1 + 5, 2]  # 2.6 and 5.2 cut, and one side of the grid after
+
+
+def test_of_nothing() -> None:
+    assert mrope_position_ids(np.zeros((2, 0), np.int64), ROPE).shape == (3, 2, 0)
+    assert mrope_position_ids([[0, 0]], ROPE, segments=[[]]).tolist() == [[[0, 0]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("types", "given", "message"),
+    [
+        (
+            [[0, 1, 1]],
+            {},
+            "row 0, token 1: image tokens without a grid - "
+            "expected image_grid_thw for all 2 image tokens, got 0 grids for 0",
+        ),
+        (
+            [[0, 0], [1, 1]],
+            {"image_grid_thw": [[1, 2, 2]]},
+            "row 1, token 1: image tokens without a grid - "
+            "expected image_grid_thw for all 2 image tokens, got 1 grids for 1",
+        ),
+        (
+            [[0, 1, 0]],
+            {"image_grid_thw": [[1, 2, 2], [1, 2, 4]]},
+            "image_grid_thw, run 1: a grid without image tokens - "
+            "expected grids for 1 image tokens, got 2 grids for 3",
+        ),
+        (
+            [[0, 0]],
+            {"video_grid_thw": [[2, 2, 2]]},
+            "video_grid_thw, run 0: a grid without video tokens - "
+            "expected grids for 0 video tokens, got 2 grids for 2",
+        ),
+        (
+            [[1, 0, 1]],
+            {"image_grid_thw": [[1, 2, 4]]},
+            "row 0, token 0: the tokens of one image grid are not one run - "
+            "expected 2 image tokens in a row, got the last of them at row 0, token 2",
+        ),
+        (
+            [[1, 1]],
+            {"image_grid_thw": [[1, 2, 4]], "segments": [[(0, 1), (1, 1)]]},
+            "row 0, token 0: the tokens of one image grid are not one run - "
+            "expected 2 image tokens in a row, got the last of them at row 0, token 1",
+        ),
+        (
+            [[1]],
+            {"image_grid_thw": [[1, 2, 1]]},
+            "image_grid_thw[0]: a grid makes no token - expected (t, h, w) of at least (1, 2, 2), got [1, 2, 1]",
+        ),
+        (
+            [[1]],
+            {"image_grid_thw": [1, 2, 2]},
+            "image_grid_thw: grids have three numbers each - expected [n, 3], got [3]",
+        ),
+        (
+            [[0, 0]],
+            {"segments": [[(0, 2)], []]},
+            "segments are given per row - expected 1 rows, got 2",
+        ),
+        (
+            [[0, 0]],
+            {"segments": [[(0, 1), (0, 2)]]},
+            "segments[0][1]: a segment leaves its row or overlaps the one before - "
+            "expected tokens within [1, 2), got [0, 2)",
+        ),
+    ],
+)
+def test_errors(types: Any, given: Any, message: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        mrope_position_ids(types, ROPE, **given)
+    assert str(caught.value) == message
+
+
+def test_seconds_are_given_for_each_video() -> None:
+    rope = MRope(merge=2, frames_apart=False, tokens_per_second=2)
+    with pytest.raises(BatchError) as caught:
+        mrope_position_ids([[2]], rope, video_grid_thw=[[1, 2, 2]], second_per_grid_ts=[1.0, 2.0])
+    message = "second_per_grid_ts: each video needs its seconds per time step - expected [1], got [2]"
+    assert str(caught.value) == message

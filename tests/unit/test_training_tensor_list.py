@@ -1,0 +1,159 @@
+"""`TensorList`: rows of different lengths in one tensor."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mmcodecs
+from mmrender.errors import BatchError
+from mmrender.training import TensorList
+
+LENGTHS = (2, 0, 3, 1)
+
+
+def made(lengths: Any = LENGTHS, trailing: Any = (4,), dtype: Any = torch.float32) -> TensorList:
+    count = sum(lengths) * int(np.prod(trailing))
+    values = torch.arange(count).reshape(sum(lengths), *trailing).to(dtype)
+    return TensorList(values, tuple(lengths))
+
+
+def test_rows_are_views_and_the_last_is_minus_one() -> None:
+    rows = made()
+    assert [row.shape[0] for row in rows] == [2, 0, 3, 1]
+    assert torch.equal(rows[-1], rows.values[5:])
+    assert torch.equal(rows[3], rows[-1])
+    assert rows[2].data_ptr() == rows.values[2:].data_ptr()
+    assert rows[1].shape == (0, 4)
+    for index in (4, -5):
+        with pytest.raises(IndexError):
+            rows[index]
+
+
+def test_slices() -> None:
+    rows = made()
+    assert rows[1:3].lengths == (0, 3)
+    assert rows[1:3].values.data_ptr() == rows.values[2:].data_ptr()
+    assert rows[-2:] == TensorList(rows.values[2:], (3, 1))
+    assert len(rows[3:1]) == 0
+    assert rows[::-1].lengths == (1, 3, 0, 2)
+    assert torch.equal(rows[::-1][1], rows[2])
+    assert rows[[2, 2]].lengths == (3, 3)
+
+
+def test_to_casts_floats_only() -> None:
+    ids = made(dtype=torch.int64)
+    assert ids.to(torch.bfloat16) == ids
+    assert ids.to("cpu", torch.bfloat16).dtype == torch.int64
+    assert made(dtype=torch.bool).to(torch.float16).dtype == torch.bool
+    pixels = made().to(torch.bfloat16)
+    assert pixels.dtype == torch.bfloat16
+    assert pixels.lengths == LENGTHS
+    assert made().to("cpu").dtype == torch.float32
+    assert made().to(dtype=torch.float16).dtype == torch.float16
+
+
+def test_cat_of_lists_with_images_and_without() -> None:
+    rows, none = made(), TensorList.empty(2)
+    joined = TensorList.cat([none, rows, none])
+    assert joined.lengths == (0, 0, *LENGTHS, 0, 0)
+    assert torch.equal(joined.values, rows.values)
+    assert joined.trailing == (4,)
+    assert all(row.shape[1:] == (4,) for row in joined)
+    assert len(TensorList.cat([none, none])) == 4
+    assert TensorList.cat([rows, rows]).lengths == LENGTHS * 2
+
+
+def test_repeat_and_chunk() -> None:
+    rows = made()
+    assert rows.repeat(3).lengths == LENGTHS * 3
+    assert torch.equal(rows.repeat(3)[4 * 2 + 2], rows[2])
+    assert rows.repeat_interleave(2).lengths == (2, 2, 0, 0, 3, 3, 1, 1)
+    assert torch.equal(rows.repeat_interleave(2)[5], rows[2])
+    assert rows.repeat(0).lengths == ()
+    chunks = made((1, 2, 3, 4, 5)).chunk(2)
+    assert [chunk.lengths for chunk in chunks] == [(1, 2, 3), (4, 5)]
+    assert TensorList.cat(chunks) == made((1, 2, 3, 4, 5))
+    assert [len(chunk) for chunk in made((1,)).chunk(4)] == [1]
+
+
+def test_equality() -> None:
+    assert made() == made()
+    assert made() != made((3, 0, 2, 1))
+    assert made() != made(dtype=torch.float64)
+    assert made() != TensorList(made().values + 1, LENGTHS)
+    assert TensorList.empty(2, (3,)) != TensorList.empty(2, (4,))
+    assert made() != [1]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(made())
+
+
+def test_padded() -> None:
+    padded = made((1, 2), (2,)).padded(-1)
+    assert padded.tolist() == [[[0, 1], [-1, -1]], [[2, 3], [4, 5]]]
+    rows = made((2, 2))
+    assert rows.padded().data_ptr() == rows.values.data_ptr()
+    assert TensorList.empty(3, (5,)).padded().shape == (3, 0, 5)
+
+
+def test_contiguous_and_description() -> None:
+    apart = TensorList(torch.arange(12).reshape(4, 3).t(), (1, 2))
+    assert not apart.values.is_contiguous()
+    assert apart.contiguous().values.is_contiguous()
+    assert apart.contiguous() == apart
+    assert repr(made()) == "TensorList(4 rows of ['...', 4], torch.float32, lengths=(2, 0, 3, 1))"
+    assert (made().nbytes, made().offsets) == (96, (0, 2, 2, 5, 6))
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=6),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]),
+)
+def test_round_trips(lengths: list[int], trailing: list[int], dtype: Any) -> None:
+    rows = made(lengths, trailing, dtype)
+    assert pickle.loads(pickle.dumps(rows)) == rows
+    assert copy.deepcopy(rows) == rows
+    message = mmcodecs.encode(rows)
+    assert mmcodecs.decode(message, framework="torch", type=TensorList) == rows
+    assert TensorList.from_rows(list(rows)) == rows if lengths else True
+    assert TensorList.cat([rows[:1], rows[1:]]) == rows
+
+
+def test_a_pickled_slice_leaves_the_rest_behind() -> None:
+    whole = made((1, 10_000))
+    assert len(pickle.dumps(whole[:1])) < 2_000
+    assert pickle.loads(pickle.dumps(whole[:1])) == whole[:1]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: TensorList.from_rows([torch.zeros(2, 4), None]),
+            "rows[1]: a row is a tensor of one dimension or more - got a NoneType. "
+            "A row without images is torch.empty(0, *trailing)",
+        ),
+        (lambda: TensorList.from_rows([]), "rows: no rows. Use TensorList.empty(0, ...)"),
+        (
+            lambda: TensorList.from_rows([torch.zeros(2, 4), torch.zeros(0, 5), torch.zeros(1, 5)]),
+            "rows of list 2: rows differ in dtype or trailing dimensions - expected torch.float32 ['...', 4], "
+            "got torch.float32 ['...', 5]",
+        ),
+        (
+            lambda: TensorList(torch.zeros(3, 4), (1, 1)),
+            "lengths: the lengths do not add up to the values - expected 3, got 2",
+        ),
+        (lambda: TensorList.cat([]), "lists: no lists to join"),
+        (lambda: made().chunk(0), "chunks: a list is cut into one part or more - got 0"),
+    ],
+)
+def test_errors(build: Any, message: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        build()
+    assert str(caught.value) == message
