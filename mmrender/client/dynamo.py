@@ -63,7 +63,9 @@ class DynamoBackend:
             EngineError: The server could not be reached, refused, or gave an answer that cannot be used.
         """
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        placed = check_sidecar(ids, request.multi_modal_data, takes_sparse=False)
+        placed = check_sidecar(
+            ids, request.multi_modal_data, token_ids=request.media_token_ids, takes_sparse=False
+        )
         try:
             if placed:
                 return await generate_with_images(

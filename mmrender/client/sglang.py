@@ -113,7 +113,7 @@ class SGLangBackend:
 
     async def _body(self, request: EngineRequest) -> dict[str, Any]:
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        placed = check_sidecar(ids, request.multi_modal_data)
+        placed = check_sidecar(ids, request.multi_modal_data, token_ids=request.media_token_ids)
         spelled = translate(request.sampling_params, "sglang")
         self._check_sampling(request.sampling_params)
         body: dict[str, Any] = {
