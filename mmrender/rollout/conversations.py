@@ -82,6 +82,10 @@ class Conversations:
         known = self._known.setdefault(trajectory, {})
         known[step.index] = _Known(tuple(prompt), turn, tools, left_out)
 
+    def forget(self, trajectory: Trajectory) -> None:
+        """Drop what is known of a trajectory, pictures included."""
+        self._known.pop(trajectory, None)
+
     def place(
         self,
         trajectory: Trajectory | None,

@@ -12,8 +12,8 @@ from mmrender.rollout.renderer_client import Completion, RendererClient
 from mmrender.trajectory.tree import Trajectory
 
 StopReason: TypeAlias = Literal["done", "max_turns", "max_length", "prompt_too_long", "abort", "error"]
-"""Why a rollout ended: the environment said so; a bound of turns or tokens was met; a prompt was too long and the
-policy is to stop; the engine aborted a turn; or something failed, which the trajectory names."""
+"""Why a rollout ended: the environment said so; a bound of turns or tokens was met; a prompt was too long and
+the policy is to stop; the engine aborted a turn; or something failed, which the trajectory names."""
 
 
 async def run_episode(
@@ -36,7 +36,8 @@ async def run_episode(
         prompt: What the data set gives; handed to the environment.
         extras: What else it gives; as `prompt`.
         trajectory: Where turns are appended; its `extra` receives the reason to stop and the last `info`.
-        sampling_params: Over those of the client. A `seed` is spread: each turn of each trajectory has its own.
+        sampling_params: Over those of the client. A `seed` is spread: each turn of each trajectory has its
+            own.
         max_turns: The most turns of the model; None leaves it to the environment.
         max_length: No further turn once prompt and completion together have this many tokens.
         **request_options: Options of `generate` for every call.
@@ -48,6 +49,7 @@ async def run_episode(
     try:
         reason = await episode.run(prompt, extras, max_turns, max_length)
     finally:
+        client.forget(trajectory)
         await close_environment(environment)
     trajectory.extra["stop_reason"] = reason
     return reason
@@ -90,7 +92,7 @@ class _Episode:
         return "done"
 
     async def _turn(self, conversation: Sequence[Message], seen: Observation) -> Completion:
-        sampling = {**self._sampling, **seen.sampling_params}
+        sampling = {**self._client.sampling_params, **self._sampling, **seen.sampling_params}
         if sampling.get("seed") is not None:
             sampling["seed"] = spread_seed(
                 sampling["seed"], self._trajectory.trajectory_id, len(self._trajectory)

@@ -183,6 +183,10 @@ class RendererClient:
             generation.finish_reason, turn, generation, step, prompt.why_rendered, tuple(sorted(left_out))
         )
 
+    def forget(self, trajectory: Trajectory) -> None:
+        """Let go of the pictures of a trajectory's conversations; it cannot be gone on from after that."""
+        self._conversations.forget(trajectory)
+
     async def _sampled(
         self,
         prompt: Prompt,

@@ -45,10 +45,8 @@ def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: b
     A rollout that failed has rows of what it got to, with a loss mask of zeros and no rewards.
     """
     steps = trajectory.steps
-    reason = str(trajectory.extra.get("stop_reason", "error"))
     if not steps:
-        empty = Row([], [], [], [], reason, [], trajectory_id, None, True, MultiModalData(), trajectory.error)
-        return [empty]
+        return [_empty(trajectory, trajectory_id)]
     if step_wise:
         samples = [step_sample(step, trajectory.trajectory_id) for step in steps]
         starts = [step.prompt_length for step in steps]
@@ -60,21 +58,45 @@ def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: b
     rows = []
     for index, (sample, start) in enumerate(zip(samples, starts, strict=True)):
         rewards = sample.rewards if sample.rewards is not None else np.zeros(len(sample), np.float32)
-        if not step_wise:
-            rewards = _with_lost_rewards(rewards, trajectory)
+        rewards = rewards if step_wise else _with_lost_rewards(rewards, trajectory)
+        is_last = index == len(samples) - 1
         rows.append(
-            _row(sample, start, rewards, trajectory, trajectory_id, reason, index == len(samples) - 1)
+            _row(
+                sample,
+                start,
+                rewards,
+                trajectory=trajectory,
+                trajectory_id=trajectory_id,
+                is_last=is_last,
+            )
         )
     return rows
+
+
+def _empty(trajectory: Trajectory, trajectory_id: TrajectoryID) -> Row:
+    """The row of a rollout that failed before its first turn."""
+    return Row(
+        prompt_token_ids=[],
+        response_ids=[],
+        rewards=[],
+        loss_mask=[],
+        stop_reason=stop_reason(trajectory),
+        logprobs=[],
+        trajectory_id=trajectory_id,
+        expert_indices=None,
+        is_last_step=True,
+        multi_modal_data=MultiModalData(),
+        error=trajectory.error,
+    )
 
 
 def _row(
     sample: TrainingSample,
     start: int,
     rewards: npt.NDArray[np.float32],
+    *,
     trajectory: Trajectory,
     trajectory_id: TrajectoryID,
-    reason: str,
     is_last: bool,
 ) -> Row:
     failed = trajectory.error is not None
@@ -86,7 +108,7 @@ def _row(
         response_ids=sample.token_ids[start:].tolist(),
         rewards=earned[start:].tolist(),
         loss_mask=mask[start:].tolist(),
-        stop_reason=reason,
+        stop_reason=stop_reason(trajectory),
         logprobs=sample.logprobs[start:].tolist(),
         trajectory_id=trajectory_id,
         # Positions without a row would shift all that follow, so a part is none.
@@ -95,6 +117,11 @@ def _row(
         multi_modal_data=sample.multi_modal_data,
         error=trajectory.error,
     )
+
+
+def stop_reason(trajectory: Trajectory) -> str:
+    """Why a rollout ended, see `mmrender.rollout.episode.StopReason`."""
+    return "error" if trajectory.error is not None else str(trajectory.extra.get("stop_reason", "error"))
 
 
 def _with_lost_rewards(rewards: npt.NDArray[np.float32], trajectory: Trajectory) -> npt.NDArray[np.float32]:

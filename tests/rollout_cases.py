@@ -1,0 +1,135 @@
+"""What tests of rollouts share: an engine that says what it is told, and an environment that follows a script."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from mmrender.client.backend import EngineResponse, Usage
+from mmrender.client.local import NoTransport
+from mmrender.errors import EngineConnectionError, PromptTooLongError
+from mmrender.rollout.environment import Observation
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}},
+        },
+    }
+]
+
+
+def picture(number: int, width: int = 64) -> Image.Image:
+    return Image.new("RGB", (width, 64), (number * 37 % 256, number * 91 % 256, 120))
+
+
+def shown(number: int) -> dict[str, Any]:
+    return {"type": "image", "image": picture(number)}
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+def call(at: int) -> str:
+    return f'<tool_call>\n{{"name": "look", "arguments": {{"at": {at}}}}}\n</tool_call>'
+
+
+@dataclass
+class ScriptedBackend:
+    """Answers with what `say(request)` gives: text or token ids, an exception to raise, or None to hang.
+
+    Text ends in a stop token unless it is cut off (`cut`), as by a length limit.
+    """
+
+    renderer: Any
+    say: Any
+    name: str = "scripted"
+    cut: bool = False
+    limit: int | None = None
+    hidden_limit: int | None = None
+    delays: Any = None
+    requests: list[Any] = field(default_factory=list)
+    busy: int = 0
+    busiest: int = 0
+
+    @property
+    def transport(self):
+        return NoTransport()
+
+    async def generate(self, request, transport):
+        self.requests.append(request)
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
+        try:
+            for _ in range(next(self.delays) if self.delays is not None else 0):
+                await asyncio.sleep(0)
+            return await self._answered(request)
+        finally:
+            self.busy -= 1
+
+    async def _answered(self, request):
+        if self.hidden_limit is not None and len(request.prompt_ids) > self.hidden_limit:
+            raise EngineConnectionError("too long, says the engine")
+        said = self.say(request)
+        if said is None:
+            await asyncio.Event().wait()
+        if isinstance(said, BaseException):
+            raise said
+        stop = self.renderer.get_stop_token_ids()[0]
+        ids = list(said) if not isinstance(said, str) else self.renderer.tokenizer.encode(said)
+        if not self.cut:
+            ids = [*ids, stop]
+        return EngineResponse(
+            completion_ids=ids,
+            logprobs=[-0.5 - 0.001 * (token % 100) for token in ids],
+            finish_reason="length" if self.cut else "stop",
+            usage=Usage(len(request.prompt_ids), len(ids)),
+        )
+
+    async def resolve_max_prompt_len(self, model, transport):
+        return self.limit
+
+    def is_overflow_error(self, exc):
+        return isinstance(exc, PromptTooLongError) or "too long" in str(exc)
+
+
+@dataclass
+class ScriptedEnvironment:
+    """Shows a picture and then answers each action with the next of `seen`; an exception is raised."""
+
+    seen: list[Any]
+    tools: Any = None
+    closed: int = 0
+    actions: list[Any] = field(default_factory=list)
+
+    def reset(self, prompt, extras):
+        self.extras = extras
+        opening = {"role": "user", "content": [shown(extras.get("picture", 0)), text("What is it?")]}
+        return Observation([*prompt, opening])
+
+    async def step(self, action):
+        self.actions.append(action)
+        await asyncio.sleep(0)
+        following = self.seen[len(self.actions) - 1]
+        if isinstance(following, BaseException):
+            raise following
+        return following
+
+    def close(self):
+        self.closed += 1
+
+
+def asks(words: str, reward: float = 0.0, *, image: int | None = None, **options: Any) -> Observation:
+    """A user's turn."""
+    parts = [text(words)] if image is None else [shown(image), text(words)]
+    return Observation([{"role": "user", "content": parts}], reward, **options)
+
+
+def ends(reward: float = 1.0, **info: float) -> Observation:
+    """The end."""
+    return Observation((), reward, True, info=info)

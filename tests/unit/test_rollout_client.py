@@ -1,0 +1,367 @@
+"""RendererClient: what it bridges, what it renders and why, what it does with prompts that are too long."""
+
+import asyncio
+from itertools import count
+
+import pytest
+
+from mmrender.errors import EngineConnectionError, InputError, PromptTooLongError
+from mmrender.messages import Message
+from mmrender.pool import RendererPool
+from mmrender.renderer import Renderer
+from mmrender.rollout.renderer_client import RendererClient
+from mmrender.trajectory.tree import Trajectory
+from rollout_cases import TOOLS, ScriptedBackend, call, shown, text
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+def user(words, *images):
+    return {"role": "user", "content": [*map(shown, images), text(words)]}
+
+
+SYSTEM = {"role": "system", "content": "Look closely."}
+OPENING = [SYSTEM, user("Which animal is this?", 1)]
+
+
+class Talk:
+    """A client with its trajectory, asked turn by turn."""
+
+    def __init__(self, renderer, *answers, **options):
+        backend_options = {
+            key: options.pop(key) for key in ("limit", "cut", "hidden_limit") if key in options
+        }
+        said = iter(answers)
+        self.backend = ScriptedBackend(renderer, lambda _: next(said), **backend_options)
+        self.client = RendererClient(renderer, backend=self.backend, model="m", **options)
+        self.trajectory = Trajectory("talk")
+
+    def ask(self, messages, **options):
+        options = {"trajectory": self.trajectory, **options}
+        return asyncio.run(self.client.create_completion(messages, **options))
+
+
+def test_a_turn_is_bridged_from_the_one_before(renderer):
+    talk = Talk(renderer, "A cow.", "Sand.")
+    first = talk.ask(OPENING)
+    second = talk.ask([*OPENING, first.message, user("And where is it?", 2)])
+    assert first.why_rendered == "the conversation begins"
+    assert second.why_rendered is None
+    assert second.step.parent is first.step
+    assert second.step.keep == len(first.step)
+    assert second.step.prompt_ids[: len(first.step)].tolist() == first.step.token_ids.tolist()
+    assert len(second.step.multi_modal_data.mm_items["image"]) == 2
+    assert talk.backend.requests[1].prompt_ids == second.step.prompt_ids.tolist()
+    assert (second.finish_reason, second.message.content) == ("stop", "Sand.")
+    assert second.step.logprobs.tolist() == pytest.approx(second.generation.logprobs)
+    assert second.step.extra == {"why_rendered": None}
+
+
+def test_messages_may_be_echoed_in_other_forms(renderer):
+    talk = Talk(renderer, f"<think>\nIt has horns.\n</think>\n\nA cow.{call(3)}", "Sand.")
+    first = talk.ask(OPENING, tools=TOOLS)
+    echo = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "A cow."}],
+        "tool_calls": [
+            {"id": "call_0_0", "type": "function", "function": {"name": "look", "arguments": '{"at":3}'}}
+        ],
+    }
+    result = {"role": "tool", "tool_call_id": "call_0_0", "content": [shown(2), text("closer")]}
+    second = talk.ask([*OPENING, echo, result], tools=TOOLS)
+    assert first.finish_reason == "tool_calls"
+    assert first.message.reasoning_content == "It has horns."
+    assert first.message.tool_calls[0].id == "call_0_0"
+    assert second.why_rendered is None
+    assert second.step.parent is first.step
+
+
+def test_parallel_calls_are_answered_together(renderer):
+    talk = Talk(renderer, call(1) + "\n" + call(2), "Both.")
+    first = talk.ask(OPENING, tools=TOOLS)
+    assert [made.id for made in first.message.tool_calls] == ["call_0_0", "call_0_1"]
+    results = [
+        {"role": "tool", "tool_call_id": made.id, "name": "look", "content": [shown(number)]}
+        for number, made in enumerate(first.message.tool_calls)
+    ]
+    second = talk.ask([*OPENING, first.message, *results], tools=TOOLS)
+    assert second.why_rendered is None
+    assert len(second.step.multi_modal_data.mm_items["image"]) == 3
+
+
+def test_a_prompt_is_asked_with_again_as_it_was(renderer):
+    talk = Talk(renderer, "A cow.", "Sand.", "Grass.")
+    first = talk.ask(OPENING)
+    going_on = [*OPENING, first.message, user("Where?")]
+    second, third = talk.ask(going_on), talk.ask(going_on)
+    assert third.why_rendered is None
+    assert third.step.prompt_ids.tolist() == second.step.prompt_ids.tolist()
+    assert third.step.keep == third.step.prompt_length
+    assert len(talk.trajectory.branches()) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda turn: [SYSTEM, user("Which one?", 1), turn, user("Where?")], "the conversation goes on from no earlier step"),
+        (lambda turn: [SYSTEM, user("Which animal is this?", 5), turn, user("Where?")], "the conversation goes on from no earlier step"),
+        (lambda turn: [*OPENING, Message(role="assistant", content="A dog."), user("Where?")], "the conversation has another turn than step 0 sampled"),
+        (lambda turn: [*OPENING, turn], "nothing follows the turn of step 0"),
+        (lambda turn: [*OPENING, turn, user("a"), Message(role="assistant", content="b"), user("c")], "a turn after step 0 was not sampled here"),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_what_cannot_be_bridged_is_rendered_and_says_why(renderer, change, why):
+    talk = Talk(renderer, "A cow.", "Sand.")
+    first = talk.ask(OPENING)
+    conversation = change(first.message)
+    second = talk.ask(conversation)
+    assert second.why_rendered == why
+    assert second.step.extra["why_rendered"] == why
+    full = renderer.render(conversation, add_generation_prompt=True)
+    assert second.step.prompt_ids.tolist() == full.token_ids
+
+
+def test_other_tools_are_another_conversation(renderer):
+    talk = Talk(renderer, "A cow.", "Sand.")
+    first = talk.ask(OPENING, tools=TOOLS)
+    second = talk.ask([*OPENING, first.message, user("Where?")])
+    assert second.why_rendered == "the tools differ from those of step 0"
+
+
+def test_the_renderers_own_reason_is_kept(renderer, monkeypatch):
+    talk = Talk(renderer, "A cow.", "Sand.")
+    first = talk.ask(OPENING)
+    monkeypatch.setattr(renderer, "bridge_to_next_turn", lambda *_, **__: None)
+    renderer._outcome.reason = None
+    monkeypatch.setattr(type(renderer), "why_not_bridged", property(lambda _: "the moon is full"))
+    assert talk.ask([*OPENING, first.message, user("Where?")]).why_rendered == "the moon is full"
+
+
+def test_the_newest_step_that_fits_is_taken(renderer):
+    spelled = [token for letter in "A cow." for token in renderer.tokenizer.encode(letter)]
+    talk = Talk(renderer, "A cow.", spelled, "Sand.", "Sky.")
+    first, again = talk.ask(OPENING), talk.ask(OPENING)
+    assert first.message == again.message
+    assert first.step.token_ids.tolist() != again.step.token_ids.tolist()
+    going_on = [*OPENING, first.message, user("Where?")]
+    newest, named = talk.ask(going_on), talk.ask(going_on, parent=first.step)
+    assert newest.step.prompt_ids[: len(again.step)].tolist() == again.step.token_ids.tolist()
+    assert named.step.prompt_ids[: len(first.step)].tolist() == first.step.token_ids.tolist()
+
+
+def test_without_a_trajectory_nothing_is_kept(renderer):
+    talk = Talk(renderer, "A cow.")
+    alone = talk.ask(OPENING, trajectory=None)
+    assert (alone.step, alone.message.content, len(talk.trajectory)) == (None, "A cow.", 0)
+
+
+def test_a_forgotten_trajectory_is_rendered(renderer):
+    talk = Talk(renderer, "A cow.", "Sand.")
+    first = talk.ask(OPENING)
+    talk.client.forget(talk.trajectory)
+    second = talk.ask([*OPENING, first.message, user("Where?")])
+    assert second.why_rendered == "step 0 was not made by this client"
+
+
+def test_a_pool_bridges_as_a_renderer_does(renderer):
+    with RendererPool(renderer, workers=1, media_threads=0) as pool:
+        talk = Talk(pool, "A cow.", "Sand.", "Sky.")
+        first = talk.ask(OPENING)
+        second = talk.ask([*OPENING, first.message, user("Where?", 2)])
+        assert second.why_rendered is None
+        third = talk.ask([*OPENING, Message(role="assistant", content="A dog."), user("Where?")])
+        assert third.why_rendered == "the conversation has another turn than step 0 sampled"
+
+
+def test_messages_are_recorded_without_pictures(renderer):
+    talk = Talk(renderer, "A cow.")
+    assert talk.ask(OPENING).step.messages == [
+        {"role": "system", "content": "Look closely."},
+        {"role": "user", "content": [{"type": "image"}, text("Which animal is this?")]},
+        {"role": "assistant", "content": "A cow."},
+    ]
+
+
+@pytest.mark.parametrize("failure", [EngineConnectionError("gone"), None], ids=["failed", "cancelled"])
+def test_a_call_that_ends_badly_leaves_the_trajectory_as_it_was(renderer, failure):
+    talk = Talk(renderer, "A cow.", failure, "Sand.")
+    first = talk.ask(OPENING)
+    before = (len(talk.trajectory), talk.trajectory.nbytes, first.step.token_ids.tolist())
+    going_on = [*OPENING, first.message, user("Where?", 3)]
+
+    async def ask():
+        task = asyncio.ensure_future(talk.client.create_completion(going_on, trajectory=talk.trajectory))
+        while len(talk.backend.requests) < 2 and not task.done():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    (ended,) = asyncio.run(ask())
+    assert isinstance(ended, type(failure) if failure else asyncio.CancelledError)
+    assert (len(talk.trajectory), talk.trajectory.nbytes, first.step.token_ids.tolist()) == before
+    assert talk.ask(going_on).why_rendered is None
+
+
+def lengths(renderer, *conversations):
+    return [len(renderer.render(each, add_generation_prompt=True)) for each in conversations]
+
+
+def test_too_long_is_an_error_by_default(renderer):
+    (length,) = lengths(renderer, OPENING)
+    talk = Talk(renderer, "A cow.", limit=length - 1)
+    with pytest.raises(PromptTooLongError) as refused:
+        talk.ask(OPENING)
+    assert (refused.value.prompt_len, refused.value.max_prompt_len) == (length, length - 1)
+    assert len(talk.trajectory) == 0
+    assert not talk.backend.requests
+
+
+def test_too_long_may_stop(renderer):
+    (length,) = lengths(renderer, OPENING)
+    talk = Talk(renderer, limit=length - 1, overlong="stop")
+    stopped = talk.ask(OPENING)
+    assert (stopped.finish_reason, stopped.message, stopped.step) == ("prompt_too_long", None, None)
+    assert stopped.action.message.content == ""
+
+
+def test_oldest_turns_are_left_out_with_their_images(renderer):
+    talk = Talk(renderer, *(f"Answer {n}." for n in range(8)), limit=400, overlong="drop_oldest_turns")
+    conversation = [SYSTEM]
+    outcomes = []
+    for number in range(8):
+        conversation.append(user(f"Question {number}? " + "What do you see here? " * 4, number))
+        done = talk.ask(conversation)
+        conversation.append(done.message)
+        outcomes.append(done)
+        present = [m for i, m in enumerate(conversation[:-1]) if i not in done.left_out]
+        assert len(done.step.prompt_ids) <= 400
+        assert done.left_out == tuple(range(1, 1 + len(done.left_out)))
+        assert len(done.left_out) % 2 == 0
+        assert present[0] is SYSTEM
+        assert present[1]["role"] == "user"
+        images = len(done.step.multi_modal_data.mm_items["image"])
+        assert (
+            images == sum(message["role"] == "user" for message in present if isinstance(message, dict)) - 0
+        )
+    reasons = [done.why_rendered for done in outcomes]
+    assert reasons[1] is None
+    assert "2 messages were left out to fit the engine" in reasons
+    # What was left out stays so: after a turn that dropped, the next one bridges where it fits.
+    dropped = next(index for index, done in enumerate(outcomes) if done.left_out)
+    assert outcomes[dropped].step.extra["left_out"] == [1, 2]
+    assert 0 < outcomes[dropped].step.keep < outcomes[dropped].step.prompt_length
+    assert len(talk.trajectory.branches()) > 1
+
+
+def test_after_leaving_out_the_next_turn_is_bridged(renderer):
+    short, long = "Yes? ", "What do you see here, and where? " * 12
+    conversation = [SYSTEM, user(long, 1)]
+    talk = Talk(renderer, "One.", "Two.", "Three.", limit=None, overlong="drop_oldest_turns")
+    first = talk.ask(conversation)
+    conversation += [first.message, user(short, 2)]
+    talk.backend.limit = len(first.step) + 5
+    second = talk.ask(conversation)
+    assert second.left_out == (1, 2)
+    conversation += [second.message, user(short)]
+    third = talk.ask(conversation)
+    assert (third.left_out, third.why_rendered) == ((1, 2), None)
+    assert third.step.parent is second.step
+
+
+def test_within_a_turn_calls_go_with_their_results(renderer):
+    talk = Talk(renderer, *(call(n) for n in range(6)), limit=420, overlong="drop_oldest_turns")
+    conversation = list(OPENING)
+    for number in range(6):
+        done = talk.ask(conversation, tools=TOOLS)
+        (made,) = done.message.tool_calls
+        conversation += [
+            done.message,
+            {
+                "role": "tool",
+                "tool_call_id": made.id,
+                "name": "look",
+                "content": [shown(number), text("x " * 20)],
+            },
+        ]
+    assert done.left_out
+    assert done.left_out == tuple(range(2, 2 + len(done.left_out)))
+    assert len(done.left_out) % 2 == 0
+
+
+def test_what_cannot_be_shortened_is_an_error(renderer):
+    talk = Talk(renderer, limit=20, overlong="drop_oldest_turns")
+    with pytest.raises(PromptTooLongError) as refused:
+        talk.ask(OPENING)
+    assert refused.value.where == "messages"
+    assert refused.value.max_prompt_len == 20
+    assert "No whole turn is left to leave out" in str(refused.value)
+
+
+def test_an_engine_that_only_refuses_is_asked_with_one_turn_less_each_time(renderer):
+    conversation = [SYSTEM]
+    for number in range(4):
+        conversation += [
+            user("Say something long, please. " * 3, number),
+            Message(role="assistant", content="No."),
+        ]
+    conversation.append(user("Now?"))
+    full, less = lengths(renderer, conversation, [SYSTEM, *conversation[5:]])
+    talk = Talk(renderer, "Well.", hidden_limit=less, overlong="drop_oldest_turns")
+    done = talk.ask(conversation)
+    assert done.left_out == (1, 2, 3, 4)
+    assert [len(request.prompt_ids) for request in talk.backend.requests][::2] == [full, less]
+
+
+def test_choices_become_what_the_engine_takes(renderer):
+    choices = [Message(role="assistant", content="left."), Message(role="assistant", content="right")]
+    talk = Talk(renderer, "right")
+    talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
+    assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"choice": ["left.", "right"]}
+    talk = Talk(renderer, "right")
+    talk.backend.name = "sglang"
+    talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
+    assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"regex": "(left\\.|right)"}
+
+
+def test_options_and_parameters_of_calls_come_over_those_of_the_client(renderer):
+    talk = Talk(
+        renderer, "a", "b", sampling_params={"temperature": 0.5, "top_k": 3}, request_options={"priority": 2}
+    )
+    talk.ask(OPENING, sampling_params={"top_k": 4})
+    talk.ask(OPENING, priority=7, cache_salt="s")
+    first, second = talk.backend.requests
+    assert (first.sampling_params["temperature"], first.sampling_params["top_k"], first.priority) == (
+        0.5,
+        4,
+        2,
+    )
+    assert (second.sampling_params["top_k"], second.priority, second.cache_salt) == (3, 7, "s")
+
+
+def test_many_samples_of_one_prompt_at_once(renderer):
+    numbers = count()
+    backend = ScriptedBackend(renderer, lambda _: f"Answer {next(numbers)}.", delays=iter([5, 0, 3, 1]))
+    client = RendererClient(renderer, backend=backend, model="m")
+    trajectory = Trajectory("group")
+
+    async def ask():
+        return await asyncio.gather(
+            *[client.create_completion(OPENING, trajectory=trajectory) for _ in range(4)]
+        )
+
+    done = asyncio.run(ask())
+    assert len({tuple(each.step.completion_ids.tolist()) for each in done}) == 4
+    assert len(trajectory.branches()) == 4
+    assert len(trajectory.items) == 1
+
+
+def test_what_is_refused(renderer):
+    with pytest.raises(InputError) as refused:
+        RendererClient(renderer, backend="local", overlong="cut")
+    assert str(refused.value) == (
+        "overlong: there is no such policy - expected error, drop_oldest_turns, stop, got 'cut'"
+    )

@@ -1,0 +1,357 @@
+"""VLMGenerator: rows, rewards, masks, failures, saving; and the example environment end to end."""
+
+import asyncio
+from functools import partial
+from itertools import count
+
+import numpy as np
+import pytest
+
+from mmrender.client.local import LocalBackend
+from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError
+from mmrender.messages import Message
+from mmrender.renderer import Renderer
+from mmrender.rollout.environment import Observation
+from mmrender.rollout.episode import spread_seed
+from mmrender.rollout.find_cell import FindCell, FindCellSettings
+from mmrender.rollout.generator import VLMGenerator
+from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.types import BatchMetadata, GeneratorInterface, TrajectoryID
+from mmrender.trajectory.saving import load_trajectories
+from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+def scripted(renderer, say="Yes.", scripts=(), client=None, **options):
+    """A generator whose rollouts follow scripts of observations, and its backend and environments."""
+    answer = say if callable(say) else lambda _: say
+    backend_options = {key: options.pop(key) for key in ("limit", "cut", "delays") if key in options}
+    backend = ScriptedBackend(renderer, answer, **backend_options)
+    made = []
+
+    def make(script):
+        made.append(ScriptedEnvironment(list(script)))
+        return made[-1]
+
+    environments = {str(index): partial(make, script) for index, script in enumerate(scripts)}
+    generator = VLMGenerator(
+        RendererClient(renderer, backend=backend, model="m", **(client or {})), environments, **options
+    )
+    batch = {
+        "prompts": [[] for _ in scripts],
+        "env_classes": [str(index) for index in range(len(scripts))],
+        "env_extras": [{"picture": index} for index in range(len(scripts))],
+    }
+    return generator, batch, backend, made
+
+
+def generate(generator, batch):
+    return asyncio.run(generator.generate(batch))
+
+
+TWO_TURNS = (asks("Sure?", 0.25, image=7), ends(1.0, right=1.0))
+
+
+def test_it_is_a_generator(renderer):
+    generator, *_ = scripted(renderer)
+    assert isinstance(generator, GeneratorInterface)
+
+
+def test_one_row_holds_all_turns(renderer):
+    generator, batch, backend, made = scripted(renderer, scripts=[TWO_TURNS], tensors="numpy")
+    out = generate(generator, batch)
+    first, second = backend.requests
+    sampled = len(second.prompt_ids) - len(first.prompt_ids)
+    (prompt,), (response,) = out["prompt_token_ids"], out["response_ids"]
+    assert prompt == first.prompt_ids
+    assert [*prompt, *response][: len(second.prompt_ids)] == second.prompt_ids
+    (mask,), (rewards,), (logprobs,) = out["loss_masks"], out["rewards"], out["rollout_logprobs"]
+    assert len(response) == len(mask) == len(rewards) == len(logprobs)
+    turn = renderer.tokenizer.encode("Yes.") + renderer.get_stop_token_ids()[:1]
+    observed = sampled - len(turn)
+    assert mask == [1] * len(turn) + [0] * observed + [1] * len(turn)
+    assert [token for token, trained in zip(response, mask, strict=True) if trained] == turn * 2
+    assert [value == 0.0 for value in logprobs] == [not trained for trained in mask]
+    expected = [0.0] * len(response)
+    expected[len(turn) - 1], expected[-1] = 0.25, 1.0
+    assert rewards == expected
+    assert out["stop_reasons"] == ["done"]
+    assert out["is_last_step"] == [True]
+    assert out["errors"] == [None]
+    assert out["rollout_expert_indices"] is None
+    assert len(out["multi_modal_data"][0].mm_items["image"]) == 2
+    (pixels,), (grids,) = out["pixel_values"], out["image_grid_thw"]
+    assert pixels.shape == (grids.prod(1).sum(), 1536)
+    assert made[0].closed == 1
+
+
+def test_step_wise_each_turn_is_a_row(renderer):
+    generator, batch, backend, _ = scripted(renderer, scripts=[TWO_TURNS, (ends(0.5),)], step_wise=True)
+    out = generate(generator, batch)
+    turn = renderer.tokenizer.encode("Yes.") + renderer.get_stop_token_ids()[:1]
+    assert out["response_ids"] == [turn] * 3
+    assert out["loss_masks"] == [[1] * len(turn)] * 3
+    assert [row[-1] for row in out["rewards"]] == [0.25, 1.0, 0.5]
+    assert out["is_last_step"] == [False, True, True]
+    assert [name.instance_id for name in out["trajectory_ids"]] == ["0", "0", "1"]
+    asked = {tuple(request.prompt_ids) for request in backend.requests}
+    assert {tuple(prompt) for prompt in out["prompt_token_ids"]} == asked
+    assert [len(data.mm_items["image"]) for data in out["multi_modal_data"]] == [1, 2, 1]
+
+
+def test_a_rollout_whose_history_is_rendered_anew_keeps_its_rewards(renderer):
+    long = "What do you see here, and where is it? " * 8
+    script = (asks(long, 0.5), asks(long, 0.25), asks("And now?", 0.125), ends(1.0))
+    generator, batch, backend, _ = scripted(
+        renderer, scripts=[script], limit=260, client={"overlong": "drop_oldest_turns"}
+    )
+    out = generate(generator, batch)
+    assert out["rollout_metrics"]["rollout/rendered_anew"] > 0
+    assert sum(out["rewards"][0]) == pytest.approx(1.875)
+    trained = sum(out["loss_masks"][0])
+    turn = len(renderer.tokenizer.encode("Yes.")) + 1
+    assert trained % turn == 0
+    assert trained < 4 * turn
+    whole = [*out["prompt_token_ids"][0], *out["response_ids"][0]]
+    assert whole[: len(backend.requests[-1].prompt_ids)] == backend.requests[-1].prompt_ids
+
+
+def test_order_is_kept_and_concurrency_bounded(renderer):
+    delays = iter((np.random.default_rng(3).integers(0, 40, 500)).tolist())
+    scripts = [tuple(asks(f"Turn {n}?") for n in range(index % 4)) + (ends(index),) for index in range(24)]
+    generator, batch, backend, made = scripted(renderer, scripts=scripts, delays=delays, max_concurrency=5)
+    out = generate(generator, batch)
+    assert [row[-1] for row in out["rewards"]] == [float(index) for index in range(24)]
+    assert [name.instance_id for name in out["trajectory_ids"]] == [str(index) for index in range(24)]
+    assert backend.busiest == 5
+    assert all(environment.closed == 1 for environment in made)
+    assert out["rollout_metrics"]["rollout/turns"] == pytest.approx(sum(1 + n % 4 for n in range(24)) / 24)
+
+
+def test_what_fails_is_kept_and_the_others_go_on(renderer, caplog):
+    def say(request):
+        return EngineConnectionError("gone") if len(backend.requests) == 1 else "Yes."
+
+    scripts = [(ends(1.0),), (asks("Sure?", 0.5), KeyError("lost")), (ends(2.0),)]
+    generator, batch, backend, made = scripted(
+        renderer, say, scripts=scripts, max_concurrency=1, tensors="torch"
+    )
+    out = generate(generator, batch)
+    assert out["errors"] == ["EngineConnectionError: gone", "KeyError: 'lost'", None]
+    assert out["stop_reasons"] == ["error", "error", "done"]
+    assert out["response_ids"][0] == out["prompt_token_ids"][0] == []
+    assert len(out["response_ids"][1]) == len(out["loss_masks"][1]) > 10
+    assert set(out["loss_masks"][1]) == {0}
+    assert set(out["rewards"][1]) == {0.0}
+    assert out["rewards"][2][-1] == 2.0
+    assert [len(pixels) > 0 for pixels in out["pixel_values"]] == [False, True, True]
+    assert out["pixel_values"][0].shape == (0, 1536)
+    assert out["image_grid_thw"][0].shape == (0, 3)
+    assert out["rollout_metrics"]["rollout/failed"] == pytest.approx(2 / 3)
+    assert [record.message for record in caplog.records] == [
+        "rollout 0_0 failed: EngineConnectionError: gone",
+        "rollout 1_0 failed: KeyError: 'lost'",
+    ]
+    assert all(environment.closed == 1 for environment in made)
+
+
+def test_a_failure_may_end_the_batch(renderer):
+    scripts = [(asks("Sure?"), ends()), (ValueError("broken"),), (asks("Sure?"), ends())]
+    generator, batch, _, made = scripted(renderer, scripts=scripts, failures="raise")
+    with pytest.raises(ValueError, match=r"^broken$"):
+        generate(generator, batch)
+    assert all(environment.closed == 1 for environment in made)
+
+
+def test_cancelling_a_batch_leaves_no_task(renderer):
+    generator, batch, backend, made = scripted(renderer, lambda _: None, scripts=[(ends(),)] * 4)
+
+    async def cancel():
+        task = asyncio.ensure_future(generator.generate(batch))
+        while len(backend.requests) < 4:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        ended = await asyncio.gather(task, return_exceptions=True)
+        return ended, [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
+
+    (ended,), left = asyncio.run(cancel())
+    assert isinstance(ended, asyncio.CancelledError)
+    assert left == []
+    assert backend.busy == 0
+    assert all(environment.closed == 1 for environment in made)
+
+
+def test_ends_of_a_rollout(renderer):
+    endless = [asks("Again?", 0.1)] * 50
+    turns = generate(*scripted(renderer, scripts=[endless], max_turns=3)[:2])
+    assert turns["stop_reasons"] == ["max_turns"]
+    assert sum(turns["rewards"][0]) == pytest.approx(0.3)
+    long = generate(*scripted(renderer, scripts=[endless], max_length=120)[:2])
+    assert long["stop_reasons"] == ["max_length"]
+    stopped = generate(*scripted(renderer, scripts=[endless], limit=120, client={"overlong": "stop"})[:2])
+    assert stopped["stop_reasons"] == ["prompt_too_long"]
+    assert stopped["errors"] == [None]
+    assert sum(stopped["loss_masks"][0]) > 0
+    refused = generate(*scripted(renderer, scripts=[endless], limit=120)[:2])
+    assert refused["stop_reasons"] == ["error"]
+    assert refused["errors"][0].startswith("PromptTooLongError: ")
+
+
+def test_turns_that_are_cut_off_go_on(renderer):
+    generator, batch, backend, made = scripted(renderer, scripts=[TWO_TURNS], cut=True)
+    out = generate(generator, batch)
+    assert [action.finish_reason for action in made[0].actions] == ["length", "length"]
+    assert out["stop_reasons"] == ["done"]
+    first, second = backend.requests
+    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+
+
+def test_what_an_environment_must_not_do(renderer):
+    silent = generate(*scripted(renderer, scripts=[(Observation(),)])[:2])
+    assert silent["errors"] == [
+        "InputError: step().messages: the environment shows nothing and is not done - "
+        "expected messages for the model to answer"
+    ]
+    speaking = Observation([Message(role="assistant", content="I am the model")])
+    assert generate(*scripted(renderer, scripts=[(speaking,)])[:2])["errors"] == [
+        "MessageError: step().messages: an environment does not speak for the model - "
+        "expected tool, user and system messages, got an assistant message"
+    ]
+    assert issubclass(MessageError, InputError)
+
+
+def test_parameters_of_turns_and_spread_seeds(renderer):
+    script = (asks("Sure?", sampling_params={"temperature": 0.1}), ends())
+    generator, batch, backend, _ = scripted(
+        renderer,
+        scripts=[script, script],
+        client={"sampling_params": {"seed": 5, "temperature": 0.9, "top_k": 7}},
+        sampling_params={"top_k": 8},
+        max_concurrency=1,
+    )
+    generate(generator, {**batch, "sampling_params": {"top_p": 0.5}})
+    params = [request.sampling_params for request in backend.requests]
+    assert [each["temperature"] for each in params] == [0.9, 0.1, 0.9, 0.1]
+    assert {(each["top_k"], each["top_p"]) for each in params} == {(8, 0.5)}
+    assert [each["seed"] for each in params] == [
+        spread_seed(5, "0_0", 0), spread_seed(5, "0_0", 1), spread_seed(5, "1_0", 0), spread_seed(5, "1_0", 1)
+    ]  # fmt: skip
+    assert len({each["seed"] for each in params}) == 4
+
+
+def test_a_broken_off_batch_is_taken_up_again(renderer, tmp_path):
+    answers = count()
+
+    def say(_):
+        return EngineError("down") if next(answers) in (2, 3) else "Yes."
+
+    scripts = [(ends(float(index), tries=1.0),) for index in range(6)]
+    generator, batch, _, _ = scripted(renderer, say, scripts=scripts, save_to=tmp_path, max_concurrency=1)
+    batch["trajectory_ids"] = [TrajectoryID("task", repetition) for repetition in range(6)]
+    batch["batch_metadata"] = BatchMetadata(12, "eval")
+    broken = generate(generator, batch)
+    assert [error is None for error in broken["errors"]] == [True, True, False, False, True, True]
+    again, _, second, _ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
+    whole = generate(again, batch)
+    assert whole["errors"] == [None] * 6
+    assert len(second.requests) == 2
+    assert [row[-1] for row in whole["rewards"]] == [float(index) for index in range(6)]
+    for index in (0, 1, 4, 5):
+        for key in ("prompt_token_ids", "response_ids", "loss_masks", "rewards"):
+            assert whole[key][index] == broken[key][index]
+        assert whole["rollout_logprobs"][index] == pytest.approx(broken["rollout_logprobs"][index])
+    assert whole["rollout_metrics"]["environment/tries"] == 1.0
+    assert len(load_trajectories(tmp_path / "eval-12.mmc")) == 8
+    other, _, third, _ = scripted(renderer, scripts=scripts, save_to=tmp_path)
+    generate(other, {**batch, "batch_metadata": BatchMetadata(13, "eval")})
+    assert len(third.requests) == 6
+
+
+def test_a_progress_bar(renderer, capsys):
+    generate(*scripted(renderer, scripts=[(ends(),)] * 3, progress=True)[:2])
+    assert "3/3" in capsys.readouterr().out
+
+
+def test_an_empty_batch(renderer):
+    generator, *_ = scripted(renderer)
+    out = generate(generator, {"prompts": [], "env_classes": []})
+    assert (out["response_ids"], out["rollout_metrics"]) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"env_classes": []}, "input_batch['prompts']: there are no prompts - expected a list"),
+        ({"prompts": [[]]}, "input_batch['env_classes']: there are no environments"),
+        (
+            {"prompts": [[], []], "env_classes": ["0"]},
+            "input_batch['env_classes']: is not one for each prompt - expected 2 entries, got 1",
+        ),
+        (
+            {"prompts": [[]], "env_classes": ["zoo"]},
+            "input_batch['env_classes'][0]: there is no such environment - expected 0, got 'zoo'",
+        ),
+        (
+            {"prompts": [[], []], "env_classes": ["0", "0"], "trajectory_ids": [TrajectoryID("a")] * 2},
+            "input_batch['trajectory_ids']: two rollouts have one name",
+        ),
+    ],
+)
+def test_batches_that_are_refused(renderer, batch, message):
+    generator, *_ = scripted(renderer, scripts=[(ends(),)])
+    with pytest.raises(InputError) as refused:
+        generate(generator, batch)
+    assert str(refused.value) == message
+
+
+def test_sizes_that_are_refused(renderer):
+    with pytest.raises(InputError) as refused:
+        scripted(renderer, max_concurrency=0)
+    assert str(refused.value) == "max_concurrency: is too small - expected 1 or more, got 0"
+
+
+def test_the_example_environment_end_to_end(tiny_model, renderer):
+    """Real sampling: every row is what the model gives its tokens, and equal seeds give equal rollouts."""
+    torch = pytest.importorskip("torch")
+    settings = FindCellSettings(grid=2, distractors=1, view_pixels=128, max_turns=3, holds_to_choices=True)
+
+    def batch_of(backend, concurrency):
+        client = RendererClient(
+            renderer, backend=backend, sampling_params={"max_tokens": 64, "seed": 1, "temperature": 2.0}
+        )
+        generator = VLMGenerator(
+            client, {"find": partial(FindCell, settings)}, tensors="torch", max_concurrency=concurrency
+        )
+        seeds = [0, 0, 0, 1, 1, 1]
+        ids = [TrajectoryID(f"board-{seed}", index) for index, seed in enumerate(seeds)]
+        extras = [{"seed": seed} for seed in seeds]
+        return generate(
+            generator,
+            {"prompts": [[]] * 6, "env_classes": ["find"] * 6, "env_extras": extras, "trajectory_ids": ids},
+        )
+
+    backend = LocalBackend(tiny_model)
+    out = batch_of(backend, 6)
+    assert out["errors"] == [None] * 6
+    assert out["rollout_metrics"]["environment/invalid_calls"] == 0
+    assert out["rollout_metrics"]["rollout/rendered_anew"] == 0
+    assert max(len(grids) for grids in out["image_grid_thw"]) > 1
+    again = batch_of(backend, 2)
+    assert again["response_ids"] == out["response_ids"]
+    assert again["rewards"] == out["rewards"]
+    row = max(range(6), key=lambda index: len(out["response_ids"][index]))
+    ids = [*out["prompt_token_ids"][row], *out["response_ids"][row]]
+    kinds = torch.tensor([[token == renderer.tokenizer.token_id("<|image_pad|>") for token in ids]]).int()
+    with torch.inference_mode():
+        logits = backend.model(
+            input_ids=torch.tensor([ids]),
+            mm_token_type_ids=kinds,
+            pixel_values=out["pixel_values"][row],
+            image_grid_thw=out["image_grid_thw"][row],
+        ).logits[0]
+    assert bool(torch.isfinite(logits).all())
+    assert sum(out["loss_masks"][row]) < len(out["loss_masks"][row])
