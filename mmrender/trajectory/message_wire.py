@@ -1,8 +1,8 @@
 """Messages as plain data in a table of distinct ones.
 
-The pixels of a trajectory travel in its media items. So by default the sources of media in messages (encoded
-bytes, arrays, PIL images, `data:` URLs) stand as None, which is how a message says that an image is there but
-not at hand.
+The pixels of a trajectory travel in its media items. So by default the sources of media in content parts
+(encoded bytes, arrays, PIL images, `data:` URLs) stand as None, which is how a message says that an image is
+there but not at hand. Names of images (paths, URLs), text, tool calls and everything else stay as they are.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,11 @@ MediaSources: TypeAlias = Literal["drop", "keep"]
 _MESSAGE: Final = "message"
 _PLAIN: Final = "plain"
 _DEPTH: Final = 60
+_MEDIA_TYPES: Final = frozenset(
+    {"image", "image_url", "input_image", "image_pil", "video", "video_url", "input_video"}
+)
+_MEDIA_KEYS: Final = frozenset({"image", "image_url", "image_pil", "video", "video_url"})
+"""What tells a content part that shows a medium, as `mmrender.content` reads parts."""
 
 
 class MessageTable:
@@ -76,10 +81,15 @@ def plain_message(message: Any, sources: MediaSources, where: str = "message") -
     Raises:
         TrajectoryError: It is nested too deeply, or holds itself.
     """
-    return _plain(message, sources, 0, where)
+    plain = _plain(message, 0, where)
+    if sources == "drop" and isinstance(plain, dict) and "content" in plain:
+        content = plain["content"]
+        parts = [_without_source(part) for part in content] if isinstance(content, list) else content
+        plain["content"] = _without_source(parts)
+    return plain
 
 
-def _plain(value: Any, sources: MediaSources, depth: int, where: str) -> Any:
+def _plain(value: Any, depth: int, where: str) -> Any:
     if depth > _DEPTH:
         raise TrajectoryError("a message is nested too deeply, or holds itself", where=where)
     if isinstance(value, msgspec.Struct):
@@ -87,16 +97,33 @@ def _plain(value: Any, sources: MediaSources, depth: int, where: str) -> Any:
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         value = fields if tag is None else {str(value.__struct_config__.tag_field): tag, **fields}
     if isinstance(value, Mapping):
-        return {key: _plain(entry, sources, depth + 1, where) for key, entry in value.items()}
+        return {key: _plain(entry, depth + 1, where) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry, sources, depth + 1, where) for entry in value]
-    return None if sources == "drop" and is_media_source(value) else value
+        return [_plain(entry, depth + 1, where) for entry in value]
+    return value
 
 
-def is_media_source(value: Any) -> bool:
-    """Whether a value is an image or video itself, as opposed to the name of one."""
-    if isinstance(value, str):
-        return value[:5].lower() == "data:"
+def _without_source(part: Any) -> Any:
+    """Return a content part without its image or video; any other is returned as it is."""
+    if _is_binary(part):
+        return {"type": "image"}
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    media = kind in _MEDIA_TYPES if kind is not None else not _MEDIA_KEYS.isdisjoint(part)
+    return {key: _blanked(value, key) for key, value in part.items()} if media else part
+
+
+def _blanked(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _blanked(entry, name) for name, entry in value.items()}
+    if isinstance(value, list):
+        return None if any(_blanked(entry) is not entry for entry in value) else value
+    is_data = isinstance(value, str) and (key == "data" or value[:5].lower() == "data:")
+    return None if is_data or _is_binary(value) else value
+
+
+def _is_binary(value: Any) -> bool:
     if isinstance(value, bytes | bytearray | memoryview | np.ndarray):
         return True
     return type(value).__module__.partition(".")[0] in ("PIL", "torch")

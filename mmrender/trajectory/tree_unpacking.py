@@ -23,7 +23,7 @@ from mmrender.trajectory.tree import Trajectory
 from mmrender.trajectory.tree_packing import StepRow
 from mmrender.trajectory.tree_step import Step, read_extra, read_reward
 
-_MAX_TOKENS: Final = 1 << 28
+_MAX_TOKENS: Final = 1 << 26
 """Most tokens that the steps of one form may have together; on the wire, roots may share theirs."""
 _TRAJECTORY: Final = ("id", "steps", "reward", "error", "extra")
 _DETAILS: Final = ("finish_reason", "reward", "weight_versions", "experts", "extra")
