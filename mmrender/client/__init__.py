@@ -11,16 +11,20 @@ if TYPE_CHECKING:
     from mmrender.client.backend import EngineRequest, EngineResponse, FinishReason, RendererBackend, Usage
     from mmrender.client.backends import RendererTransport
     from mmrender.client.config import TransportConfig
+    from mmrender.client.dynamo import DynamoBackend
     from mmrender.client.generation import Generation
     from mmrender.client.hooks import ClientHooks, RequestEvent
     from mmrender.client.http import HTTPTransport
     from mmrender.client.local import LocalBackend
     from mmrender.client.memory import MemoryTransport
     from mmrender.client.resolve import as_transport
+    from mmrender.client.sglang import SGLangBackend
     from mmrender.client.transport import Reply, Transport
+    from mmrender.client.vllm import VLLMBackend
 
 __all__ = [
     "ClientHooks",
+    "DynamoBackend",
     "EngineRequest",
     "EngineResponse",
     "FinishReason",
@@ -32,9 +36,11 @@ __all__ = [
     "RendererTransport",
     "Reply",
     "RequestEvent",
+    "SGLangBackend",
     "Transport",
     "TransportConfig",
     "Usage",
+    "VLLMBackend",
     "as_transport",
 ]
 

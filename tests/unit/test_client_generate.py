@@ -1,0 +1,481 @@
+"""generate(): render, check, call, parse; with a scripted engine and with a model in this process."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmrender import Renderer, generate
+from mmrender.client.backend import EngineRequest, EngineResponse, Usage
+from mmrender.client.backends import resolve_backend
+from mmrender.client.limits import LIMITS
+from mmrender.client.local import LocalBackend
+from mmrender.client.memory import MemoryTransport
+from mmrender.client.sampling import DEFAULT_MAX_TOKENS
+from mmrender.client.transport import Transport
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineReplyError,
+    EngineStatusError,
+    InputError,
+    PlaceholderError,
+    PromptTooLongError,
+    SamplingParameterError,
+)
+from mmrender.media.item import MultiModalData
+from mmrender.pool import RendererPool
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+
+PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
+QUESTION = [{"role": "user", "content": "Which animal says moo?"}]
+WITH_PHOTO = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "What is this?"}],
+    }
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model: Path) -> Renderer:
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> None:
+    LIMITS.forget()
+
+
+@dataclass
+class Scripted:
+    """An engine that says what it is told to, and keeps what it was asked."""
+
+    completion: list[int] = field(default_factory=lambda: [5, 6])
+    finish_reason: Any = "length"
+    limit: Any = 1000
+    error: BaseException | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    name: str = "scripted"
+    requests: list[EngineRequest] = field(default_factory=list)
+    asked_limit: int = 0
+    cancelled: int = 0
+    gate: asyncio.Event | None = None
+
+    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
+        self.requests.append(request)
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if self.error is not None:
+            raise self.error
+        usage = Usage(len(request.prompt_ids), len(self.completion), 3)
+        logprobs = [-0.5] * len(self.completion)
+        return EngineResponse(self.completion, logprobs, self.finish_reason, usage, **self.extra)
+
+    async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
+        self.asked_limit += 1
+        if isinstance(self.limit, BaseException):
+            raise self.limit
+        return self.limit
+
+    def is_overflow_error(self, exc: BaseException) -> bool:
+        return isinstance(exc, EngineStatusError) and "too long" in exc.body
+
+
+def run(renderer: Any, engine: Any, **options: Any) -> Any:
+    given = {"client": MemoryTransport(), "messages": QUESTION, "model": "tiny", "backend": engine, **options}
+    return asyncio.run(generate(renderer=renderer, **given))
+
+
+def completion_of(renderer: Renderer, text: str, *, stopped: bool = True) -> list[int]:
+    stop = renderer.get_stop_token_ids()[-1:] if stopped else []
+    return [*renderer.tokenizer.encode(text), *stop]
+
+
+# --- what is asked, and what comes back ---
+
+
+def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
+    engine = Scripted(completion_of(renderer, "A cow."), "stop")
+    turn = run(
+        renderer,
+        engine,
+        sampling_params={"temperature": 0.5},
+        cache_salt="s",
+        priority=2,
+        extra_headers={"x": "1"},
+    )
+    prompt = renderer.render(QUESTION, add_generation_prompt=True)
+    (request,) = engine.requests
+    assert request.prompt_ids == turn.prompt_ids == prompt.token_ids
+    assert (request.model, request.cache_salt, request.priority) == ("tiny", "s", 2)
+    assert request.extra_headers == {"x": "1"}
+    assert request.vocab_size == renderer.vocab_size
+    assert request.collapsed_ids is None
+    assert request.sampling_params == {
+        "temperature": 0.5,
+        "max_tokens": 1001 - len(prompt),
+        "stop_token_ids": renderer.get_stop_token_ids(),
+    }
+    assert (turn.content, turn.reasoning_content, turn.tool_calls) == ("A cow.", None, ())
+    assert turn.message.role == "assistant"
+    assert turn.message.content == "A cow."
+    assert (turn.finish_reason, turn.usage) == ("stop", Usage(len(prompt), len(turn.completion_ids), 3))
+    assert turn.logprobs == [-0.5] * len(turn.completion_ids)
+    assert turn.prompt_attribution == prompt
+    assert not turn.multi_modal_data
+    # The message is ready to go on with.
+    renderer.render([*QUESTION, turn.message, *QUESTION], add_generation_prompt=True)
+
+
+def test_images_come_with_ranges_tokens_and_the_collapsed_prompt(renderer: Renderer) -> None:
+    engine = Scripted()
+    turn = run(renderer, engine, messages=WITH_PHOTO)
+    (request,) = engine.requests
+    (found,) = request.multi_modal_data.mm_placeholders["image"]
+    pad = renderer.tokenizer.token_id("<|image_pad|>")
+    assert request.collapsed_ids == [
+        *request.prompt_ids[: found.offset],
+        pad,
+        *request.prompt_ids[found.offset + found.length :],
+    ]
+    assert request.media_token_ids == {"<|image_pad|>": pad}
+    assert turn.multi_modal_data is request.multi_modal_data
+
+
+def test_a_pool_renders_and_reads_off_the_loop(renderer: Renderer) -> None:
+    engine = Scripted(completion_of(renderer, "A cow."), "stop")
+    with RendererPool(renderer, workers=1) as pool:
+        turn = run(pool, engine, messages=WITH_PHOTO)
+    assert turn.content == "A cow."
+    assert engine.requests[0].vocab_size == renderer.vocab_size
+
+
+def test_tools_and_template_arguments_reach_the_template_and_the_parser(renderer: Renderer) -> None:
+    engine = Scripted(completion_of(renderer, CALL), "stop")
+    turn = run(renderer, engine, tools=TOOLS, template_arguments={"enable_thinking": False})
+    prompt = renderer.render(QUESTION, tools=TOOLS, add_generation_prompt=True, enable_thinking=False)
+    assert turn.prompt_ids == prompt.token_ids
+    (call,) = turn.tool_calls
+    assert (call.status, call.name, call.arguments) == ("ok", "add", {"a": 1})
+    assert turn.finish_reason == "tool_calls"
+    assert turn.message.tool_calls[0].name == "add"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "finish"),
+    [
+        (CALL, "stop", "tool_calls"),
+        (CALL, "length", "length"),
+        (CALL, "abort", "abort"),
+        ("no call", "stop", "stop"),
+        ('<tool_call>\n{"name": "add", "argu\n</tool_call>', "stop", "stop"),
+        ('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', "stop", "stop"),
+    ],
+    ids=["call", "call cut off", "call aborted", "none", "malformed", "unknown tool"],
+)
+def test_only_a_well_formed_call_that_stopped_is_tool_calls(
+    renderer: Renderer, text: str, reason: str, finish: str
+) -> None:
+    turn = run(renderer, Scripted(completion_of(renderer, text), reason), tools=TOOLS)
+    assert turn.finish_reason == finish
+
+
+def test_what_the_engine_says_besides_is_passed_on(renderer: Renderer) -> None:
+    experts = RoutedExperts(np.zeros((3, 2, 1), np.uint8))
+    spans = (WeightVersionSpan("7", 0, 2),)
+    engine = Scripted(extra={"routed_experts": experts, "weight_versions": spans, "raw": {"id": "x"}})
+    turn = run(renderer, engine, routed_experts_prompt_start=4)
+    assert turn.routed_experts is experts
+    assert turn.weight_versions is spans
+    assert turn.raw == {"id": "x"}
+    assert engine.requests[0].routed_experts
+    assert engine.requests[0].routed_experts_prompt_start == 4
+    run(renderer, engine, routed_experts=True)
+    assert engine.requests[1].routed_experts
+    assert engine.requests[1].routed_experts_prompt_start is None
+    run(renderer, engine)
+    assert not engine.requests[2].routed_experts
+
+
+def test_every_call_has_an_id_of_its_own(renderer: Renderer) -> None:
+    engine = Scripted()
+    run(renderer, engine)
+    run(renderer, engine)
+    assert engine.requests[0].request_id != engine.requests[1].request_id
+
+
+# --- prompts that are given ---
+
+
+def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer: Renderer) -> None:
+    engine = Scripted(completion_of(renderer, "A gradient."), "stop")
+    first = run(renderer, engine, messages=WITH_PHOTO)
+    bridged = renderer.bridge_to_next_turn(
+        first.prompt_ids, first.completion_ids, QUESTION, previous_multi_modal_data=first.multi_modal_data
+    )
+    assert bridged is not None
+    second = run(renderer, engine, messages=None, prompt_attribution=bridged)
+    assert second.prompt_ids == bridged.token_ids
+    assert second.prompt_attribution is bridged
+    assert engine.requests[1].multi_modal_data is bridged.multi_modal_data
+    third = run(
+        renderer, engine, prompt_ids=np.array(bridged.token_ids), multi_modal_data=bridged.multi_modal_data
+    )
+    assert third.prompt_ids == bridged.token_ids
+    assert all(type(token) is int for token in third.prompt_ids)
+    assert third.prompt_attribution is None
+
+
+def test_media_tokens_without_a_sidecar_are_refused(renderer: Renderer) -> None:
+    prompt = renderer.render(WITH_PHOTO, add_generation_prompt=True)
+    (found,) = prompt.multi_modal_data.mm_placeholders["image"]
+    pad = prompt.token_ids[found.offset]
+    engine = Scripted()
+    with pytest.raises(PlaceholderError) as caught:
+        run(renderer, engine, prompt_ids=prompt.token_ids)
+    assert str(caught.value) == (
+        f"prompt_ids[{found.offset}]: the prompt holds media tokens, and there is no sidecar - expected "
+        f"multi_modal_data, got the token {pad}. Pass the sidecar; an empty MultiModalData() says that the model "
+        "itself sampled them"
+    )
+    assert not engine.requests
+    run(renderer, engine, prompt_ids=[1, pad, 2], multi_modal_data=MultiModalData())
+    assert engine.requests[0].prompt_ids == [1, pad, 2]
+
+
+def test_attribution_of_other_tokens_is_refused(renderer: Renderer) -> None:
+    prompt = renderer.render(QUESTION, add_generation_prompt=True)
+    with pytest.raises(InputError) as caught:
+        run(renderer, Scripted(), prompt_ids=prompt.token_ids[1:], prompt_attribution=prompt)
+    length = len(prompt)
+    assert str(caught.value) == (
+        "prompt_attribution: the attribution is of other tokens than the prompt's - expected the "
+        f"{length - 1} tokens of prompt_ids, got {length} tokens"
+    )
+
+
+def test_nothing_to_ask_is_refused(renderer: Renderer) -> None:
+    with pytest.raises(InputError) as caught:
+        run(renderer, Scripted(), messages=None)
+    assert str(caught.value) == "messages: there is nothing to ask - expected messages, or prompt_ids"
+
+
+# --- length ---
+
+
+def test_a_long_prompt_is_refused_before_it_is_sent(renderer: Renderer) -> None:
+    length = len(renderer.render(QUESTION, add_generation_prompt=True))
+    engine = Scripted(limit=length - 1)
+    with pytest.raises(PromptTooLongError) as caught:
+        run(renderer, engine)
+    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (length, length - 1)
+    assert str(caught.value) == (
+        f"prompt: the prompt is longer than the engine takes - expected at most {length - 1} tokens, got {length}"
+    )
+    assert not engine.requests
+    LIMITS.forget()
+    engine.limit = length
+    assert run(renderer, engine).prompt_ids
+    assert engine.requests[0].sampling_params["max_tokens"] == 1
+
+
+def test_the_engine_is_asked_for_its_limit_once(renderer: Renderer) -> None:
+    engine = Scripted()
+    run(renderer, engine)
+    run(renderer, engine)
+    assert engine.asked_limit == 1
+
+
+def test_the_callers_limit_goes_before_the_engines(renderer: Renderer) -> None:
+    engine = Scripted(limit=5)
+    run(renderer, engine, max_prompt_len=500)
+    assert engine.asked_limit == 0
+    assert engine.requests[0].sampling_params["max_tokens"] == DEFAULT_MAX_TOKENS
+    with pytest.raises(PromptTooLongError):
+        run(renderer, engine, max_prompt_len=3)
+
+
+@pytest.mark.parametrize("limit", [None, EngineStatusError("forbidden", status=403), EngineReplyError("odd")])
+def test_without_a_limit_the_engine_decides(
+    renderer: Renderer, limit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Scripted(limit=limit)
+    with caplog.at_level(logging.WARNING, "mmrender.client"):
+        run(renderer, engine)
+    assert engine.requests[0].sampling_params["max_tokens"] == DEFAULT_MAX_TOKENS
+    assert ("not checked for length" in caplog.text) == (limit is not None)
+
+
+def test_a_dead_server_is_found_by_the_look_up(renderer: Renderer) -> None:
+    engine = Scripted(limit=EngineConnectionError("gone"))
+    with pytest.raises(EngineConnectionError):
+        run(renderer, engine)
+    assert not engine.requests
+
+
+def test_the_engines_overflow_reply_is_the_same_error(renderer: Renderer) -> None:
+    length = len(renderer.render(QUESTION, add_generation_prompt=True))
+    said = EngineStatusError("no", status=400, body="too long")
+    with pytest.raises(PromptTooLongError) as caught:
+        run(renderer, Scripted(error=said))
+    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (length, 1000)
+    assert caught.value.__cause__ is said
+    other = EngineStatusError("no", status=400, body="broken")
+    with pytest.raises(EngineStatusError) as refused:
+        run(renderer, Scripted(error=other))
+    assert refused.value is other
+    known = PromptTooLongError(7, 6)
+    with pytest.raises(PromptTooLongError) as passed:
+        run(renderer, Scripted(error=known))
+    assert passed.value is known
+
+
+# --- parameters ---
+
+
+def test_stop_tokens_are_the_models_and_the_callers(renderer: Renderer) -> None:
+    engine = Scripted()
+    own = renderer.get_stop_token_ids()
+    run(renderer, engine, sampling_params={"stop_token_ids": [9], "max_tokens": 4})
+    assert engine.requests[0].sampling_params == {"stop_token_ids": [9, *own], "max_tokens": 4}
+    run(renderer, engine, sampling_params={"ignore_eos": True, "max_tokens": 4})
+    assert engine.requests[1].sampling_params == {"ignore_eos": True, "max_tokens": 4}
+
+
+def test_parameters_are_checked_before_anything_is_done(renderer: Renderer) -> None:
+    engine = Scripted()
+    with pytest.raises(SamplingParameterError):
+        run(renderer, engine, sampling_params={"max_new_tokens": 4})
+    assert (engine.asked_limit, engine.requests) == (0, [])
+
+
+def test_cancelling_reaches_the_engine(renderer: Renderer) -> None:
+    async def cancel() -> int:
+        engine = Scripted(gate=asyncio.Event())
+        call = generate(
+            client=MemoryTransport(), renderer=renderer, messages=QUESTION, model="tiny", backend=engine
+        )
+        task = asyncio.create_task(call)
+        while not engine.requests:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return engine.cancelled
+
+    assert asyncio.run(cancel()) == 1
+
+
+# --- backends by name ---
+
+
+@pytest.mark.parametrize(
+    ("backend", "route", "name"),
+    [
+        (None, None, "vllm"),
+        ("vllm", None, "vllm"),
+        ("sglang", None, "sglang"),
+        ("dynamo", None, "dynamo"),
+        (None, "vllm_generate", "vllm"),
+        (None, "sglang_generate", "sglang"),
+        (None, "dynamo_chat", "dynamo"),
+        ("dynamo", "dynamo_chat", "dynamo"),
+    ],
+)
+def test_backends_have_names_and_routes(backend: Any, route: Any, name: str) -> None:
+    found = resolve_backend(backend, route, "tiny")
+    assert found.name == name
+    assert resolve_backend(backend, route, "tiny") is found
+
+
+@pytest.mark.parametrize(
+    ("backend", "route", "message"),
+    [
+        (
+            "vlm",
+            None,
+            "backend: there is no such backend - expected vllm, sglang, dynamo, local, or an object such as "
+            "VLLMBackend(), got 'vlm'",
+        ),
+        (
+            None,
+            "openai",
+            "transport: there is no such transport - expected vllm_generate, sglang_generate, dynamo_chat, got 'openai'",
+        ),
+        (
+            "vllm",
+            "dynamo_chat",
+            "transport: backend and transport name different engines - expected vllm's route, or no transport, got "
+            "'dynamo_chat'",
+        ),
+    ],
+)
+def test_unknown_names_are_refused(backend: Any, route: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve_backend(backend, route, "tiny")
+    assert str(caught.value) == message
+
+
+def test_a_server_has_to_be_named(renderer: Renderer) -> None:
+    with pytest.raises(InputError) as caught:
+        run(renderer, Scripted(), client=None)
+    assert str(caught.value) == (
+        "client: there is no server to ask - expected a base URL, a transport, or an object with base_url and api_key, "
+        "got None"
+    )
+
+
+# --- with a model ---
+
+
+def test_a_model_in_this_process_needs_no_server(renderer: Renderer, tiny_model: Path) -> None:
+    params = {"max_tokens": 6, "seed": 3}
+    named = run(
+        renderer, "local", client=None, model=str(tiny_model), messages=WITH_PHOTO, sampling_params=params
+    )
+    made = run(renderer, LocalBackend(tiny_model), client=None, messages=WITH_PHOTO, sampling_params=params)
+    assert named.completion_ids == made.completion_ids
+    assert len(named.logprobs) == len(named.completion_ids) > 0
+    assert named.usage.prompt_tokens == len(named.prompt_ids)
+
+
+def test_four_turns_with_images_bridge_on_a_model(renderer: Renderer, tiny_model: Path) -> None:
+    backend = LocalBackend(tiny_model)
+    turn = run(
+        renderer, backend, client=None, messages=WITH_PHOTO, sampling_params={"max_tokens": 5, "seed": 1}
+    )
+    for seed in range(3):
+        bridged = renderer.bridge_to_next_turn(
+            turn.prompt_ids, turn.completion_ids, WITH_PHOTO, previous_multi_modal_data=turn.multi_modal_data
+        )
+        assert bridged is not None
+        following = run(
+            renderer,
+            backend,
+            client=None,
+            prompt_attribution=bridged,
+            sampling_params={"max_tokens": 5, "seed": seed},
+        )
+        start = [*turn.prompt_ids, *turn.completion_ids]
+        assert following.prompt_ids[: len(start)] == start
+        turn = following
+    assert len(turn.multi_modal_data.mm_items["image"]) == 4

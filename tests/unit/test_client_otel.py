@@ -1,0 +1,116 @@
+"""Spans and metrics of requests."""
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from client_server import StubServer, stub_server
+from mmrender.client.http import HTTPTransport
+from mmrender.client.otel import OpenTelemetryHooks
+from mmrender.errors import EngineStatusError
+
+
+class Telemetry:
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        tracers = TracerProvider()
+        tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.reader = InMemoryMetricReader()
+        self.hooks = OpenTelemetryHooks(tracers, MeterProvider([self.reader]))
+
+    def metrics(self) -> dict[str, list[Any]]:
+        data = self.reader.get_metrics_data()
+        assert data is not None
+        return {
+            metric.name: list(metric.data.data_points)
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+
+def test_calls_are_spans_that_the_server_sees_as_parents() -> None:
+    telemetry = Telemetry()
+
+    async def test() -> tuple[int, str]:
+        async with stub_server() as server:
+            transport = HTTPTransport(
+                server.url, hooks=[telemetry.hooks], wait_initial=0.001, wait_jitter=0.0
+            )
+            await transport.request("POST", "/echo?secret=1", json={"a": 1})
+            server.busy = 1
+            await transport.request("GET", "/busy")
+            server.busy = 9
+            with pytest.raises(EngineStatusError):
+                await transport.request("POST", "/busy", json={})
+            await cancelled(transport, server)
+            return int(server.url.rpartition(":")[2]), server.seen[0][2]["traceparent"]
+
+    async def cancelled(transport: HTTPTransport, server: StubServer) -> None:
+        task = asyncio.create_task(transport.request("POST", "/slow", json={}))
+        while server.seen[-1][1] != "/slow":
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    port, parent = asyncio.run(test())
+    spans = telemetry.exporter.get_finished_spans()
+    assert [span.name for span in spans] == ["POST /echo", "GET /busy", "POST /busy", "POST /slow"]
+    good, retried, failed, cut = spans
+    assert good.kind is SpanKind.CLIENT
+    assert good.attributes == {
+        "http.request.method": "POST",
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "url.scheme": "http",
+        "url.full": f"http://127.0.0.1:{port}/echo",
+        "http.request.body.size": 7,
+        "http.response.status_code": 200,
+        "http.response.body.size": 7,
+        "http.request.resend_count": 0,
+    }
+    assert parent.split("-")[2] == format(good.context.span_id, "016x")
+    (event,) = retried.events
+    assert (event.name, dict(event.attributes or {})) == (
+        "retry",
+        {"http.request.resend_count": 1, "error.type": "503"},
+    )
+    assert failed.status.status_code is StatusCode.ERROR
+    assert failed.attributes is not None
+    assert failed.attributes["error.type"] == "503"
+    assert cut.status.status_code is StatusCode.UNSET
+    assert cut.attributes is not None
+    assert cut.attributes["error.type"] == "CancelledError"
+
+
+def test_calls_are_counted_and_timed() -> None:
+    telemetry = Telemetry()
+
+    async def test() -> None:
+        async with stub_server() as server:
+            transport = HTTPTransport(
+                server.url, hooks=[telemetry.hooks], wait_initial=0.001, wait_jitter=0.0
+            )
+            server.busy = 2
+            await transport.request("GET", "/busy")
+            await transport.request("POST", "/echo", json={"a": 1})
+
+    asyncio.run(test())
+    metrics = telemetry.metrics()
+    assert [point.value for point in metrics["http.client.active_requests"]] == [0, 0]
+    assert sum(point.value for point in metrics["mmrender.client.retries"]) == 2
+    assert sum(point.count for point in metrics["http.client.request.duration"]) == 2
+    assert sum(point.sum for point in metrics["http.client.request.body.size"]) == 7
+
+
+def test_hooks_of_global_providers_are_pickled() -> None:
+    transport = pickle.loads(pickle.dumps(HTTPTransport("http://127.0.0.1:1", hooks=[OpenTelemetryHooks()])))
+    assert isinstance(transport._hooks.hooks[0], OpenTelemetryHooks)
