@@ -61,8 +61,8 @@ def collate(
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     _check_rows(rows, len(samples))
     layout = _Layout.of(samples, names, rows, width=width, multiple=multiple, side=padding_side)
-    check_samples([(sample, span.sample_id) for _, span, sample in layout.places], family, pad_token_id)
     items = [[placed_items(samples[index], names[index]) for index in row] for row in rows]
+    check_samples([(sample, span.sample_id) for _, span, sample in layout.places], family, pad_token_id)
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     fields = collate_fields(items, family, dtype=dtype, pin_memory=pin, executor=executor)
     arrays = _arrays(layout, pad_token_id)

@@ -1,0 +1,477 @@
+"""Building batches: what is refused and by which name, dtypes, memory, router choices, dummies."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmrender.errors import BatchError, ModelError
+from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.media.processors.patches import PatchItem
+from mmrender.training import (
+    MicroBatch,
+    ModelFamily,
+    TrainingBatch,
+    blank_dummy,
+    collate,
+    collate_micro_batch,
+    collate_mm_kwargs,
+    compute_cost,
+    dummy_sample,
+    first_fit_decreasing,
+    plan_steps,
+    smallest_dummy,
+    token_logprobs,
+    truncate,
+)
+from mmrender.training.inputs import block_diagonal_mask
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.sample import TrainingSample
+from training_cases import IMAGE_ID, PAD_ID, PROCESSOR, family_of, kinds, patch_item, sample, tiled_item
+
+FAMILY = family_of("qwen3_vl")
+ITEM = patch_item(16, 16)
+
+
+def batch_of(*samples: TrainingSample, family: ModelFamily = FAMILY, **options: Any) -> TrainingBatch:
+    return collate(samples, family, pad_token_id=PAD_ID, **options)
+
+
+def changed(base: TrainingSample, **arrays: Any) -> TrainingSample:
+    return replace(base, **{name: np.asarray(value) for name, value in arrays.items()})
+
+
+def test_by_hand() -> None:
+    one = TrainingSample(
+        np.array([5, 90, 6], np.int32),
+        np.array([False, False, True]),
+        np.array([0, 0, -0.5], np.float32),
+        MultiModalData.of([(PlaceholderRange(1, 1), patch_item(8, 8))]),
+    )
+    two = TrainingSample(
+        np.array([7, 8], np.int32), np.array([False, True]), np.array([0, -1.0], np.float32), sample_id="two"
+    )
+    # The smallest image of this processor has four tokens.
+    one = replace(one, token_ids=np.array([5, 90, 90, 90, 90, 6], np.int32),
+                  loss_mask=np.arange(6) == 5, logprobs=np.where(np.arange(6) == 5, -0.5, 0).astype(np.float32),
+                  multi_modal_data=MultiModalData.of([(PlaceholderRange(1, 4), patch_item(16, 16))]))  # fmt: skip
+    left = batch_of(one, two, padding_side="left")
+    assert left.input_ids.tolist() == [[5, 90, 90, 90, 90, 6], [0, 0, 0, 0, 7, 8]]
+    assert left.attention_mask.int().tolist() == [[1] * 6, [0, 0, 0, 0, 1, 1]]
+    assert left.token_types.tolist() == [[0, 1, 1, 1, 1, 0], [0] * 6]
+    assert left.logprobs.tolist() == [[0, 0, 0, 0, 0, -0.5], [0, 0, 0, 0, 0, -1.0]]
+    assert left.positions.tolist() == [
+        [[0, 1, 1, 1, 1, 3], [0, 0, 0, 0, 0, 1]],
+        [[0, 1, 1, 2, 2, 3], [0, 0, 0, 0, 0, 1]],
+        [[0, 1, 2, 1, 2, 3], [0, 0, 0, 0, 0, 1]],
+    ]
+    assert left.sample_ids == ["samples[0]", "two"]
+    assert [tuple(row.shape) for row in left.fields["pixel_values"]] == [(16, 96), (0, 96)]
+    packed = batch_of(one, two, rows=[[1, 0]], multiple=5)
+    assert packed.input_ids.tolist() == [[7, 8, 5, 90, 90, 90, 90, 6, 0, 0]]
+    assert packed.seq_lens == [2, 6]
+    assert packed.cu_seqlens().tolist() == [0, 2, 8, 10]
+    assert packed.cu_seqlens().dtype == torch.int32
+    inputs = packed.model_inputs()
+    assert "attention_mask" not in inputs
+    assert inputs["position_ids"][0].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5, 0, 0]]
+    assert inputs["position_ids"][3].tolist() == [[0, 1, 0, 1, 2, 1, 2, 3, 0, 0]]
+    assert (packed.num_tokens, packed.width, len(packed)) == (8, 10, 1)
+
+
+def test_an_item_that_stands_often_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    whole = PatchItem.expand_into
+
+    def counted(self: PatchItem, out: Any, dtype: Any = "float32") -> None:
+        calls.append(self.identity)
+        whole(self, out, dtype)
+
+    monkeypatch.setattr(PatchItem, "expand_into", counted)
+    other = patch_item(16, 24, seed=5)
+    batch = batch_of(*[sample([ITEM, other, ITEM], name=str(i)) for i in range(3)])
+    assert sorted(calls) == sorted([ITEM.identity, other.identity])
+    rows = list(batch.fields["pixel_values"])
+    assert torch.equal(rows[0], rows[2])
+    assert torch.equal(rows[0][:16], rows[0][-16:])
+    assert not torch.equal(rows[0][:16], rows[0][16:32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["patches", "rows", "padded"])
+def test_pixels_come_in_the_dtype_asked_for(kind: str, dtype: Any) -> None:
+    family, items = kinds()[kind].family, kinds()[kind].items
+    kwargs = collate_mm_kwargs([sample(items)], family, dtype=dtype)
+    exact = collate_mm_kwargs([sample(items)], family)
+    for name, values in kwargs.items():
+        assert values.dtype == (dtype if exact[name].is_floating_point() else torch.int64)
+        assert torch.equal(values, exact[name].to(values.dtype))
+
+
+def test_threads_share_the_expansion() -> None:
+    items = [patch_item(16, 16 + 8 * i, seed=i) for i in range(5)]
+    with ThreadPoolExecutor(2) as executor:
+        shared = collate_mm_kwargs([sample(items)], FAMILY, executor=executor)
+    for name, values in collate_mm_kwargs([sample(items)], FAMILY).items():
+        assert torch.equal(shared[name], values)
+
+
+def test_items_of_other_classes_are_taken() -> None:
+    class Foreign:
+        modality, identity, size, grid, nbytes = "image", "f" * 64, (8, 8), (1, 4, 4), 1
+        expansion = ITEM.expansion
+
+        def tensors(self, dtype: str = "float32", *, framework: str = "numpy") -> dict[str, Any]:
+            return ITEM.tensors(dtype, framework=framework)
+
+    batch = batch_of(sample([Foreign(), ITEM]))
+    rows = batch.fields["pixel_values"][0]
+    assert torch.equal(rows[:16], rows[16:])
+    assert batch.fields["image_grid_thw"][0].tolist() == [[1, 4, 4]] * 2
+
+
+def test_to_casts_pixels_only() -> None:
+    moved = batch_of(sample([ITEM])).to("cpu", torch.bfloat16)
+    assert moved.fields["pixel_values"].dtype == torch.bfloat16
+    assert moved.fields["image_grid_thw"].dtype == torch.int64
+    assert moved.logprobs.dtype == torch.float32
+    assert moved.input_ids.dtype == torch.int64
+
+
+def test_text_only_batches_name_no_images() -> None:
+    inputs = batch_of(sample(), sample(text=6)).model_inputs()
+    assert sorted(inputs) == ["attention_mask", "input_ids", "mm_token_type_ids", "position_ids", "use_cache"]
+    mixed = batch_of(sample(), sample([ITEM]))
+    assert "pixel_values" not in mixed.rows(0, 1).model_inputs()
+    assert "pixel_values" in mixed.rows(1, 2).model_inputs()
+
+
+def test_mixed_batches_are_joined() -> None:
+    joined = TrainingBatch.cat([batch_of(sample()), batch_of(sample([ITEM], 9)), batch_of(sample([ITEM]))])
+    assert joined.fields["pixel_values"].lengths == (0, 16, 16)
+    assert joined.width == 9 + 4 + 9
+
+
+def test_padding_rows() -> None:
+    batch = batch_of(sample([ITEM], experts=True)).with_padding_rows(2)
+    assert batch.segments[1:] == ((), ())
+    assert batch.input_ids[1:].unique().tolist() == [PAD_ID]
+    assert batch.attention_mask[1:].sum(1).tolist() == [1, 1]
+    assert batch.fields["pixel_values"].lengths == (16, 0, 0)
+    assert not batch.token_types[1:].any()
+    assert not batch.loss_mask[1:].any()
+    assert batch.routed_experts[1, 0].tolist() == [[0, 1, 2]] * 2
+    empty = collate([], FAMILY, pad_token_id=PAD_ID, rows=[[]])
+    assert empty.model_inputs()["input_ids"].tolist() == [[PAD_ID]]
+
+
+def test_router_choices_are_aligned_and_the_missing_row_filled() -> None:
+    one = sample(text=5, experts=True)
+    batch = batch_of(one, sample(text=3, experts=True, seed=1), padding_side="left")
+    assert batch.routed_experts.dtype == torch.uint8
+    assert batch.routed_experts[0, :4].tolist() == one.routed_experts.data.tolist()
+    assert batch.routed_experts[0, 4].tolist() == [[0, 1, 2]] * 2
+    assert batch.routed_experts[1, :2].tolist() == [[[0, 1, 2]] * 2] * 2
+    wide = replace(one, routed_experts=RoutedExperts(one.routed_experts.data.astype(np.uint16) + 300))
+    assert batch_of(wide).routed_experts.dtype == torch.int32
+    assert int(batch_of(wide).routed_experts.max()) >= 300
+    full = replace(one, routed_experts=RoutedExperts(np.full((5, 2, 3), 9, np.uint8)))
+    assert batch_of(full).routed_experts[0, 4].tolist() == [[9, 9, 9]] * 2
+
+
+def test_logprobs_of_a_batch() -> None:
+    batch = batch_of(sample(text=3), sample(text=4), rows=[[0, 1]])
+    logits = torch.randn(1, 7, 100, generator=torch.Generator().manual_seed(0))
+    got = token_logprobs(logits, batch, temperature=0.5)
+    expected = (logits / 0.5).log_softmax(-1)
+    for place in range(7):
+        wanted = 0.0 if place in (0, 3) else float(expected[0, place - 1, batch.input_ids[0, place]])
+        assert float(got[0, place]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_whole_masks() -> None:
+    batch = batch_of(sample(text=2), sample(text=3), rows=[[0, 1]], multiple=6)
+    assert block_diagonal_mask(batch)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    additive = block_diagonal_mask(batch, torch.bfloat16)
+    assert additive.dtype == torch.bfloat16
+    assert (additive == 0).equal(block_diagonal_mask(batch))
+
+
+def test_dummies() -> None:
+    small, large = patch_item(16, 16), patch_item(32, 32, seed=1)
+    base = sample([large, small], experts=True)
+    found = smallest_dummy([sample(), base])
+    assert found.multi_modal_data.mm_items["image"] == [small]
+    assert found.token_ids.tolist() == [IMAGE_ID] * 4
+    assert not found.loss_mask.any()
+    assert found.routed_experts.shape == (4, 2, 3)
+    batch_of(base, found, rows=[[0, 1]])
+    assert smallest_dummy([sample()]) is None
+    blank = blank_dummy(PROCESSOR, lambda text: [IMAGE_ID] if text == "<|image_pad|>" else [1, 2])
+    batch_of(sample(), blank, rows=[[0, 1]])
+    tiled = tiled_item((1, 3, 6, 6), 5)
+    ids, spans = [7, 7, 90, 90, 8, 90, 90, 90], ((2, 4), (5, 8))
+    dummy = dummy_sample(tiled, ids, embed_spans=spans)
+    assert batch_of(dummy, family=family_of("internvl")).token_types.tolist() == [[0, 0, 1, 1, 0, 1, 1, 1]]
+    with pytest.raises(BatchError) as caught:
+        blank_dummy(PROCESSOR, lambda _: [1, 2])
+    assert str(caught.value) == "'<|image_pad|>': a token of the placeholder is not one id - got [1, 2]"
+
+
+def test_plans_keep_modalities_together_and_share_the_work() -> None:
+    samples = [sample([ITEM] * (index % 2), 4 + index, name=str(index)) for index in range(11)]
+    plan = plan_steps(samples, FAMILY, ranks=4, max_tokens=40, dummy_tokens=4)
+    for step in plan:
+        kinds_ = [any(index % 2 for index in micro.samples) or micro.dummy for micro in step]
+        assert len(set(kinds_)) == 1
+    dummies = [micro for step in plan for micro in step if micro.dummy]
+    assert all(not any(index % 2 for index in micro.samples) for micro in dummies)
+    with pytest.raises(BatchError) as caught:
+        collate_micro_batch(samples, MicroBatch((0,), dummy=True), FAMILY, pad_token_id=PAD_ID)
+    assert str(caught.value) == (
+        "dummy: this micro-batch has no image, and others of its step have - expected a sample of one image, "
+        "got None. Make one with smallest_dummy or blank_dummy"
+    )
+    with pytest.raises(BatchError, match="one rank or more"):
+        plan_steps(samples, FAMILY, ranks=0, max_tokens=40)
+
+
+def test_kinds_of_images_that_cannot_be_joined_do_not_share_a_bin() -> None:
+    small, large = tiled_item((1, 3, 6, 6), 2, seed=1), tiled_item((1, 3, 8, 8), 2, seed=2)
+    samples = [sample([small]), sample([large]), sample(), sample([small])]
+    family = family_of("internvl")
+    plan = plan_steps(samples, family, ranks=1, max_tokens=1000)
+    assert sorted(micro.samples for step in plan for micro in step) == [(0, 2, 3), (1,)]
+    for step in plan:
+        collate_micro_batch(samples, step[0], family, pad_token_id=PAD_ID)
+
+
+def test_cost_counts_attention() -> None:
+    assert compute_cost([12 * 64], hidden_size=64) == 2 * 12 * 64
+    assert compute_cost([100, 100], hidden_size=64) < compute_cost([200], hidden_size=64)
+
+
+def test_truncation() -> None:
+    base = replace(sample([ITEM, ITEM], experts=True), weight_versions=(
+        WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 14), WeightVersionSpan("c", 14, 20),
+    ))  # fmt: skip
+    assert truncate(base, 99) is base
+    cut = truncate(base, 14)
+    assert len(cut) == 12  # the second image stands at [12, 16)
+    assert cut.multi_modal_data.mm_items["image"] == [ITEM]
+    assert cut.weight_versions == (WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 12))
+    assert cut.routed_experts.stop == 12
+    batch_of(cut)
+    assert truncate(base, 7).multi_modal_data == MultiModalData()
+    with pytest.raises(BatchError) as caught:
+        truncate(sample([ITEM], text=0, name="s"), 3)
+    message = (
+        "s: nothing is left of a sample - expected room for a token before the first image, got max_tokens=3"
+    )
+    assert str(caught.value) == message
+
+
+GOOD = sample([ITEM], name="a")
+SHIFTED = MultiModalData.of([(PlaceholderRange(3, 4), ITEM)])
+SHORT = MultiModalData.of([(PlaceholderRange(4, 3), ITEM)])
+LATE = MultiModalData.of([(PlaceholderRange(10, 4), ITEM)])
+TWICE = MultiModalData.of([(PlaceholderRange(4, 4), ITEM), (PlaceholderRange(6, 4), ITEM)])
+UNPAIRED = MultiModalData({}, {"image": [PlaceholderRange(4, 4)]}, {})
+PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IMAGE_ID)))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (batch_of, "samples: a batch has one row or more - got none"),
+        (
+            lambda: batch_of(replace(GOOD, multi_modal_data=SHORT)),
+            "a.image[0]: a placeholder is not as long as its item makes it - expected 4 feature tokens, got 3. "
+            "Sampler and trainer process images differently; compare their settings",
+        ),
+        (
+            lambda: batch_of(replace(GOOD, multi_modal_data=LATE)),
+            "a.image[0]: a placeholder overlaps another or leaves the tokens - "
+            "expected tokens within [0, 12), got [10, 14). Trim the sidecar together with the tokens",
+        ),
+        (
+            lambda: batch_of(replace(GOOD, multi_modal_data=TWICE)),
+            "a.image[1]: a placeholder overlaps another or leaves the tokens - "
+            "expected tokens within [8, 12), got [6, 10). Trim the sidecar together with the tokens",
+        ),
+        (
+            lambda: batch_of(replace(GOOD, multi_modal_data=UNPAIRED)),
+            "a.multi_modal_data: placeholders and image items differ in number - expected 1 items, got 0",
+        ),
+        (
+            lambda: batch_of(replace(GOOD, multi_modal_data=SHIFTED)),
+            "a.token_ids[7]: a token that stands for images stands where there is none - "
+            "expected such tokens within placeholders only, got token 90, sampled or typed. "
+            "Leave the sample out, or truncate it before this token: the model cannot take it as text",
+        ),
+        (
+            lambda: batch_of(PAD_SAMPLED),
+            "a.token_ids[11]: a token that stands for images stands where there is none - "
+            "expected such tokens within placeholders only, got token 90, sampled or typed. "
+            "Leave the sample out, or truncate it before this token: the model cannot take it as text",
+        ),
+        (
+            lambda: batch_of(
+                changed(GOOD, token_ids=np.where(np.arange(12) == 5, 3, GOOD.token_ids).astype(np.int32))
+            ),
+            "a.token_ids[5]: a placeholder holds another token than the one that stands for images - "
+            "expected 90, got 3",
+        ),
+        (
+            lambda: batch_of(changed(GOOD, loss_mask=np.ones(12, np.bool_))),
+            "a.loss_mask[0]: the first token of a sample has nothing that it could be predicted from - "
+            "expected False, got True",
+        ),
+        (
+            lambda: batch_of(changed(GOOD, logprobs=np.full(12, -np.inf, np.float32))),
+            "a.logprobs[0]: a value is not finite - expected a number, got -inf",
+        ),
+        (lambda: batch_of(sample(text=0, name="none")), "none: a sample has no token"),
+        (
+            lambda: batch_of(GOOD, sample(experts=True, name="b")),
+            "b.advantages: samples of one batch hold the same things - expected none, as a has, got some",
+        ),
+        (
+            lambda: batch_of(replace(GOOD, routed_experts=RoutedExperts(np.zeros((9, 1, 2), np.uint8)))),
+            "a.routed_experts: router choices do not cover the tokens - "
+            "expected rows for the tokens 0 to 10 or 11, got 0 to 8",
+        ),
+        (
+            lambda: batch_of(
+                replace(GOOD, routed_experts=RoutedExperts(np.zeros((11, 1, 2), np.uint8))),
+                replace(sample(name="b"), routed_experts=RoutedExperts(np.zeros((3, 1, 4), np.uint8))),
+            ),
+            "b.routed_experts: router choices are of different models - "
+            "expected (layers, top_k) = (1, 2), as a has, got (1, 4)",
+        ),
+        (
+            lambda: batch_of(GOOD, width=11),
+            "rows[0]: a row is longer than the batch is wide - expected at most 11 tokens, got 12. "
+            "Truncate its samples, or leave the width open",
+        ),
+        (
+            lambda: batch_of(GOOD, rows=[[0], [0]]),
+            "rows[1]: a sample stands in two rows - expected each of 0..0 once, got 0",
+        ),
+        (
+            lambda: batch_of(GOOD, rows=[[0, 1]]),
+            "rows[0]: there is no such sample - expected each of 0..0 once, got 1",
+        ),
+        (
+            lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
+            "pad_token_id: the pad token stands for images - expected none of [90], got 90",
+        ),
+        (
+            lambda: batch_of(GOOD, dtype=torch.float64),
+            "dtype: pixels come in float32, float16 or bfloat16 - got torch.float64",
+        ),
+        (
+            lambda: batch_of(
+                sample([tiled_item((1, 3, 6, 6), 2), tiled_item((1, 3, 8, 8), 2, seed=1)], name="a"),
+                family=family_of("internvl"),
+            ),
+            "a.image[1].pixel_values: tensors of two images cannot be joined - "
+            "expected float32 ['...', 3, 6, 6], got float32 ['...', 3, 8, 8]. "
+            "Put samples of different kinds into different batches",
+        ),
+        (
+            lambda: batch_of(GOOD).split(torch.zeros(1, 11)),
+            "a tensor is not aligned to the batch - expected [1, 12] first, got [1, 11]",
+        ),
+        (
+            lambda: token_logprobs(torch.zeros(1, 11, 5), batch_of(GOOD)),
+            "logits: the logits are not those of this batch - expected [1, 12, 'vocabulary'], got [1, 11, 5]",
+        ),
+        (
+            lambda: TrainingBatch.cat([batch_of(GOOD), batch_of(GOOD, padding_side="left")]),
+            "batches[1].padding_side: batches differ - expected right, got left",
+        ),
+        (
+            lambda: TrainingBatch.cat([batch_of(sample()), batch_of(sample(experts=True))]),
+            "batches[1].advantages: batches differ - expected none, got given",
+        ),
+        (lambda: TrainingBatch.cat([]), "batches: no batches to join"),
+        (lambda: batch_of(GOOD).chunk(0), "parts: a batch is cut into one part or more - got 0"),
+        (
+            lambda: batch_of(sample(), GOOD).micro_batches(11),
+            "row 1: a row does not fit a micro-batch, and samples are not split - "
+            "expected at most 11 tokens, got 12",
+        ),
+        (
+            lambda: first_fit_decreasing([3, 9], 8),
+            "lengths[1]: a sample does not fit a bin, and samples are not split - "
+            "expected at most 8 tokens, got 9. Truncate it, or raise the budget",
+        ),
+        (
+            lambda: ModelFamily.from_config({"model_type": "mllama"}),
+            "batches for mllama cannot be built: its cross-attention mask says for each token which images it sees",
+        ),
+        (
+            lambda: ModelFamily.from_config({"model_type": "new", "rope_scaling": {"mrope_section": [1]}}),
+            "config.model_type: this family numbers tokens on three axes by rules that are not known here - "
+            "expected one of glm46v, glm4v, glm4v_moe, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
+            "qwen3_vl_moe, got 'new'",
+        ),
+    ],
+)
+def test_errors(build: Any, message: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        build()
+    assert str(caught.value) == message
+
+
+def test_families_are_read_off_configurations(tmp_path: Any) -> None:
+    assert FAMILY.token_types == "mm_token_type_ids"
+    assert FAMILY.mrope.merge == 2
+    gemma = ModelFamily.from_config(
+        {"model_type": "gemma3", "image_token_index": 5, "text_config": {"sliding_window": 512}}
+    )
+    assert (gemma.token_types, gemma.image_blocks, gemma.sliding_window) == ("token_type_ids", True, 512)
+    assert gemma.feature_token_ids == {"image": 5}
+    unknown = ModelFamily.from_config({"model_type": "something"})
+    assert (unknown.mrope, unknown.token_types, unknown.rules) == (None, None, {})
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}'
+    )
+    assert ModelFamily.from_config(tmp_path).mrope.tokens_per_second == 2
+    (tmp_path / "config.json").write_text("[]")
+    for broken in (tmp_path, tmp_path / "none", {}):
+        with pytest.raises(ModelError):
+            ModelFamily.from_config(broken)
+
+
+def test_real_configurations(shared_models: Any) -> None:
+    numbered = {"glm4_5v", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking"}
+    for directory in sorted(path for path in shared_models.iterdir() if path.is_dir()):
+        family = ModelFamily.from_config(directory)
+        assert (family.mrope is not None) == (directory.name in numbered)
+        assert family.recurrent == (directory.name == "qwen3_5")
+
+
+def test_the_package_imports_torch_at_first_use_and_nothing_of_the_workers_side() -> None:
+    code = (
+        "import sys, mmrender.training as t\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "assert set(t.__all__) <= set(dir(t)) and all(getattr(t, name) is not None for name in t.__all__)\n"
+        "assert callable(t.collate) and callable(t.truncate)\n"
+        "bad = {'aiohttp', 'transformers', 'mmrender.renderer', 'mmrender.client', 'zmq'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,197 @@
+"""Items that come from servers: vLLM's base64 ones, and those by reference."""
+
+import io
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mmcodecs
+from mmcodecs.vllm_batch import collate_items, split_items
+from mmcodecs.vllm_fields import layout_of
+from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField, SharedField
+from mmrender.errors import BatchError, MediaError
+from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.load import load_image
+from mmrender.training import (
+    ProcessorLoader,
+    collate,
+    collate_mm_kwargs,
+    decode_mm_kwargs,
+    resolve_references,
+)
+from training_cases import PAD_ID, PROCESSOR, family_of, patch_item, sample, tiled_item
+
+QWEN = layout_of("Qwen3VLForConditionalGeneration")
+
+
+def encoded(items: Any) -> list[str]:
+    return [mmcodecs.encode_mm_kwargs_item(item) for item in items]
+
+
+def of_qwen(*items: MediaItem) -> list[str]:
+    return encoded(collate_items(QWEN, [item.tensors() for item in items]))
+
+
+def test_all_fields_of_all_modalities() -> None:
+    image, video = [patch_item(16, 16), patch_item(16, 24, seed=1)], patch_item(24, 16, seed=2)
+    tensors = video.tensors()
+    as_video = {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
+    kwargs = decode_mm_kwargs(
+        {"image": of_qwen(*image), "video": encoded(split_items(QWEN, as_video)["video"])}
+    )
+    expected = collate_mm_kwargs([sample(image)], family_of("qwen3_vl"))
+    assert sorted(kwargs) == ["image_grid_thw", "pixel_values", "pixel_values_videos", "video_grid_thw"]
+    for name, values in expected.items():
+        assert kwargs[name].dtype == values.dtype
+        assert torch.equal(kwargs[name], values)
+    assert kwargs["video_grid_thw"].tolist() == tensors["image_grid_thw"].tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_each_kind_of_field(count: int) -> None:
+    grids = [np.array([1, 2, 2 + index]) for index in range(count)]
+    tiles = [np.full((index + 1, 3), index, np.float32) for index in range(count)]
+    ends = np.cumsum([0, *map(len, tiles)])
+    slices = tuple((slice(int(a), int(b)),) for a, b in pairwise(ends))
+    items = [
+        {
+            "grid": FieldElem(grid, BatchedField()),
+            "tiles": FieldElem(tile, FlatField(slices)),
+            "token": FieldElem(np.array(7), SharedField(count)),
+        }
+        for grid, tile in zip(grids, tiles, strict=True)
+    ]
+    kwargs: Any = decode_mm_kwargs({"image": encoded(items)})
+    assert kwargs["grid"].tolist() == [grid.tolist() for grid in grids]
+    assert kwargs["tiles"].tolist() == np.concatenate(tiles).tolist()
+    assert int(kwargs["token"]) == 7
+
+
+def test_a_lone_item_is_viewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("copied")
+
+    monkeypatch.setattr(torch, "cat", refuse)
+    monkeypatch.setattr(torch, "stack", refuse)
+    item = patch_item(16, 16)
+    kwargs = decode_mm_kwargs({"image": of_qwen(item)})
+    np.testing.assert_array_equal(kwargs["pixel_values"].numpy(), item.tensors()["pixel_values"])
+    assert kwargs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_the_dtype_of_floats_can_be_chosen() -> None:
+    kwargs = decode_mm_kwargs({"image": of_qwen(patch_item(16, 16))}, dtype=torch.bfloat16)
+    assert kwargs["pixel_values"].dtype == torch.bfloat16
+    assert kwargs["image_grid_thw"].dtype == torch.int64
+    assert decode_mm_kwargs({}) == {}
+    assert decode_mm_kwargs({"image": []}) == {}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            lambda: {"image": [*of_qwen(patch_item(16, 16)), None]},
+            "kwargs_data.image[1]: an item has no data, only its hash - expected base64 text, got None. "
+            "Ask the server to process the image anew, or turn its cache of processed images off",
+        ),
+        (
+            lambda: {"image": encoded([{"pixel_values": FieldElem(None, BatchedField())}])},
+            "kwargs_data.image[0].pixel_values: a field has no data - expected a tensor, got None",
+        ),
+        (
+            lambda: {"image": of_qwen(patch_item(16, 16)), "video": of_qwen(patch_item(16, 16))},
+            "kwargs_data.video: two modalities have one field - got pixel_values",
+        ),
+    ],
+)
+def test_errors(entries: Any, message: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        decode_mm_kwargs(entries())
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("entries", [["!!"], ["AAAA"]])
+def test_what_is_no_item_is_named(entries: list[str]) -> None:
+    with pytest.raises(BatchError, match=r"^kwargs_data\.image\[0\]: an item cannot be decoded - got "):
+        decode_mm_kwargs({"image": entries})
+
+
+def test_items_that_do_not_go_together_are_named() -> None:
+    items = [{"a": FieldElem(np.zeros(2), BatchedField())}, {"b": FieldElem(np.zeros(2), BatchedField())}]
+    with pytest.raises(BatchError, match=r"^kwargs_data\.image: items cannot be joined - got .*same fields"):
+        decode_mm_kwargs({"image": encoded(items)})
+
+
+def picture(seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels, "RGB").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def by_reference(made_of: bytes, **changed: Any) -> tuple[Any, MediaItem]:
+    item = PROCESSOR.process(load_image(made_of))
+    whole = sample([item], name="a")
+    length = whole.multi_modal_data.mm_placeholders["image"][0].length
+    reference = replace(ReferenceItem.of(item, made_of, length), **changed)
+    ranges = whole.multi_modal_data.mm_placeholders["image"]
+    return replace(whole, multi_modal_data=MultiModalData.of([(ranges[0], reference)])), item
+
+
+def test_references_are_processed_again_once_each() -> None:
+    calls = []
+    loader = ProcessorLoader(PROCESSOR)
+
+    def counted(item: ReferenceItem, company: int) -> MediaItem:
+        calls.append((item.identity, company))
+        return loader(item, company)
+
+    one, item = by_reference(picture())
+    plain = sample([patch_item(16, 16)])
+    resolved = resolve_references([one, plain, one], counted)
+    assert calls == [(item.identity, 1)]
+    assert resolved[1] is plain
+    np.testing.assert_array_equal(
+        resolved[2].multi_modal_data.mm_items["image"][0].tensors()["pixel_values"],
+        item.tensors()["pixel_values"],
+    )
+    assert isinstance(one.multi_modal_data.mm_items["image"][0], ReferenceItem)
+    collate(resolved, family_of("qwen3_vl"), pad_token_id=PAD_ID)
+
+
+def test_references_must_be_resolved_and_become_what_they_were() -> None:
+    one, _ = by_reference(picture())
+    with pytest.raises(BatchError) as caught:
+        collate([one], family_of("qwen3_vl"), pad_token_id=PAD_ID)
+    message = "a.image[0]: an item is by reference only. Process it again with resolve_references"
+    assert str(caught.value) == message
+    stale, _ = by_reference(picture(), source=picture(1))
+    with pytest.raises(MediaError, match="processing again gives another identity"):
+        resolve_references([stale], ProcessorLoader(PROCESSOR))
+
+
+def test_another_length_than_the_servers_is_an_error() -> None:
+    one, item = by_reference(picture())
+    larger = patch_item(32, 32, seed=1)
+    with pytest.raises(BatchError) as caught:
+        resolve_references([one], lambda *_: larger)
+    assert str(caught.value) == (
+        "a.image[0]: an image processed again is not as long as the server's placeholder - "
+        "expected 8 tokens, 8 of them for features, got 16 and 16. "
+        "Server and trainer process images differently; compare their settings"
+    )
+    tiled = tiled_item((1, 3, 6, 6), 4)  # text stands between its tokens
+    reference = ReferenceItem.of(tiled, picture(), 8)
+    range_ = PlaceholderRange(4, 7, ((2, 4), (5, 7)))
+    other = replace(
+        sample([item], text=8, name="b"), multi_modal_data=MultiModalData.of([(range_, reference)])
+    )
+    with pytest.raises(BatchError, match="expected 7 tokens, 4 of them for features, got 8 and 4"):
+        resolve_references([other], lambda *_: tiled)
