@@ -1,0 +1,227 @@
+"""Files of trajectories: what was appended survives a torn tail; JSON refuses what it cannot say."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import mmcodecs
+from item_cases import patch_item, same_tensors
+from mmrender.errors import TrajectoryError
+from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.trajectory import (
+    RoutedExperts,
+    Trajectory,
+    TrajectoryReader,
+    TrajectoryWriter,
+    find_unserializable,
+    is_json_serializable,
+    load_trajectories,
+    save_trajectories,
+    write_jsonl,
+)
+from mmrender.trajectory.jsonl import json_line
+from tree_cases import assert_same
+
+A = patch_item(seed=1)
+SHOWS_A = MultiModalData.of([(PlaceholderRange(1, 6), A)])
+PROMPT = [1, *[9] * 6, 2]
+
+
+def rollout(name, token=5):
+    trajectory = Trajectory(name, extra={"env": "grid"})
+    messages = [{"role": "user", "content": [{"type": "image", "image": b"\x89PNG"}]}]
+    trajectory.append(
+        PROMPT,
+        [token],
+        logprobs=[-0.5],
+        multi_modal_data=SHOWS_A,
+        messages=messages,
+        finish_reason="stop",
+        reward=1.0,
+        extra={"note": "ä"},
+        routed_experts=RoutedExperts(np.ones((8, 2, 2), np.uint8)),
+    )
+    return trajectory
+
+
+def test_trajectories_survive_a_file(tmp_path):
+    path = tmp_path / "run.mmc"
+    first, group = rollout("a"), [rollout("b", 6), rollout("c", 7)]
+    assert save_trajectories(path, [first, group]) == 2
+    read = load_trajectories(path)
+    for old, new in zip([first, *group], read, strict=True):
+        assert (
+            old.steps[0].messages != new.steps[0].messages
+        )  # without the image, whose pixels are in the item
+        assert new.steps[0].messages == [{"role": "user", "content": [{"type": "image", "image": None}]}]
+        assert same_tensors(old.items[0], new.items[0])
+        assert new.steps[0].routed_experts == old.steps[0].routed_experts
+    records = TrajectoryReader(path)
+    assert [[t.trajectory_id for t in record] for record in records] == [["a"], ["b", "c"]]
+    assert records[-1][1].trajectory_id == "c"
+    with pytest.raises(IndexError):
+        records[2]
+
+
+def test_what_a_group_shares_stands_in_the_file_once(tmp_path):
+    save_trajectories(tmp_path / "one", [rollout("a")])
+    save_trajectories(tmp_path / "group", [[rollout(str(n), n) for n in range(8)]])
+    one, group = (os.path.getsize(tmp_path / name) for name in ("one", "group"))
+    assert group < one + A.nbytes
+
+
+def test_messages_may_keep_their_images(tmp_path):
+    save_trajectories(tmp_path / "run", [rollout("a")], media_sources="keep")
+    assert_same(rollout("a"), load_trajectories(tmp_path / "run")[0])
+
+
+def test_a_file_is_taken_up_again(tmp_path):
+    with TrajectoryWriter(tmp_path / "run", sync=True) as file:
+        assert (file.append(rollout("a")), file.append(rollout("b"))) == (0, 1)
+    with TrajectoryWriter(tmp_path / "run") as file:
+        assert file.append(rollout("c")) == 2
+        assert len(file) == 3
+        with pytest.raises(TrajectoryError) as error:
+            TrajectoryWriter(tmp_path / "run")
+        assert "another writer has the file open" in str(error.value)
+    assert [trajectory.trajectory_id for trajectory in load_trajectories(tmp_path / "run")] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("lost", [1, 70, 500])
+def test_a_torn_record_costs_nothing_that_was_appended_before(tmp_path, lost):
+    path = tmp_path / "run"
+    writer = mmcodecs.RecordWriter(path)
+    trajectories = TrajectoryWriter(tmp_path / "other")
+    trajectories.append(rollout("a"))
+    trajectories.append(rollout("b"))
+    content = (tmp_path / "other").read_bytes()  # not closed: there is no index
+    writer.close()
+    trajectories.close()
+    path.write_bytes(content[:-lost])
+    reader = TrajectoryReader(path)
+    assert [[t.trajectory_id for t in record] for record in reader] == [["a"]]
+    assert reader.torn_bytes > 0
+    with TrajectoryWriter(path) as file:
+        file.append(rollout("c"))
+    assert [trajectory.trajectory_id for trajectory in load_trajectories(path)] == ["a", "c"]
+
+
+def test_one_record_is_read_by_memory_map(tmp_path):
+    save_trajectories(tmp_path / "run", [rollout("a"), rollout("b")])
+    item = TrajectoryReader(tmp_path / "run")[1][0].items[0]
+    assert not item.frames.flags.owndata
+    assert not item.frames.flags.writeable
+    assert item.frames.ctypes.data % 64 == 0
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path):
+    (tmp_path / "text").write_text("x" * 200)
+    for open_it in (TrajectoryReader, TrajectoryWriter):
+        with pytest.raises(TrajectoryError) as error:
+            open_it(tmp_path / "text")
+        assert str(error.value).startswith(
+            f"{tmp_path / 'text'}: this file of trajectories cannot be used - got byte 0: not a record file"
+        )
+    with mmcodecs.open(tmp_path / "other", "w") as file:
+        file.append({"format": "something else"})
+    with pytest.raises(TrajectoryError, match="these are no trajectories that can be read"):
+        load_trajectories(tmp_path / "other")
+    content = bytearray((tmp_path / "other").read_bytes())
+    content[100] ^= 1
+    (tmp_path / "other").write_bytes(content)
+    with pytest.raises(TrajectoryError, match="this file of trajectories cannot be used"):
+        load_trajectories(tmp_path / "other")
+
+
+def test_what_cannot_be_stored_is_refused_and_the_file_goes_on(tmp_path):
+    bad = rollout("bad")
+    bad.extra["image"] = Image.new("RGB", (2, 2))
+    with TrajectoryWriter(tmp_path / "run") as file:
+        file.append(rollout("a"))
+        with pytest.raises(TrajectoryError) as error:
+            file.append(bad)
+        assert str(error.value).startswith(
+            f"{tmp_path / 'run'}[1]: a trajectory cannot be stored - got $.trajectories[0].extra.image:"
+        )
+        file.append(rollout("b"))
+    assert len(load_trajectories(tmp_path / "run")) == 2
+
+
+def test_lines_of_json(tmp_path):
+    path = tmp_path / "run.jsonl"
+    trajectory = rollout("a")
+    trajectory.append([*PROMPT, 5, 6], [7], multi_modal_data=SHOWS_A, reward=[0.5])
+    assert write_jsonl(path, [trajectory, rollout("b")], mode="w") == 2
+    assert write_jsonl(path, [rollout("c")]) == 1
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["trajectory_id"] for line in lines] == ["a", "b", "c"]
+    assert "ä" in lines[0]
+    first, second = json.loads(lines[0])["steps"]
+    assert first == {
+        "index": 0,
+        "parent": None,
+        "keep": 0,
+        "prompt_delta": PROMPT,
+        "completion_ids": [5],
+        "logprobs": [-0.5],
+        "finish_reason": "stop",
+        "weight_versions": [],
+        "reward": 1.0,
+        "media": [{"modality": "image", "identity": A.identity, "size": [64, 96], "offset": 1, "length": 6}],
+        "routed_experts": {"start": 0, "shape": [8, 2, 2]},
+        "messages_keep": 0,
+        "messages": [{"role": "user", "content": [{"type": "image", "image": None}]}],
+        "extra": {"note": "ä"},
+    }
+    assert (second["parent"], second["keep"], second["media"], second["reward"]) == (0, 9, [], [0.5])
+
+
+REMEDY = ". Use save_trajectories, which keeps arrays and bytes as they are"
+EXPECTED = "expected null, booleans, finite numbers, text, lists and objects"
+ODD = {
+    "array": (np.zeros((2, 3), np.float32), "numpy.ndarray float32 [2, 3]"),
+    "tensor": (torch.zeros(2), "torch.Tensor torch.float32 [2]"),
+    "bytes": (b"abc", "3 bytes"),
+    "nan": (float("nan"), "nan"),
+    "infinite": (float("-inf"), "-inf"),
+    "scalar": (np.float32(1), "numpy.float32 float32 []"),
+    "set": ({1}, "builtins.set"),
+    "surrogate": ("\ud800", "text with a lone surrogate"),
+    "key": ({1: 2}, "the key 1"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_json_refuses_what_it_cannot_say(tmp_path, case):
+    value, described = ODD[case]
+    trajectory = rollout("a")
+    trajectory.steps[0].extra["deep"] = [{"x": value}]
+    with pytest.raises(TrajectoryError) as error:
+        write_jsonl(tmp_path / "run", [rollout("b"), trajectory])
+    assert str(error.value) == (
+        f"a.steps[0].extra.deep[0].x: this cannot be written as JSON - {EXPECTED}, got {described}{REMEDY}"
+    )
+    assert len((tmp_path / "run").read_text().splitlines()) == 1  # the one before, whole
+    assert not is_json_serializable({"x": [value]})
+    assert find_unserializable({"x": [value]}) == ("$.x[0]", described)
+
+
+def test_json_takes_what_json_has():
+    value = {"a": [1, 2.5, True, None, "ä", (1, 2)], "b": {}, "c": 10**30}
+    assert is_json_serializable(value)
+    assert json.loads(json.dumps(value, allow_nan=False)) == {**value, "a": [1, 2.5, True, None, "ä", [1, 2]]}
+    loop: list = []
+    loop.append(loop)
+    assert not is_json_serializable(loop)
+
+
+def test_images_of_messages_are_refused_if_they_are_to_be_kept():
+    with pytest.raises(TrajectoryError) as error:
+        json_line(rollout("a"), media_sources="keep")
+    assert str(error.value) == (
+        f"a.steps[0].messages[0].content[0].image: this cannot be written as JSON - {EXPECTED}, got 4 bytes{REMEDY}"
+    )

@@ -1,0 +1,92 @@
+"""Cutting to a length: never through an image, and everything aligned is cut along."""
+
+import numpy as np
+import pytest
+
+from item_cases import patch_item
+from mmrender.errors import TrajectoryError
+from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.rendered import RenderedTokens, TokenSpan
+from mmrender.token_types import mm_token_type_ids
+from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan, trim_ids, trim_to_length
+
+A, B = patch_item(seed=1), patch_item(seed=2)
+SIDECAR = MultiModalData.of([(PlaceholderRange(2, 6), A), (PlaceholderRange(10, 6), B)])
+IDS = [1, 2, *[9] * 6, 3, 4, *[9] * 6, 5, 6]
+
+
+def shown(sidecar):
+    return list(sidecar.mm_items.get("image", ()))
+
+
+@pytest.mark.parametrize(
+    ("limit", "length", "items"),
+    [(18, 18, [A, B]), (17, 17, [A, B]), (16, 16, [A, B]), (15, 10, [A]), (10, 10, [A]), (9, 9, [A]), (8, 8, [A]), (7, 2, []), (2, 2, []), (0, 0, [])],
+)  # fmt: skip
+def test_ids_are_cut_at_whole_images(limit, length, items):
+    ids, sidecar = trim_ids(IDS, SIDECAR, limit)
+    assert ids == IDS[:length]
+    assert shown(sidecar) == items
+    assert (mm_token_type_ids(sidecar, length) == 1).tolist() == [token == 9 for token in ids]
+
+
+def test_what_fits_is_returned_as_it_is():
+    ids, sidecar = trim_ids(IDS, SIDECAR, 18)
+    assert (ids is IDS, sidecar is SIDECAR) == (True, True)
+    prompt = RenderedTokens(IDS, (TokenSpan(0, 18, 0, "content", False),))
+    assert trim_to_length(prompt, 18) is prompt
+
+
+def test_modalities_are_cut_together():
+    from item_cases import video_item
+
+    mixed = MultiModalData.of([(PlaceholderRange(0, 6), A), (PlaceholderRange(6, 4), video_item())])
+    ids, sidecar = trim_ids([9] * 10, mixed, 9)
+    assert (len(ids), list(sidecar.mm_items)) == (6, ["image"])
+
+
+def test_rendered_prompts_keep_their_attribution():
+    spans = (
+        TokenSpan(0, 2, 0, "content", False),
+        TokenSpan(2, 8, 0, "image", False),
+        TokenSpan(8, 18, 1, "content", True),
+    )
+    prompt = RenderedTokens(IDS, spans, ("user", "assistant"), (None, None), SIDECAR, "text")
+    cut = trim_to_length(prompt, 12)
+    assert (cut.token_ids, cut.spans[-1], shown(cut.multi_modal_data)) == (
+        IDS[:10],
+        spans[2]._replace(stop=10),
+        [A],
+    )
+    assert len(cut.message_indices) == 10
+    assert [span.kind for span in trim_to_length(prompt, 5).spans] == ["content"]
+
+
+def test_samples_are_cut_in_everything():
+    count = len(IDS)
+    sample = TrainingSample(
+        token_ids=np.array(IDS, np.int32),
+        loss_mask=np.ones(count, np.bool_),
+        logprobs=np.zeros(count, np.float32),
+        multi_modal_data=SIDECAR,
+        rewards=np.ones(count, np.float32),
+        routed_experts=RoutedExperts(np.zeros((15, 1, 2), np.uint8), 2),
+        weight_versions=(
+            WeightVersionSpan("a", 0, 9),
+            WeightVersionSpan("b", 9, 18),
+            WeightVersionSpan("c", 12, 18),
+        ),
+        sample_id="t/0",
+    )
+    cut = trim_to_length(sample, 12)
+    assert (len(cut), cut.sample_id, cut.advantages) == (10, "t/0", None)
+    assert cut.rewards.shape == cut.loss_mask.shape == (10,)
+    assert (cut.routed_experts.start, cut.routed_experts.stop) == (2, 10)
+    assert cut.weight_versions == (("a", 0, 9), ("b", 9, 10))
+    assert trim_to_length(sample, 2).routed_experts is None
+
+
+def test_a_negative_length_is_refused():
+    with pytest.raises(TrajectoryError) as error:
+        trim_ids(IDS, SIDECAR, -1)
+    assert str(error.value) == "max_tokens: a length is negative - expected 0 or more, got -1"
