@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from mmrender.audit.compare import Comparison, Float32Array, ImagePlace, compare, image_places
 from mmrender.audit.finding import Finding
 from mmrender.audit.variations import Variation, id_variations, image_variations
@@ -14,6 +16,7 @@ LogProbs = Callable[[TrainingSample], Float32Array]
 
 _FITS = 0.1
 """A variation fits where it leaves less than this share of the difference."""
+_CERTAIN = -1e-6
 _PRECISION = 0.25
 """Nats a token; more than bfloat16 arithmetic does to a log-probability by itself, as a rule."""
 
@@ -47,6 +50,8 @@ def find_cause(
             Variation("positions", "the sampler numbered its tokens as the model does", sample),
             left,
         )
+    if (restricted := _restricted(compared, tolerance)) is not None:
+        return restricted
     for variation in _variations(compared, departure, others):
         left = _left(compared, departure, variation.sample, logprobs)
         if left is not None:
@@ -54,6 +59,26 @@ def find_cause(
     if low_precision is not None and (left := _left(compared, departure, sample, low_precision)) is not None:
         return _fitting(compared, Variation("precision", "the sampler computed in bfloat16", sample), left)
     return _unexplained(compared, departure, tolerance)
+
+
+def _restricted(compared: Comparison, tolerance: float) -> Finding | None:
+    """Whether tokens depart because a grammar or mask left the sampler few tokens to choose from.
+
+    Engines renormalise over what is left, so their numbers are never below the model's, and 0 where one
+    token was left.
+    """
+    difference = compared.difference
+    departing = np.abs(difference) > tolerance
+    higher = float(np.mean(difference[departing] < 0))
+    certain = int(np.sum(departing & (compared.sampler >= _CERTAIN)))
+    if higher < 1.0 or certain < max(2, departing.sum() / 2):
+        return None
+    return Finding(
+        "sampling",
+        "the sampler was held to a grammar or a few tokens, and its log-probabilities are of what was left",
+        f"{int(departing.sum())} tokens depart, the sampler higher in all of them and certain of {certain}",
+        compared.sample.sample_id,
+    )
 
 
 def _variations(compared: Comparison, departure: int, others: Sequence[MediaItem]) -> Iterable[Variation]:

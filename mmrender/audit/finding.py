@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Cause: TypeAlias = Literal["pixels", "ids", "positions", "masks", "precision", "unknown"]
+Cause: TypeAlias = Literal["pixels", "ids", "positions", "masks", "sampling", "precision", "unknown"]
 """What differs between sampler and trainer: what the model sees of an image, the tokens or their order, the
-rotary positions, which tokens count as sampled, or only the arithmetic."""
+rotary positions, which tokens count as sampled, what the sampler was allowed, or only the arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)

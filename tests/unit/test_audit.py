@@ -227,3 +227,15 @@ def test_the_text_says_where_and_the_plot_is_drawn(samples, trainer, renderer, t
     assert "rollout-0: first at token" in text
     assert "sampled token 13 of 24, after image 1 (tokens" in text
     assert save_plot(report, tmp_path / "audit.png").stat().st_size > 10_000
+
+
+def test_a_sampler_held_to_a_grammar(samples, trainer):
+    def held(sample):
+        start, stop = sampled_runs(sample.loss_mask)[1]
+        logprobs = sample.logprobs.copy()
+        logprobs[start:stop] = 0.0
+        logprobs[start + 3] /= 2
+        return replace(sample, logprobs=logprobs)
+
+    report = audit([held(samples[0])], trainer, tolerance=TOLERANCE)
+    assert [finding.cause for finding in report.findings] == ["sampling"]

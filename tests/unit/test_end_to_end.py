@@ -1,0 +1,51 @@
+"""Rolled out in this process, shipped to another, batched there: training sees what was sampled."""
+
+import asyncio
+
+import pytest
+
+from end_to_end import FAULTS, completions_of, no_placeholders, roll_out_many, ship_to_trainer
+from mmrender.client.local import LocalBackend
+from mmrender.renderer import Renderer
+from mmrender.rollout.renderer_client import RendererClient
+
+CAUSES = {
+    "one patch off": ("pixels", "every patch 1 place(s) earlier"),
+    "ids shifted": ("ids", "are shifted"),
+    "wrong normalisation": ("pixels", "normalised by another rule (mean and deviation 0.5)"),
+    "stale image for a hash": ("pixels", "a stale image under this one's hash"),
+    "sampled pad token": ("ids", "the model sampled the placeholder token of images"),
+}
+
+
+@pytest.fixture(scope="module")
+def trajectories(tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    client = RendererClient(
+        renderer, backend=LocalBackend(tiny_model), sampling_params=no_placeholders(renderer)
+    )
+    return asyncio.run(roll_out_many(client, 45))
+
+
+def test_the_trainer_sees_what_was_sampled(tiny_model, trajectories, tmp_path):
+    assert completions_of(trajectories) >= 200
+    bridged = [step for trajectory in trajectories for step in trajectory.steps[2:]]
+    assert all(step.extra["why_rendered"] is None for step in bridged)
+    address = f"unix://{tmp_path}/trainer.sock"
+    seen = asyncio.run(ship_to_trainer(trajectories, address, tiny_model, tolerance=1e-3))
+    assert seen["completions"] == completions_of(trajectories)
+    assert seen["images"] == [1, 2, 3, 4, 5, 6]
+    assert seen["samples"] == 2 * len(trajectories)
+    assert seen["ok"], seen["text"]
+    assert max(seen["largest"], seen["padded"], seen["packed"]) < 1e-3
+
+
+def test_planted_faults_are_named(tiny_model, trajectories, tmp_path):
+    address = f"unix://{tmp_path}/trainer.sock"
+    seen = asyncio.run(ship_to_trainer(trajectories[:6], address, tiny_model, tolerance=1e-3, plant="all"))
+    assert set(seen) == set(FAULTS)
+    for name, (cause, words) in CAUSES.items():
+        assert any(found == cause and words in statement for found, statement in seen[name]), (
+            name,
+            seen[name],
+        )
