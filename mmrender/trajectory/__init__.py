@@ -3,8 +3,8 @@
 from mmrender.trajectory.branch import Branch, step_sample
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.jsonl import find_unserializable, is_json_serializable, write_jsonl
-from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.rendered_wire import rendered_from_wire, rendered_to_wire
+from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.saving import (
     TrajectoryReader,
     TrajectoryWriter,

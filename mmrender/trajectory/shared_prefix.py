@@ -70,12 +70,16 @@ def entries_of(sidecar: MultiModalData) -> list[MediaEntry]:
 
 def entries_before(entries: Sequence[MediaEntry], stop: int) -> Sequence[MediaEntry]:
     """Return the entries that begin before the token `stop`; they are in prompt order."""
-    return entries[: bisect_left(entries, stop, key=lambda entry: entry.range.offset)]
+    return entries[: _first_from(entries, stop)]
 
 
 def entries_from(entries: Sequence[MediaEntry], start: int) -> Sequence[MediaEntry]:
     """Return the entries that begin at the token `start` or later; they are in prompt order."""
-    return entries[bisect_left(entries, start, key=lambda entry: entry.range.offset) :]
+    return entries[_first_from(entries, start) :]
+
+
+def _first_from(entries: Sequence[MediaEntry], position: int) -> int:
+    return bisect_left(entries, position, key=lambda entry: entry.range.offset)
 
 
 def shared_prefix(
@@ -95,7 +99,7 @@ def shared_prefix(
         entries: All its media.
     """
     tokens = start + common_prefix(known_ids, prompt[start:])
-    ours = entries_before(entries_from(entries, start), tokens)
+    ours = entries[_first_from(entries, start) : _first_from(entries, tokens)]
     theirs = entries_before(known, tokens)
     for first, second in zip(ours, theirs, strict=False):
         if first.same(second):
