@@ -233,8 +233,17 @@ def check_logprobs(completion_ids: Sequence[int], logprobs: Sequence[float]) -> 
             expected=str(len(completion_ids)),
             got=str(len(logprobs)),
         )
+    check_finite(logprobs)
+
+
+def check_finite(logprobs: Sequence[float | None]) -> None:
+    """Check that all are numbers, and finite.
+
+    Raises:
+        EngineReplyError: One is not.
+    """
     for position, value in enumerate(logprobs):
-        if not math.isfinite(value):
+        if value is None or not math.isfinite(value):
             raise EngineReplyError("a logprob is not finite", where=f"logprobs[{position}]", got=repr(value))
 
 

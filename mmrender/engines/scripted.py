@@ -39,6 +39,9 @@ FaultKind: TypeAlias = Literal[
 ]
 
 
+_SPOILS = ("drop_logprobs", "short_logprobs", "bad_logprob")
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What goes wrong with one request.
@@ -131,6 +134,8 @@ class ScriptedEngine:
         faults: Asked for the fault of each request, in the order in which they come; None: no faults.
         pause_modes: Modes that it knows.
         travel: Turns of the event loop that a request takes to reach it.
+        journal: Where it notes what happens, `asked` and, for sound replies that are no abort, `finished`;
+            engines that share one share its order.
 
     Attributes:
         asked: Every request.
@@ -147,13 +152,14 @@ class ScriptedEngine:
         faults: Callable[[], Fault | None] | None = None,
         pause_modes: Sequence[PauseMode] = ("abort", "keep", "wait"),
         travel: int = 2,
+        journal: list[tuple[str, "Asked"]] | None = None,
     ) -> None:
         self._name = name
         self._faults = faults or (lambda: None)
         self._modes = frozenset(pause_modes)
         self._travel = travel
+        self.journal = [] if journal is None else journal
         self.asked: list[Asked] = []
-        self.finished: list[Asked] = []
         self.running: list[_Running] = []
         self.most = 0
         self.alive = True
@@ -252,6 +258,7 @@ class ScriptedEngine:
         self._check_alive()
         asked = Asked(tuple(work.prompt_ids), dict(work.params), tuple(work.image_ids), work.session_id)
         self.asked.append(asked)
+        self.journal.append(("asked", asked))
         running = _Running(work.prompt_ids, work.params["max_tokens"], on_tokens=work.on_tokens)
         self.running.append(running)
         self.most = max(self.most, len(self.running))
@@ -261,8 +268,9 @@ class ScriptedEngine:
             response = await self._run(running, fault)
         finally:
             self.running.remove(running)
-        if response.finish_reason != "abort":
-            self.finished.append(asked)
+        sound = fault is None or fault.kind not in _SPOILS
+        if response.finish_reason != "abort" and sound:
+            self.journal.append(("finished", asked))
         return response
 
     async def _run(self, running: _Running, fault: Fault | None) -> EngineResponse:

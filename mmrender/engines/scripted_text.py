@@ -87,10 +87,13 @@ def chunks_of(reply: Mapping[str, Any], response: EngineResponse) -> Iterator[di
     """A reply as a stream of one token a chunk, as the engines send it; logprobs that lack, lack there."""
     chat = reply["object"] == "chat.completion"
     kind = "chat.completion.chunk" if chat else "text_completion"
+    usage = {"usage": reply["usage"]}
     head = {"id": reply["id"], "created": reply["created"], "model": reply["model"], "object": kind}
     choice = reply["choices"][0]
     if chat:
-        yield {**head, "choices": [_chunk({"delta": {"role": "assistant", "content": ""}}, None)]}
+        first = {**reply["usage"], "completion_tokens": 0}
+        role = {"delta": {"role": "assistant", "content": ""}}
+        yield {**head, "choices": [_chunk(role, None)], "usage": first}
     logprobs: list[float | None] = [*response.logprobs]
     logprobs += [None] * (len(response.completion_ids) - len(logprobs))
     for token_id, token, logprob in zip(response.completion_ids, _tokens(response), logprobs, strict=True):
@@ -102,7 +105,7 @@ def chunks_of(reply: Mapping[str, Any], response: EngineResponse) -> Iterator[di
         yield {**head, "choices": [_chunk(fields, _logprobs(token, logprob, chat) if known else None)]}
     end: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     yield {**head, "choices": [_chunk(end, None, choice["finish_reason"])]}
-    yield {**head, "choices": [], "usage": reply["usage"]}
+    yield {**head, "choices": [], **usage}
 
 
 def _logprobs(token: str, logprob: float | None, chat: bool) -> dict[str, Any]:

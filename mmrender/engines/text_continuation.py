@@ -12,7 +12,7 @@ continued in text - several choices, tools, reasoning, a grammar, stop strings -
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrender.engines.continuation import is_memoryless
+from mmrender.engines.continuation import check_finite, check_logprobs, is_memoryless
 from mmrender.errors import EngineReplyError
 
 _HARMLESS = frozenset(
@@ -97,21 +97,22 @@ class TextContinuation:
         return self._keep(reply, choice)
 
     def _finish(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
-        self.finished = choice.get("finish_reason") or "stop"
         if self.can_continue:
-            self._append(reply, choice, self._entries(choice), self._text(choice), _count(reply))
+            entries, tokens = self._entries(choice), _count(reply)
+            if self.body.get("logprobs") not in (None, False):
+                if len(entries) != tokens:
+                    raise _uneven(tokens, len(entries))
+                check_finite(self._numbers(choice))
+            self._append(reply, choice, entries, self._text(choice), tokens)
         else:
             self._first, self._last = dict(reply), dict(choice)
+        self.finished = choice.get("finish_reason") or "stop"
 
     def _keep(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> bool:
         entries = self._entries(choice)
         if len(entries) != _count(reply):
-            raise EngineReplyError(
-                "tokens and logprobs differ in number",
-                where="choices[0].logprobs",
-                expected=str(_count(reply)),
-                got=str(len(entries)),
-            )
+            raise _uneven(_count(reply), len(entries))
+        check_finite(self._numbers(choice))
         kept, text = _whole(entries, self._text(choice))
         if not text:
             return False
@@ -191,6 +192,10 @@ class TextContinuation:
         """The text of each token, with whatever else is known of it."""
         raise NotImplementedError
 
+    def _numbers(self, choice: Mapping[str, Any]) -> Sequence[Any]:
+        """The logprob of each token."""
+        raise NotImplementedError
+
     def _take_entries(self, choice: Mapping[str, Any], entries: Sequence[Any]) -> None:
         raise NotImplementedError
 
@@ -242,6 +247,9 @@ class ChatContinuation(TextContinuation):
     def _entries(self, choice: Mapping[str, Any]) -> Sequence[Any]:
         return (choice.get("logprobs") or {}).get("content") or ()
 
+    def _numbers(self, choice: Mapping[str, Any]) -> Sequence[Any]:
+        return [entry.get("logprob") for entry in self._entries(choice)]
+
     def _take_entries(self, choice: Mapping[str, Any], entries: Sequence[Any]) -> None:
         self._logprobs += entries
 
@@ -290,6 +298,7 @@ class CompletionContinuation(TextContinuation):
             return False
         if not ids:
             return False
+        check_logprobs(ids, self._numbers(choice))
         self._append(reply, choice, self._entries(choice), self._text(choice), len(ids))
         if self.budget is not None and self.tokens >= self.budget:
             self.finished = "length"
@@ -300,6 +309,9 @@ class CompletionContinuation(TextContinuation):
 
     def _entries(self, choice: Mapping[str, Any]) -> Sequence[Any]:
         return (choice.get("logprobs") or {}).get("tokens") or ()
+
+    def _numbers(self, choice: Mapping[str, Any]) -> Sequence[Any]:
+        return (choice.get("logprobs") or {}).get("token_logprobs") or ()
 
     def _take_entries(self, choice: Mapping[str, Any], entries: Sequence[Any]) -> None:
         before = len(self.text) - len(self._text(choice))
@@ -346,6 +358,15 @@ def _count(reply: Mapping[str, Any]) -> int:
             "the reply does not say how many tokens were sampled", where="usage.completion_tokens"
         )
     return count
+
+
+def _uneven(tokens: int, logprobs: int) -> EngineReplyError:
+    return EngineReplyError(
+        "tokens and logprobs differ in number",
+        where="choices[0].logprobs",
+        expected=str(tokens),
+        got=str(logprobs),
+    )
 
 
 def _whole(entries: Sequence[Any], text: str) -> tuple[int, str]:

@@ -118,8 +118,10 @@ class TextCompleter:
             stream = (engine.stream_chat_completion if is_chat else engine.stream_completion)(payload)
             async for chunk in stream:
                 for shown in merger.take(chunk):
-                    ended = ended or shown["choices"][0]["finish_reason"] is not None
                     emit(shown)
+            for shown in merger.stop():
+                emit(shown)
+            ended = continuation.finished is not None
             return continuation.tokens > before or continuation.finished is not None
 
         await self._until_finished(continuation, ask, session, where)

@@ -1,0 +1,111 @@
+"""Engines, faults and pauses that several tests use."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mmrender.engines.client import InferenceEngineClient
+from mmrender.engines.policy import ClientPolicy
+from mmrender.engines.scripted import Asked, Fault, ScriptedEngine
+from mmrender.media.item import MultiModalData, PlaceholderRange
+
+PATIENT = ClientPolicy(
+    attempts=60,
+    pause_timeout=0.1,
+    backoff_initial=0.0,
+    attempt_timeout=0.05,
+    health_interval=None,
+    eject_after=2,
+    health_timeout=1.0,
+)
+"""Retries without waiting; what stalls is given up after 50 ms."""
+
+MODES = ("abort", "keep", "wait")
+
+# Stalls cost real time, so they are rare.
+KINDS = (
+    "abort",
+    "abort",
+    "abort",
+    "drop_logprobs",
+    "short_logprobs",
+    "bad_logprob",
+    "error",
+    "refuse",
+    "die",
+)
+
+faults = st.lists(
+    st.none()
+    | st.builds(Fault, st.sampled_from(KINDS), st.integers(0, 6))
+    | st.builds(Fault, st.just("stall"), st.integers(0, 1)).filter(lambda fault: fault.after == 1),
+    max_size=14,
+)
+pauses = st.lists(st.tuples(st.sampled_from(MODES), st.integers(0, 9), st.integers(0, 9)), max_size=4)
+prompts = st.lists(st.lists(st.integers(2, 40), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@dataclass
+class Setup:
+    """Engines that share a journal and a list of faults; the first of them never dies."""
+
+    engines: list[ScriptedEngine]
+    client: InferenceEngineClient
+    journal: list[tuple[str, Asked]]
+
+
+def setup(
+    plan: Sequence[Fault | None] = (), *, count: int = 3, policy: ClientPolicy = PATIENT, **options: Any
+) -> Setup:
+    script: Iterator[Fault | None] = iter(plan)
+    journal: list[tuple[str, Asked]] = []
+
+    def fault_of(index: int):
+        def next_fault() -> Fault | None:
+            fault = next(script, None)
+            if fault is not None and fault.kind == "die" and index == 0:
+                return Fault("refuse", fault.after)
+            return fault
+
+        return next_fault
+
+    engines = [
+        ScriptedEngine(f"engine{index}", faults=fault_of(index), journal=journal, **options)
+        for index in range(count)
+    ]
+    return Setup(engines, InferenceEngineClient(engines, policy=policy), journal)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def paused_now_and_then(setup: Setup, plan: Sequence[tuple[str, int, int]]) -> None:
+    """Pause and resume; between the two nothing may move."""
+    for number, (mode, before, during) in enumerate(plan):
+        await turns(before)
+        await setup.client.pause_generation(mode)
+        # An engine that died is told nothing, and what it had is gone.
+        living = [engine for engine in setup.engines if engine.alive]
+        if mode != "keep":
+            assert not any(engine.running for engine in living)
+        held = [len(running.ids) for engine in living for running in engine.running]
+        asked = len(setup.journal)
+        await turns(during)
+        assert held == [len(running.ids) for engine in living for running in engine.running]
+        assert asked == len(setup.journal)
+        for engine in living:
+            engine.version = f"step-{number + 1}"
+        await setup.client.resume_generation()
+
+
+def sidecar(*names: str) -> MultiModalData:
+    """A sidecar of items that hold nothing."""
+    items = [SimpleNamespace(identity=name, modality="image", nbytes=1) for name in names]
+    ranges = [PlaceholderRange(index, 1) for index in range(len(names))]
+    return MultiModalData({"image": list(names)}, {"image": ranges}, {"image": items})
