@@ -10,12 +10,12 @@ from mmrender.client.backends import BackendName, RendererTransport, resolve_bac
 from mmrender.client.collapse import can_collapse, collapse, media_token_ids_of, placeholder_ids_of
 from mmrender.client.generation import Generation, finish_reason_of
 from mmrender.client.limits import LIMITS
-from mmrender.client.prompts import Prompt, TokenIds, given_prompt, rendered_prompt
+from mmrender.client.prompts import Prompt, TokenIds, given_prompt, is_async, rendered_prompt
 from mmrender.client.sampling import check_sampling_params, with_max_tokens, with_stop_token_ids
 from mmrender.client.transport import Transport
 from mmrender.errors import EngineConnectionError, EngineError, PromptTooLongError
 from mmrender.media.item import MultiModalData
-from mmrender.protocols import AsyncRenderer, TurnRenderer
+from mmrender.protocols import TurnRenderer
 from mmrender.rendered import RenderedTokens
 
 if TYPE_CHECKING:
@@ -173,6 +173,6 @@ async def _parsed(
     template_arguments: Mapping[str, Any],
 ) -> "ParsedResponse":
     options = {"tools": tools, "prompt_ids": prompt_ids, **template_arguments}
-    if isinstance(renderer, AsyncRenderer):
+    if is_async(renderer):
         return await renderer.aparse_response(completion_ids, **options)
     return renderer.parse_response(completion_ids, **options)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,11 @@ class Prompt:
     attribution: RenderedTokens | None
 
 
+def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
+    """Whether a renderer works off the event loop; `isinstance` of a protocol takes far longer."""
+    return hasattr(renderer, "arender") and hasattr(renderer, "aparse_response")
+
+
 async def rendered_prompt(
     renderer: TurnRenderer,
     messages: Sequence[Any] | None,
@@ -38,7 +43,7 @@ async def rendered_prompt(
     """
     if messages is None:
         raise InputError("there is nothing to ask", where="messages", expected="messages, or prompt_ids")
-    if isinstance(renderer, AsyncRenderer):
+    if is_async(renderer):
         rendered = await renderer.arender(
             messages, tools=tools, add_generation_prompt=True, **template_arguments
         )

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from mmrender.client.config import TransportConfig
 from mmrender.client.transport import Transport
@@ -40,7 +40,7 @@ def as_transport(client: Any) -> Transport:
         return _shared_transport(client)
     if isinstance(client, str):
         return _shared_transport(TransportConfig(server_root(client)))
-    if isinstance(client, Transport):
+    if _is_transport(client):
         return client
     base_url = getattr(client, "base_url", None)
     if base_url is None:
@@ -58,6 +58,11 @@ def as_transport(client: Any) -> Transport:
             headers=_own_headers(client),
         )
     )
+
+
+def _is_transport(client: Any) -> TypeGuard[Transport]:
+    # `isinstance` of a protocol costs as much as the rest of a call's checks.
+    return all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url"))
 
 
 def server_root(url: str) -> str:

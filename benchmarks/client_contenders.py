@@ -1,0 +1,152 @@
+"""The clients that `bench_client.py` compares. Each sends the same prompt and the same image text.
+
+Prompts are given as tokens and images as base64 text that is made beforehand, so what is timed is the client:
+its checks, its JSON, its HTTP, and reading the answer into tokens, logprobs and a message.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from mmrender import Renderer, generate
+from mmrender.client.backend import EngineRequest, EngineResponse
+from mmrender.client.checks import check_prompt
+from mmrender.client.http import HTTPTransport
+from mmrender.client.transport import Transport
+from mmrender.client.vllm import VLLMBackend
+from mmrender.client.vllm_call import GenerateCall
+from mmrender.media.item import MultiModalData
+
+Call = Callable[[], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked: a prompt, the base64 text of its image or none, and what is to come back."""
+
+    prompt_ids: list[int]
+    image: str | None
+    completion: int
+
+    @property
+    def features(self) -> dict[str, Any] | None:
+        if self.image is None:
+            return None
+        return {
+            "mm_hashes": {"image": ["0" * 64]},
+            "mm_placeholders": {"image": [{"offset": 0, "length": 1}]},
+            "kwargs_data": {"image": [self.image]},
+        }
+
+
+@dataclass(frozen=True)
+class GivenFeatures:
+    """vLLM's backend, but for the encoding of images, which the benchmark has done."""
+
+    load: Load
+    name: str = "vllm"
+
+    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
+        ids = check_prompt(request.prompt_ids, request.vocab_size)
+        call = GenerateCall(request, transport, ids, [], True)
+        features = self.load.features
+        return call.read(await call.post({} if features is None else {"features": features}))
+
+    async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
+        return await VLLMBackend().resolve_max_prompt_len(model, transport)
+
+    def is_overflow_error(self, exc: BaseException) -> bool:
+        return VLLMBackend().is_overflow_error(exc)
+
+
+class Ours:
+    """`mmrender.generate` over its HTTP transport."""
+
+    name = "mmrender"
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+
+    def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
+        transport = HTTPTransport(url)
+        backend = GivenFeatures(load)
+
+        async def call() -> Any:
+            result = await generate(
+                client=transport,
+                renderer=self._renderer,
+                model="stub",
+                backend=backend,
+                prompt_ids=load.prompt_ids,
+                multi_modal_data=MultiModalData(),
+                sampling_params={"max_tokens": load.completion},
+            )
+            return result.logprobs
+
+        return call, transport.aclose
+
+
+class Peer:
+    """`renderers.client.generate` over `openai.AsyncOpenAI`."""
+
+    name = "renderers"
+
+    def __init__(self, directory: Any) -> None:
+        from renderers import client
+        from renderers.qwen3_vl import Qwen3VLRenderer
+        from transformers import AutoTokenizer
+
+        self._client = client
+        self._renderer = Qwen3VLRenderer(
+            AutoTokenizer.from_pretrained(directory), processor=SimpleNamespace()
+        )
+
+    def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
+        from openai import AsyncOpenAI
+
+        # Its own encoding needs vLLM; here it gets the same text as everyone.
+        self._client._build_mm_features = lambda *_: load.features
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        sidecar: Any = None if load.image is None else SimpleNamespace(is_empty=lambda: False)
+
+        async def call() -> Any:
+            result = await self._client.generate(
+                client=client,
+                renderer=self._renderer,
+                messages=[],
+                model="stub",
+                prompt_ids=load.prompt_ids,
+                multi_modal_data=sidecar,
+                sampling_params={"max_tokens": load.completion},
+            )
+            return result["completion_logprobs"]
+
+        return call, client.close
+
+
+class OpenAI:
+    """`openai.AsyncOpenAI.chat.completions.create`: text in place of tokens, the image as a data URL."""
+
+    name = "openai"
+
+    def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
+        from openai import AsyncOpenAI
+
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        # As many bytes as the others' token ids take as JSON.
+        content: list[Any] = [{"type": "text", "text": "x" * len(str(load.prompt_ids))}]
+        if load.image is not None:
+            content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{load.image}"}})
+
+        async def call() -> Any:
+            result = await client.chat.completions.create(
+                model="stub",
+                messages=[{"role": "user", "content": content}],
+                max_tokens=load.completion,
+                logprobs=True,
+            )
+            logprobs = result.choices[0].logprobs
+            return [token.logprob for token in (logprobs.content if logprobs else None) or ()]
+
+        return call, client.close
