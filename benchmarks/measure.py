@@ -4,6 +4,7 @@ Contenders take turns within one process, so that a change in the machine's spee
 is reported is the median of single calls.
 """
 
+import ctypes
 import gc
 import os
 import platform
@@ -141,3 +142,24 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def peak_resident(call: Callable[[], object]) -> int | None:
+    """Return the peak of the resident set during a call over what it was before; None without Linux."""
+    status = Path("/proc/self/status")
+
+    def read(field: str) -> int:
+        lines = status.read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+    try:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    except (OSError, AttributeError):
+        return None
+    before = read("VmRSS")
+    result = call()
+    peak = max(0, read("VmHWM") - before)
+    del result
+    return peak

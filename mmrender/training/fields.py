@@ -233,9 +233,10 @@ class _Plan:
         out = {}
         for name, total in self._totals.items():
             kind, floating = self._kinds[name]
-            held = dtype if floating else torch.from_numpy(np.empty(0, kind)).dtype
-            make = torch.zeros if self._family.rule(name).padded else torch.empty
-            out[name] = make((total, *self._trailing[name]), dtype=held, pin_memory=pin_memory)
+            shape = (total, *self._trailing[name])
+            storage = np.dtype(STORAGE[self._dtype]) if floating else kind
+            values = _buffer(shape, storage, zero=self._family.rule(name).padded, pinned=pin_memory)
+            out[name] = values.view(dtype) if floating else values
         return out
 
     def fill(self, out: Mapping[str, Any], executor: Executor | None) -> None:
@@ -258,6 +259,14 @@ class _Plan:
     def lengths(self, name: str) -> tuple[int, ...]:
         """Length of each row in the tensor of a keyword."""
         return tuple(row.get(name, 0) for row in self._rows)
+
+
+def _buffer(shape: tuple[int, ...], storage: np.dtype[Any], *, zero: bool, pinned: bool) -> Any:
+    if pinned:
+        held = torch.from_numpy(np.empty(0, storage)).dtype
+        return (torch.zeros if zero else torch.empty)(shape, dtype=held, pin_memory=True)
+    # numpy asks for huge pages, so that a large buffer is first written to several times faster.
+    return torch.from_numpy((np.zeros if zero else np.empty)(shape, storage))
 
 
 def _as_numpy(values: Any) -> Any:
