@@ -1,6 +1,7 @@
 """The command line. Needs the `cli` extra."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -126,6 +127,36 @@ def parity(
         if report.mismatch is not None:
             _print_mismatch(report)
             raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    server: Annotated[
+        str | None,
+        typer.Option(help="Base URL of an inference server; without one a tiny model runs in this process."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help='Its engine: "vllm", "sglang" or "dynamo".')] = "vllm",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Name under which the server knows the model.")
+    ] = None,
+    renderer: Annotated[
+        str | None,
+        typer.Option(help="Directory or hub id of the model, where the server's name for it is another."),
+    ] = None,
+) -> None:
+    """Run the demonstration: here, or its rollouts against an inference server."""
+    if server is not None and model is None:
+        raise InputError(
+            "the server's model is not named", where="--model", expected="the name it is served by"
+        )
+    if server is not None:
+        # The demonstration keeps off the hub by itself; a model that a server runs may come from there.
+        os.environ.setdefault("HF_HUB_OFFLINE", "0")
+    from mmrender.demo.__main__ import main as demonstrate
+
+    raise typer.Exit(
+        demonstrate(server, backend=backend if server else None, model=model, renderer_of=renderer)
+    )
 
 
 def _parity_table(reports: "list[Any]") -> Table:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from mmrender.demo.conversation import Conversation
-from mmrender.media.item import MediaItem
+from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
 from mmrender.testing.reference_renderer import ReferenceRenderer
+from mmrender.token_types import mm_token_type_ids
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,14 @@ def forward(model: Any, rendered: RenderedTokens) -> ForwardPass:
 
 def model_inputs(rendered: RenderedTokens) -> dict[str, Any]:
     """Return the media arguments of a Qwen-VL model: patches, grids, and which tokens are images."""
+    return joined_tensors(rendered.multi_modal_data, len(rendered))
+
+
+def joined_tensors(sidecar: MultiModalData, length: int) -> dict[str, Any]:
+    """The same for a sidecar and the number of tokens that it belongs to."""
     import torch
 
-    tensors = [item.tensors("float32", framework="torch") for item in images_of(rendered)]
-    kinds = np.zeros((1, len(rendered)), np.int64)
-    for placeholder in rendered.multi_modal_data.mm_placeholders.get("image", ()):
-        kinds[0, placeholder.offset : placeholder.offset + placeholder.length] = placeholder.is_embed
+    items = sidecar.mm_items.get("image", ())
+    tensors = [item.tensors("float32", framework="torch") for item in items]
     joined = {key: torch.cat([entry[key] for entry in tensors]) for key in tensors[0]} if tensors else {}
-    return {**joined, "mm_token_type_ids": torch.from_numpy(kinds)}
+    return {**joined, "mm_token_type_ids": torch.from_numpy(mm_token_type_ids(sidecar, length))[None]}

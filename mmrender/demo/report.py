@@ -10,9 +10,9 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from mmrender.demo.proofs import ForwardPass, Proof, images_of
-from mmrender.demo.rollout import Turn
 from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.rollout.renderer_client import Completion
 from mmrender.view.terminal import legend, token_strip
 
 WIDTH = 80
@@ -92,16 +92,20 @@ def message_bytes(rendered: RenderedTokens) -> Table:
     return table
 
 
-def model_lines(directory: Path, renderer: Renderer) -> list[str]:
-    """Describe a model directory: its files, its vocabulary, and what probing its template found."""
+def directory_line(directory: Path) -> str:
+    """Describe a model directory by its files."""
     files = sorted(file for file in directory.iterdir())
     size = sum(file.stat().st_size for file in files)
+    return f"{len(files)} files, {size / 1e6:.1f} MB"
+
+
+def model_lines(renderer: Renderer) -> list[str]:
+    """Describe a model: its vocabulary, and what probing its template found."""
     profile = renderer.profile
     prompts = "a prompt is a prefix of what follows it" if profile.prefix_stable else "history is rewritten"
     stops = ", ".join(str(renderer.tokenizer.token(token_id)) for token_id in renderer.get_stop_token_ids())
     return [
-        f"{len(files)} files, {size / 1e6:.1f} MB, a vocabulary of {renderer.tokenizer.vocab_size:,} tokens",
-        f"by probing its template: {prompts};",
+        f"a vocabulary of {renderer.tokenizer.vocab_size:,} tokens; by probing its template: {prompts};",
         f"images in turns of {', '.join(profile.image_roles)}; turns stop at {stops}",
     ]
 
@@ -116,14 +120,16 @@ def forward_lines(result: ForwardPass) -> list[str]:
     ]
 
 
-def rollout_lines(turns: Sequence[Turn]) -> list[str]:
+def rollout_lines(turns: Sequence[Completion]) -> list[str]:
     """One line a turn: its prompt, what was sampled, and how that reads."""
     lines = []
     for number, turn in enumerate(turns, 1):
-        calls = [call for call in turn.parsed.tool_calls if call.status == "ok"]
-        read = ", ".join(f"calls {call.name}" for call in calls) or "noise"
-        ending = "stopped" if turn.parsed.stopped else "cut off"
-        lines.append(
-            f"turn {number}: {len(turn.prompt):,} tokens in, {len(turn.completion)} sampled, {ending}; {read}"
-        )
+        if turn.generation is None:
+            lines.append(f"turn {number}: {turn.finish_reason.replace('_', ' ')}")
+            continue
+        prompt, sampled = turn.generation.prompt_ids, turn.generation.completion_ids
+        calls = [call.name for call in turn.generation.tool_calls if call.status == "ok"]
+        read = ", ".join(f"calls {name}" for name in calls) or "says something"
+        ending = "stopped" if turn.generation.parsed.stopped else "cut off"
+        lines.append(f"turn {number}: {len(prompt):,} tokens in, {len(sampled)} sampled, {ending}; {read}")
     return lines

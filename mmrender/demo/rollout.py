@@ -1,188 +1,178 @@
 """A rollout: the model is sampled over four turns with pictures and a tool, each turn bridged to the next.
 
-The weights are random, so what it says is noise; the second turn is sampled under a guide that allows one
-tool call and nothing else, as engines do with a grammar.
+The tiny model's weights are random, so what it says is noise; the second turn is held to one tool call and
+nothing else, as engines do with a grammar.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mmrender.demo.conversation import SYSTEM, TOOLS, load_pictures
-from mmrender.demo.proofs import Proof, model_inputs
+from mmrender.demo.proofs import Proof, joined_tensors
 from mmrender.parsing import ParsedResponse
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.rollout.renderer_client import Completion, RendererClient
+from mmrender.trajectory.tree import Trajectory
 
 _MAX_NEW_TOKENS = 24
-_CALL = '<tool_call>\n{"name": "divide", "arguments": {"top": 131, "bottom": 259}}\n</tool_call>'
+_ARGUMENTS = {"top": 131, "bottom": 259}
+_CALL = {"type": "function", "function": {"name": "divide", "arguments": _ARGUMENTS}}
+_HELD_TO = [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+_HELD_TURN = 1
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One turn: what the model was asked with, what it sampled, and how that reads."""
+class Rollout:
+    """Four turns, the trajectory that they make, and how many tokens their bridges encoded."""
 
-    prompt: RenderedTokens
-    completion: list[int]
-    parsed: ParsedResponse
+    turns: list[Completion]
+    trajectory: Trajectory
+    encoded: int
+
+    @property
+    def parsed(self) -> list[ParsedResponse]:
+        """What each turn says."""
+        return [turn.generation.parsed for turn in self.turns if turn.generation is not None]
 
 
-def roll_out(model: Any, renderer: Renderer) -> tuple[list[Turn], RenderedTokens, int]:
-    """Sample four turns.
+async def roll_out(client: RendererClient, renderer: Renderer) -> Rollout:
+    """Sample four turns of one conversation.
 
     Args:
-        model: A loaded `AutoModelForImageTextToText`.
-        renderer: The renderer of its directory.
-
-    Returns:
-        The turns, the prompt that a fifth would begin with, and how many tokens the bridges encoded.
+        client: Samples with `renderer`.
+        renderer: The renderer of the model.
     """
-    photo, chart = load_pictures()
-    crop = chart.crop((0, 0, chart.width // 2, chart.height // 2))
-    extensions: list[list[dict[str, Any]]] = [
-        [{"role": "user", "content": [{"type": "image", "image": chart}, _text("March as a part of June?")]}],
-        [{"role": "tool", "name": "divide", "content": [_text("0.506"), {"type": "image", "image": crop}]}],
-        [{"role": "user", "content": "Which month was best?"}],
-        [{"role": "user", "content": "Thank you."}],
-    ]
-    opening = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": [{"type": "image", "image": photo}, _text("Which animal is this?")]},
-    ]
-    prompt = renderer.render(opening, tools=TOOLS, add_generation_prompt=True)
-    turns: list[Turn] = []
+    conversation: list[Any] = [{"role": "system", "content": SYSTEM}]
+    trajectory = Trajectory("conversation")
+    turns: list[Completion] = []
     with _EncodeCounter(renderer) as counter:
-        for index, extension in enumerate(extensions):
-            completion = _sample(model, renderer, prompt, guide=_CALL if index == 1 else None)
-            parsed = renderer.parse_response(completion, tools=TOOLS, prompt_ids=prompt.token_ids)
-            turns.append(Turn(prompt, completion, parsed))
-            with counter.counting():
-                bridged = renderer.bridge_to_next_turn(
-                    prompt.token_ids,
-                    completion,
-                    extension,
-                    tools=TOOLS,
-                    previous_multi_modal_data=prompt.multi_modal_data,
-                )
-            if bridged is None:
-                raise RuntimeError(
-                    f"the demonstration's template was not bridged: {renderer.why_not_bridged}"
-                )
-            prompt = bridged
-    return turns, prompt, counter.tokens
+        for index, shown in enumerate(_user_turns(renderer)):
+            held = index == _HELD_TURN
+            conversation += shown
+            turn = await client.create_completion(
+                conversation,
+                trajectory=trajectory,
+                tools=TOOLS,
+                sampling_params={"seed": index, "max_tokens": 64 if held else _MAX_NEW_TOKENS},
+                choices=_HELD_TO if held else None,
+            )
+            conversation.append(turn.message)
+            turns.append(turn)
+    return Rollout(turns, trajectory, counter.tokens)
+
+
+def _user_turns(renderer: Renderer) -> list[list[dict[str, Any]]]:
+    """What stands before each of the model's turns."""
+    photo, chart = load_pictures()
+    crop = _image(chart.crop((0, 0, chart.width // 2, chart.height // 2)))
+    result = {"role": "tool", "name": "divide", "tool_call_id": f"call_{_HELD_TURN}_0"}
+    if "tool" in renderer.profile.image_roles:
+        answered = [{**result, "content": [_text("0.506"), crop]}]
+    else:
+        answered = [{**result, "content": "0.506"}, {"role": "user", "content": [crop]}]
+    return [
+        [{"role": "user", "content": [_image(photo), _text("Which animal is this?")]}],
+        [{"role": "user", "content": [_image(chart), _text("March as a part of June?")]}],
+        answered,
+        [{"role": "user", "content": "Which month was best?"}],
+    ]
+
+
+def _image(picture: Any) -> dict[str, Any]:
+    return {"type": "image", "image": picture}
 
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+@dataclass
 class _EncodeCounter:
-    """Counts the tokens that a renderer's tokenizer encodes while asked to."""
+    """Counts the tokens that a renderer's tokenizer encodes while a turn is bridged."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._tokenizer: Any = renderer.tokenizer
-        self.tokens = 0
-        self._on = False
+    renderer: Any
+    tokens: int = 0
+    _bridging: bool = field(default=False, init=False)
 
     def __enter__(self) -> "_EncodeCounter":
-        encode_run = self._tokenizer.encode_run
+        tokenizer = self.renderer.tokenizer
+        encode_run, bridge = tokenizer.encode_run, self.renderer.bridge_to_next_turn
 
         def counted(text: str, *, first: bool = False) -> Any:
             run = encode_run(text, first=first)
-            self.tokens += len(run.ids) if self._on else 0
+            self.tokens += len(run.ids) if self._bridging else 0
             return run
 
-        self._tokenizer.encode_run = counted
+        def watched(*arguments: Any, **options: Any) -> Any:
+            self._bridging = True
+            try:
+                return bridge(*arguments, **options)
+            finally:
+                self._bridging = False
+
+        tokenizer.encode_run, self.renderer.bridge_to_next_turn = counted, watched
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._tokenizer.encode_run
-
-    def counting(self) -> "_Switch":
-        """Count within a `with` block."""
-        return _Switch(self)
+        del self.renderer.tokenizer.encode_run, self.renderer.bridge_to_next_turn
 
 
-class _Switch:
-    def __init__(self, counter: _EncodeCounter) -> None:
-        self._counter = counter
+def prove_rollout(renderer: Renderer, rollout: Rollout) -> list[Proof]:
+    """Show that every sampled token stands where it was sampled, and that none was encoded again."""
+    steps = rollout.trajectory.steps
+    (branch, *others) = rollout.trajectory.branches()
+    sampled = [token for step in steps for token in step.completion_ids.tolist()]
+    marked = branch.token_ids[branch.sample().loss_mask].tolist()
+    in_place = all(
+        np.array_equal(branch.token_ids[step.prompt_length : len(step)], step.completion_ids)
+        for step in steps
+    )
+    tails = sum(_text_tokens(renderer, step.prompt_delta.tolist()) for step in steps[1:])
+    called = [
+        call.arguments for parsed in rollout.parsed for call in parsed.tool_calls if call.status == "ok"
+    ]
+    images = len(branch.multi_modal_data.mm_hashes.get("image", ()))
+    everything = not others and in_place and marked == sampled
+    return [
+        Proof("sampled ids equal, in place", everything, f"{len(sampled)} tokens, {len(steps)} turns"),
+        Proof("re-encoded 0", rollout.encoded == tails, f"{rollout.encoded} encoded, all of new messages"),
+        Proof("the tool call reads back", _ARGUMENTS in called, "from sampled tokens"),
+        Proof("pictures carried to the end", images == 3, f"{images}, one of them from the tool"),
+    ]
 
-    def __enter__(self) -> None:
-        self._counter._on = True
 
-    def __exit__(self, *_: object) -> None:
-        self._counter._on = False
+def prove_drift(renderer: Renderer, rollout: Rollout) -> Proof:
+    """Show what is at stake: text of sampled tokens, encoded again, is often other tokens."""
+    completions = [step.completion_ids.tolist() for step in rollout.trajectory.steps]
+    drifted = sum(renderer.tokenizer.encode(renderer.decode(ids)) != ids for ids in completions)
+    detail = f"{drifted} of {len(completions)} turns would change"
+    return Proof("encoding again would drift", drifted > 0, detail)
 
 
-def _sample(model: Any, renderer: Renderer, prompt: RenderedTokens, guide: str | None) -> list[int]:
-    """Sample until a stop token or the length limit; under a guide, exactly its tokens."""
+def prove_logprobs(model: Any, rollout: Rollout) -> Proof:
+    """Hold the sampler's logprobs against one plain forward of the whole conversation."""
     import torch
 
-    stop_ids = renderer.get_stop_token_ids()
-    guided = [*renderer.tokenizer.encode(guide), stop_ids[-1]] if guide is not None else None
-    start = len(prompt)
-
-    def allowed(_: int, ids: Any) -> list[int]:
-        done = ids.shape[0] - start
-        return list(range(renderer.tokenizer.vocab_size)) if guided is None else [guided[done]]
-
-    torch.manual_seed(start)
-    output = model.generate(
-        input_ids=torch.tensor([prompt.token_ids]),
-        attention_mask=torch.ones(1, start, dtype=torch.int64),
-        **model_inputs(prompt),
-        do_sample=True,
-        max_new_tokens=_MAX_NEW_TOKENS if guided is None else len(guided),
-        eos_token_id=stop_ids,
-        pad_token_id=stop_ids[0],
-        prefix_allowed_tokens_fn=allowed,
-    )
-    sampled: list[int] = output[0, start:].tolist()
-    return sampled
+    (branch, *_) = rollout.trajectory.branches()
+    ids = torch.from_numpy(branch.token_ids.astype(np.int64))[None]
+    with torch.inference_mode():
+        logits = model(input_ids=ids, **joined_tensors(branch.multi_modal_data, len(branch))).logits[0]
+    logprobs = logits.float().log_softmax(-1)
+    worst = 0.0
+    # Logprobs of the turn that a grammar held are those of what it allowed.
+    free = [step for step in rollout.trajectory.steps if step.index != _HELD_TURN]
+    for step in free:
+        rows = logprobs[step.prompt_length - 1 : len(step) - 1]
+        plain = rows[range(len(rows)), step.completion_ids.tolist()]
+        worst = max(worst, float((plain - torch.tensor(step.logprobs)).abs().max()))
+    count = sum(len(step.completion_ids) for step in free)
+    return Proof("logprobs equal a plain forward's", worst < 1e-4, f"{count} of them, difference {worst:.0e}")
 
 
-def prove_rollout(
-    renderer: Renderer, turns: Sequence[Turn], final: RenderedTokens, encoded: int
-) -> list[Proof]:
-    """Show that every sampled token stands where it was sampled, and that none was encoded again."""
-    sampled = [token for turn in turns for token in turn.completion]
-    following = [*[turn.prompt for turn in turns[1:]], final]
-    kept = all(
-        after.token_ids[: len(turn.prompt) + len(turn.completion)]
-        == [*turn.prompt.token_ids, *turn.completion]
-        for turn, after in zip(turns, following, strict=True)
-    )
-    marked = [
-        token
-        for token, is_sampled in zip(final.token_ids, _sampled_mask(turns, final), strict=True)
-        if is_sampled
-    ]
-    tails = sum(_text_tokens(renderer, turn, after) for turn, after in zip(turns, following, strict=True))
-    again = [renderer.tokenizer.encode(renderer.decode(turn.completion)) for turn in turns]
-    drifted = sum(ids != turn.completion for ids, turn in zip(again, turns, strict=True))
-    attempts = [call for turn in turns for call in turn.parsed.tool_calls]
-    called = [call.arguments for call in attempts if call.status == "ok"]
-    images = len(final.multi_modal_data.mm_hashes.get("image", ()))
-    everything = kept and marked == sampled
-    return [
-        Proof("sampled ids equal, in place", everything, f"{len(sampled)} tokens, {len(turns)} turns"),
-        Proof("re-encoded 0", encoded == tails, f"{encoded} encoded, all of new messages"),
-        Proof("the tool call reads back", called == [{"top": 131, "bottom": 259}], "from sampled tokens"),
-        Proof("pictures carried to the end", images == 3, f"{images}, one of them from the tool"),
-        Proof("encoding again would drift", drifted > 0, f"{drifted} of {len(turns)} turns would change"),
-    ]
-
-
-def _sampled_mask(turns: Sequence[Turn], final: RenderedTokens) -> list[bool]:
-    mask = [False] * len(final)
-    for turn in turns:
-        start = len(turn.prompt)
-        mask[start : start + len(turn.completion)] = [True] * len(turn.completion)
-    return mask
-
-
-def _text_tokens(renderer: Renderer, turn: Turn, after: RenderedTokens) -> int:
-    """Tokens that the bridge appended, without special tokens and pads, which need no encoding."""
+def _text_tokens(renderer: Renderer, tail: Sequence[int]) -> int:
+    """Tokens that a bridge appended, without special tokens and pads, which need no encoding."""
     added = set(renderer.tokenizer.added_ids.values())
-    tail = after.token_ids[len(turn.prompt) + len(turn.completion) :]
     return sum(token not in added for token in tail)

@@ -223,3 +223,24 @@ def test_without_arguments_it_prints_help(run):
     status, out, _ = run()
     assert status == 2
     assert "parity" in out
+
+
+def test_demo_takes_a_server(run, monkeypatch):
+    from mmrender.demo import __main__ as demo
+
+    asked = []
+    monkeypatch.setattr(demo, "main", lambda *args, **options: asked.append((args, options)) or 1)
+    assert run("demo")[0] == 1
+    assert run("demo", "--server", "http://127.0.0.1:1", "--model", "m", "--backend", "sglang")[0] == 1
+    assert asked == [
+        ((None,), {"backend": None, "model": None, "renderer_of": None}),
+        (("http://127.0.0.1:1",), {"backend": "sglang", "model": "m", "renderer_of": None}),
+    ]
+
+
+def test_demo_wants_the_name_of_a_servers_model(run):
+    status, _, err = run("demo", "--server", "http://127.0.0.1:1")
+    assert status == 2
+    assert err.strip() == (
+        "InputError: --model: the server's model is not named - expected the name it is served by"
+    )
