@@ -1,4 +1,4 @@
-"""Trajectories, and whatever else the codec can write, from the workers that sample to the process that trains.
+"""Trajectories, and whatever else the codec can write, from the workers to the process that trains.
 
 ```python
 async with Receiver("unix:///tmp/rollouts.sock") as receiver:  # the trainer

@@ -31,8 +31,8 @@ def total_bytes(frames: Sequence[memoryview]) -> int:
 class Channel:
     """One conversation over one link.
 
-    Each parcel starts with its number in this direction; a parcel that was lost or repeated on the way shows as
-    a wrong one and ends the conversation. Once it has keys, a tag follows the number.
+    Each parcel starts with its number in this direction; a parcel that was lost or repeated on the way shows
+    as a wrong one and ends the conversation. Once it has keys, a tag follows the number.
 
     Args:
         link: The connection.
@@ -83,11 +83,13 @@ class Channel:
         header, frames = await self.link.receive(limit)
         view = memoryview(header)
         number = self._received
-        start = _NUMBER_BYTES
+        start = _NUMBER_BYTES + (TAG_BYTES if self._keys is not None else 0)
+        if len(view) < start or int.from_bytes(view[:_NUMBER_BYTES], "little") != number:
+            raise ShippingProtocolError(
+                "messages are missing, repeated or out of order", where=self.peer, expected=f"number {number}"
+            )
         if self._keys is not None:
-            start += TAG_BYTES
             key, body = self._keys[1], view[start:]
-            # The number is covered by the tag, so the one that is due is checked, whatever the header says.
             expected = await off_loop(total_bytes(frames), lambda: tag(key, number, body, frames))
             if not same_tag(expected, view[_NUMBER_BYTES:start]):
                 raise ShippingSecurityError(
@@ -95,10 +97,6 @@ class Channel:
                     where=self.peer,
                     remedy="Give both sides the same key",
                 )
-        if len(view) < start or int.from_bytes(view[:_NUMBER_BYTES], "little") != number:
-            raise ShippingProtocolError(
-                "messages are missing, repeated or out of order", where=self.peer, expected=f"number {number}"
-            )
         self._received += 1
         message = unpack(view[start:])
         if frames and not isinstance(message, Data):

@@ -11,8 +11,8 @@ from mmrender.errors import ShippingError
 class Delivery:
     """One message on its way. `await` it for the receiver's acknowledgement.
 
-    Awaiting raises `ShippingProtocolError` if the receiver cannot use the message, `ShippingConnectionError` if
-    it was sent at most once and may be lost, and `ShippingClosedError` if the sender was closed before.
+    Awaiting raises `ShippingProtocolError` if the receiver cannot use the message, `ShippingConnectionError`
+    if it was sent at most once and may be lost, and `ShippingClosedError` if the sender was closed before.
 
     Attributes:
         id: The id under which the receiver tells it from others.

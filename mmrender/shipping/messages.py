@@ -63,7 +63,8 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="welcome"):
     """Answers a Resume: bounds, and which of its messages need not be sent.
 
-    They are acknowledged, held by the consumer, or queued for it; those take room in the window, so many bytes.
+    They are acknowledged, held by the consumer, or queued for it; those take room in the window, so many
+    bytes.
     """
 
     window_messages: Annotated[int, Meta(ge=1)]
@@ -91,7 +92,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="missing"):
-    """Keys of shared arrays that message `seq` named and the receiver lacks; the first of them, if there are many."""
+    """Keys of shared arrays that message `seq` named and the receiver lacks, or the first of many."""
 
     seq: Number
     keys: Annotated[list[Annotated[bytes, Meta(min_length=1, max_length=64)]], Meta(max_length=MAX_KEYS)]

@@ -9,8 +9,8 @@ from mmrender.errors import ShippingError
 class Window:
     """Messages that one sender may have under way to a receiver whose consumer has not taken them.
 
-    A receiver holds at most this much of each connection, and in any case one message. The arrays of a message
-    that the connection has carried before count nothing: what counts are the bytes on the wire.
+    A receiver holds at most this much of each connection, and in any case one message. The arrays of a
+    message that the connection has carried before count nothing: what counts are the bytes on the wire.
 
     Attributes:
         messages: At least 1.

@@ -110,7 +110,7 @@ class Outbox:
             entry.sent = False
 
     def next(self) -> Outgoing | None:
-        """Give the first message that waits, if its turn has come; what it may cost is asked of `may_send`."""
+        """Give the first message that waits, if its turn has come."""
         while self._waiting and (
             self._waiting[0] not in self._entries or self._entries[self._waiting[0]].sent
         ):
@@ -183,15 +183,14 @@ class Outbox:
             self.counts.failures.append(error)
 
     def fail_all(self, error: ShippingError) -> None:
-        """Drop everything."""
+        """Drop everything, and keep the error for `flush`."""
         for seq in list(self._entries):
-            self._settle(seq, error)
+            self.fail(seq, error)
 
-    def close(self) -> int:
-        """Drop everything and give how many messages that were."""
-        left = len(self._entries)
-        self.fail_all(ShippingClosedError("the sender was closed before this was acknowledged"))
-        return left
+    def close(self) -> None:
+        """Drop everything, since the sender is closed."""
+        for seq in list(self._entries):
+            self._settle(seq, ShippingClosedError("the sender was closed before this was acknowledged"))
 
     def _may_fill(self, entry: Outgoing) -> bool:
         """Whether a message that the receiver waits for fits, or nothing before it is in its way."""

@@ -206,7 +206,7 @@ class Receiver:
             session.decoder.reset()
 
     async def aclose(self) -> None:
-        """Close. What was taken and not acknowledged, or not taken, its senders keep for the next receiver."""
+        """Close. What was not acknowledged, its senders keep for the next receiver."""
         if self._closed:
             return
         self._closed = True
@@ -293,7 +293,7 @@ class Receiver:
             session.closed = True
 
     async def _end_earlier(self, sender: bytes) -> None:
-        """A sender that comes again has lost its earlier connection, whatever that one looks like from here."""
+        """A sender that comes again has lost its earlier connection, however that looks from here."""
         earlier = self._sessions.get(sender)
         if earlier is not None:
             earlier[0].closed = True

@@ -33,8 +33,8 @@ _Arrived = tuple[str, Any, int]
 class ReceivingSession:
     """Takes in what one sender sends until the connection ends.
 
-    Messages are handed on in the order of their arrival. One whose shared arrays are missing keeps its place in
-    line, empty, until it has been sent again; what came after it waits.
+    Messages are handed on in the order of their arrival. One whose shared arrays are missing keeps its place
+    in line, empty, until it has been sent again; what came after it waits.
 
     Args:
         channel: After the sender's Resume.

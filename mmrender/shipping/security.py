@@ -1,19 +1,19 @@
 """Who may speak to whom: a shared secret, or ZeroMQ's CURVE.
 
-**What a shared secret protects.** Each side sends 32 random bytes; HMAC-SHA256 over both, and over all else that
-was said, gives each direction a key of its own, and from then on every message carries a keyed BLAKE3 tag of
-its number, header and frames, checked before anything of it is read. So nobody without the secret can be either
-end, and nothing on the way can be changed, left out, repeated or put in another order, or replayed in another
-connection, without the connection ending. It does not hide what is sent: whoever can read the network can read
-the trajectories. A secret that a person made up can be guessed at leisure by an attacker who saw one handshake;
-take 32 random bytes (`secrets.token_hex(32)`).
+**What a shared secret protects.** Each side sends 32 random bytes; HMAC-SHA256 over both, and over all else
+that was said, gives each direction a key of its own, and from then on every message carries a keyed BLAKE3
+tag of its number, header and frames, checked before anything of it is read. So nobody without the secret can
+be either end, and nothing on the way can be changed, left out, repeated or put in another order, or replayed
+in another connection, without the connection ending. It does not hide what is sent: whoever can read the
+network can read the trajectories. A secret that a person made up can be guessed at leisure by an attacker who
+saw one handshake; take 32 random bytes (`secrets.token_hex(32)`).
 
-**CURVE** encrypts and authenticates by public keys; a receiver lists the keys of its senders. It is what ZeroMQ
-needs beyond loopback, since ZeroMQ takes in whole messages before this library sees them: only CURVE turns a
-stranger away before that.
+**CURVE** encrypts and authenticates by public keys; a receiver lists the keys of its senders. It is what
+ZeroMQ needs beyond loopback, since ZeroMQ takes in whole messages before this library sees them: only CURVE
+turns a stranger away before that.
 
-Without either, an address is bound on loopback or in the file system only. Socket files are made for their owner
-alone; a port on loopback is open to every user of the machine.
+Without either, an address is bound on loopback or in the file system only. Socket files are made for their
+owner alone; a port on loopback is open to every user of the machine.
 """
 
 import hashlib
@@ -149,5 +149,5 @@ def check_exposure(
             where=str(address),
             expected="key=",
             got="none",
-            remedy="Pass the same key= to both sides, such as secrets.token_hex(32), or use a loopback address",
+            remedy="Pass the same key= to both sides, such as secrets.token_hex(32), or stay on loopback",
         )

@@ -2,38 +2,26 @@
 
 import asyncio
 import contextlib
-import os
-import random
-import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import mmcodecs
-from mmcodecs import BufferPool, Encoder, Limits
+from mmcodecs import BufferPool, Limits
 from mmcodecs.limits import DEFAULT_LIMITS
-from mmrender.errors import (
-    MMRenderError,
-    ShippingClosedError,
-    ShippingConnectionError,
-    ShippingError,
-    ShippingSecurityError,
-)
+from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping.address import Address
-from mmrender.shipping.channel import Channel, off_loop
+from mmrender.shipping.channel import off_loop
+from mmrender.shipping.connections import Connections
 from mmrender.shipping.delivery import Delivery
-from mmrender.shipping.handshake import open_as_sender
 from mmrender.shipping.links.base import Transport
 from mmrender.shipping.links.choose import transport_of
-from mmrender.shipping.messages import Bye, Welcome
 from mmrender.shipping.options import DEFAULT_TIMING, MAX_ID_BYTES, MAX_UNACKED, Timing
 from mmrender.shipping.outbox import Outbox, Outgoing
 from mmrender.shipping.security import CurveKeys, key_bytes
-from mmrender.shipping.sending import SendingSession
 from mmrender.shipping.values import id_of, to_wire
 
 Guarantee = Literal["at-least-once", "at-most-once"]
-_GOODBYE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +100,6 @@ class Sender:
                 got=str(max_unacked_messages),
             )  # fmt: skip
         self.delivery: Guarantee = delivery
-        self._secret = key_bytes(key)
-        self._id = os.urandom(16)
-        self._table_bytes = table_bytes
-        self._share_from = share_from
-        self._limits = limits
-        self._timing = timing
         self._transport = transport or transport_of(
             self.address, keyed=key is not None, curve=curve, pool=BufferPool(), limits=limits, timing=timing
         )
@@ -126,19 +108,24 @@ class Sender:
             max_bytes=max_unacked_bytes,
             resend=delivery == "at-least-once",
         )
+        self._connections = Connections(
+            self._transport,
+            self._outbox,
+            secret=key_bytes(key),
+            table_bytes=table_bytes,
+            share_from=share_from,
+            limits=limits,
+            timing=timing,
+        )
+        self._limits = limits
         self._next = 0
-        self._connections = 0
-        self._past_bytes = 0
-        self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
-        self._fatal: ShippingError | None = None
-        self._last_error: ShippingError | None = None
         self._closed = False
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection right now."""
-        return self._channel is not None
+        return self._connections.connected
 
     @property
     def stats(self) -> SenderStats:
@@ -150,8 +137,8 @@ class Sender:
             counts.resent,
             counts.refused,
             counts.lost,
-            self._connections,
-            self._past_bytes + (self._channel.sent_bytes if self._channel else 0),
+            self._connections.count,
+            self._connections.sent_bytes,
         )
 
     async def connect(self, timeout: float | None = 30.0) -> None:
@@ -172,7 +159,7 @@ class Sender:
         try:
             await asyncio.wait_for(ready, timeout)
         except TimeoutError as error:
-            raise self._unreached(f"for {timeout:g} s") from (self._last_error or error)
+            raise self._unreached(f"for {timeout:g} s") from (self._connections.last_error or error)
         self._check()
 
     async def send(self, value: Any, *, id: str | None = None) -> Delivery:
@@ -203,7 +190,7 @@ class Sender:
         await self._outbox.bell.wait_until(lambda: self._outbox.has_room(num_bytes) or self._over())
         self._check()
         self._next += 1
-        delivery = Delivery(_checked_id(name) if name else f"{self._id.hex()}:{self._next}")
+        delivery = Delivery(_checked_id(name) if name else f"{self._connections.sender.hex()}:{self._next}")
         self._outbox.add(Outgoing(self._next, kind, wire, num_bytes, delivery))
         return delivery
 
@@ -223,13 +210,13 @@ class Sender:
             await asyncio.wait_for(empty, timeout)
         except TimeoutError as error:
             raise self._unreached(f"{len(self._outbox)} messages after {timeout:g} s") from (
-                self._last_error or error
+                self._connections.last_error or error
             )
         failures, self._outbox.counts.failures = self._outbox.counts.failures, []
         if failures:
             raise failures[0]
-        if self._fatal is not None:
-            raise self._fatal
+        if self._connections.fatal is not None:
+            raise self._connections.fatal
 
     async def aclose(self, timeout: float | None = 30.0) -> None:
         """Wait for what is unacknowledged, then close.
@@ -269,81 +256,16 @@ class Sender:
         if self._closed:
             raise _closed()
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = asyncio.get_running_loop().create_task(self._connections.run())
 
     def _over(self) -> bool:
-        return self._closed or self._fatal is not None
+        return self._closed or self._connections.fatal is not None
 
     def _check(self) -> None:
-        if self._fatal is not None:
-            raise self._fatal
+        if self._connections.fatal is not None:
+            raise self._connections.fatal
         if self._closed:
             raise _closed()
-
-    async def _run(self) -> None:
-        """Connect again and again."""
-        wait = self._timing.first_retry
-        while True:
-            try:
-                started = time.monotonic()
-                await self._converse()
-            except ShippingSecurityError as error:
-                self._fatal = error
-                self._outbox.fail_all(error)
-                self._outbox.bell.ring()
-                return
-            except ShippingError as error:
-                self._last_error = error
-            if time.monotonic() - started > 2 * wait + 1.0:
-                wait = self._timing.first_retry
-            # Workers whose trainer is back must not all knock at the same moment.
-            await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
-            wait = min(2 * wait, self._timing.last_retry)
-
-    async def _converse(self) -> None:
-        """Make one connection and serve it until it ends, which it does by an error."""
-        try:
-            async with asyncio.timeout(self._timing.handshake):
-                channel, welcome = await self._introduce()
-        except TimeoutError as error:
-            raise ShippingConnectionError("no answer in time", where=str(self.address)) from error
-        encoder = Encoder(
-            table_bytes=min(self._table_bytes, welcome.table_bytes),
-            share_from=self._share_from,
-            limits=self._limits,
-        )
-        self._connections += 1
-        self._channel = channel
-        try:
-            self._outbox.connected(welcome)
-            self._outbox.bell.ring()
-            await SendingSession(channel, self._outbox, encoder, welcome.max_bytes, self._timing).run()
-        except asyncio.CancelledError:
-            with contextlib.suppress(MMRenderError, TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await channel.send(Bye("the sender was closed"))
-            raise
-        finally:
-            self._channel = None
-            self._past_bytes += channel.sent_bytes
-            self._outbox.disconnected()
-            await channel.link.aclose()
-
-    async def _introduce(self) -> tuple[Channel, Welcome]:
-        link = await self._transport.dial()
-        channel = Channel(link)
-        try:
-            welcome = await open_as_sender(
-                channel,
-                self._id,
-                secret=self._secret,
-                table_bytes=self._table_bytes,
-                unacked=self._outbox.unacked(),
-            )
-        except BaseException:
-            await link.aclose()
-            raise
-        return channel, welcome
 
     async def _stop(self) -> None:
         if self._task is not None:
@@ -353,7 +275,7 @@ class Sender:
         self._outbox.bell.ring()
 
     def _unreached(self, got: str) -> ShippingConnectionError:
-        last = f"; last: {self._last_error}" if self._last_error else ""
+        last = f"; last: {self._connections.last_error}" if self._connections.last_error else ""
         return ShippingConnectionError(
             "the receiver does not answer" if not self.connected else "the receiver does not acknowledge",
             where=str(self.address),

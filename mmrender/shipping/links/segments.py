@@ -1,8 +1,8 @@
 """Shared memory without names: anonymous files that one process makes, and another maps.
 
-A segment has no name in `/dev/shm` or anywhere else; the sender passes its file descriptor over the socket. So
-there is nothing to clean up, and nothing for `multiprocessing`'s resource tracker to guess about: the system
-frees a segment when the last process that maps it is gone, however it went.
+A segment has no name in `/dev/shm` or anywhere else; the sender passes its file descriptor over the socket.
+So there is nothing to clean up, and nothing for `multiprocessing`'s resource tracker to guess about: the
+system frees a segment when the last process that maps it is gone, however it went.
 
 The sender owns its segments and reuses them; the receiver maps them for reading only, and says when the last
 view into one is gone. On Linux they are sealed, so that a sender cannot cut off memory that a receiver reads.

@@ -1,7 +1,8 @@
 """Parcels as ZeroMQ multipart messages, `[header, frame, ...]`, neither side copying large frames.
 
 A sender is a DEALER, a receiver a ROUTER. ZeroMQ would reconnect behind our back and lose what was under way
-without a word, so each link is a socket of its own that does not reconnect, and a monitor says when it is gone.
+without a word, so each link is a socket of its own that does not reconnect, and a monitor says when it is
+gone.
 
 ZeroMQ takes in whole messages before we see them: what a peer can make it hold is bounded by `MAXMSGSIZE` for
 each frame, and by the high-water mark. Strangers are kept out by CURVE, which is why it is asked for beyond
