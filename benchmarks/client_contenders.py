@@ -20,6 +20,9 @@ from mmrender.media.item import MultiModalData
 
 Call = Callable[[], Awaitable[Any]]
 
+_PATIENCE = 600.0
+"""Seconds. Openai's default for a connection is 5, and 256 requests of 5 MB hold its event loop up for longer."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -107,7 +110,7 @@ class Peer:
 
         # Its own encoding needs vLLM; here it gets the same text as everyone.
         self._client._build_mm_features = lambda *_: load.features
-        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE)
         sidecar: Any = None if load.image is None else SimpleNamespace(is_empty=lambda: False)
 
         async def call() -> Any:
@@ -133,7 +136,7 @@ class OpenAI:
     def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
         from openai import AsyncOpenAI
 
-        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE)
         # As many bytes as the others' token ids take as JSON.
         content: list[Any] = [{"type": "text", "text": "x" * len(str(load.prompt_ids))}]
         if load.image is not None:
