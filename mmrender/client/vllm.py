@@ -95,7 +95,9 @@ class VLLMBackend:
         """
         by_parts = self.images == "content_parts"
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        placed = check_sidecar(ids, request.multi_modal_data, takes_sparse=by_parts)
+        placed = check_sidecar(
+            ids, request.multi_modal_data, token_ids=request.media_token_ids, takes_sparse=by_parts
+        )
         for entry in placed:
             if entry.modality != "image":
                 raise EngineUnsupportedError(
@@ -139,20 +141,20 @@ class VLLMBackend:
         """Send tensors, and those that were wrongly left out once more."""
         forms = await self._forms(call)
         state = state_of(call.transport)
-        identities = [entry.item.identity for entry in call.placed]
+        hashes = [forms[entry.item.identity].mm_hash(entry.item) for entry in call.placed]
         sparing = self.images == "hash_only"
         if sparing:
             await self._require_safe_cache(call.transport)
-        left_out = state.seen(identities) if sparing else set()
+        left_out = state.seen(hashes) if sparing else set()
         try:
             response = await _with_features(call, forms, left_out, once=sparing)
         except (EngineStatusError, FailedInEngineError) as error:
-            spared = left_out or (sparing and len(set(identities)) < len(identities))
+            spared = left_out or (sparing and len(set(hashes)) < len(hashes))
             if not spared or not _may_be_a_miss(error):
                 raise
-            state.unsee(identities)
+            state.unsee(hashes)
             response = await _with_features(call, forms, (), once=False)
-        state.remember(identities)
+        state.remember(hashes)
         return response
 
     async def _forms(self, call: GenerateCall) -> dict[str, WireForm]:

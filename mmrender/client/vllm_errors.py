@@ -6,8 +6,8 @@ from typing import Final
 from mmrender.errors import EngineError, EngineStatusError, EngineUnsupportedError, PromptTooLongError
 
 _OVERFLOWS: Final = (
-    # "The decoder prompt (length 3000) is longer than the maximum model length of 2048. ...", and the same with
-    # "plus the number of requested output tokens" before "is".
+    # "The decoder prompt (length 3000) is longer than the maximum model length of 2048. ...", and the same
+    # with "plus the number of requested output tokens" before "is".
     re.compile(
         r"prompt \(length (?P<length>\d+)\).{0,80}is longer than the maximum model length of (?P<limit>\d+)"
     ),

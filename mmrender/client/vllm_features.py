@@ -41,6 +41,13 @@ class WireForm:
     layout: Layout
     pixels: PixelDtype
 
+    def mm_hash(self, item: MediaItem) -> str:
+        """The name of an item's data on the server, which keeps what first came under a name.
+
+        It names the kind of pixels too, so data of a wrong kind is never taken for that of the right one.
+        """
+        return f"{item.identity}-{self.pixels}"
+
 
 def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
     """Expand one item to what goes on the wire.
@@ -153,7 +160,7 @@ def features_of(
     Args:
         placed: Items in prompt order.
         forms: How the server takes each, by identity.
-        left_out: Identities whose data the server has. Of these only the hash is sent.
+        left_out: Hashes whose data the server has; of these nothing else is sent.
         repeats_left_out: Send the data of an item once within the request. A server takes the hash behind
             it as one whose data it has, so this holds where hashes without data do.
 
@@ -162,15 +169,15 @@ def features_of(
     """
     features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     encoded: dict[str, str] = {}
-    sent: set[str] = set()
     for entry in placed:
-        identity = entry.item.identity
-        if identity not in left_out and identity not in encoded:
-            encoded[identity] = encode_item(entry, forms[identity])
+        form = forms[entry.item.identity]
+        mm_hash = form.mm_hash(entry.item)
+        repeated = mm_hash in encoded
+        if mm_hash not in left_out and not repeated:
+            encoded[mm_hash] = encode_item(entry, form)
+        data = None if repeated and repeats_left_out else encoded.get(mm_hash)
         place = {"offset": entry.range.offset, "length": entry.range.length}
-        data = None if repeats_left_out and identity in sent else encoded.get(identity)
-        sent.add(identity)
-        features["mm_hashes"].setdefault(entry.modality, []).append(identity)
+        features["mm_hashes"].setdefault(entry.modality, []).append(mm_hash)
         features["mm_placeholders"].setdefault(entry.modality, []).append(place)
         features["kwargs_data"].setdefault(entry.modality, []).append(data)
     return features

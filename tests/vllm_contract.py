@@ -1,0 +1,129 @@
+"""Requests whose exchange with a real vLLM was recorded, and how a recording is kept short.
+
+`tests/integration/record_vllm_replies.py` sends them, `tests/unit/test_client_vllm_contract.py` replays what came.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from mmrender.client.backend import EngineRequest
+from mmrender.client.collapse import collapse
+from mmrender.rendered import RenderedTokens
+from mmrender.renderer import Renderer
+
+DATA = Path(__file__).resolve().parent / "data" / "engines" / "vllm"
+GREEDY = {"temperature": 0.0, "max_tokens": 4}
+ALTERNATIVES = {**GREEDY, "logprobs": 2}
+LONGEST_TEXT = 1000
+
+
+def blocks(seed: int, width: int = 128, height: int = 128) -> Image.Image:
+    """A picture of sixteen colours, the same for equal arguments."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(coarse, "RGB").resize((width, height), Image.Resampling.NEAREST)
+
+
+def text_prompt(renderer: Renderer) -> RenderedTokens:
+    return renderer.render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+
+
+def one_image(renderer: Renderer, seed: int = 1) -> RenderedTokens:
+    return _of_images(renderer, blocks(seed))
+
+
+def three_images(renderer: Renderer) -> RenderedTokens:
+    """The first and the last are the same."""
+    return _of_images(renderer, blocks(2), blocks(3, 160, 128), blocks(2))
+
+
+def _of_images(renderer: Renderer, *images: Image.Image) -> RenderedTokens:
+    parts = [{"type": "image", "image": image} for image in images]
+    content = [*parts, {"type": "text", "text": "What?"}]
+    return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def contract_request(rendered: RenderedTokens, sampling: Any = None) -> EngineRequest:
+    return EngineRequest(
+        model="tiny",
+        prompt_ids=rendered.token_ids,
+        sampling_params=sampling or GREEDY,
+        request_id="contract",
+        multi_modal_data=rendered.multi_modal_data,
+        vocab_size=1024,
+        collapsed_ids=collapse(rendered.token_ids, rendered.multi_modal_data),
+    )
+
+
+def to_json(value: Any) -> Any:
+    """A value as it is after a way through JSON."""
+    return None if value is None else msgspec.json.decode(msgspec.json.encode(value))
+
+
+def digested(value: Any) -> Any:
+    """A value with every long text cut to length and digest."""
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return f"sha256:{hashlib.sha256(value.encode()).hexdigest()}:{len(value)}"
+    if isinstance(value, dict):
+        return {key: digested(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return (
+            f"{len(value)} times {value[0]}" if len(value) > 1000 else [digested(member) for member in value]
+        )
+    return value
+
+
+_INFO = {
+    "model_config": {
+        "multimodal_config": ("mm_processor_cache_gb", "mm_processor_cache_type", "mm_device_do_normalize")
+    },
+    "parallel_config": ("_api_process_count", "data_parallel_size"),
+}
+
+
+def _picked(value: Any, keys: Any) -> Any:
+    if isinstance(keys, tuple):
+        return {key: value[key] for key in keys}
+    return {key: _picked(value[key], inner) for key, inner in keys.items()}
+
+
+def shortened(exchange: dict[str, Any]) -> dict[str, Any]:
+    """An exchange without what makes it long: texts of a request, and settings that nobody reads."""
+    reply = exchange["reply"]
+    if exchange["path"].startswith("/server_info") and exchange["status"] == 200:
+        reply = {"vllm_config": _picked(reply["vllm_config"], _INFO)}
+    if exchange["path"].endswith("/render") and exchange["status"] == 200:
+        reply = {**reply, "features": _squeezed(reply["features"])}
+    return {**exchange, "request": digested(exchange["request"]), "reply": reply}
+
+
+def _squeezed(features: dict[str, Any]) -> dict[str, Any]:
+    """Features whose item texts are packed, since pictures of few colours repeat themselves."""
+    import base64
+    import zlib
+
+    pack = lambda text: "zlib:" + base64.b64encode(zlib.compress(text.encode(), 9)).decode()  # noqa: E731
+    data = {modality: [pack(text) for text in texts] for modality, texts in features["kwargs_data"].items()}
+    return {**features, "kwargs_data": data}
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The exchanges of a recording, replies as they came."""
+    exchanges = json.loads((DATA / f"{name}.json").read_text())
+    for exchange in exchanges:
+        features = exchange["reply"].get("features") if isinstance(exchange["reply"], dict) else None
+        for texts in (features or {}).get("kwargs_data", {}).values():
+            texts[:] = [_unpacked(text) for text in texts]
+    return exchanges
+
+
+def _unpacked(text: str) -> str:
+    import base64
+    import zlib
+
+    return zlib.decompress(base64.b64decode(text.removeprefix("zlib:"))).decode()
