@@ -24,7 +24,7 @@ from mmrender.engines.text_path import TextCompleter
 from mmrender.engines.together import together
 from mmrender.engines.tokens_path import TokenCompleter
 from mmrender.engines.work import joined, split
-from mmrender.errors import EngineStateError, EngineUnavailableError
+from mmrender.errors import EngineError, EngineStateError, EngineUnavailableError
 from mmrender.media.item import MultiModalData
 
 
@@ -173,7 +173,7 @@ class InferenceEngineClient:
             prompt_ids: The prompt, placeholders widened.
             sampling_params: In vLLM's names, with `max_tokens`.
             **options: `multi_modal_data`, `collapsed_ids`, `session_id`, `cache_salt`, `priority`,
-                `extra_headers`, `routed_experts`, `timeout`.
+                `extra_headers`, `routed_experts`, `timeout`, `on_tokens`.
         """
         batch: dict[str, Any] = {"prompt_token_ids": [prompt_ids], "sampling_params": sampling_params}
         for name in ("multi_modal_data", "collapsed_ids"):
@@ -183,6 +183,11 @@ class InferenceEngineClient:
             batch["session_ids"] = [options.pop("session_id")]
         output = await self.generate({**batch, **options})  # type: ignore[typeddict-item]
         return output["engine_responses"][0]
+
+    async def max_prompt_len(self) -> int | None:
+        """The most tokens that a prompt may have on every engine; None where none says so."""
+        lengths = await together([_limit_of(engine) for engine in self.engines])
+        return min((length for length in lengths if length is not None), default=None)
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Answer an OpenAI chat request on an engine's own route, in text space."""
@@ -372,6 +377,14 @@ async def _told(member: Member) -> None:
     """Abort at once what an engine has; requests that are still on their way follow later."""
     if member.ill is None and member.calls:
         await asyncio.gather(member.engine.abort_generation(), return_exceptions=True)
+
+
+async def _limit_of(engine: InferenceEngineInterface) -> int | None:
+    ask = getattr(engine, "max_prompt_len", None)
+    try:
+        return None if ask is None else await ask()
+    except EngineError:
+        return None  # whether it serves is found out by asking it for tokens
 
 
 def _remade(

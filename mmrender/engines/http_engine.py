@@ -8,6 +8,7 @@ import msgspec
 
 from mmrender.client.backend import EngineRequest, EngineResponse, RendererBackend
 from mmrender.client.collapse import can_collapse, collapse, placeholder_ids_of
+from mmrender.client.limits import LIMITS
 from mmrender.client.resolve import as_transport
 from mmrender.client.transport import Transport
 from mmrender.engines.control import Controller
@@ -163,6 +164,10 @@ class HTTPEngine:
         if not can_collapse(data, self._placeholder_ids):
             return None
         return collapse(work.prompt_ids, data, self._placeholder_ids)
+
+    async def max_prompt_len(self) -> int | None:
+        """The most tokens that a prompt may have, as the server says; asked once."""
+        return await LIMITS.get(self.backend, self.model, self.transport)
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Ask the server's own chat route; an abort is returned as such."""

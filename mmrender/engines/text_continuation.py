@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrender.engines.continuation import check_finite, check_logprobs, is_memoryless
-from mmrender.errors import EngineReplyError
+from mmrender.errors import EngineReplyError, SamplingParameterError
 
 _HARMLESS = frozenset(
     {
@@ -62,7 +62,7 @@ class TextContinuation:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = body
-        self.budget: int | None = body.get(self.budget_key)
+        self.budget = _budget_of(body, self.budget_key)
         self.can_continue = _can_continue(body)
         self._clear()
 
@@ -268,7 +268,8 @@ class CompletionContinuation(TextContinuation):
     """A text completion of one prompt, which is text or token ids."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__({**body, "max_tokens": body.get("max_tokens") or DEFAULT_COMPLETION_TOKENS})
+        budget = body.get("max_tokens")
+        super().__init__({**body, "max_tokens": DEFAULT_COMPLETION_TOKENS if budget is None else budget})
         self.in_tokens = not isinstance(body["prompt"], str)
         self._wanted = body.get("logprobs")
 
@@ -336,6 +337,15 @@ class CompletionContinuation(TextContinuation):
     def _nothing(self) -> dict[str, Any]:
         choice = {"index": 0, "text": "", "finish_reason": "abort", "logprobs": None}
         return {"object": "text_completion", "model": self.body.get("model"), "choices": [choice]}
+
+
+def _budget_of(body: Mapping[str, Any], key: str) -> int | None:
+    budget = body.get(key)
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+        raise SamplingParameterError(
+            "the token budget is not usable", where=key, expected="an integer, 1 or more", got=repr(budget)
+        )
+    return budget
 
 
 def _can_continue(body: Mapping[str, Any]) -> bool:

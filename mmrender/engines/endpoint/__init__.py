@@ -1,0 +1,1 @@
+"""The HTTP endpoint: OpenAI's routes over an engine client."""
