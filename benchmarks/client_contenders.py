@@ -21,7 +21,7 @@ from mmrender.media.item import MultiModalData
 Call = Callable[[], Awaitable[Any]]
 
 _PATIENCE = 600.0
-"""Seconds. Openai's default for a connection is 5, and 256 requests of 5 MB hold its event loop up for longer."""
+"""Seconds. Its default for a connection is 5, and 256 requests of 5 MB hold openai's loop up for longer."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A small HTTP server for tests of the client, in the test's own event loop."""
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,6 +47,9 @@ class StubServer:
         for start in range(0, len(body), 65536):
             await response.write(body[start : start + 65536])
         return response
+
+    async def answer_packed(self, request: web.Request, body: bytes) -> web.Response:
+        return web.Response(body=gzip.compress(body), headers={"Content-Encoding": "gzip"})
 
     async def answer_busy(self, request: web.Request, body: bytes) -> web.Response:
         if self.busy:

@@ -39,7 +39,9 @@ class PromptLimits:
         Raises:
             EngineError: The server could not be asked.
         """
-        key = (transport.base_url, model, backend.name)
+        # A transport that is no way to its URL has a name of its own.
+        server = getattr(transport, "server_key", transport.base_url)
+        key = (server, model, backend.name)
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -33,6 +34,8 @@ class Answer:
     error: BaseException | None = None
     drop: bool = False
 
+
+_numbers = itertools.count(1)
 
 DROPPED: Final = Answer(drop=True)
 """The connection breaks before an answer."""
@@ -89,6 +92,7 @@ class MemoryTransport:
         }
         self._base_url = base_url.rstrip("/")
         self._delay = delay
+        self._number = next(_numbers)
         self.asked: list[Asked] = []
         self.cancelled: list[Asked] = []
         self.closed = 0
@@ -97,6 +101,11 @@ class MemoryTransport:
     def base_url(self) -> str:
         """What the server is called."""
         return self._base_url
+
+    @property
+    def server_key(self) -> str:
+        """What is learnt of a scripted server holds for it alone."""
+        return f"{self._base_url}#{self._number}"
 
     def of_path(self, path: str) -> list[Asked]:
         """The requests for one path."""

@@ -49,7 +49,8 @@ async def rendered_prompt(
         )
     else:
         rendered = renderer.render(messages, tools=tools, add_generation_prompt=True, **template_arguments)
-    return Prompt(rendered.token_ids, rendered.multi_modal_data, rendered)
+    # A rendering may be remembered, and what is given to the caller is the caller's.
+    return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
 
 
 def given_prompt(
@@ -65,7 +66,7 @@ def given_prompt(
         PlaceholderError: The prompt holds media tokens, and nothing says what they stand for.
     """
     if prompt_ids is None:
-        ids = attribution.token_ids if attribution is not None else []
+        ids = list(attribution.token_ids) if attribution is not None else []
     else:
         ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
     if attribution is not None and attribution.token_ids != ids:

@@ -57,11 +57,6 @@ def renderer(tiny_model: Path) -> Renderer:
     return Renderer.from_pretrained(tiny_model, image_backend="pil")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_known() -> None:
-    LIMITS.forget()
-
-
 @dataclass
 class Scripted:
     """An engine that says what it is told to, and keeps what it was asked."""
@@ -76,6 +71,7 @@ class Scripted:
     asked_limit: int = 0
     cancelled: int = 0
     gate: asyncio.Event | None = None
+    server: MemoryTransport = field(default_factory=MemoryTransport)
 
     async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
         self.requests.append(request)
@@ -102,7 +98,13 @@ class Scripted:
 
 
 def run(renderer: Any, engine: Any, **options: Any) -> Any:
-    given = {"client": MemoryTransport(), "messages": QUESTION, "model": "tiny", "backend": engine, **options}
+    given = {
+        "client": getattr(engine, "server", None) or MemoryTransport(),
+        "messages": QUESTION,
+        "model": "tiny",
+        "backend": engine,
+        **options,
+    }
     return asyncio.run(generate(renderer=renderer, **given))
 
 
@@ -143,6 +145,9 @@ def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
     assert turn.logprobs == [-0.5] * len(turn.completion_ids)
     assert turn.prompt_attribution == prompt
     assert not turn.multi_modal_data
+    # What was given is the caller's, though the renderer remembers what it rendered.
+    turn.prompt_ids.append(0)
+    assert renderer.render(QUESTION, add_generation_prompt=True) == prompt
     # The message is ready to go on with.
     renderer.render([*QUESTION, turn.message, *QUESTION], add_generation_prompt=True)
 

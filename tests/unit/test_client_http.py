@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import stamina
 
 from client_server import StubServer, stub_server
 from mmrender.client.config import TransportConfig
+from mmrender.client.encoding import encode_body, weigh
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import Transport
@@ -475,6 +477,74 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         TransportConfig(**{"base_url": "http://127.0.0.1:1", **settings})
     assert str(caught.value) == message
+
+
+def test_a_reply_that_is_compressed_all_the_same_is_read() -> None:
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url)
+        reply = await transport.request("POST", "/packed", json="x" * 5000)
+        assert bytes(reply.body) == b'"' + b"x" * 5000 + b'"'
+        assert server.seen[0][2]["Accept-Encoding"] == "identity"
+        with pytest.raises(EngineReplyError, match="too long"):
+            await HTTPTransport(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
+
+    with_server(test)
+
+
+def test_large_bodies_are_encoded_on_a_thread() -> None:
+    async def test(body: Any) -> bytes:
+        return await encode_body(body, 1000)
+
+    small, large = {"ids": [1] * 10}, {"ids": list(range(1000)), "text": ["x" * 2000]}
+    for body in (small, large):
+        assert asyncio.run(test(body)) == msgspec.json.encode(body)
+    assert weigh(small, 1000) < 1000 <= weigh(large, 1000)
+    loop_thread = threading.current_thread().ident
+    used: list[int | None] = []
+
+    def hook(_: Any) -> Any:
+        used.append(threading.get_ident())
+        return 1
+
+    encoder = msgspec.json.Encoder(enc_hook=hook)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmrender.client.encoding._ENCODER", encoder)
+        asyncio.run(test({"a": object()}))
+        asyncio.run(test({"a": object(), "text": "x" * 2000}))
+    assert used[0] == loop_thread
+    assert used[1] != loop_thread
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 100,
+        b"x" * 100,
+        [1] * 50,
+        [["ab"] * 10] * 3,
+        {"a": {"b": "x" * 100}, "c": None},
+        msgspec.Raw(b'"' + b"x" * 100 + b'"'),
+        [None, "x" * 90],
+    ],
+    ids=["text", "bytes", "numbers", "nested", "mapping", "raw", "mixed"],
+)
+def test_the_size_of_a_body_is_guessed_within_a_small_factor(value: Any) -> None:
+    size = len(msgspec.json.encode(value))
+    assert size / 4 <= weigh(value, 1 << 30) <= 5 * size
+    assert weigh(value, 5) >= 5
+
+
+def test_retries_can_be_switched_off_for_a_whole_program() -> None:
+    async def test(server: StubServer) -> None:
+        server.busy = 1
+        with pytest.raises(EngineStatusError):
+            await HTTPTransport(server.url, **QUICK).request("GET", "/busy")
+
+    stamina.set_active(False)
+    try:
+        with_server(test)
+    finally:
+        stamina.set_active(True)
 
 
 def test_a_server_below_a_path_is_asked_there() -> None:
