@@ -12,6 +12,8 @@ BENCH_STAMP := $(VENV)/.installed-bench
 PARITY_VENV := .venv-parity
 PARITY_PIP := $(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 PARITY_STAMP := $(PARITY_VENV)/.installed
+# Ready environments of the inference servers may be named; otherwise `make integration-*` installs its own.
+export MMRENDER_VLLM_ENV ?= $(CURDIR)/.venv-vllm
 MODELS ?= $(sort $(wildcard ../shared/models/*/))
 CASES ?= 300
 
@@ -20,7 +22,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity bench fuzz clean
+.PHONY: help setup demo test check lint types layers docs package import-time parity bench fuzz clean \
+	.venv-vllm integration-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -84,6 +87,14 @@ parity: $(PARITY_STAMP) ## compare MODELS with Transformers in CASES conversatio
 
 bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+# Installed once, 2.2 GB; a named environment is taken as it is.
+.venv-vllm: $(MAIN_STAMP)
+	@$(BIN)/python tools/servers/environments.py vllm $@ || { echo "no environment for vLLM: it needs Python 3.11 and \
+	pip with a package index; or name a ready one: make integration-vllm MMRENDER_VLLM_ENV=DIR" >&2; exit 1; }
+
+integration-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## drive a real vLLM on the CPU: 3 starts
+	MMRENDER_TIERS=vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration
 
 fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the property tests with fresh seeds
 	$(BIN)/python tests/codec_fuzz.py --messages $(FUZZ_MESSAGES)

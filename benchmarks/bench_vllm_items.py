@@ -2,7 +2,7 @@
 
     python benchmarks/bench_vllm_items.py [--venv DIR] [--rounds 15] [--json FILE]
 
-Needs an environment with vLLM: this one, or `--venv`, or what `MMRENDER_VLLM_VENV` names. Items are those of
+Needs an environment with vLLM: this one, or `--venv`, or what `MMRENDER_VLLM_ENV` names. Items are those of
 a Qwen image: patches and a grid, in torch on vLLM's side and on ours. Contenders take turns; the table gives
 medians in milliseconds, and how many times faster ours is. "views" reads to numpy views, "torch" to torch
 tensors, and "copies" to torch tensors with memory of their own, which is what vLLM makes.
@@ -28,9 +28,9 @@ BARS = {"encode": 1.4, "decode": 3.0}
 
 
 def run_elsewhere(options: argparse.Namespace) -> None:
-    venv = options.venv or os.environ.get("MMRENDER_VLLM_VENV")
+    venv = options.venv or os.environ.get("MMRENDER_VLLM_ENV")
     if not venv:
-        raise SystemExit("bench_vllm_items: needs vLLM; give --venv or set MMRENDER_VLLM_VENV")
+        raise SystemExit("bench_vllm_items: needs vLLM; give --venv or set MMRENDER_VLLM_ENV")
     python = Path(venv) / "bin" / "python"
     subprocess.run([str(python), "-W", "ignore", *sys.argv], check=True)
 

@@ -1,19 +1,17 @@
 """Our items against vLLM's own code, in an environment of its own.
 
-Set `MMRENDER_VLLM_VENV` to a virtual environment with vLLM (0.32 is what the layouts were read from).
+Part of `make integration-vllm`. The layouts were read from vLLM 0.32.
 """
 
-import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from integration.engine_server import environment_of, needs_tier
 from mmcodecs.vllm_batch import join_items, split_items
 from mmcodecs.vllm_fields import LAYOUTS
 from mmcodecs.vllm_items import (
@@ -25,6 +23,8 @@ from mmcodecs.vllm_items import (
     encode_mm_kwargs_item,
 )
 from vllm_cases import batch_of, described, described_item
+
+pytestmark = needs_tier("vllm")
 
 DTYPES = ["bool", "int16", "uint64", "float64", "complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 BATCHES = [
@@ -53,12 +53,7 @@ def our_items():
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
     """vLLM's answers to all of this file's questions, from one run."""
-    python = sys.executable
-    if importlib.util.find_spec("vllm") is None:
-        folder = os.environ.get("MMRENDER_VLLM_VENV")
-        if not folder:
-            pytest.skip("needs vLLM, or MMRENDER_VLLM_VENV naming a virtual environment that has it")
-        python = str(Path(folder) / "bin" / "python")
+    python = environment_of("MMRENDER_VLLM_ENV", ".venv-vllm")
     request, answer = (tmp_path_factory.mktemp("vllm") / name for name in ("request.json", "answer.json"))
     batches = []
     for layout, architecture, modality in BATCHES:
@@ -69,7 +64,7 @@ def oracle(tmp_path_factory):
     )
     script = Path(__file__).with_name("vllm_oracle.py")
     run = subprocess.run(
-        [python, str(script), str(request), str(answer)], capture_output=True, text=True, check=False
+        [str(python), str(script), str(request), str(answer)], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(answer.read_text())

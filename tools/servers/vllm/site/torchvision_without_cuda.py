@@ -1,0 +1,1 @@
+../../sglang/site/torchvision_without_cuda.py
