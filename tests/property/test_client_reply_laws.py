@@ -37,7 +37,7 @@ def whole(value: Any) -> Any:
     return [whole(member) for member in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     reply=REPLIES,
     indent=st.sampled_from([None, 1]),
