@@ -159,6 +159,30 @@ def demo(
     )
 
 
+@app.command()
+def audit(
+    files: Annotated[
+        list[Path], typer.Argument(help="Files of saved trajectories.", metavar="TRAJECTORY...")
+    ],
+    model: ModelOption,
+    *,
+    tolerance: Annotated[float, typer.Option(min=0, help="Nats a token; beyond it a token departs.")] = 1e-2,
+    explain: Annotated[int, typer.Option(min=0, help="Departing samples to look for a cause in.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="Draw the differences to this file.")] = None,
+) -> None:
+    """Run the model over what a trainer would see, and compare with the sampler; exit 1 where they part."""
+    from mmrender.audit.command import audit_files
+
+    with _log.status("auditing"):
+        report = audit_files(
+            files, model, tolerance=tolerance, explain=explain, dtype=dtype, device=device, plot=plot
+        )
+    sys.stdout.write(report.text() + "\n")
+    raise typer.Exit(0 if report.ok else 1)
+
+
 def _parity_table(reports: "list[Any]") -> Table:
     table = Table(show_edge=False, pad_edge=False)
     for heading in (

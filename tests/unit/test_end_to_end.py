@@ -3,11 +3,14 @@
 import asyncio
 
 import pytest
+from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, roll_out_many, ship_to_trainer
+from mmrender.cli import app
 from mmrender.client.local import LocalBackend
 from mmrender.renderer import Renderer
 from mmrender.rollout.renderer_client import RendererClient
+from mmrender.trajectory import save_trajectories
 
 CAUSES = {
     "one patch off": ("pixels", "every patch 1 place(s) earlier"),
@@ -49,3 +52,18 @@ def test_planted_faults_are_named(tiny_model, trajectories, tmp_path):
             name,
             seen[name],
         )
+
+
+def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_path):
+    path = tmp_path / "rollouts.mmr"
+    save_trajectories(path, trajectories[:3])
+    done = CliRunner().invoke(
+        app, ["audit", str(path), "--model", str(tiny_model), "--plot", str(tmp_path / "a.svg")]
+    )
+    assert done.exit_code == 1  # the guided tool call's numbers are those of its grammar
+    assert "sampling: the sampler was held to a grammar or a few tokens" in done.stdout
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    missing = CliRunner().invoke(app, ["audit", str(tmp_path / "none.mmr"), "--model", str(tiny_model)])
+    assert (
+        str(missing.exception) == f"{tmp_path}/none.mmr: cannot read the file - got No such file or directory"
+    )
