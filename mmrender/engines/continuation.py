@@ -242,6 +242,8 @@ def check_finite(logprobs: Sequence[float | None]) -> None:
     Raises:
         EngineReplyError: One is not.
     """
+    if None not in logprobs and all(map(math.isfinite, logprobs)):  # type: ignore[arg-type]
+        return
     for position, value in enumerate(logprobs):
         if value is None or not math.isfinite(value):
             raise EngineReplyError("a logprob is not finite", where=f"logprobs[{position}]", got=repr(value))
