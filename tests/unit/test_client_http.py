@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import pickle
+import random
 import socket
 import threading
 import weakref
@@ -564,5 +565,36 @@ def test_calls_beyond_the_bound_of_connections_wait() -> None:
         await asyncio.gather(*[transport.request("POST", "/echo", json=n) for n in range(20)])
         assert len(server.seen) == 20
         assert len(set(server.connections)) <= 2
+
+    with_server(test)
+
+
+def test_cancelling_at_any_moment_mixes_up_no_answers() -> None:
+    source = random.Random(0)
+
+    async def test(server: StubServer) -> None:
+        transport = HTTPTransport(server.url, max_connections=4)
+        answered = 0
+
+        async def ask(number: int) -> None:
+            nonlocal answered
+            body = {"number": number, "text": "x" * source.choice([0, 1000, 400_000])}
+            reply = await transport.request("POST", source.choice(["/echo", "/chunked"]), json=body)
+            assert msgspec.json.decode(reply.body) == body
+            answered += 1
+
+        tasks = [asyncio.create_task(ask(number)) for number in range(120)]
+        for task in source.sample(tasks, 60):
+            await asyncio.sleep(source.random() * 0.003)
+            task.cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        cancelled = sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+        assert answered + cancelled == len(tasks)
+        assert answered >= 60
+        # Nothing of the cancelled calls is left behind: every place is free again.
+        session = await transport._sessions.get()
+        assert session.connector is not None
+        assert not session.connector._acquired
+        await asyncio.gather(*[ask(number) for number in range(8)])
 
     with_server(test)
