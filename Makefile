@@ -3,6 +3,7 @@ PYTHON ?= python3
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 FUZZ_MESSAGES ?= 200000
+SOAK_SECONDS ?= 600
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +15,8 @@ PARITY_PIP := $(PARITY_VENV)/bin/python -m pip --disable-pip-version-check insta
 PARITY_STAMP := $(PARITY_VENV)/.installed
 # Ready environments of the inference servers may be named; otherwise `make integration-*` installs its own.
 export MMRENDER_VLLM_ENV ?= $(CURDIR)/.venv-vllm
+export MMRENDER_SGLANG_ENV ?= $(CURDIR)/.venv-sglang
+export MMRENDER_DYNAMO_ENV ?= $(CURDIR)/.venv-dynamo
 MODELS ?= $(sort $(wildcard ../shared/models/*/))
 CASES ?= 300
 
@@ -22,8 +25,8 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity bench fuzz clean \
-	.venv-vllm integration-vllm
+.PHONY: help setup demo test check lint types layers docs package import-time parity bench soak fuzz clean \
+	.venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -95,6 +98,23 @@ bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 
 integration-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## drive a real vLLM on the CPU: 3 starts
 	MMRENDER_TIERS=vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration
+
+integration-sglang: $(MAIN_STAMP) ## drive a real SGLang on the CPU: 1 start, 2.3 GB
+	@test "$$MMRENDER_SGLANG_ENV" != $(CURDIR)/.venv-sglang \
+		|| $(BIN)/python tools/servers/environments.py sglang .venv-sglang
+	MMRENDER_TIERS=sglang OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration/test_sglang_tier.py
+
+# Dynamo is published for Python 3.12; the installer ends with 3 where there is none.
+integration-dynamo: $(MAIN_STAMP) ## drive a real Dynamo, with a worker that runs the tiny model: 2 starts, 0.4 GB
+	@if test "$$MMRENDER_DYNAMO_ENV" != $(CURDIR)/.venv-dynamo \
+		|| $(BIN)/python tools/servers/environments.py dynamo .venv-dynamo; then \
+		MMRENDER_TIERS=dynamo OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration/test_dynamo_tier.py; \
+	else \
+		status=$$?; test $$status -eq 3 && echo "integration-dynamo: skipped, since there is no Python 3.12"; \
+	fi
+
+soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
+	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)
 
 fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the property tests with fresh seeds
 	$(BIN)/python tests/codec_fuzz.py --messages $(FUZZ_MESSAGES)

@@ -2,8 +2,8 @@
 
 Usage: `python tools/servers/environments.py ENGINE VENV`, where ENGINE is a folder beside this file with a
 `requirements.txt`. Its comment `# python:` names the Python release, and `# torch:` the torch release, of
-which a CPU build is taken. A folder `site/` beside it is copied into site-packages. Running it again on a
-finished environment does nothing.
+which a CPU build is taken. A folder `site/` beside it is copied into site-packages, and `with_torch/` too
+where there is torch. Running it again on a finished environment does nothing.
 
 Exit status: 0 installed or up to date, 3 where no interpreter of that release is found, 1 otherwise. The
 variable PYTHON names an interpreter; otherwise PATH and `~/.pyenv/versions` are searched.
@@ -39,7 +39,7 @@ def named(requirements: str, key: str) -> str | None:
 
 def candidates(release: str) -> Iterator[str]:
     """Interpreters to try, best first."""
-    if "PYTHON" in os.environ:
+    if os.environ.get("PYTHON"):
         yield os.environ["PYTHON"]
     yield sys.executable
     yield from filter(None, map(shutil.which, (f"python{release}", "python3")))
@@ -66,13 +66,20 @@ def find_python(release: str) -> str:
     )
 
 
+def site_folders(folder: Path, requirements: str) -> list[Path]:
+    """What is copied into site-packages."""
+    folders = [folder / "site", *([HERE / "with_torch"] if named(requirements, "torch") else [])]
+    return [entry for entry in folders if entry.is_dir()]
+
+
 def digest(folder: Path) -> str:
     """Digest of everything that an environment is made from."""
-    state = hashlib.sha256(Path(__file__).read_bytes())
-    files = [folder / "requirements.txt", *sorted((folder / "site").rglob("*"))]
-    for file in files:
-        if file.is_file() and "__pycache__" not in file.parts:
-            state.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    requirements = folder / "requirements.txt"
+    state = hashlib.sha256(Path(__file__).read_bytes() + requirements.read_bytes())
+    for site in site_folders(folder, requirements.read_text()):
+        for file in sorted(site.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                state.update(str(file.relative_to(HERE)).encode() + b"\0" + file.read_bytes())
     return state.hexdigest()
 
 
@@ -86,28 +93,22 @@ def install(folder: Path, venv: Path) -> None:
     python = find_python(named(requirements, "python") or "3.11")
     subprocess.run([python, "-m", "venv", "--clear", venv], check=True)
     # Most of the files are never imported, so byte code is left to the first import.
-    pip: list[str | Path] = [
-        venv / "bin" / "python",
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--no-compile",
-        "--no-deps",
-    ]
+    pip: list[str | Path] = [venv / "bin" / "python", "-m", "pip", "install", "-qq", "--no-compile"]
+    pip.append("--no-deps")
     if torch := named(requirements, "torch"):
         subprocess.run([*pip, f"torch=={torch}"], check=True)
-        script = "import importlib.metadata as m; print(m.version('torch'))"
-        build = subprocess.check_output([venv / "bin" / "python", "-c", script], text=True).strip()
+        build = asked(venv, "import importlib.metadata as m; print(m.version('torch'))")
         if not build.endswith("+cpu"):
             raise InstallError(f"pip took torch {build}; point it at a CPU build of {torch} (find-links)")
     subprocess.run([*pip, "-r", folder / "requirements.txt"], check=True)
-    if (folder / "site").is_dir():
-        script = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        site = subprocess.check_output([venv / "bin" / "python", "-c", script], text=True).strip()
-        shutil.copytree(
-            folder / "site", site, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+    packages = asked(venv, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    for site in site_folders(folder, requirements):
+        shutil.copytree(site, packages, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def asked(venv: Path, script: str) -> str:
+    """What a script prints in an environment."""
+    return subprocess.check_output([venv / "bin" / "python", "-c", script], text=True).strip()
 
 
 def main(arguments: list[str]) -> int:

@@ -2,8 +2,8 @@
 
 Its library of compiled operators then cannot be loaded, and its Python code stops where it describes the
 first of them. Image processors use its transforms, which need none. So the two operators that are described
-at import are declared beforehand, without an implementation. The `.pth` file beside this one imports it at every
-start.
+at import are declared beforehand, without an implementation. The `.pth` file beside this one imports it at
+every start.
 """
 
 import importlib.abc

@@ -1,1 +1,0 @@
-../../sglang/site/torchvision_without_cuda.py
