@@ -81,7 +81,7 @@ class Pauser:
     async def _each(
         self,
         members: Sequence[Member],
-        action: Callable[[InferenceEngineInterface], Awaitable[None]],
+        action: Callable[[InferenceEngineInterface], Awaitable[bool]],
         *,
         forget: bool = False,
     ) -> None:
@@ -97,7 +97,7 @@ class Pauser:
                 continue
             if forget:
                 self._paused.remove(member)
-            else:
+            elif result is True:
                 self._paused.append(member)
         if problem is not None:
             raise problem
@@ -110,22 +110,26 @@ class Pauser:
                 call.go_on()
 
 
-async def _pause_one(engine: InferenceEngineInterface, mode: PauseMode, clear_cache: bool) -> None:
+async def _pause_one(engine: InferenceEngineInterface, mode: PauseMode, clear_cache: bool) -> bool:
+    """Pause an engine; False where it is left as it is, since this client holds back all work for it."""
     modes = engine.pause_modes
     if mode in modes:
         await engine.pause_generation(mode, clear_cache=clear_cache)
-    elif mode == "keep":
+        return True
+    if mode == "keep":
         raise EngineUnsupportedError(
             "the engine cannot freeze requests", where=engine.name, remedy="Pause with 'abort' or 'wait'"
         )
-    elif "keep" in modes and mode == "wait":
+    if "keep" in modes and mode == "wait":
         # Nothing of this client runs there any more, so freezing is the same.
         await engine.pause_generation("keep", clear_cache=clear_cache)
+        return True
+    return False
 
 
-async def _resume_one(engine: InferenceEngineInterface) -> None:
-    if engine.pause_modes:
-        await engine.resume_generation()
+async def _resume_one(engine: InferenceEngineInterface) -> bool:
+    await engine.resume_generation()
+    return True
 
 
 async def quiet(members: Sequence[Member]) -> None:

@@ -113,6 +113,10 @@ def encoded(text: str) -> list[int]:
     return [ord(char) - ord("a") + FIRST_LETTER if "a" <= char <= "z" else 1000 + ord(char) for char in text]
 
 
+def _no_fault() -> None:
+    return None
+
+
 @dataclass(eq=False)
 class _Running:
     """A request under way."""
@@ -155,7 +159,7 @@ class ScriptedEngine:
         journal: list[tuple[str, "Asked"]] | None = None,
     ) -> None:
         self._name = name
-        self._faults = faults or (lambda: None)
+        self._faults = faults or _no_fault
         self._modes = frozenset(pause_modes)
         self._travel = travel
         self.journal = [] if journal is None else journal

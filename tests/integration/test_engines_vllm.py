@@ -1,0 +1,320 @@
+"""The engine client against two real vLLM servers with the tiny model, greedy.
+
+A continued request computes its prompt in one go where the undisturbed one went token by token, and batches
+differ from run to run, so logits differ in their last bits. The tiny model's two best logits are further apart
+than that for every token sampled here; prompts and pictures are drawn from fixed seeds.
+"""
+
+import asyncio
+import base64
+import io
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image, ImageDraw
+
+from integration.engine_server import EngineServer as Process
+from integration.engine_server import needs_tier, start_vllm
+from mmrender.client.http import HTTPTransport
+from mmrender.client.vllm import VLLMBackend
+from mmrender.demo.model import build_tiny_model
+from mmrender.engines import ClientPolicy, EngineServer, HTTPEngine, InferenceEngineClient, ServerSettings
+from mmrender.renderer import Renderer
+
+pytestmark = [needs_tier("vllm"), pytest.mark.timeout(600)]
+
+PROMPTS = 50
+PARAMS = {"max_tokens": 48, "temperature": 0.0, "ignore_eos": True}
+CYCLES = 10
+
+
+def picture(seed: int) -> Image.Image:
+    rng = random.Random(seed)
+    image = Image.new("RGB", (rng.randrange(64, 160), rng.randrange(64, 160)), tuple(rng.randbytes(3)))
+    draw = ImageDraw.Draw(image)
+    for _ in range(4):
+        x, y = rng.randrange(100), rng.randrange(100)
+        draw.rectangle(
+            (x, y, x + rng.randrange(10, 60), y + rng.randrange(10, 60)), fill=tuple(rng.randbytes(3))
+        )
+    return image
+
+
+def conversation(seed: int) -> list[dict[str, Any]]:
+    images = [{"type": "image", "image": picture(100 * seed + index)} for index in range(1 + seed % 3)]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": f"What is in picture {seed}?"}]}]
+
+
+class Counted(HTTPEngine):
+    """Counts its requests."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.requests = 0
+
+    async def generate(self, input_batch):
+        self.requests += 1
+        return await super().generate(input_batch)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model: Path) -> Renderer:
+    return Renderer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    logs = tmp_path_factory.mktemp("engines")
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        starting = [start_vllm(tiny_model, log=logs / f"server{index}.log") for index in range(2)]
+        yield list(pool.map(stack.enter_context, starting))
+
+
+def client_of(servers: list[Process], renderer: Renderer | None, **policy: Any) -> InferenceEngineClient:
+    engines = [
+        Counted(
+            VLLMBackend(), HTTPTransport(server.base_url, attempts=2), model="tiny", name=f"engine{index}"
+        )
+        for index, server in enumerate(servers)
+    ]
+    return InferenceEngineClient(engines, renderer=renderer, policy=ClientPolicy(**policy))
+
+
+@pytest.fixture(scope="module")
+def batch(renderer: Renderer) -> dict[str, Any]:
+    return {
+        "prompts": [conversation(seed) for seed in range(PROMPTS)],
+        "sampling_params": PARAMS,
+        "session_ids": [f"session{seed // 2}" for seed in range(PROMPTS)],
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(servers, renderer, batch) -> dict[str, Any]:
+    async def run():
+        client = client_of(servers, renderer)
+        output = await client.generate(batch)
+        await client.teardown()
+        return output
+
+    output = asyncio.run(run())
+    assert [len(ids) for ids in output["response_ids"]] == [PARAMS["max_tokens"]] * PROMPTS
+    return output
+
+
+def assert_same(output, undisturbed):
+    assert output["response_ids"] == undisturbed["response_ids"]
+    assert output["responses"] == undisturbed["responses"]
+    assert output["stop_reasons"] == undisturbed["stop_reasons"]
+    for logprobs, expected in zip(output["response_logprobs"], undisturbed["response_logprobs"], strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_pauses_change_nothing(mode, servers, renderer, batch, undisturbed):
+    rng = random.Random(mode)
+    under_way: list[int] = []
+
+    async def run():
+        client = client_of(servers, renderer, concurrency=8)
+        await client.set_weight_version("step-0")
+        generating = asyncio.create_task(client.generate(batch))
+        for cycle in range(CYCLES):
+            await asyncio.sleep(rng.uniform(0.02, 0.2))
+            under_way.append(sum(len(member.calls) for member in client.members.values()))
+            await client.pause_generation(mode, clear_cache=rng.random() < 0.5)
+            assert all(server.get("/is_paused")["is_paused"] for server in servers)
+            held = [len(member.calls) for member in client.members.values()]
+            if mode != "keep":
+                assert held == [0, 0]
+            await asyncio.sleep(rng.uniform(0.0, 0.05))
+            assert held == [len(member.calls) for member in client.members.values()]
+            if mode == "abort":
+                await client.set_weight_version(f"step-{cycle + 1}")
+            await client.resume_generation()
+        output = await generating
+        requests = sum(engine.requests for engine in client.engines)
+        await client.teardown()
+        assert len(asyncio.all_tasks()) == 1
+        return output, requests
+
+    output, requests = asyncio.run(run())
+    assert_same(output, undisturbed)
+    assert sum(count > 0 for count in under_way) >= CYCLES // 2  # pauses met work
+    if mode == "abort":
+        assert requests > PROMPTS
+        check_versions(output)
+    else:
+        assert requests == PROMPTS  # nothing had to be asked again
+
+
+def check_versions(output):
+    changed = 0
+    for ids, spans in zip(output["response_ids"], output["weight_versions"], strict=True):
+        bounds = [0, *[span.stop for span in spans]]
+        assert [span.start for span in spans] == bounds[:-1]
+        assert bounds[-1] == len(ids)
+        steps = [int(span.version.removeprefix("step-")) for span in spans]
+        assert steps == sorted(set(steps))
+        changed += len(spans) > 1
+    assert changed
+
+
+def test_completions_of_ids_are_continued_in_tokens(servers, renderer):
+    """The servers' own completion route, which is asked with ids and gives them back."""
+    prompts = [
+        renderer.render_ids([{"role": "user", "content": f"Say {n}."}], add_generation_prompt=True)
+        for n in range(12)
+    ]
+    body = {
+        "prompt": prompts,
+        "max_tokens": 40,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+    async def run(cycles):
+        client = client_of(servers, None)
+        completing = asyncio.create_task(client.completion({"json": body}))
+        for _ in range(cycles):
+            await asyncio.sleep(0.1)
+            await client.pause_generation("abort")
+            await client.resume_generation()
+        reply = await completing
+        await client.teardown()
+        return reply
+
+    calm, paused = asyncio.run(run(0)), asyncio.run(run(4))
+    assert [choice["token_ids"] for choice in paused["choices"]] == [
+        choice["token_ids"] for choice in calm["choices"]
+    ]
+    assert paused["usage"]["completion_tokens"] == calm["usage"]["completion_tokens"] == 12 * 40
+    assert paused["usage"]["prompt_tokens"] == calm["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+def test_weights_are_read_anew(servers, renderer, tmp_path, tiny_model, batch, undisturbed):
+    """What follows is sampled with the other weights, and with the first ones again after those."""
+    other = build_tiny_model(tmp_path / "other", seed=7)
+    some = {**batch, "prompts": batch["prompts"][:6], "session_ids": None}
+
+    async def run():
+        client = client_of(servers, renderer)
+        await client.load_weights(str(other), weight_version="other")
+        changed = await client.generate(some)
+        assert await client.weight_version() == "other"
+        await client.pause_generation("wait")
+        await client.load_weights(str(tiny_model), weight_version="first")
+        await client.resume_generation()
+        restored = await client.generate(some)
+        await client.teardown()
+        return changed, restored
+
+    changed, restored = asyncio.run(run())
+    assert changed["response_ids"] != undisturbed["response_ids"][:6]
+    assert restored["response_ids"] == undisturbed["response_ids"][:6]
+    assert {span.version for spans in changed["weight_versions"] for span in spans} == {"other"}
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "passed-on"])
+def test_openais_client_talks_to_the_endpoint(servers, renderer, in_tokens):
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_url(picture(3))}},
+        {"type": "text", "text": "Describe it."},
+    ]
+    asked = {
+        "model": "tiny-vlm",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 24,
+        "temperature": 0.0,
+        "logprobs": True,
+        "extra_body": {"ignore_eos": True},
+    }
+    client = client_of(servers, renderer if in_tokens else None)
+    settings = ServerSettings(model="tiny-vlm", api_key="secret")
+    with (
+        EngineServer(client, settings) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as caller,
+    ):
+        assert caller.models.retrieve("tiny-vlm").id == "tiny-vlm"
+        whole = caller.chat.completions.create(**asked)
+        arrived, content, tokens = [], "", 0
+        for chunk in caller.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ):
+            arrived.append(time.monotonic())
+            for choice in chunk.choices:
+                content += choice.delta.content or ""
+                tokens += len(choice.logprobs.content) if choice.logprobs else 0
+        with pytest.raises(openai.BadRequestError) as too_long:
+            caller.chat.completions.create(
+                **{**asked, "messages": [{"role": "user", "content": "word " * 4000}]}
+            )
+    choice = whole.choices[0]
+    assert content == choice.message.content
+    assert choice.finish_reason == "length"
+    assert whole.usage.completion_tokens == len(choice.logprobs.content) == tokens == 24
+    assert len(arrived) > 12  # as they come, not in one piece
+    assert too_long.value.status_code == 400
+    asyncio.run(client.teardown())
+    assert not [each for each in threading.enumerate() if each.name.startswith("mmrender")]
+
+
+def test_both_ways_of_chat_give_the_same_text(servers, renderer):
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(picture(5))}}]}
+    ]
+    params = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+
+    async def run():
+        client = client_of(servers, renderer)
+        reply = await client.chat_completion(
+            {"json": {"messages": messages, "skip_special_tokens": False, **params}}
+        )
+        output = await client.generate({"prompts": [messages], "sampling_params": params})
+        await client.teardown()
+        return reply["choices"][0]["message"]["content"], output["responses"][0]
+
+    passed_on, in_tokens = asyncio.run(run())
+    assert passed_on == in_tokens
+
+
+def test_a_server_that_is_killed_loses_nothing(servers, renderer, batch, undisturbed):
+    """The last test: it leaves one server."""
+
+    async def run():
+        client = client_of(servers, renderer, concurrency=8, health_interval=0.5, backoff_initial=0.05)
+        generating = asyncio.create_task(client.generate(batch))
+        for _ in itertools.count():
+            await asyncio.sleep(0.01)
+            if sum(engine.requests for engine in client.engines) > PROMPTS // 2:
+                break
+        await asyncio.to_thread(servers[1].kill)
+        output = await generating
+        ills = {name: member.ill for name, member in client.members.items()}
+        requests = sum(engine.requests for engine in client.engines)
+        await client.teardown()
+        assert len(asyncio.all_tasks()) == 1
+        return output, ills, requests
+
+    output, ills, requests = asyncio.run(run())
+    assert_same(output, undisturbed)
+    assert ills["engine0"] is None
+    assert ills["engine1"] is not None
+    assert requests > PROMPTS

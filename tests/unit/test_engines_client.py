@@ -1,0 +1,689 @@
+"""The engine client: routing, failures, pauses, limits, and what it refuses."""
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from engine_cases import PATIENT, setup, sidecar, turns
+from mmrender.engines.client import InferenceEngineClient
+from mmrender.engines.interface import InferenceEngineInterface
+from mmrender.engines.policy import ClientPolicy
+from mmrender.engines.scripted import Fault, ScriptedEngine, letters, sampled
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineReplyError,
+    EngineStateError,
+    EngineStatusError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    EngineUnsupportedError,
+    InputError,
+    SamplingParameterError,
+)
+
+PARAMS = {"max_tokens": 12}
+LONG = next([2, seed] for seed in range(2, 40) if sampled([2, seed], 200).finish_reason == "length")
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def until(predicate):
+    """Wait for something that is bound to happen."""
+    async with asyncio.timeout(20):
+        while not predicate():
+            await asyncio.sleep(0.001)
+
+
+def asked_by(case):
+    return [[asked.prompt_ids for asked in engine.asked] for engine in case.engines]
+
+
+# --- input ---
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "prompts are not given in one way - expected exactly one of 'prompts' and 'prompt_token_ids', got neither"),
+        (
+            {"prompts": [[]], "prompt_token_ids": [[1]]},
+            "prompts are not given in one way - expected exactly one of 'prompts' and 'prompt_token_ids', got both",
+        ),
+        ({"prompt_token_ids": [1, 2]}, "prompt_token_ids: a single prompt stands where a list of prompts is expected. Write [token_ids]"),
+        ({"prompt_token_ids": [[1]]}, "sampling_params: sampling parameters are missing. Give at least {'max_tokens': N}"),
+        ({"prompt_token_ids": [[]], "sampling_params": PARAMS}, "prompt_token_ids[0]: the prompt is empty"),
+        (
+            {"prompt_token_ids": [[1], [2]], "sampling_params": PARAMS, "session_ids": ["a"]},
+            "session_ids: there is not one for each prompt - expected 2, got 1",
+        ),
+        (
+            {"prompts": [[{"role": "user", "content": "hi"}]], "sampling_params": PARAMS},
+            "prompts: conversations need a renderer. Give one to the engine or client, or pass prompt_token_ids",
+        ),
+        (
+            {"prompt_token_ids": [[1], [2]], "sampling_params": PARAMS, "on_tokens": print},
+            "on_tokens: only a single prompt can be streamed - got 2 prompts",
+        ),
+    ],
+)  # fmt: skip
+def test_input_that_is_not_understood(batch, message):
+    with pytest.raises(InputError) as caught:
+        run(setup().client.generate(batch))
+    assert str(caught.value) == message
+
+
+def test_a_field_that_does_not_exist_is_named():
+    with pytest.raises(
+        InputError, match=r"^prompt_ids: there is no such input - expected one of cache_salt, "
+    ):
+        run(setup().client.generate({"prompt_ids": [[1]]}))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({}, "sampling_params.max_tokens: the token budget is missing or not usable - expected an integer, 1 or more, got none"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens: the token budget is missing or not usable - expected an integer, 1 or more, got 0"),
+        ({"max_tokens": 5, "n": 2}, "sampling_params.n: one prompt gives one completion - expected 1, got 2. Use sample(), or repeat the prompt"),
+    ],
+)  # fmt: skip
+def test_budgets_that_cannot_be_kept(params, message):
+    case = setup()
+    with pytest.raises(SamplingParameterError) as caught:
+        run(case.client.generate({"prompt_token_ids": [[1]], "sampling_params": params}))
+    assert str(caught.value) == message
+    assert not case.journal
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": [], "max_tokens": 0}, {"messages": [], "max_completion_tokens": -3}]
+)
+def test_budgets_in_text_that_cannot_be_kept(body):
+    with pytest.raises(
+        SamplingParameterError, match="the token budget is not usable - expected an integer, 1 or more"
+    ):
+        run(setup().client.chat_completion({"json": body}))
+
+
+def test_a_payload_without_a_body():
+    with pytest.raises(InputError) as caught:
+        run(setup().client.chat_completion({"messages": []}))
+    assert str(caught.value) == (
+        "request_payload: the payload has no body - expected {'json': {...}, 'headers': {...}}, got keys ['messages']"
+    )
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", [1]], None, {"a": 1}, [True]])
+def test_prompts_of_completions_that_are_none(prompt):
+    with pytest.raises(InputError, match=r"^prompt: the prompt is not understood - expected text, token ids"):
+        run(setup().client.completion({"json": {"prompt": prompt}}))
+
+
+def test_engines_need_names_of_their_own():
+    with pytest.raises(InputError, match=r"^engines: two engines have one name - got 'a'. Name them apart$"):
+        InferenceEngineClient([ScriptedEngine("a"), ScriptedEngine("a")])
+    with pytest.raises(InputError, match=r"^engines: there is no engine - expected one or more$"):
+        InferenceEngineClient([])
+
+
+def test_policies_are_checked():
+    with pytest.raises(
+        InputError, match=r"^policy.attempts: a setting is out of range - expected at least 1, got 0$"
+    ):
+        ClientPolicy(attempts=0)
+    with pytest.raises(InputError, match=r"^policy.routing: there is no such routing"):
+        ClientPolicy(routing="random")
+
+
+def test_clients_and_engines_have_one_interface():
+    case = setup()
+    assert isinstance(case.client, InferenceEngineInterface)
+    assert isinstance(case.engines[0], InferenceEngineInterface)
+    assert (case.client.tp_size(), case.client.pp_size(), case.client.dp_size()) == (1, 1, 3)
+
+
+# --- results ---
+
+
+def test_samples_of_one_prompt_have_seeds_of_their_own():
+    case = setup()
+    output = run(case.client.sample([2, 5], 3, {"max_tokens": 4, "seed": 7, "n": 3}, session_id="s"))
+    assert len(output["response_ids"]) == 3
+    assert sorted(asked.params["seed"] for _, asked in case.journal if _ == "asked") == [7, 8, 9]
+
+
+def test_a_client_with_a_renderer_renders_and_decodes_once():
+    class Renderer:
+        decoded = 0
+
+        def render(self, messages, **_):
+            from types import SimpleNamespace
+
+            return SimpleNamespace(token_ids=[2, len(messages)], multi_modal_data=sidecar("one"))
+
+        def decode(self, ids):
+            self.decoded += 1
+            return letters(ids)
+
+    renderer = Renderer()
+    case = setup([Fault("abort", 2), Fault("abort", 1)])
+    client = InferenceEngineClient(case.engines, renderer=renderer, policy=PATIENT)
+    output = run(client.generate({"prompts": [["a"], ["a", "b"]], "sampling_params": PARAMS}))
+    assert output["responses"] == [letters(sampled([2, count], 12).completion_ids) for count in (1, 2)]
+    assert renderer.decoded == 2
+    assert output["prompt_token_ids"] == [[2, 1], [2, 2]]
+    assert {asked.images for _, asked in case.journal} == {("one",)}
+
+
+def test_a_client_of_clients():
+    inner = setup([Fault("abort", 1)] * 3, count=2)
+    outer = InferenceEngineClient([inner.client], policy=PATIENT)
+    output = run(outer.generate({"prompt_token_ids": [[2, 9]], "sampling_params": PARAMS}))
+    assert output["response_ids"] == [sampled([2, 9], 12).completion_ids]
+
+
+# --- failures ---
+
+
+def test_what_an_engine_refuses_is_not_asked_again():
+    class Refusing(ScriptedEngine):
+        async def generate(self, input_batch):
+            self.asked.append(input_batch)
+            raise EngineStatusError("the server answered 400", status=400)
+
+    engines = [Refusing("a"), Refusing("b")]
+    with pytest.raises(EngineStatusError, match=r"^the server answered 400$"):
+        run(InferenceEngineClient(engines).generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}))
+    assert sum(len(engine.asked) for engine in engines) == 1
+
+
+def test_attempts_are_bounded():
+    case = setup([Fault("error", 0)] * 50, policy=PATIENT.replace(attempts=4))
+    with pytest.raises(EngineStatusError) as caught:
+        run(case.client.generate({"prompt_token_ids": [[1, 2]], "sampling_params": PARAMS}))
+    assert len(case.journal) == 4
+    assert caught.value.__notes__ == ["after 4 attempts"]
+
+
+def test_a_reply_without_logprobs_is_refused_in_the_end():
+    case = setup([Fault("drop_logprobs", 0)] * 50, policy=PATIENT.replace(attempts=3))
+    with pytest.raises(EngineReplyError) as caught:
+        run(case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS}))
+    assert str(caught.value) == "logprobs: tokens and logprobs differ in number - expected 12, got 0"
+
+
+def test_aborts_without_end_are_an_error():
+    case = setup([Fault("abort", 0)] * 90, policy=PATIENT.replace(max_idle_aborts=5))
+    with pytest.raises(EngineUnavailableError) as caught:
+        run(case.client.generate({"prompt_token_ids": [[1, 2]], "sampling_params": PARAMS}))
+    assert str(caught.value) == (
+        "engines aborted a request 5 times in a row without a token - expected at most 5 such aborts. "
+        "Look for whoever pauses or aborts on the servers besides this client"
+    )
+
+
+def test_no_engine_left():
+    case = setup(count=2, policy=PATIENT.replace(attempts=2))
+    for engine in case.engines:
+        engine.alive = False
+    with pytest.raises((EngineUnavailableError, EngineConnectionError)):
+        run(case.client.generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}))
+    with pytest.raises(EngineUnavailableError) as caught:
+        run(case.client.check_health())
+    down = "the server was not reached"
+    assert str(caught.value) == (
+        f"no healthy engine is left - got engine0: engine0: {down}; engine1: engine1: {down}. "
+        "Start one, and check that its URL is right"
+    )
+
+
+def test_a_dead_engine_is_ejected_and_comes_back():
+    async def scenario():
+        case = setup(count=2, policy=PATIENT.replace(health_interval=0.01))
+        batch = {"prompt_token_ids": [[2, n] for n in range(2, 12)], "sampling_params": PARAMS}
+        case.engines[0].alive = False
+        output = await case.client.generate(batch)
+        assert output["response_ids"] == [
+            sampled(prompt, 12).completion_ids for prompt in batch["prompt_token_ids"]
+        ]
+        assert case.client.members["engine0"].ill == "engine0: the server was not reached"
+        case.engines[0].alive = True
+        await until(lambda: case.client.members["engine0"].ill is None)
+        await case.client.generate(batch)
+        assert case.engines[0].asked
+        await case.client.teardown()
+        assert len(asyncio.all_tasks()) == 1
+
+    run(scenario())
+
+
+def test_a_hung_engine_is_found_out_and_its_work_is_done_elsewhere():
+    class Hung(ScriptedEngine):
+        hung = True
+
+        async def check_health(self):
+            if self.hung:
+                raise EngineTimeoutError("no answer", where=self.name)
+
+    async def scenario():
+        hung = Hung("hung", faults=lambda: Fault("stall", 0))
+        well = ScriptedEngine("well")
+        policy = PATIENT.replace(attempt_timeout=None, health_interval=0.01, routing="round_robin")
+        client = InferenceEngineClient([hung, well], policy=policy)
+        prompts = [[2, n] for n in range(2, 8)]
+        output = await client.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS})
+        assert output["response_ids"] == [sampled(prompt, 12).completion_ids for prompt in prompts]
+        assert hung.asked
+        assert not hung.running
+        await client.teardown()
+
+    run(scenario())
+
+
+def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
+    async def scenario():
+        case = setup(count=2)
+        case.engines[1].alive = False
+        await case.client.load_weights("step-1", weight_version="v1")
+        case.engines[1].alive = True
+        await case.client.check_health()
+        assert case.client.members["engine1"].ill == (
+            "engine1: the engine missed a weight update. Update the weights again"
+        )
+        batch = {"prompt_token_ids": [[2, n] for n in range(2, 8)], "sampling_params": PARAMS}
+        await case.client.generate(batch)
+        assert not case.engines[1].asked
+        with pytest.raises(
+            EngineUnavailableError, match=r"^weights are sent to all engines at once, and some are not"
+        ):
+            await case.client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
+        await case.client.load_weights("step-2", weight_version="v2")
+        await case.client.check_health()
+        assert case.client.members["engine1"].ill is None
+        assert await case.client.weight_version() == "v2"
+
+    run(scenario())
+
+
+def test_an_engine_that_came_back_with_other_weights_stays_out():
+    async def scenario():
+        case = setup(count=2)
+        await case.client.load_weights("step-1", weight_version="v1")
+        case.client.members["engine1"].ill = "it was down"
+        case.engines[1].version = "v0"  # restarted from its first weights
+        await case.client.check_health()
+        assert (
+            case.client.members["engine1"].ill
+            == "engine1: the engine has other weights - expected v1, got v0"
+        )
+        case.client.members["engine1"].ill = None
+        with pytest.raises(EngineStateError, match=r"^engines have different weights"):
+            await case.client.weight_version()
+
+    run(scenario())
+
+
+# --- time ---
+
+
+def test_a_stalled_request_is_given_up_and_asked_elsewhere():
+    case = setup([Fault("stall", 3)])
+    output = run(case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS}))
+    assert output["response_ids"] == [sampled(LONG, 12).completion_ids]
+
+
+def test_deadlines_bound_everything():
+    async def scenario():
+        case = setup([Fault("stall", 0)], policy=PATIENT.replace(attempt_timeout=None))
+        with pytest.raises(EngineTimeoutError) as caught:
+            await case.client.generate(
+                {"prompt_token_ids": [LONG], "sampling_params": PARAMS, "timeout": 0.02}
+            )
+        assert str(caught.value) == "prompt_token_ids[0]: the completion was not finished within 0.02 s"
+        assert not any(engine.running for engine in case.engines)
+
+    run(scenario())
+
+
+def test_a_pause_does_not_count_against_a_requests_time():
+    async def scenario():
+        case = setup(policy=PATIENT.replace(attempt_timeout=0.05))
+        generating = asyncio.create_task(
+            case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
+        )
+        await turns(6)
+        await case.client.pause_generation("keep")
+        await asyncio.sleep(0.15)
+        await case.client.resume_generation()
+        await generating
+        assert len([event for event, _ in case.journal if event == "asked"]) == 1
+
+    run(scenario())
+
+
+def test_concurrency_is_bounded_per_engine():
+    case = setup(count=2, policy=PATIENT.replace(concurrency=3))
+    prompts = [[2, n] for n in range(2, 32)]
+    output = run(case.client.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS}))
+    assert output["response_ids"] == [sampled(prompt, 12).completion_ids for prompt in prompts]
+    assert [engine.most for engine in case.engines] == [3, 3]
+
+
+# --- routing ---
+
+
+def test_sessions_stay_where_they_are():
+    case = setup()
+    prompts = [[2, n] for n in range(2, 42)]
+    sessions = [n % 5 for n in range(40)]
+    run(
+        case.client.generate(
+            {"prompt_token_ids": prompts, "sampling_params": PARAMS, "session_ids": sessions}
+        )
+    )
+    homes = [{asked.session_id for asked in engine.asked} for engine in case.engines]
+    assert sorted(session for home in homes for session in home) == [0, 1, 2, 3, 4]
+
+
+def test_without_sessions_a_batch_is_spread_evenly():
+    case = setup()
+    run(case.client.generate({"prompt_token_ids": [[2, n] for n in range(2, 32)], "sampling_params": PARAMS}))
+    assert [len(engine.asked) for engine in case.engines] == [10, 10, 10]
+
+
+def test_round_robin():
+    case = setup(policy=PATIENT.replace(routing="round_robin"))
+    for n in range(2, 8):
+        run(
+            case.client.generate(
+                {"prompt_token_ids": [[2, n]], "sampling_params": PARAMS, "session_ids": ["same"]}
+            )
+        )
+    assert asked_by(case) == [[(2, 2), (2, 5)], [(2, 3), (2, 6)], [(2, 4), (2, 7)]]
+
+
+def test_images_draw_a_rollout_to_the_engine_that_has_them():
+    async def scenario():
+        case = setup()
+        for turn in range(1, 7):
+            for rollout in "abcdef":
+                images = sidecar(*[f"{rollout}{index}" for index in range(turn)])
+                await case.client.complete([2, turn], PARAMS, multi_modal_data=images)
+        homes = [{asked.images[0][0] for asked in engine.asked} for engine in case.engines]
+        assert sorted(rollout for home in homes for rollout in home) == list("abcdef")
+        assert all(homes)
+
+    run(scenario())
+
+
+def test_one_popular_image_does_not_swamp_an_engine():
+    case = setup(policy=PATIENT.replace(image_slack=2))
+    batch = {
+        "prompt_token_ids": [[2, n] for n in range(2, 32)],
+        "multi_modal_data": [sidecar("one")] * 30,
+        "sampling_params": PARAMS,
+    }
+    run(case.client.generate(batch))
+    assert max(len(engine.asked) for engine in case.engines) <= 14
+
+
+def test_an_engine_may_join_and_leave():
+    async def scenario():
+        case = setup(count=2)
+        batch = {
+            "prompt_token_ids": [[2, n] for n in range(2, 32)],
+            "sampling_params": PARAMS,
+            "session_ids": list(range(30)),
+        }
+        case.client.add_engine(ScriptedEngine("third"))
+        generating = asyncio.create_task(case.client.generate(batch))
+        await turns(4)
+        gone = await case.client.remove_engine("third")
+        assert not gone.running
+        assert gone.asked
+        output = await generating
+        assert output["response_ids"] == [
+            sampled(prompt, 12).completion_ids for prompt in batch["prompt_token_ids"]
+        ]
+        with pytest.raises(InputError, match=r"^name: there is no such engine - got 'third'$"):
+            await case.client.remove_engine("third")
+
+    run(scenario())
+
+
+# --- pauses ---
+
+
+def test_pausing_twice_and_resuming_unpaused_are_errors():
+    async def scenario():
+        client = setup().client
+        with pytest.raises(
+            EngineStateError, match=r"^the client is not paused - expected a client that is paused, got open$"
+        ):
+            await client.resume_generation()
+        await client.pause_generation("keep")
+        assert client.is_paused
+        with pytest.raises(
+            EngineStateError,
+            match=r"^the client is paused already - expected a client that is open, got paused$",
+        ):
+            await client.pause_generation("abort")
+        await client.resume_generation()
+        assert not client.is_paused
+
+    run(scenario())
+
+
+def test_a_pause_that_an_engine_cannot_do_pauses_nothing():
+    async def scenario():
+        able, unable = ScriptedEngine("able"), ScriptedEngine("unable", pause_modes=("abort",))
+        client = InferenceEngineClient([able, unable], policy=PATIENT)
+        assert client.pause_modes == {"abort", "wait"}
+        with pytest.raises(EngineUnsupportedError) as caught:
+            await client.pause_generation("keep")
+        assert str(caught.value) == "unable: the engine cannot freeze requests. Pause with 'abort' or 'wait'"
+        assert able.paused is None
+        assert not client.is_paused
+        await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("modes", [(), ("abort",), ("keep",), ("abort", "keep", "wait")])
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_engines_that_cannot_be_paused_are_held_by_the_client_alone(modes, mode):
+    async def scenario():
+        case = setup(pause_modes=modes, policy=PATIENT.replace(attempt_timeout=None))
+        batch = {"prompt_token_ids": [[2, n] for n in range(2, 20)], "sampling_params": {"max_tokens": 60}}
+        generating = asyncio.create_task(case.client.generate(batch))
+        await turns(9)
+        await case.client.pause_generation(mode)
+        assert not any(engine.running for engine in case.engines)
+        await case.client.resume_generation()
+        output = await generating
+        assert output["response_ids"] == [
+            sampled(prompt, 60).completion_ids for prompt in batch["prompt_token_ids"]
+        ]
+        await case.client.teardown()
+
+    run(scenario())
+
+
+def test_work_that_begins_under_a_pause_waits():
+    async def scenario():
+        case = setup()
+        await case.client.pause_generation("wait")
+        generating = asyncio.create_task(
+            case.client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
+        )
+        await turns(50)
+        assert not case.journal
+        await case.client.resume_generation()
+        await generating
+
+    run(scenario())
+
+
+def test_aborting_returns_what_there_is():
+    async def scenario():
+        case = setup(policy=PATIENT.replace(attempt_timeout=None, concurrency=2))
+        params = [{"max_tokens": 150}] * 11 + [{"max_tokens": 150, "seed": 3}]
+        prompts = [LONG] * 12
+        generating = asyncio.create_task(
+            case.client.generate({"prompt_token_ids": prompts, "sampling_params": params})
+        )
+        await turns(20)
+        await case.client.abort_generation()
+        output = await generating
+        whole = sampled(LONG, 150)
+        assert set(output["stop_reasons"]) == {"abort"}
+        for ids, logprobs in zip(output["response_ids"], output["response_logprobs"], strict=True):
+            assert ids == whole.completion_ids[: len(ids)]
+            assert logprobs == whole.logprobs[: len(ids)]
+        assert sum(bool(ids) for ids in output["response_ids"]) == 6
+        # It goes on as if nothing had been.
+        again = await case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
+        assert again["stop_reasons"] == ["length"]
+
+    run(scenario())
+
+
+def test_a_pause_from_another_thread_and_its_event_loop():
+    """As a trainer pauses while an endpoint samples on a thread of its own."""
+    case = setup(policy=PATIENT.replace(attempt_timeout=None))
+    prompts = [[2, n] for n in range(2, 20)]
+    outputs = []
+
+    def sample():
+        outputs.append(
+            run(case.client.generate({"prompt_token_ids": prompts, "sampling_params": {"max_tokens": 150}}))
+        )
+
+    async def pause_often():
+        for mode in ("abort", "wait", "abort"):
+            await until(lambda: any(engine.running for engine in case.engines) or outputs)
+            await case.client.pause_generation(mode)
+            assert not any(engine.running for engine in case.engines)
+            await case.client.resume_generation()
+
+    sampling = threading.Thread(target=sample)
+    sampling.start()
+    run(pause_often())
+    sampling.join(30)
+    assert outputs[0]["response_ids"] == [sampled(prompt, 150).completion_ids for prompt in prompts]
+
+
+# --- control ---
+
+
+def test_control_calls_reach_every_engine():
+    async def scenario():
+        case = setup(count=2)
+        client = case.client
+        await client.sleep(level=2)
+        await client.wake_up(tags=["weights"])
+        await client.reset_prefix_cache()
+        await client.init_weight_update_communicator({"master_port": 1})
+        await client.update_named_weights(
+            {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "weight_version": "v3"}
+        )
+        await client.set_weight_version("v4")
+        assert await client.weight_version() == "v4"
+        for engine in case.engines:
+            assert engine.controls == ["sleep 2", "wake", "reset", "init", "update", "version v4"]
+        with pytest.raises(
+            EngineStateError, match=r"^init_info: there is not one for each engine - expected 2, got 1$"
+        ):
+            await client.init_weight_update_communicator([{}])
+
+    run(scenario())
+
+
+# --- beginning and end ---
+
+
+def test_teardown_ends_everything_and_says_so():
+    async def scenario():
+        case = setup(policy=PATIENT.replace(attempt_timeout=None, health_interval=0.01))
+        generating = asyncio.create_task(
+            case.client.generate({"prompt_token_ids": [LONG], "sampling_params": {"max_tokens": 190}})
+        )
+        await turns(10)
+        await case.client.teardown()
+        with pytest.raises(
+            EngineStateError, match=r"^the client was torn down. Make another one, or a copy by pickling$"
+        ):
+            await generating
+        assert not any(engine.running for engine in case.engines)
+        await case.client.teardown()
+        assert [engine.torn_down for engine in case.engines] == [1, 1, 1]
+        for call in (
+            case.client.pause_generation(),
+            case.client.generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}),
+        ):
+            with pytest.raises(EngineStateError):
+                await call
+        assert len(asyncio.all_tasks()) == 1
+
+    run(scenario())
+
+
+def test_a_graceful_teardown_lets_work_finish():
+    async def scenario():
+        case = setup()
+        async with case.client as client:
+            generating = asyncio.create_task(
+                client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
+            )
+            await turns(5)
+            await client.teardown(wait=20)
+            assert (await generating)["response_ids"] == [sampled(LONG, 12).completion_ids]
+
+    run(scenario())
+
+
+def test_a_copy_works_and_knows_nothing_of_the_originals_pause():
+    async def scenario():
+        client = InferenceEngineClient(
+            [ScriptedEngine("a"), ScriptedEngine("b")], policy=ClientPolicy(concurrency=2), name="n"
+        )
+        await client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
+        copy = pickle.loads(pickle.dumps(client))
+        await client.pause_generation("keep")
+        assert (copy.name, copy.policy, [engine.name for engine in copy.engines]) == (
+            "n",
+            client.policy,
+            ["a", "b"],
+        )
+        prompts = [[2, n] for n in range(2, 9)]
+        output = await copy.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS})
+        assert output["response_ids"] == [sampled(prompt, 12).completion_ids for prompt in prompts]
+        await copy.pause_generation("abort")
+        await copy.resume_generation()
+        await client.resume_generation()
+
+    run(scenario())
+
+
+def test_one_client_serves_one_event_loop_after_the_other():
+    case = setup(policy=PATIENT.replace(health_interval=0.01))
+    for n in range(2, 5):
+        run(case.client.generate({"prompt_token_ids": [[2, n]], "sampling_params": PARAMS}))
+    run(case.client.pause_generation("abort"))
+    run(case.client.resume_generation())
+    run(case.client.teardown())
+
+
+def test_importing_starts_nothing_and_loads_no_framework():
+    code = (
+        "import sys, threading, mmrender.engines as e; e.InferenceEngineClient; e.HTTPEngine; e.ClientPolicy;"
+        "heavy = {'aiohttp', 'starlette', 'uvicorn', 'prometheus_client', 'torch', 'transformers'} & set(sys.modules);"
+        "assert not heavy, heavy; assert threading.active_count() == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
