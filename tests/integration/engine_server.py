@@ -147,7 +147,7 @@ def running(
     port: int,
     log: Path,
     ready: str = "/health",
-    seconds: float = 150,
+    seconds: float = 240,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineServer]:
     """Run a server until the block ends.

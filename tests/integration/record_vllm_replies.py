@@ -76,7 +76,8 @@ def decoded(body: bytes) -> Any:
 
 def write(name: str, exchanges: list[dict[str, Any]]) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([shortened(entry) for entry in exchanges], indent=1)
+    # One exchange a line.
+    text = "[" + ",\n".join(json.dumps(shortened(entry)) for entry in exchanges) + "]"
     (DATA / f"{name}.json").write_text(text + "\n")
     print(f"{name}: {[entry.get('status') for entry in exchanges]} {len(text)} bytes", flush=True)
 
@@ -183,9 +184,9 @@ async def record_control(server: EngineServer) -> None:
         await task
 
     async def versions(way: Recording) -> None:
-        request = EngineRequest(MODEL, [5, 6, 7], {**LONG, "max_tokens": 60}, "versions")
+        request = EngineRequest(MODEL, [5, 6, 7], {**LONG, "max_tokens": 150}, "versions")
         task = asyncio.create_task(VLLMBackend().generate(request, way))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
         await way.request("POST", "/pause?mode=keep", json={})
         await way.request("POST", "/update_weight_version", json={"new_version": "step-7"})
         await way.request("POST", "/resume", json={})

@@ -1,0 +1,696 @@
+"""`VLLMBackend`: what it sends, asks once, refuses first, and stops."""
+
+import asyncio
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from mmcodecs.tensors import RawTensor
+from mmcodecs.vllm_batch import collate_items
+from mmcodecs.vllm_fields import layout_of
+from mmcodecs.vllm_items import (
+    BatchedField,
+    FieldElem,
+    FlatField,
+    decode_mm_kwargs_item,
+    encode_mm_kwargs_item,
+)
+from mmrender.client.memory import DROPPED, Answer, MemoryTransport
+from mmrender.client.vllm import VLLMBackend
+from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
+from mmrender.client.vllm_features import item_tensors
+from mmrender.client.vllm_handshake import RENDER_PATH
+from mmrender.client.vllm_state import ServerState, state_of
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineMismatchError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineTimeoutError,
+    EngineUnsupportedError,
+    InputError,
+    PlaceholderError,
+    SamplingParameterError,
+)
+from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat
+from mmrender.media.processors.huggingface import ProcessedItem
+from mmrender.renderer import Renderer
+from vllm_contract import blocks, contract_request, one_image, text_prompt, three_images
+
+GENERATE = f"POST {GENERATE_PATH}"
+RENDER = f"POST {RENDER_PATH}"
+ABORT = f"POST {ABORT_PATH}"
+INFO = "GET /server_info"
+LAYOUT = layout_of("Qwen3VLForConditionalGeneration")
+SAFE = {
+    "model_config": {"multimodal_config": {"mm_processor_cache_gb": 4.0, "mm_processor_cache_type": "lru"}},
+    "parallel_config": {"_api_process_count": 1, "data_parallel_size": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def image(renderer):
+    return one_image(renderer)
+
+
+def completion(asked):
+    """An answer to any request: one token."""
+    ids = asked.json["token_ids"]
+    content = {"content": [{"token_id": 7, "logprob": -1.5}]}
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "logprobs": content}
+    return {"request_id": "r", "usage": {"prompt_tokens": len(ids)}, "choices": [choice]}
+
+
+def served(rendered, pixels="uint8", **changes):
+    """A render route's answer: what a server that takes these pixels makes of the first image."""
+    (item, *_), (place, *_) = (
+        rendered.multi_modal_data.mm_items["image"],
+        rendered.multi_modal_data.mm_placeholders["image"],
+    )
+    (elems,) = collate_items(LAYOUT, [item_tensors(item, pixels)])
+    for key, change in changes.items():
+        elems[key] = change(elems[key]) if key in elems else change
+    elems = {key: elem for key, elem in elems.items() if elem is not None}
+    ids = rendered.token_ids[: place.offset + place.length]
+    return {
+        "token_ids": ids,
+        "features": {
+            "mm_hashes": {"image": ["theirs"]},
+            "mm_placeholders": {"image": [{"offset": place.offset, "length": place.length}]},
+            "kwargs_data": {"image": [encode_mm_kwargs_item(elems)]},
+        },
+    }
+
+
+def server(rendered=None, pixels="uint8", **routes):
+    """A server that completes anything, and renders as one that takes these pixels."""
+    answers = {GENERATE: completion}
+    if rendered is not None:
+        answers[RENDER] = lambda _: served(rendered, pixels)
+    return MemoryTransport({**answers, **routes})
+
+
+def run(transport, rendered, backend=None, **changes):
+    request = dataclasses.replace(contract_request(rendered), **changes)
+    return asyncio.run((backend or VLLMBackend()).generate(request, transport))
+
+
+def sent(transport):
+    """Bodies of the generate requests."""
+    return [asked.json for asked in transport.of_path(GENERATE_PATH)]
+
+
+# What is sent
+
+
+def test_a_request_says_only_what_was_asked(renderer):
+    transport = server()
+    prompt = text_prompt(renderer)
+    response = run(transport, prompt, sampling_params={"max_tokens": 4, "temperature": 0.0, "seed": None})
+    assert response.completion_ids == [7]
+    assert sent(transport) == [
+        {
+            "model": "tiny",
+            "request_id": "contract",
+            "sampling_params": {"max_tokens": 4, "temperature": 0.0, "logprobs": 0},
+            "token_ids": prompt.token_ids,
+        }
+    ]
+
+
+def test_everything_that_can_be_asked(renderer):
+    transport = server()
+    run(
+        transport,
+        text_prompt(renderer),
+        prompt_ids=np.array(text_prompt(renderer).token_ids, np.int32),
+        sampling_params={"max_tokens": 4, "logprobs": 3},
+        cache_salt="salt",
+        priority=-2,
+        routed_experts_prompt_start=5,
+        extra_headers={"x-session": "a"},
+    )
+    (body,) = sent(transport)
+    assert body["sampling_params"] == {"max_tokens": 4, "logprobs": 3, "routed_experts_prompt_start": 5}
+    assert (body["cache_salt"], body["priority"]) == ("salt", -2)
+    assert transport.asked[0].headers == {"x-session": "a"}
+    assert not transport.asked[0].idempotent
+
+
+@pytest.mark.parametrize("pixels", ["uint8", "float32", "float16", "bfloat16"])
+def test_features_hold_the_pixels_that_the_server_takes(renderer, pixels):
+    prompt = three_images(renderer)
+    transport = server(prompt, pixels)
+    run(transport, prompt)
+    features = sent(transport)[0]["features"]
+    items = prompt.multi_modal_data.mm_items["image"]
+    assert features["mm_hashes"] == {"image": [f"{item.identity}-{pixels}" for item in items]}
+    assert features["mm_placeholders"] == {
+        "image": [
+            {"offset": place.offset, "length": place.length}
+            for place in prompt.multi_modal_data.mm_placeholders["image"]
+        ]
+    }
+    for item, text in zip(items, features["kwargs_data"]["image"], strict=True):
+        elems = decode_mm_kwargs_item(text)
+        values, grid = elems["pixel_values"], elems["image_grid_thw"]
+        assert grid.field == BatchedField(keep_on_cpu=True)
+        assert (grid.data.dtype, grid.data.tolist()) == (np.int64, list(item.grid))
+        rows = item.pixel_shape[0]
+        assert values.field == FlatField(((slice(0, rows, None),),), dim=0, keep_on_cpu=False)
+        if pixels == "bfloat16":
+            assert isinstance(values.data, RawTensor)
+            expected, values = item.tensors("bfloat16")["pixel_values"], values.data.bits.view(np.uint16)
+        else:
+            expected = item.levels() if pixels == "uint8" else item.tensors(pixels)["pixel_values"]
+            values = values.data
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_an_item_on_the_wire_does_not_depend_on_its_company(renderer):
+    prompt = three_images(renderer)
+    transport = server(prompt)
+    run(transport, prompt)
+    first, second, third = sent(transport)[0]["features"]["kwargs_data"]["image"]
+    assert first == third != second
+    alone = renderer.render([{"role": "user", "content": [{"type": "image", "image": blocks(3, 160, 128)}]}])
+    transport = server(alone)
+    run(transport, alone)
+    assert sent(transport)[0]["features"]["kwargs_data"]["image"] == [second]
+
+
+def test_content_parts_are_data_urls_and_the_prompt_as_the_template_wrote_it(renderer):
+    prompt = three_images(renderer)
+
+    def widened(asked):
+        return {**completion(asked), "prompt_token_ids": prompt.token_ids, "usage": {}}
+
+    transport = MemoryTransport({GENERATE: widened})
+    run(transport, prompt, VLLMBackend(images="content_parts"), collapsed_ids=None)
+    run(transport, prompt, VLLMBackend(images="content_parts"))
+    first, second = sent(transport)
+    assert first == second
+    assert first["return_token_ids"] is True
+    assert "features" not in first
+    pad = renderer.tokenizer.token_id("<|image_pad|>")
+    assert first["token_ids"].count(pad) == 3 == len(first["content_parts"])
+    for part in first["content_parts"]:
+        assert part.keys() == {"type", "url"}
+        assert part["url"].startswith("data:image/png;base64,")
+
+
+# The handshake
+
+
+def test_the_server_is_asked_once_for_each_processor(renderer, image):
+    transport = server(image)
+
+    async def many():
+        requests = [contract_request(image) for _ in range(5)]
+        await asyncio.gather(*(VLLMBackend().generate(request, transport) for request in requests))
+        await VLLMBackend().generate(requests[0], transport)
+
+    asyncio.run(many())
+    assert len(transport.of_path(RENDER_PATH)) == 1
+    assert len(sent(transport)) == 6
+    run(transport, image, model="other")
+    assert len(transport.of_path(RENDER_PATH)) == 2
+    asked = transport.of_path(RENDER_PATH)[0]
+    (part,) = asked.json["messages"][0]["content"]
+    assert part["image_url"]["url"].startswith("data:image/png;base64,")
+    assert asked.idempotent
+
+
+def test_the_smallest_image_is_rendered(renderer):
+    prompt = renderer.render(
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": blocks(n, 128 * n, 128)} for n in (3, 1, 2)],
+            }
+        ]
+    )
+    small = one_image(renderer)
+    transport = MemoryTransport({GENERATE: completion, RENDER: served(small)})
+    run(transport, prompt)
+    assert len(sent(transport)) == 1
+
+
+def test_a_failed_handshake_is_not_remembered(image):
+    transport = server(image, **{RENDER: [DROPPED, Answer("starting", status=503), served(image)]})
+    with pytest.raises(EngineConnectionError):
+        run(transport, image)
+    with pytest.raises(EngineStatusError):
+        run(transport, image)
+    assert sent(transport) == []
+    run(transport, image)
+    run(transport, image)
+    assert len(sent(transport)) == 2
+
+
+def test_after_a_broken_connection_the_server_is_asked_anew(image):
+    transport = server(image, **{GENERATE: [completion, DROPPED, completion]})
+    run(transport, image)
+    with pytest.raises(EngineConnectionError):
+        run(transport, image)
+    run(transport, image)
+    assert len(transport.of_path(RENDER_PATH)) == 2
+
+
+def test_pixels_that_are_named_need_no_handshake(image):
+    transport = server()
+    run(transport, image, VLLMBackend(pixels="float16"))
+    assert transport.of_path(RENDER_PATH) == []
+    (text,) = sent(transport)[0]["features"]["kwargs_data"]["image"]
+    assert decode_mm_kwargs_item(text)["pixel_values"].data.dtype == np.float16
+
+
+def changed_values(elem):
+    data = np.array(elem.data)
+    data[3, 5] ^= 255
+    return FieldElem(data, elem.field)
+
+
+MISMATCHES = {
+    "values": (
+        {"pixel_values": changed_values},
+        r"values of pixel_values - expected as the server has it: no difference above 0, got here: \d+, and 1 of "
+        r"98304 values differ",
+    ),
+    "shape": (
+        {"pixel_values": lambda elem: FieldElem(elem.data[:32], elem.field)},
+        r"pixel_values - expected as the server has it: uint8 \[32, 1536\], got here: uint8 \[64, 1536\]",
+    ),
+    "dtype": (
+        {"pixel_values": lambda elem: FieldElem(elem.data.astype(np.int16), elem.field)},
+        "pixel dtypes - expected as the server has it: int16, got here: one of uint8, float32, bfloat16, float16",
+    ),
+    "grid": (
+        {"image_grid_thw": lambda elem: FieldElem(elem.data[::-1].copy(), elem.field)},
+        "values of image_grid_thw",
+    ),
+    "missing": (
+        {"image_grid_thw": lambda _: None},
+        "fields - expected as the server has it: pixel_values, got here: image_grid_thw, pixel_values",
+    ),
+    "further": (
+        {"extra": FieldElem(np.array([1]), BatchedField())},
+        "fields - expected as the server has it: extra, image_grid_thw, pixel_values, got here: image_grid_thw, "
+        "pixel_values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MISMATCHES))
+def test_a_server_that_makes_something_else_of_the_image(image, name):
+    changes, message = MISMATCHES[name]
+    transport = server(**{RENDER: served(image, **changes)})
+    with pytest.raises(EngineMismatchError, match=message) as caught:
+        run(transport, image)
+    assert str(caught.value).startswith(
+        f"http://memory{RENDER_PATH}: the server makes something else of an image than the renderer: "
+    )
+    assert (
+        caught.value.remedy
+        == "Render with the files and processor settings of the model that the server runs"
+    )
+    assert sent(transport) == []
+
+
+def test_a_server_that_normalises_otherwise(image):
+    other = served(image, "float32", pixel_values=lambda elem: FieldElem(elem.data * 1.1, elem.field))
+    with pytest.raises(EngineMismatchError, match=r"values of pixel_values - .*no difference above 0\.0001"):
+        run(server(**{RENDER: other}), image)
+
+
+def test_a_server_with_other_placeholders(image):
+    answer = served(image)
+    answer["features"]["mm_placeholders"]["image"][0]["length"] -= 1
+    answer["features"]["mm_placeholders"]["image"][0]["offset"] += 1
+    with pytest.raises(EngineMismatchError) as caught:
+        run(server(**{RENDER: answer}), image)
+    pad = image.token_ids[image.multi_modal_data.mm_placeholders["image"][0].offset]
+    assert str(caught.value) == (
+        f"http://memory{RENDER_PATH}: the server makes something else of an image than the renderer: placeholder "
+        f"tokens - expected as the server has it: 15 of the token {pad}, got here: 16 of the token {pad}. "
+        "Render with the files and processor settings of the model that the server runs"
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"<html>", {}, {"token_ids": [1], "features": None}, {"token_ids": [1], "features": {"mm_hashes": {}}}],
+    ids=["html", "empty", "no features", "half"],
+)
+def test_a_rendering_that_cannot_be_read(image, answer):
+    with pytest.raises(EngineReplyError, match="the server's rendering of an image is not to be understood"):
+        run(server(**{RENDER: answer}), image)
+
+
+def test_how_fields_are_joined_must_be_known(image):
+    batched = served(image, pixel_values=lambda elem: FieldElem(elem.data, BatchedField()))
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(server(**{RENDER: batched}), image)
+    assert str(caught.value) == (
+        "image items: it is not known how vLLM joins these tensors - expected the fields of one of the layouts in "
+        "mmcodecs.vllm_fields, got image_grid_thw, pixel_values. "
+        "Send encoded images: VLLMBackend(images='content_parts')"
+    )
+
+
+def processed(image, **parts):
+    """The same prompt with an item of another class in place of its own."""
+    (place,) = image.multi_modal_data.mm_placeholders["image"]
+    item = ProcessedItem("ab" * 32, (8, 8), (1,), (Repeat("x", place.length),), parts)
+    return dataclasses.replace(image, multi_modal_data=MultiModalData.of([(place, item)]))
+
+
+def test_normalised_values_alone_cannot_go_to_a_server_that_normalises(image):
+    from mmrender.media.processors.compact import Floats
+
+    prompt = processed(image, pixel_values=Floats(np.zeros((1, 3, 2, 2), np.float32)))
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(server(), prompt, VLLMBackend(pixels="uint8"))
+    assert str(caught.value) == (
+        "item abababababab: the server normalises pixels itself, and this item has none that are not normalised - "
+        "got ProcessedItem of modality 'image'. Start vLLM with --no-mm-device-do-normalize"
+    )
+
+
+def test_items_of_other_families_are_compared_by_form(image):
+    from mmrender.media.processors.arithmetic import PixelArithmetic
+    from mmrender.media.processors.compact import Levels
+
+    arithmetic = PixelArithmetic((0.5,) * 3, (0.5,) * 3, 1 / 255, "pil")
+    levels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(1, 3, 4, 4)
+    prompt = processed(image, pixel_values=Levels(levels, (0,), (1, 3, 4, 4), arithmetic))
+    answer = served(image)
+    elem = {"pixel_values": FieldElem(np.zeros((3, 4, 4), np.uint8), BatchedField())}
+    answer["features"]["kwargs_data"]["image"] = [encode_mm_kwargs_item(elem)]
+    transport = server(**{RENDER: answer})
+    run(transport, prompt)
+    (text,) = sent(transport)[0]["features"]["kwargs_data"]["image"]
+    values = decode_mm_kwargs_item(text)["pixel_values"]
+    assert values.field == BatchedField()
+    np.testing.assert_array_equal(values.data, levels[0])
+
+
+# Hashes without data
+
+
+def hashing(image, **routes):
+    return server(image, **{INFO: {"vllm_config": SAFE}, **routes})
+
+
+def data_sent(transport):
+    return [
+        [text is not None for text in body["features"]["kwargs_data"]["image"]] for body in sent(transport)
+    ]
+
+
+def test_data_is_sent_once(renderer, image):
+    transport = hashing(image)
+    three = three_images(renderer)
+    for prompt in (image, image, three, three):
+        run(transport, prompt, VLLMBackend(images="hash_only"))
+    assert data_sent(transport) == [[True], [False], [True, True, False], [False, False, False]]
+    assert len(transport.of_path("/server_info")) == 1
+
+
+@pytest.mark.parametrize("miss", ["500", "200"])
+def test_a_miss_is_answered_with_all_data(renderer, miss):
+    failed = {"choices": [{"index": 0, "finish_reason": "error", "token_ids": [], "logprobs": None}]}
+    answer = Answer({"error": {"message": "Internal server error"}}, status=500) if miss == "500" else failed
+    three = three_images(renderer)
+    transport = hashing(three, **{GENERATE: [completion, answer, completion, completion]})
+    for _ in range(3):
+        run(transport, three, VLLMBackend(images="hash_only"))
+    assert data_sent(transport) == [[True, True, False], [False] * 3, [True] * 3, [False] * 3]
+
+
+def test_what_fails_with_all_data_fails(image):
+    wrong = Answer("broken", status=500)
+    transport = hashing(image, **{GENERATE: [completion, wrong, wrong]})
+    run(transport, image, VLLMBackend(images="hash_only"))
+    with pytest.raises(EngineStatusError, match="500"):
+        run(transport, image, VLLMBackend(images="hash_only"))
+    assert data_sent(transport) == [[True], [False], [True]]
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_other_errors_are_not_sent_again(image, status):
+    transport = hashing(image, **{GENERATE: [Answer("no", status=status)]})
+    with pytest.raises(EngineStatusError):
+        run(transport, image, VLLMBackend(images="hash_only"))
+    assert len(sent(transport)) == 1
+    assert state_of(transport).seen([image.multi_modal_data.mm_hashes["image"][0] + "-uint8"]) == set()
+
+
+def with_setting(path, value):
+    config = {key: dict(member) for key, member in SAFE.items()}
+    config["model_config"] = {"multimodal_config": dict(SAFE["model_config"]["multimodal_config"])}
+    section, _, name = path.partition(".")
+    target = (
+        config["parallel_config"] if section == "parallel" else config["model_config"]["multimodal_config"]
+    )
+    target[name] = value
+    return {"vllm_config": config}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "refusal"),
+    [
+        ("multimodal.mm_processor_cache_gb", 0, "its processor cache is off"),
+        ("multimodal.mm_processor_cache_type", "shm", "its processor cache is of kind 'shm'"),
+        ("parallel._api_process_count", 2, "it runs 2 API processes"),
+        ("parallel.data_parallel_size", 4, "it runs 4 data-parallel ranks"),
+    ],
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_settings_that_a_hash_alone_would_kill(image, path, value, refusal, trust):
+    transport = hashing(image, **{INFO: with_setting(path, value)})
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(transport, image, VLLMBackend(images="hash_only", trust_cache=trust))
+    assert caught.value.got == refusal
+    assert sent(transport) == []
+
+
+def test_a_server_that_does_not_say_may_be_vouched_for(image):
+    transport = server(image)
+    with pytest.raises(EngineUnsupportedError, match="does not say how it caches"):
+        run(transport, image, VLLMBackend(images="hash_only"))
+    for _ in range(2):
+        run(transport, image, VLLMBackend(images="hash_only", trust_cache=True))
+    assert data_sent(transport) == [[True], [False]]
+
+
+def test_settings_that_cannot_be_read(image):
+    with pytest.raises(EngineReplyError, match="configuration is not to be understood"):
+        run(hashing(image, **{INFO: {"vllm_config": "text"}}), image, VLLMBackend(images="hash_only"))
+
+
+def test_the_memory_of_hashes_is_bounded(monkeypatch):
+    monkeypatch.setattr("mmrender.client.vllm_state.MOST_HASHES", 2)
+    state = ServerState()
+    state.remember(["a", "b"])
+    assert state.seen(["a"]) == {"a"}  # now the one used last
+    state.remember(["c"])
+    assert state.seen(["a", "b", "c"]) == {"a", "c"}
+    state.unsee(["a", "x"])
+    assert state.seen(["a", "c"]) == {"c"}
+
+
+# Refused first
+
+
+def moved(image, offset, length=None):
+    data = image.multi_modal_data
+    (place,) = data.mm_placeholders["image"]
+    places = {"image": [PlaceholderRange(place.offset + offset, length or place.length)]}
+    return dataclasses.replace(data, mm_placeholders=places)
+
+
+@pytest.mark.parametrize("mode", ["features", "hash_only", "content_parts"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 1)}),
+        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 0, 17)}),
+        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 0, 15)}),
+        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 900)}),
+        (PlaceholderError, lambda image: {"prompt_ids": image.token_ids[:6] + image.token_ids[7:]}),
+        (InputError, lambda image: {"prompt_ids": [*image.token_ids, 1024]}),
+        (InputError, lambda image: {"prompt_ids": [-1, *image.token_ids]}),
+        (InputError, lambda _: {"prompt_ids": [], "multi_modal_data": MultiModalData()}),
+        (SamplingParameterError, lambda _: {"sampling_params": {"temperature": 1.0}}),
+        (SamplingParameterError, lambda _: {"sampling_params": {"max_tokens": 4, "n": 2}}),
+        (SamplingParameterError, lambda _: {"sampling_params": {"max_tokens": 4, "temprature": 1.0}}),
+    ],
+    ids=[
+        "offset",
+        "long",
+        "short",
+        "outside",
+        "pad",
+        "vocabulary",
+        "negative",
+        "empty",
+        "max_tokens",
+        "n",
+        "name",
+    ],
+)
+def test_what_kills_or_passes_silently_is_not_sent(image, kind, changes, mode):
+    transport = hashing(image)
+    with pytest.raises(kind):
+        run(transport, image, VLLMBackend(images=mode), **changes(image))
+    assert sent(transport) == []
+
+
+def test_a_grid_that_does_not_fit_its_patches_is_not_sent(image):
+    (item,) = image.multi_modal_data.mm_items["image"]
+    (place,) = image.multi_modal_data.mm_placeholders["image"]
+    wrong = dataclasses.replace(item, grid=(1, 4, 8))
+    data = MultiModalData.of([(place, wrong)])
+    transport = server()
+    with pytest.raises((PlaceholderError, ValueError)):
+        run(transport, image, VLLMBackend(pixels="uint8"), multi_modal_data=data)
+    assert sent(transport) == []
+
+
+def test_ranges_that_the_server_would_forget_are_not_sent_as_features(image):
+    (item,) = image.multi_modal_data.mm_items["image"]
+    (place,) = image.multi_modal_data.mm_placeholders["image"]
+    item = dataclasses.replace(item, expansion=(Repeat("a", 8), Repeat("b", 8, embeds=False)))
+    sparse = PlaceholderRange(place.offset, place.length, ((0, 8),))
+    transport = server()
+    with pytest.raises(EngineUnsupportedError, match="loses which tokens of this range stand for the image"):
+        run(transport, image, multi_modal_data=MultiModalData.of([(sparse, item)]))
+    assert sent(transport) == []
+
+
+def test_videos_are_refused(image):
+    (item,) = image.multi_modal_data.mm_items["image"]
+    (place,) = image.multi_modal_data.mm_placeholders["image"]
+    data = MultiModalData.of([(place, dataclasses.replace(item, modality="video"))])
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(server(), image, multi_modal_data=data)
+    assert (
+        str(caught.value) == "mm_placeholders['video'][0]: only images can be sent to this engine - got video"
+    )
+
+
+# Stopping
+
+
+def cancelled(transport, backend=None, headers=None):
+    async def work():
+        request = dataclasses.replace(contract_request(Empty), request_id="mine", extra_headers=headers or {})
+        task = asyncio.create_task((backend or VLLMBackend()).generate(request, transport))
+        while not transport.asked:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(work())
+    return [asked.json for asked in transport.of_path(ABORT_PATH)]
+
+
+class Empty:
+    token_ids = (5, 6, 7)
+    multi_modal_data = MultiModalData()
+
+
+def never(**routes):
+    return MemoryTransport({GENERATE: Answer(delay=60), ABORT: "", **routes})
+
+
+def test_a_cancelled_call_is_aborted_by_the_engines_own_id():
+    assert cancelled(never()) == [{"request_ids": ["generate-tokens-mine"]}]
+    assert cancelled(never(), headers={"X-Request-Id": "theirs"}) == [
+        {"request_ids": ["generate-tokens-theirs"]}
+    ]
+    assert cancelled(never(), VLLMBackend(abort_on_cancel=False)) == []
+
+
+@pytest.mark.parametrize("answer", [DROPPED, Answer("no", status=500)], ids=["dropped", "refused"])
+def test_an_abort_that_fails_does_not_hide_the_cancellation(answer):
+    assert len(cancelled(never(**{ABORT: answer}))) == 1
+
+
+def test_a_call_that_takes_too_long_is_aborted():
+    transport = never(**{GENERATE: EngineTimeoutError("too long")})
+    with pytest.raises(EngineTimeoutError, match="too long"):
+        asyncio.run(VLLMBackend().generate(contract_request(Empty), transport))
+    assert [asked.json for asked in transport.of_path(ABORT_PATH)] == [
+        {"request_ids": ["generate-tokens-contract"]}
+    ]
+
+
+# The backend as a value
+
+
+def test_a_backend_is_a_value():
+    backend = VLLMBackend(images="hash_only", pixels="uint8")
+    assert pickle.loads(pickle.dumps(backend)) == backend
+    assert hash(backend) == hash(VLLMBackend(images="hash_only", pixels="uint8"))
+    assert backend.name == "vllm"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        backend.images = "features"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"images": "tensors"},
+            "VLLMBackend.images: a setting of the backend is not one of those known - expected 'features', "
+            "'hash_only', 'content_parts', got 'tensors'",
+        ),
+        (
+            {"pixels": "int8"},
+            "VLLMBackend.pixels: a setting of the backend is not one of those known - expected 'ask', 'uint8', "
+            "'float32', 'bfloat16', 'float16', got 'int8'",
+        ),
+    ],
+    ids=["images", "pixels"],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(InputError) as caught:
+        VLLMBackend(**settings)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("cards", "model", "length"),
+    [
+        ([{"id": "m", "max_model_len": 2048}], "m", 2047),
+        (
+            [{"id": "base", "max_model_len": 64}, {"id": "m", "parent": "base", "max_model_len": None}],
+            "m",
+            63,
+        ),
+        ([{"id": "other", "max_model_len": 2048}], "m", None),
+        ([{"id": "m"}], "m", None),
+    ],
+    ids=["own", "adapter", "unknown", "silent"],
+)
+def test_the_longest_prompt(cards, model, length):
+    transport = MemoryTransport({"GET /v1/models": {"data": cards}})
+    assert asyncio.run(VLLMBackend().resolve_max_prompt_len(model, transport)) == length
+
+
+def test_a_list_of_models_that_cannot_be_read():
+    with pytest.raises(EngineReplyError, match="list of models is not to be understood"):
+        asyncio.run(
+            VLLMBackend().resolve_max_prompt_len("m", MemoryTransport({"GET /v1/models": {"data": 1}}))
+        )

@@ -1,0 +1,280 @@
+"""vLLM's answers, each form and each way to be wrong."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from mmrender.client.backend import EngineRequest, Usage
+from mmrender.client.vllm_reply import FailedInEngineError, check_returned_prompt, read_reply
+from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
+from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.trajectory.engine_data import WeightVersionSpan
+
+WHERE = "http://server/inference/v1/generate"
+
+
+def entry(token, logprob, **more):
+    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": [], **more}
+
+
+def old_entry(token, logprob, *others):
+    top = [{"token": f"token_id:{t}", "logprob": value, "bytes": None} for t, value in others]
+    return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": top}
+
+
+def reply(content=None, *, usage=None, **choice):
+    content = [entry(7, -1.5), entry(8, -0.25)] if content is None else content
+    fields = {
+        "index": 0,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": [7, 8],
+        "logprobs": {"content": content},
+        **choice,
+    }
+    return {"request_id": "generate-tokens-r", "usage": usage or {"prompt_tokens": 3}, "choices": [fields]}
+
+
+def asked(**changes):
+    fields = {"model": "m", "prompt_ids": [1, 2, 3], "sampling_params": {"max_tokens": 9}, "request_id": "r"}
+    return EngineRequest(**(fields | changes))
+
+
+def read(answer, **changes):
+    return read_reply(answer, asked(**changes), 3, where=WHERE)
+
+
+def error_of(kind, answer, **changes):
+    with pytest.raises(kind) as caught:
+        read(answer, **changes)
+    return str(caught.value)
+
+
+def test_both_shapes_of_logprobs_are_the_same():
+    new = read(reply())
+    old = read(reply([old_entry(7, -1.5), old_entry(8, -0.25)]))
+    assert new == old
+    assert (new.completion_ids, new.logprobs) == ([7, 8], [-1.5, -0.25])
+    assert new.usage == Usage(3, 2)
+    assert new.weight_versions == ()
+
+
+def test_alternatives_in_both_shapes():
+    sampling = {"max_tokens": 9, "logprobs": 2}
+    tops = [{"token_id": 7, "logprob": -1.5, "rank": 1}, {"token_id": 2, "logprob": -2.0, "rank": 2}]
+    new = read(reply([entry(7, -1.5, top_logprobs=tops), entry(8, -0.25)]), sampling_params=sampling)
+    old = read(
+        reply([old_entry(7, -1.5, (7, -1.5), (2, -2.0)), old_entry(8, -0.25)]), sampling_params=sampling
+    )
+    assert new.top_logprobs == old.top_logprobs == (((7, -1.5), (2, -2.0)), ())
+    assert read(reply([entry(7, -1.5, top_logprobs=tops), entry(8, -0.25)])).top_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("logprob", "message"),
+    [
+        (-9999.0, "the engine has no logprob for the token 8 - expected a finite number, got -9999.0"),
+        (None, "the engine gave no finite logprob for the token 8 - expected a finite number, got None"),
+        (
+            float("nan"),
+            "the engine gave no finite logprob for the token 8 - expected a finite number, got nan",
+        ),
+    ],
+    ids=["sentinel", "null", "nan"],
+)
+def test_a_token_without_evidence_is_an_error(logprob, message):
+    answer = reply([entry(7, -1.5), entry(8, logprob)])
+    assert error_of(EngineReplyError, answer).startswith(f"{WHERE} token_ids[1]: {message}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            reply([entry(7, -1.5)]),
+            f"{WHERE}: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 1",
+        ),
+        (
+            reply(logprobs=None),
+            f"{WHERE}: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 0",
+        ),
+        (
+            reply([entry(7, -1.5), entry(9, -0.25)]),
+            f"{WHERE} logprobs[1]: a logprob is that of another token - expected the token 8, got 9",
+        ),
+        (
+            reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}]),
+            f"{WHERE} logprobs[1]: the server's reply has a logprob without its token - expected token_id, or "
+            "token as 'token_id:N', got {'token': 'ear', 'logprob': -0.25}",
+        ),
+        (
+            {"choices": []},
+            f"{WHERE}: the server's reply has no single choice - expected an object with one of `choices`, got []",
+        ),
+        (
+            {"choices": [{}, {}]},
+            f"{WHERE}: the server's reply has no single choice - expected an object with one of `choices`, "
+            "got [{}, {}]",
+        ),
+        (
+            [],
+            f"{WHERE}: the server's reply has no single choice - expected an object with one of `choices`, got None",
+        ),
+        (
+            reply(finish_reason="tired"),
+            f"{WHERE}: the server's reply has an unknown finish_reason - expected one of stop, length, abort, "
+            "repetition, got 'tired'",
+        ),
+        (
+            reply(weight_versions=[{"version": "a", "start": 0, "end": 3}]),
+            f"{WHERE} weight_versions[0]: the server's reply has weight versions that are no spans of the "
+            "completion - expected version, start and end within [0, 2], got {'version': 'a', 'start': 0, 'end': 3}",
+        ),
+    ],
+    ids=["few", "none", "other", "nameless", "no choice", "two choices", "list", "reason", "versions"],
+)
+def test_malformed(answer, message):
+    assert error_of(EngineReplyError, answer) == message
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("repetition", "stop")],
+)
+def test_finish_reasons(reason, expected):
+    assert read(reply(finish_reason=reason)).finish_reason == expected
+
+
+def test_a_failure_with_status_200():
+    """As vLLM 0.27 and 0.28 answer to a hash that they lack."""
+    answer = reply([], token_ids=[], finish_reason="error")
+    assert error_of(FailedInEngineError, answer) == (
+        f"{WHERE}: the engine failed during the request - got finish_reason 'error'. The server's log says why"
+    )
+
+
+@pytest.mark.parametrize(
+    "logprobs", [None, {"content": []}, {"content": None}], ids=["null", "empty", "nothing"]
+)
+def test_an_abort_before_the_first_token(logprobs):
+    response = read(reply([], token_ids=[], finish_reason="abort", logprobs=logprobs))
+    assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "abort")
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [{"version": "step-7", "start": 0, "end": 1}, {"version": "step-8", "start": 1, "end": 2}],
+        [["step-7", 0, 1], ["step-8", 1, 2]],
+    ],
+    ids=["objects", "lists"],
+)
+def test_weight_versions(spans):
+    assert read(reply(weight_versions=spans)).weight_versions == (
+        WeightVersionSpan("step-7", 0, 1),
+        WeightVersionSpan("step-8", 1, 2),
+    )
+
+
+def test_usage():
+    details = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+    assert read(reply(usage=details)).usage == Usage(3, 2, 2)
+    assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == (
+        f"{WHERE} usage.prompt_tokens: the server counted other prompt tokens than were meant - expected 3, got 4"
+    )
+
+
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+ROUTES = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)  # 3 prompt tokens and 2 sampled ones, less 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked_from", "start"),
+    [(ROUTES, None, 0), (ROUTES, 2, 2), (ROUTES[2:], 2, 2), (ROUTES, 0, 0)],
+    ids=["whole", "cut here", "cut by the server", "from 0"],
+)
+def test_routed_experts(sent, asked_from, start):
+    answer = reply(routed_experts=npy(sent))
+    experts = read(answer, routed_experts=True, routed_experts_prompt_start=asked_from).routed_experts
+    assert experts.start == start
+    assert experts.dtype == np.uint8
+    np.testing.assert_array_equal(experts.data, ROUTES[start:])
+
+
+def test_routed_experts_of_another_length_or_missing():
+    answer = reply(routed_experts=npy(ROUTES[1:]))
+    assert error_of(EngineReplyError, answer, routed_experts_prompt_start=2) == (
+        f"{WHERE} routed_experts: the server's reply has another number of routed rows - expected 4 rows, one for "
+        "each fed token, got 3"
+    )
+    assert error_of(EngineUnsupportedError, reply(), routed_experts=True) == (
+        f"{WHERE}: routed experts were asked for, and the server gives none. Start vLLM with "
+        "--enable-return-routed-experts, with a mixture-of-experts model"
+    )
+    aborted = reply([], token_ids=[], finish_reason="abort")
+    assert read(aborted, routed_experts=True).routed_experts is None
+
+
+def test_what_is_large_is_left_out_of_the_raw_reply():
+    raw = read({**reply(sampling_mask=[[1]], routed_experts=None), "prompt_token_ids": [1, 2, 3]}).raw
+    assert raw == {
+        "request_id": "generate-tokens-r",
+        "usage": {"prompt_tokens": 3},
+        "prompt_token_ids": None,
+        "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}],
+    }
+
+
+def returned(ids, places=None):
+    return {"prompt_token_ids": ids, "mm_placeholders": places}
+
+
+def prompt_error(kind, answer):
+    data = MultiModalData(mm_placeholders={"image": [PlaceholderRange(1, 2)]})
+    request = asked(multi_modal_data=data)
+    if kind is None:
+        check_returned_prompt(answer, request, [1, 9, 9, 3], where=WHERE)
+        return None
+    with pytest.raises(kind) as caught:
+        check_returned_prompt(answer, request, [1, 9, 9, 3], where=WHERE)
+    return str(caught.value)
+
+
+def test_a_returned_prompt_that_is_ours():
+    prompt_error(None, returned([1, 9, 9, 3], {"image": [{"offset": 1, "length": 2}]}))
+    prompt_error(None, returned([1, 9, 9, 3]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "at", "expected", "got"),
+    [
+        ([1, 9, 3], 2, "the token 9, and 4 tokens", "the token 3, and 3 tokens"),
+        ([1, 9, 9], 3, "the token 3, and 4 tokens", "the end, and 3 tokens"),
+        ([1, 9, 9, 3, 3], 4, "the end, and 4 tokens", "the token 3, and 5 tokens"),
+    ],
+)
+def test_a_returned_prompt_that_is_another(ids, at, expected, got):
+    assert prompt_error(EngineMismatchError, returned(ids)) == (
+        f"{WHERE} prompt_token_ids[{at}]: the server made another prompt of the images than the renderer - "
+        f"expected {expected}, got {got}. Render with the files and processor settings of the model that the "
+        "server runs"
+    )
+
+
+def test_images_at_other_places_or_no_prompt_at_all():
+    answer = returned([1, 9, 9, 3], {"image": [{"offset": 2, "length": 1}]})
+    assert prompt_error(EngineMismatchError, answer) == (
+        f"{WHERE} mm_placeholders: the server has the images at other places than the renderer - expected "
+        "{'image': [{'offset': 1, 'length': 2}]}, got {'image': [{'offset': 2, 'length': 1}]}"
+    )
+    assert prompt_error(EngineReplyError, {"choices": []}) == (
+        f"{WHERE}: the server's reply has no prompt_token_ids, without which its prompt cannot be held against "
+        "ours - expected a list, got None"
+    )
