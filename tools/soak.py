@@ -1,0 +1,302 @@
+"""Soak: rollouts without end, to see that nothing is left behind. Run by `make soak`.
+
+Many rollouts of the example environment are always under way, sampled from the tiny model in this process.
+Each is shipped to a second process when it ends, by shared memory and by a Unix socket in turn. Every few
+seconds the memory of both processes, open files, tasks, threads and mapped segments are counted. It fails if
+memory rises after the warm-up, if something is left at the end, or if a rollout is lost or failed.
+"""
+
+import argparse
+import asyncio
+import gc
+import itertools
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from mmrender.client.local import LocalBackend
+from mmrender.demo.model import build_tiny_model
+from mmrender.errors import ShippingClosedError
+from mmrender.media.cache import MediaCache
+from mmrender.pool import RendererPool
+from mmrender.renderer import Renderer
+from mmrender.rollout.episode import run_episode
+from mmrender.rollout.find_cell import FindCell, FindCellSettings
+from mmrender.rollout.renderer_client import RendererClient
+from mmrender.shipping import Receiver, Sender
+from mmrender.trajectory.tree import Trajectory
+
+SETTINGS = FindCellSettings(grid=3, distractors=2, view_pixels=128, max_turns=5, holds_to_choices=True)
+SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
+INTERVAL = 5.0
+WARM_UP = 0.25
+"""Part of the time in which caches fill."""
+MAX_SLOPE = 1.0
+"""Megabytes a minute by which memory may seem to rise after the warm-up: an allocator's noise."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was counted at one moment."""
+
+    seconds: float
+    memory: float
+    receiver_memory: float
+    files: int
+    tasks: int
+    threads: int
+    segments: int
+    rollouts: int
+
+
+@dataclass
+class Counts:
+    """What the workers have done."""
+
+    rollouts: int = 0
+    turns: int = 0
+    tokens: int = 0
+
+
+def main() -> int:
+    """Run; the exit status says whether nothing is left behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--rollouts", type=int, default=64, help="under way at once")
+    parser.add_argument("--receive", nargs="*", metavar="URL", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.receive:
+        asyncio.run(receive(options.receive))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mmrender-soak-") as folder:
+        return asyncio.run(soak(Path(folder), options.seconds, options.rollouts))
+
+
+# --- the second process ---
+
+
+async def receive(urls: list[str]) -> None:
+    """Take trajectories at every address until the word `stop` comes there; look at each as a trainer."""
+
+    async def serve(url: str) -> None:
+        async with Receiver(url, ack="explicit") as receiver:
+            while True:
+                received = await receiver.receive()
+                if received.value == "stop":
+                    received.ack()
+                    return
+                for sample in received.value.samples():
+                    if len(sample.token_ids) != len(sample.logprobs) or not sample.loss_mask.any():
+                        raise RuntimeError(f"{received.id} arrived broken")
+                received.ack()
+
+    await asyncio.gather(*map(serve, urls))
+
+
+# --- the first ---
+
+
+async def soak(folder: Path, seconds: float, concurrency: int) -> int:
+    """Roll out for so many seconds, then stop and look at what is left."""
+    import torch
+
+    torch.set_num_threads(1)
+    directory = build_tiny_model(folder / "model")
+    # Small bounds, so that caches are full soon and what rises after that is no cache.
+    renderer = Renderer.from_pretrained(
+        directory, image_backend="pil", memo_bytes=4 << 20, media_cache=MediaCache(8 << 20)
+    )
+    urls = [f"unix://{folder}/games.sock", f"shm://mmrender-soak-{os.getpid()}"]
+    command = [sys.executable, __file__, "--receive", *urls]
+    samples: list[Sample] = []
+    counts = Counts()
+    problems: list[str] = []
+    backend = LocalBackend(directory, max_concurrency=concurrency)
+    await backend.resolve_max_prompt_len("tiny")
+    receiver = await asyncio.create_subprocess_exec(*command)
+    before = left_over()
+    try:
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(RendererPool(renderer, workers=2))
+            senders = [await stack.enter_async_context(Sender(url)) for url in urls]
+            client = RendererClient(pool, backend=backend)
+            deadline = time.monotonic() + seconds
+            watcher = asyncio.create_task(watch(samples, counts, receiver.pid, deadline))
+            numbers = itertools.count()
+            await asyncio.gather(
+                *[work(client, senders, numbers, counts, deadline) for _ in range(concurrency)]
+            )
+            await watcher
+            for sender in senders:
+                await (await sender.send("stop"))
+            shipped = sum(sender.stats.acknowledged for sender in senders) - len(senders)
+            if shipped != counts.rollouts:
+                problems.append(f"{counts.rollouts} rollouts ended, and {shipped} were acknowledged")
+        status = await asyncio.wait_for(receiver.wait(), 30)
+        if status:
+            problems.append(f"the second process ended with status {status}")
+    finally:
+        if receiver.returncode is None:
+            receiver.kill()
+            await receiver.wait()
+    problems += await what_is_left(before)
+    problems += rising(samples, seconds)
+    show(samples, counts, seconds, problems)
+    return 1 if problems else 0
+
+
+async def work(
+    client: RendererClient,
+    senders: list[Sender],
+    numbers: "itertools.count[int]",
+    counts: Counts,
+    deadline: float,
+) -> None:
+    """Roll out one episode after the other until it is time, and ship each."""
+    while time.monotonic() < deadline:
+        number = next(numbers)
+        trajectory = Trajectory(f"game-{number}")
+        # Boards come again, as prompts do in training.
+        extras = {"seed": number // 8 % 500}
+        await run_episode(
+            client, FindCell(SETTINGS), [], extras, trajectory=trajectory, sampling_params=SAMPLING
+        )
+        delivery = await senders[number % len(senders)].send(trajectory)
+        await delivery
+        counts.rollouts += 1
+        counts.turns += len(trajectory)
+        counts.tokens += sum(len(step.completion_ids) for step in trajectory.steps)
+
+
+async def watch(samples: list[Sample], counts: Counts, receiver: int, deadline: float) -> None:
+    """Count every few seconds."""
+    started = time.monotonic()
+    while time.monotonic() < deadline:
+        await asyncio.sleep(min(INTERVAL, max(0.0, deadline - time.monotonic())))
+        gc.collect()
+        samples.append(
+            Sample(
+                time.monotonic() - started,
+                memory_of("self"),
+                memory_of(str(receiver)),
+                open_files(),
+                len(asyncio.all_tasks()),
+                threading.active_count(),
+                mapped_segments(),
+                counts.rollouts,
+            )
+        )
+        latest = samples[-1]
+        if len(samples) % 6 == 0:
+            print(
+                f"{latest.seconds:5.0f} s  {latest.rollouts:6,} rollouts  {latest.memory:7.1f} MB  "
+                f"receiver {latest.receiver_memory:6.1f} MB  {latest.files} files  {latest.tasks} tasks  "
+                f"{latest.threads} threads  {latest.segments} segments",
+                flush=True,
+            )
+
+
+def memory_of(process: str) -> float:
+    """Resident memory in megabytes; 0 for a process that has ended."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def open_files() -> int:
+    """Open file descriptors: sockets, pipes, memory segments and files."""
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def mapped_segments() -> int:
+    """Mapped shared memory of ours, by what the kernel calls it."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:" in line or "/dev/shm/" in line for line in maps)
+
+
+def left_over() -> dict[str, int]:
+    """What must be the same before and after."""
+    return {"open files": open_files(), "mapped segments": mapped_segments()}
+
+
+async def what_is_left(before: dict[str, int]) -> list[str]:
+    """Name what is there after everything was closed and was not there before."""
+    for _ in range(50):
+        gc.collect()
+        await asyncio.sleep(0.1)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("mmrender")]
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        after = left_over()
+        # The second process's own pipe and watcher are gone by then, so there may be fewer.
+        more = [name for name, count in after.items() if count > before[name]]
+        if not names and not tasks and not more:
+            return []
+    problems = [f"{after[name] - before[name]} more {name} than before" for name in more]
+    problems += [f"a thread {name} is left" for name in names]
+    return problems + [f"a task is left: {task!r}" for task in tasks]
+
+
+def rising(samples: list[Sample], seconds: float) -> list[str]:
+    """Name what rose after the warm-up."""
+    steady = [sample for sample in samples if sample.seconds > WARM_UP * seconds]
+    if len(steady) < 4:
+        return ["too short to tell whether memory rises"]
+    problems = []
+    for name, read in MEMORIES.items():
+        slope = slope_of(steady, read)
+        if slope > MAX_SLOPE:
+            problems.append(f"{name} rose by {slope:.2f} MB a minute")
+    first, last = steady[0], steady[-1]
+    counted = [
+        (name, getattr(first, name), getattr(last, name))
+        for name in ("files", "tasks", "threads", "segments")
+    ]
+    rose = [f"{name} rose from {was} to {now}" for name, was, now in counted if now > 1.5 * was + 8]
+    return problems + rose
+
+
+MEMORIES: dict[str, Callable[[Sample], float]] = {
+    "memory of the rollouts": lambda sample: sample.memory,
+    "memory of the receiver": lambda sample: sample.receiver_memory,
+}
+
+
+def slope_of(samples: list[Sample], read: Callable[[Sample], float]) -> float:
+    """Least-squares slope in megabytes a minute."""
+    times = [sample.seconds / 60 for sample in samples]
+    values = [read(sample) for sample in samples]
+    middle, mean = sum(times) / len(times), sum(values) / len(values)
+    spread = sum((at - middle) ** 2 for at in times)
+    return sum((at - middle) * (value - mean) for at, value in zip(times, values, strict=True)) / spread
+
+
+def show(samples: list[Sample], counts: Counts, seconds: float, problems: list[str]) -> None:
+    """Print what was found."""
+    steady = [sample for sample in samples if sample.seconds > WARM_UP * seconds]
+    print(f"\n{counts.rollouts:,} rollouts, {counts.turns:,} turns, {counts.tokens:,} tokens sampled")
+    for name, read in MEMORIES.items():
+        if len(steady) >= 2:
+            values = [read(sample) for sample in steady]
+            print(
+                f"{name} after the warm-up: {min(values):.1f} to {max(values):.1f} MB, "
+                f"{slope_of(steady, read):+.2f} MB a minute"
+            )
+    print("\n".join(problems) if problems else "nothing is left behind")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ShippingClosedError as error:
+        sys.exit(f"the second process went away: {error}")
