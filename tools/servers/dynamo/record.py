@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from PIL import Image
-from servers.recording import Recorder
 
 from mmrender import Renderer
 from mmrender.client.checks import check_prompt, check_sidecar
 from mmrender.client.vllm_features import WireForm, features_of, layout_for
 from mmrender.media.item_expand import tensor_specs
+from servers.recording import Recorder
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 FIELDS = ["completion_token_ids", "prompt_token_ids", "engine_data"]

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from PIL import Image
-from servers.recording import Recorder
 
 from mmrender import Renderer
 from mmrender.client.collapse import collapse
 from mmrender.media.encoded import encoded_image
+from servers.recording import Recorder
 
 PROMPT = [10, 11, 12]
 

@@ -1,0 +1,68 @@
+"""What servers answered when they were recorded, replayed by a transport in memory.
+
+`tools/servers/*/record.py` writes the files. A test asks through a backend, and both must hold: the request is the
+recorded one, member for member, and the answer is read as it should be.
+"""
+
+import asyncio
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmrender.client.backend import EngineRequest, EngineResponse
+from mmrender.client.memory import Answer, MemoryTransport
+
+DATA = Path(__file__).parent / "data" / "engines"
+LARGE = 4096
+
+
+@dataclass
+class Recording:
+    """One request and its answer; `answer` may be changed before it is replayed."""
+
+    method: str
+    path: str
+    body: Any
+    status: int
+    answer: Any
+    sent: Any = field(default=None)
+
+    @classmethod
+    def of(cls, engine: str, name: str) -> "Recording":
+        entry = json.loads((DATA / engine / f"{name}.json").read_text())
+        request = entry["request"]
+        answer = entry["json"] if "json" in entry else entry["text"]
+        return cls(request["method"], request["path"], request["body"], entry["status"], answer)
+
+    def changed(self, change: Callable[[Any], Any]) -> "Recording":
+        """The same with its answer changed in place."""
+        self.answer = copy.deepcopy(self.answer)
+        change(self.answer)
+        return self
+
+    def transport(self) -> MemoryTransport:
+        return MemoryTransport({f"{self.method} {self.path}": Answer(self.answer, status=self.status)})
+
+    def replay(self, backend: Any, request: EngineRequest) -> EngineResponse:
+        """Ask through a backend; `sent` then holds the body that it sent."""
+        transport = self.transport()
+        try:
+            return asyncio.run(backend.generate(request, transport))
+        finally:
+            self.sent = transport.asked[-1].json if transport.asked else None
+
+    def limit(self, backend: Any, model: str = "tiny") -> int | None:
+        return asyncio.run(backend.resolve_max_prompt_len(model, self.transport()))
+
+
+def digested(value: Any) -> Any:
+    """Long texts as their digest, as recordings hold them."""
+    if isinstance(value, str) and len(value) > LARGE:
+        return {"sha256": hashlib.sha256(value.encode()).hexdigest(), "length": len(value)}
+    if isinstance(value, dict):
+        return {key: digested(member) for key, member in value.items()}
+    return [digested(member) for member in value] if isinstance(value, list) else value

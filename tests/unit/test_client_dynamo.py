@@ -1,0 +1,609 @@
+"""`DynamoBackend` against what Dynamo 1.6.1 answered, and what it refuses before sending."""
+
+import asyncio
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
+from engine_replies import Recording, digested
+from mmrender.client.backend import EngineRequest, RendererBackend, Usage
+from mmrender.client.dynamo import DynamoBackend
+from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineMismatchError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineUnsupportedError,
+    InputError,
+    PlaceholderError,
+    PromptTooLongError,
+    SamplingParameterError,
+)
+
+PROMPT = [10, 11, 12]
+GREEDY = {"temperature": 0.0, "max_tokens": 4}
+
+
+def request(**fields: Any) -> EngineRequest:
+    values: dict[str, Any] = {
+        "model": "tiny",
+        "prompt_ids": PROMPT,
+        "sampling_params": GREEDY,
+        "request_id": "recorded",
+        "vocab_size": 1024,
+    }
+    return EngineRequest(**{**values, **fields})
+
+
+def with_modes(*modes: str) -> DynamoBackend:
+    return DynamoBackend(nvext={"annotations": list(modes)})
+
+
+def recorded(name: str) -> Recording:
+    return Recording.of("dynamo", name)
+
+
+def replay(name: str, backend: DynamoBackend | None = None, **fields: Any) -> Any:
+    return recorded(name).replay(backend or DynamoBackend(), request(**fields))
+
+
+def refused(error: type[Exception], recording: Recording, **fields: Any) -> str:
+    with pytest.raises(error) as caught:
+        recording.replay(DynamoBackend(), request(**fields))
+    return str(caught.value)
+
+
+def whole() -> Any:
+    """The answer that holds everything, in every channel."""
+    return recorded("text").answer
+
+
+COMPLETION = whole()["nvext"]["engine_data"]["completion_token_ids"]
+LOGPROBS = whole()["nvext"]["engine_data"]["completion_logprobs"]
+
+
+# --- requests ---
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "fields"),
+    [
+        ("text", DynamoBackend(), {}),
+        ("empty", with_modes("empty"), {}),
+        ("no_engine_data", with_modes("no_engine_data"), {}),
+        ("routed_experts", with_modes("routed_experts"), {"routed_experts": True}),
+        (
+            "alternatives",
+            DynamoBackend(),
+            {"cache_salt": "salt", "priority": 3, "sampling_params": {**GREEDY, "logprobs": 2}},
+        ),
+        ("stop_token", DynamoBackend(), {"sampling_params": {**GREEDY, "stop_token_ids": [COMPLETION[1]]}}),
+        ("stop_string", DynamoBackend(), {"sampling_params": {**GREEDY, "stop": "low"}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_request_is_the_recorded_one(name, backend, fields):
+    recording = recorded(name)
+    recording.replay(backend, request(**fields))
+    assert recording.sent == recording.body
+
+
+def test_extra_fields_are_joined_in_order_and_hints_merged():
+    backend = DynamoBackend(
+        nvext={
+            "extra_fields": ["timing", "engine_data"],
+            "agent_hints": {"osl": 9, "priority": 1},
+            "annotations": ["llm_metrics"],
+            "cache_salt": "mine",
+        }
+    )
+    recording = recorded("text")
+    recording.replay(backend, request(priority=-2, cache_salt="call"))
+    assert recording.sent["nvext"] == {
+        "token_data": PROMPT,
+        "extra_fields": ["timing", "engine_data", "completion_token_ids", "prompt_token_ids"],
+        "agent_hints": {"osl": 9, "priority": 2},
+        "annotations": ["llm_metrics"],
+        "cache_salt": "call",
+    }
+    recording.replay(backend, request())
+    assert recording.sent["nvext"]["agent_hints"] == {"osl": 9, "priority": 1}
+    assert recording.sent["nvext"]["cache_salt"] == "mine"
+    assert backend.nvext["extra_fields"] == ["timing", "engine_data"]
+
+
+def test_a_prompt_in_nvext_is_refused():
+    with pytest.raises(InputError) as caught:
+        recorded("text").replay(DynamoBackend(nvext={"token_data": [1]}), request())
+    assert str(caught.value) == (
+        "nvext.token_data: the prompt is the request's own - expected nothing. "
+        "Pass it to generate as prompt_ids"
+    )
+
+
+def test_extra_headers_are_sent():
+    transport = recorded("text").transport()
+    asyncio.run(DynamoBackend().generate(request(extra_headers={"x-a": "b"}), transport))
+    assert transport.asked[0].headers == {"x-a": "b"}
+
+
+@pytest.mark.parametrize("name", ["bad_words", "flat_logprobs", "spaces_between_special_tokens"])
+def test_parameters_that_dynamo_refuses_are_refused_here(name):
+    value = {"bad_words": ["x"]}.get(name, True)
+    recording = recorded("text")
+    problem = refused(SamplingParameterError, recording, sampling_params={**GREEDY, name: value})
+    assert problem.startswith(f"sampling_params['{name}']: dynamo has no such sampling parameter")
+    assert recording.sent is None
+
+
+# --- answers ---
+
+
+def test_an_answer_with_every_channel():
+    response = replay("text")
+    assert response.completion_ids == COMPLETION
+    assert response.logprobs == LOGPROBS
+    assert response.finish_reason == "length"
+    assert response.usage == Usage(3, 4)
+    assert response.top_logprobs is None
+    assert response.request_id == whole()["id"]
+    assert response.routed_experts is None
+    assert response.weight_versions == ()
+    assert response.raw["choices"] == [
+        {"index": 0, "message": whole()["choices"][0]["message"], "finish_reason": "length"}
+    ]
+    assert response.raw["nvext"] == {}
+
+
+def test_the_frontends_ids_where_the_worker_gives_none():
+    response = replay("no_engine_data", with_modes("no_engine_data"))
+    assert response.completion_ids == COMPLETION
+    # The frontend writes single precision.
+    np.testing.assert_allclose(response.logprobs, LOGPROBS, rtol=1e-6)
+
+
+def test_ids_of_the_logprobs_where_nothing_else_has_them():
+    answer = recorded("only_content").answer
+    assert "nvext" not in answer
+    response = replay("only_content")
+    assert response.completion_ids == COMPLETION
+
+
+def test_present_but_empty_is_an_answer():
+    response = replay("empty", with_modes("empty"))
+    assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "stop")
+    assert response.usage == Usage(3, 0)
+
+
+def test_present_but_empty_comes_before_a_later_channel():
+    def clear(answer):
+        answer["nvext"]["engine_data"].update(completion_token_ids=[], completion_logprobs=[])
+
+    assert recorded("text").changed(clear).replay(DynamoBackend(), request()).completion_ids == []
+
+
+def test_the_worker_comes_before_the_frontend():
+    def differ(answer):
+        answer["nvext"]["completion_token_ids"] = [1, 2, 3, 4]
+        for entry in answer["choices"][0]["logprobs"]["content"]:
+            entry["logprob"] = -1.0
+
+    response = recorded("text").changed(differ).replay(DynamoBackend(), request())
+    assert (response.completion_ids, response.logprobs) == (COMPLETION, LOGPROBS)
+
+
+def test_absent_everywhere_is_an_error():
+    def remove(answer):
+        answer["choices"][0]["logprobs"] = None
+        del answer["nvext"]
+
+    assert refused(EngineReplyError, recorded("text").changed(remove)) == (
+        "nvext: the reply holds no token ids - expected engine_data or completion_token_ids. "
+        "Retokenizing its text would train on other tokens; use a frontend that gives them"
+    )
+
+
+def test_logprobs_that_name_no_token_are_no_channel_of_tokens():
+    def unname(answer):
+        del answer["nvext"]
+        for entry in answer["choices"][0]["logprobs"]["content"]:
+            del entry["token_id"]
+
+    assert "holds no token ids" in refused(EngineReplyError, recorded("text").changed(unname))
+
+
+def test_lengths_that_differ_are_an_error():
+    with pytest.raises(EngineReplyError) as caught:
+        replay("short_logprobs", with_modes("short_logprobs"))
+    assert str(caught.value) == (
+        "completion: tokens and logprobs are not equally many - expected 4 logprobs, one for each token, got 3"
+    )
+
+
+def test_channels_of_different_lengths_are_not_mixed():
+    """566 ids from one channel, 565 logprobs from another: the ids of a stop that the other leaves out."""
+
+    def drop_last(answer):
+        del answer["nvext"]["engine_data"]["completion_logprobs"]
+        answer["choices"][0]["logprobs"]["content"].pop()
+
+    problem = refused(EngineReplyError, recorded("text").changed(drop_last))
+    assert problem.endswith("expected 4 logprobs, one for each token, got 3")
+
+
+def test_logprobs_of_other_tokens_are_an_error():
+    def shift(answer):
+        del answer["nvext"]["engine_data"]["completion_logprobs"]
+        answer["nvext"]["engine_data"]["completion_token_ids"][2] = 7
+
+    assert refused(EngineReplyError, recorded("text").changed(shift)) == (
+        "choices[0].logprobs.content[2]: a logprob is of another token than was sampled - "
+        f"expected the token 7, got the token {COMPLETION[2]}"
+    )
+
+
+def test_a_logprob_that_is_none_is_an_error():
+    def blank(answer):
+        answer["nvext"]["engine_data"]["completion_logprobs"][1] = None
+
+    problem = refused(EngineReplyError, recorded("text").changed(blank))
+    assert problem.startswith("completion[1]: the engine gave no finite logprob")
+
+
+def test_a_stop_string_leaves_the_frontends_channels():
+    recording = recorded("stop_string")
+    assert "engine_data" not in recording.answer["nvext"]
+    sampling = {**GREEDY, "stop": ["low"]}
+    response = recording.replay(DynamoBackend(), request(sampling_params=sampling))
+    assert (response.completion_ids, response.finish_reason) == (COMPLETION[:3], "stop")
+
+
+def test_a_stop_token_belongs_to_the_completion():
+    sampling = {**GREEDY, "stop_token_ids": [COMPLETION[1]]}
+    response = replay("stop_token", sampling_params=sampling)
+    assert (response.completion_ids, response.finish_reason) == (COMPLETION[:2], "stop")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"stop_token_ids": [1013]}, "abort"),
+        ({"ignore_eos": True}, "abort"),
+        ({"stop_token_ids": [1013], "stop": ["x"]}, "stop"),
+        ({}, "stop"),
+        ({"stop_token_ids": [COMPLETION[-1]]}, "stop"),
+    ],
+)
+def test_a_stop_that_no_stop_token_explains_was_an_abort(sampling, expected):
+    recording = recorded("abort")
+    assert recording.answer["choices"][0]["finish_reason"] == "stop"
+    response = recording.replay(with_modes("abort"), request(sampling_params={**GREEDY, **sampling}))
+    assert response.finish_reason == expected
+
+
+def test_alternatives_name_their_tokens():
+    response = replay("alternatives", sampling_params={**GREEDY, "logprobs": 2})
+    assert [len(row) for row in response.top_logprobs] == [2, 2, 2, 2]
+    assert [row[0][0] for row in response.top_logprobs] == COMPLETION
+
+    def unname(answer):
+        answer["choices"][0]["logprobs"]["content"][1]["top_logprobs"][0]["token"] = "Call"
+
+    problem = refused(
+        EngineReplyError, recorded("alternatives").changed(unname), sampling_params={**GREEDY, "logprobs": 2}
+    )
+    assert problem.startswith(
+        "choices[0].logprobs.content[1].top_logprobs: an alternative does not say which token it is"
+    )
+
+
+def test_finish_reasons_that_are_not_known():
+    def finish(answer):
+        answer["choices"][0]["finish_reason"] = "content_filter"
+
+    assert refused(EngineReplyError, recorded("text").changed(finish)) == (
+        "choices[0].finish_reason: the completion ended for an unknown reason - "
+        "expected stop, length, tool_calls, abort, got 'content_filter'"
+    )
+
+
+def test_a_worker_that_failed_within_an_answer():
+    def fail(answer):
+        answer["nvext"]["engine_data"]["finished"] = False
+
+    problem = refused(EngineReplyError, recorded("text").changed(fail))
+    assert problem == "nvext.engine_data.finished: the worker failed during the request - got false"
+
+
+@pytest.mark.parametrize("where", ["engine_data", "nvext"])
+def test_another_prompt_is_a_mismatch(where):
+    def differ(answer):
+        if where == "nvext":
+            del answer["nvext"]["engine_data"]["prompt_token_ids"]
+            answer["nvext"]["prompt_token_ids"] = [10, 99, 12]
+        else:
+            answer["nvext"]["engine_data"]["prompt_token_ids"] = [10, 99, 12]
+
+    field = "nvext.engine_data.prompt_token_ids" if where == "engine_data" else "nvext.prompt_token_ids"
+    assert refused(EngineMismatchError, recorded("text").changed(differ)) == (
+        f"{field}[1]: the server saw another prompt than the renderer's - expected the token 11 of 3, "
+        "got the token 99 of 3. Render with the files and processor settings of the model that the server runs"
+    )
+
+
+def test_another_number_of_prompt_tokens_is_a_mismatch():
+    def differ(answer):
+        del answer["nvext"]["engine_data"]["prompt_token_ids"]
+        del answer["nvext"]["prompt_token_ids"]
+        answer["usage"]["prompt_tokens"] = 4
+
+    assert "expected 3, got 4" in refused(EngineMismatchError, recorded("text").changed(differ))
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{}, {}]}, [], "text"])
+def test_answers_that_are_no_completion(answer):
+    transport = MemoryTransport({"POST /v1/chat/completions": Answer(answer)})
+    with pytest.raises(EngineReplyError):
+        asyncio.run(DynamoBackend().generate(request(), transport))
+
+
+# --- routed experts ---
+
+
+ROWS = 3 + 4 - 1
+COUNTED = np.arange(ROWS * 4, dtype=np.uint8).reshape(ROWS, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "routed_experts_of_worker"])
+@pytest.mark.parametrize("start", [None, 0, 1, 3, ROWS])
+def test_router_choices_begin_where_the_caller_asked(name, start):
+    fields = {"routed_experts": True, "routed_experts_prompt_start": start}
+    experts = replay(name, with_modes("routed_experts"), **fields).routed_experts
+    assert experts.start == (start or 0)
+    np.testing.assert_array_equal(experts.data, COUNTED[start or 0 :])
+    assert experts.dtype == np.uint8
+
+
+def test_router_choices_that_a_worker_has_cut_already():
+    def cut(answer):
+        nvext = answer["nvext"]["routed_experts"]
+        nvext.update(shape=[3, 2, 2], start=3, data="DA0ODxAREhMUFRYX")
+
+    recording = recorded("routed_experts").changed(cut)
+    fields = {"routed_experts": True, "routed_experts_prompt_start": 2}
+    experts = recording.replay(with_modes("routed_experts"), request(**fields)).routed_experts
+    assert experts.start == 3
+    np.testing.assert_array_equal(experts.data, COUNTED[3:])
+
+
+def test_router_choices_are_left_where_nobody_asked():
+    assert replay("routed_experts", with_modes("routed_experts")).routed_experts is None
+
+
+def test_router_choices_that_are_missing():
+    assert refused(EngineUnsupportedError, recorded("text"), routed_experts=True) == (
+        "nvext.engine_data.routed_experts: router choices were asked for, and the worker gives none. Start "
+        "the workers with --enable-return-routed-experts, with a mixture-of-experts model"
+    )
+
+
+# --- images ---
+
+
+@pytest.fixture(scope="module")
+def one_image(tiny_model):
+    from mmrender import Renderer
+
+    renderer = Renderer.from_pretrained(tiny_model)
+    pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
+    content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
+    return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def with_image(rendered, **fields):
+    return request(
+        prompt_ids=rendered.token_ids,
+        multi_modal_data=rendered.multi_modal_data,
+        sampling_params=GREEDY,
+        **fields,
+    )
+
+
+LEVELS = DynamoBackend(pixels="uint8")
+
+
+def test_images_go_by_vllms_route(one_image):
+    recording = recorded("image")
+    response = recording.replay(LEVELS, with_image(one_image))
+    assert digested(recording.sent) == recording.body
+    choice = recording.answer["choices"][0]
+    assert response.completion_ids == choice["token_ids"]
+    assert response.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert response.usage == Usage(len(one_image), 4)
+    assert response.request_id == "recorded"
+
+
+@pytest.mark.parametrize("start", [None, 5])
+def test_router_choices_by_vllms_route(one_image, start):
+    fields = {"routed_experts": True, "routed_experts_prompt_start": start}
+    experts = recorded("image_routed_experts").replay(LEVELS, with_image(one_image, **fields)).routed_experts
+    rows = len(one_image) + 3
+    assert (experts.start, len(experts.data)) == (start or 0, rows - (start or 0))
+    assert experts.data.reshape(-1)[0] == (start or 0) * 4
+
+
+def test_router_choices_that_are_missing_by_vllms_route(one_image):
+    with pytest.raises(EngineUnsupportedError, match=r"choices\[0\].routed_experts: router choices"):
+        recorded("image").replay(LEVELS, with_image(one_image, routed_experts=True))
+
+
+def test_images_without_known_pixels_are_refused(one_image):
+    recording = recorded("image")
+    with pytest.raises(EngineUnsupportedError) as caught:
+        recording.replay(DynamoBackend(), with_image(one_image))
+    assert str(caught.value) == (
+        "images: a Dynamo frontend renders nothing, so it is not known which pixels its workers take. Say it "
+        "with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers that run with "
+        "--no-mm-device-do-normalize"
+    )
+    assert recording.sent is None
+
+
+def test_a_frontend_that_does_not_take_images(one_image):
+    with pytest.raises(EngineUnsupportedError) as caught:
+        recorded("error_closed").replay(LEVELS, with_image(one_image))
+    assert str(caught.value).startswith(
+        "http://memory/inference/v1/generate: the Dynamo frontend does not take images for this model - got "
+        "POST http://memory/inference/v1/generate: the server answered 404 Not Found:"
+    )
+    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1" in str(caught.value)
+
+
+@pytest.mark.parametrize(("bound", "passes"), [(200_000, True), (100_000, False)])
+def test_bodies_that_a_worker_would_not_get(one_image, bound, passes):
+    recording = recorded("image")
+    backend = DynamoBackend(pixels="uint8", max_image_bytes=bound)
+    if passes:
+        recording.replay(backend, with_image(one_image))
+        return
+    with pytest.raises(EngineUnsupportedError) as caught:
+        recording.replay(backend, with_image(one_image))
+    assert recording.sent is None
+    assert str(caught.value).startswith(
+        "/inference/v1/generate: the request is larger than the Dynamo frontend takes - expected at most "
+        "100,000 bytes, got about 13"
+    )
+
+
+def test_bodies_that_a_frontend_would_not_take():
+    recording = recorded("text")
+    problem = refused_with(DynamoBackend(max_body_bytes=1000), recording, prompt_ids=[5] * 200)
+    assert problem.startswith("/v1/chat/completions: the request is larger than the Dynamo frontend takes")
+    assert recording.sent is None
+
+
+def refused_with(backend, recording, **fields):
+    with pytest.raises(EngineUnsupportedError) as caught:
+        recording.replay(backend, request(**fields))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "match"),
+    [(video_item(4), "only images can be sent"), (tiled_item(2, 2), "loses which tokens of this range")],
+    ids=["video", "sparse"],
+)
+def test_media_that_cannot_go_are_refused(item, match):
+    prompt = PromptMaker().text([1]).framed(item).text([2])
+    transport = MemoryTransport()
+    call = request(prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
+    with pytest.raises(EngineUnsupportedError, match=match):
+        asyncio.run(LEVELS.generate(call, transport))
+    assert transport.asked == []
+
+
+# --- errors and limits ---
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [
+        ("error_worker", 400, "Invalid request"),
+        ("error_http", 400, "Bad Request"),
+        ("error_nvext", 400, "unknown field `unknown`, expected one of"),
+        ("error_parameter", 400, "Unsupported parameter(s): `unknown`"),
+        ("error_model", 404, "Model not found"),
+        ("error_too_long", 400, "Invalid request"),
+    ],
+)
+def test_error_replies_are_flat(name, status, says):
+    recording = recorded(name)
+    assert set(recording.answer) == {"message", "type", "code"}
+    with pytest.raises(EngineStatusError) as caught:
+        recording.replay(DynamoBackend(), request())
+    assert caught.value.status == status
+    assert says in caught.value.body
+    assert not DynamoBackend().is_overflow_error(caught.value)
+    assert ("the worker's log has it" in str(caught.value)) is (status == 400)
+
+
+def test_error_replies_of_vllms_route_are_nested(one_image):
+    recording = recorded("error_generate")
+    assert set(recording.answer["error"]) == {"message", "type", "code"}
+    with pytest.raises(EngineStatusError) as caught:
+        recording.replay(LEVELS, with_image(one_image))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("name", "status"), [("generate_abort", 499), ("generate_empty", 500)])
+def test_what_vllms_route_calls_an_error(one_image, name, status):
+    with pytest.raises(EngineStatusError) as caught:
+        recorded(name).replay(LEVELS, with_image(one_image))
+    assert caught.value.status == status
+
+
+def test_the_longest_prompt_leaves_room_for_a_token():
+    recording = recorded("models")
+    assert recording.answer["data"][0]["context_window"] == 2048
+    assert "max_model_len" not in recording.answer["data"][0]
+    assert recording.limit(DynamoBackend()) == 2047
+    assert recording.limit(DynamoBackend(), model="other") is None
+
+
+@pytest.mark.parametrize("answer", [{}, {"data": [{}]}, [], "text"])
+def test_lists_of_models_that_are_none(answer):
+    transport = MemoryTransport({"GET /v1/models": Answer(answer)})
+    with pytest.raises(EngineReplyError):
+        asyncio.run(DynamoBackend().resolve_max_prompt_len("tiny", transport))
+
+
+def test_only_an_overflow_seen_here_is_one():
+    assert DynamoBackend().is_overflow_error(PromptTooLongError(3, 2))
+    assert not DynamoBackend().is_overflow_error(EngineConnectionError("gone"))
+
+
+# --- refusals before sending, and the backend as a value ---
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 2], [1, 1024], [1.5]])
+def test_prompts_that_are_none_are_refused(ids):
+    transport = MemoryTransport()
+    with pytest.raises(InputError):
+        asyncio.run(DynamoBackend().generate(request(prompt_ids=ids), transport))
+    assert transport.asked == []
+
+
+def test_a_sidecar_that_does_not_fit_is_refused():
+    prompt = PromptMaker().text([1]).framed(qwen_item(4)).text([2])
+    transport = MemoryTransport()
+    call = request(prompt_ids=prompt.ids[:-3], multi_modal_data=prompt.sidecar)
+    with pytest.raises(PlaceholderError):
+        asyncio.run(LEVELS.generate(call, transport))
+    assert transport.asked == []
+
+
+def test_cancelling_closes_the_connection_and_asks_nothing_else():
+    transport = MemoryTransport({"POST /v1/chat/completions": Answer(whole(), delay=30)})
+
+    async def work():
+        task = asyncio.create_task(DynamoBackend().generate(request(), transport))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(work())
+    assert [asked.path for asked in transport.asked] == ["/v1/chat/completions"]
+    assert len(transport.cancelled) == 1
+
+
+def test_the_backend_is_a_value():
+    backend = DynamoBackend(nvext={"annotations": ["a"]}, pixels="float32")
+    assert pickle.loads(pickle.dumps(backend)) == backend
+    assert isinstance(backend, RendererBackend)
+    assert backend.name == "dynamo"
