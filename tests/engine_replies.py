@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from mmrender import Renderer
 from mmrender.client.backend import EngineRequest, EngineResponse
 from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.demo.model import build_tiny_model
+from mmrender.rendered import RenderedTokens
 
 DATA = Path(__file__).parent / "data" / "engines"
 LARGE = 4096
@@ -66,3 +72,11 @@ def digested(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: digested(member) for key, member in value.items()}
     return [digested(member) for member in value] if isinstance(value, list) else value
+
+
+def an_image(directory: Path) -> RenderedTokens:
+    """The prompt with an image that was recorded; the model directory is built without weights."""
+    renderer = Renderer.from_pretrained(build_tiny_model(directory, weights=False), image_backend="pil")
+    pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
+    content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
+    return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)

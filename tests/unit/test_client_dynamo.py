@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from engine_replies import Recording, digested
+from engine_replies import Recording, an_image, digested
 from mmrender.client.backend import EngineRequest, RendererBackend, Usage
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.memory import Answer, MemoryTransport
@@ -396,13 +395,8 @@ def test_router_choices_that_are_missing():
 
 
 @pytest.fixture(scope="module")
-def one_image(tiny_model):
-    from mmrender import Renderer
-
-    renderer = Renderer.from_pretrained(tiny_model)
-    pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
-    content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
-    return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+def one_image(tmp_path_factory):
+    return an_image(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def with_image(rendered, **fields):

@@ -81,7 +81,7 @@ def record_generate(recorder: Recorder, model: Path) -> None:
     recorder.record("generate_text", GENERATE, generate())
     recorder.record("generate_abort", GENERATE, generate("abort"))
     recorder.record("generate_empty", GENERATE, generate("empty"))
-    renderer = Renderer.from_pretrained(model)
+    renderer = Renderer.from_pretrained(model, image_backend="pil")  # which needs no torch
     pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
     content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
     rendered = renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)

@@ -76,7 +76,7 @@ def record_abort(recorder: Recorder) -> None:
 
 def record_images(recorder: Recorder, model: Path) -> None:
     """An image, whose placeholder the server widens, and a prompt that becomes too long by it."""
-    renderer = Renderer.from_pretrained(model)
+    renderer = Renderer.from_pretrained(model, image_backend="pil")  # which needs no torch
     pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
     content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
     rendered = renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
