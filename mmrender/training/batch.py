@@ -119,11 +119,11 @@ class TrainingBatch:
             bounds |= {segment.start, segment.stop}
         return torch.tensor(sorted(bounds), dtype=torch.int32, device=self.input_ids.device)
 
-    def model_inputs(self, *, mask_dtype: Any = None) -> dict[str, Any]:
+    def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward; see `mmrender.training.inputs`."""
         from mmrender.training.inputs import model_inputs
 
-        return model_inputs(self, mask_dtype=mask_dtype)
+        return model_inputs(self, mask_dtype=mask_dtype, kept_apart=kept_apart)
 
     def split(self, values: Any) -> list[Any]:
         """Cut a tensor `(rows, width, ...)`, such as losses, into one view `(tokens, ...)` for each sample.

@@ -16,25 +16,32 @@ from typing import Any
 from mmrender.training._torch import torch
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.fields import model_kwargs
+from mmrender.training.recurrent import check_kept_apart
 
 IGNORE_INDEX = -100
 """Label that cross-entropy of torch leaves out."""
 
 
-def model_inputs(batch: TrainingBatch, *, mask_dtype: Any = None) -> dict[str, Any]:
+def model_inputs(batch: TrainingBatch, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
     """Return the keyword arguments of the model's forward for a batch.
 
     Args:
         batch: Padded or packed.
         mask_dtype: Of the additive masks that packed batches of some families bring; the model's own, which
             sdpa asks for. None takes that of the pixels, float32 without any.
+        kept_apart: Says that recurrent layers keep packed samples apart without `recurrent_segments`.
 
     Returns:
         `input_ids` int64 `(rows, width)`; `position_ids` int64 `(rows, width)`, for models with M-RoPE
         `(3, rows, width)` and if packed `(4, rows, width)`; `attention_mask` int64 `(rows, width)` unless
         packed; `use_cache`; token types under the model's own keyword; images as the model takes them, none
         where the batch has none.
+
+    Raises:
+        BatchError: The model's recurrent layers would run from one packed sample to the next.
     """
+    if not kept_apart:
+        check_kept_apart(batch)
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     if not batch.packed:
         inputs["attention_mask"] = batch.attention_mask.to(torch.int64)

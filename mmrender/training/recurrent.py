@@ -7,14 +7,16 @@ layers run once for each sample, which is exact with either, and costs what the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
 from mmrender.errors import BatchError
 from mmrender.training._torch import torch
-from mmrender.training.batch import TrainingBatch
+from mmrender.training.batch import Rows, TrainingBatch
 
 _LAYER_NAMES = ("linear_attn",)
+_KEPT_APART: ContextVar[Rows | None] = ContextVar("mmrender_recurrent_segments", default=None)
 
 
 @contextmanager
@@ -44,14 +46,31 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
         layers = []
     bounds = [_lengths(batch, row) for row in range(len(batch))]
     originals = [layer.forward for layer in layers]
+    token = _KEPT_APART.set(batch.segments)
     try:
         for layer, forward in zip(layers, originals, strict=True):
             layer.forward = _by_segment(forward, bounds)
         yield
     finally:
+        _KEPT_APART.reset(token)
         for layer in layers:
             # What was set on the instance goes; the class's own method shows again.
             layer.__dict__.pop("forward", None)
+
+
+def check_kept_apart(batch: TrainingBatch) -> None:
+    """Refuse a batch whose samples would run into each other in a model's recurrent layers.
+
+    Raises:
+        BatchError: It is packed, the model has such layers, and no block of `recurrent_segments` is entered.
+    """
+    mixing = batch.packed and batch.family.recurrent and any(len(row) > 1 for row in batch.segments)
+    if mixing and _KEPT_APART.get() != batch.segments:
+        raise BatchError(
+            f"the recurrent layers of {batch.family.model_type} would run from one sample into the next",
+            expected="a block `with recurrent_segments(model, batch)` around this call and the forward",
+            remedy="Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds",
+        )
 
 
 def _lengths(batch: TrainingBatch, row: int) -> list[int]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmrender.errors import BatchError
 from mmrender.training import (
     collate,
     mrope_position_ids,
@@ -149,16 +150,28 @@ def test_sdpa_takes_the_same_inputs(name: str, folder: Path) -> None:
         torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)
 
 
-def test_without_segments_a_recurrent_model_mixes_samples(folder: Path) -> None:
+def test_without_segments_a_recurrent_model_would_mix_samples(folder: Path) -> None:
     tiny = tiny_family("qwen3_5", folder)
     samples = make_samples(tiny, COUNTS)
     batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
+    with pytest.raises(BatchError) as caught:
+        batch.model_inputs()
+    assert str(caught.value) == (
+        "the recurrent layers of qwen3_5 would run from one sample into the next - "
+        "expected a block `with recurrent_segments(model, batch)` around this call and the forward. "
+        "Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds"
+    )
     with torch.no_grad():
         expected = together(tiny, batch)
-        mixed = dict(
-            zip(batch.sample_ids, batch.split(tiny.model(**batch.model_inputs()).logits), strict=True)
-        )
+        logits = tiny.model(**batch.model_inputs(kept_apart=True)).logits
+    mixed = dict(zip(batch.sample_ids, batch.split(logits), strict=True))
     assert (mixed["s0"] - expected["s0"]).abs().max() > 1e-2
+    with pytest.raises(BatchError) as caught, recurrent_segments(torch.nn.Linear(1, 1), batch):
+        pass
+    assert str(caught.value) == (
+        "Linear: the recurrent layers of qwen3_5 are not found - expected modules named linear_attn. "
+        "Use padded batches"
+    )
 
 
 class Layout:

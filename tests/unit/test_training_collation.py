@@ -43,7 +43,8 @@ def batch_of(*samples: TrainingSample, family: ModelFamily = FAMILY, **options: 
 
 
 def changed(base: TrainingSample, **arrays: Any) -> TrainingSample:
-    return replace(base, **{name: np.asarray(value) for name, value in arrays.items()})
+    given = {name: np.asarray(value, getattr(base, name).dtype) for name, value in arrays.items()}
+    return replace(base, **given)
 
 
 def test_by_hand() -> None:
@@ -141,6 +142,16 @@ def test_to_casts_pixels_only() -> None:
     assert moved.fields["image_grid_thw"].dtype == torch.int64
     assert moved.logprobs.dtype == torch.float32
     assert moved.input_ids.dtype == torch.int64
+
+
+def test_token_types_follow_from_ranges_alone() -> None:
+    # A family that does not say which token stands for images: nothing else tells a typed one apart.
+    typed = changed(
+        sample([ITEM], text=4), token_ids=[IMAGE_ID, 1, 2, IMAGE_ID, *[IMAGE_ID] * 4, IMAGE_ID, 3, 4, 5]
+    )
+    silent = replace(FAMILY, feature_token_ids={})
+    types = batch_of(typed, family=silent).token_types
+    assert types.tolist() == [[0] * 4 + [1] * 4 + [0] * 4]
 
 
 def test_text_only_batches_name_no_images() -> None:
@@ -246,6 +257,16 @@ def test_plans_keep_modalities_together_and_share_the_work() -> None:
     )
     with pytest.raises(BatchError, match="one rank or more"):
         plan_steps(samples, FAMILY, ranks=0, max_tokens=40)
+
+
+def test_a_dummy_joins_no_row_that_has_no_room_for_it() -> None:
+    samples = [sample([ITEM], 4), *[sample(text=38, name=str(index)) for index in range(3)]]
+    plan = plan_steps(samples, FAMILY, ranks=2, max_tokens=40, dummy_tokens=4)
+    assert sorted((micro.samples, micro.dummy) for step in plan for micro in step) == [
+        ((), False), ((), True), ((0,), False), ((1,), False), ((2,), False), ((3,), False),
+    ]  # fmt: skip
+    roomy = plan_steps(samples, FAMILY, ranks=2, max_tokens=42, dummy_tokens=4)
+    assert sorted(micro.dummy for step in roomy for micro in step) == [False, False, False, True]
 
 
 def test_kinds_of_images_that_cannot_be_joined_do_not_share_a_bin() -> None:
