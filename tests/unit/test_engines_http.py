@@ -1,0 +1,506 @@
+"""HTTP engines: what each server is told, what its answers mean, and streams."""
+
+import asyncio
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine_cases import sidecar
+from mmrender.client.backend import EngineRequest, EngineResponse, Usage
+from mmrender.client.dynamo import DynamoBackend
+from mmrender.client.memory import DROPPED, Answer, MemoryTransport
+from mmrender.client.sglang import SGLangBackend
+from mmrender.client.vllm import VLLMBackend
+from mmrender.engines.http_engine import HTTPEngine
+from mmrender.engines.interface import InferenceEngineInterface
+from mmrender.engines.routes import DYNAMO, SGLANG, TABLES, VLLM, Route, RouteTable
+from mmrender.engines.sse import event_of, events
+from mmrender.engines.tee import GENERATE_PATH, TeeTransport
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineReplyError,
+    EngineStateError,
+    EngineStatusError,
+    EngineUnsupportedError,
+    InputError,
+)
+
+BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
+OK = lambda asked: {}  # noqa: E731
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def engine_of(kind, routes=None, *, worker=None, **options):
+    transport = MemoryTransport(routes or {})
+    engine = HTTPEngine(BACKENDS[kind](), transport, model="m", name="e", control=worker, **options)
+    return engine, transport
+
+
+def told(transport):
+    """What a server was told: method, path with query, body."""
+    return [
+        (asked.method, asked.path + (f"?{asked.query}" if asked.query else ""), asked.json)
+        for asked in transport.asked
+    ]
+
+
+CALLS = {
+    "pause abort": lambda e: e.pause_generation("abort"),
+    "pause abort, cache kept": lambda e: e.pause_generation("abort", clear_cache=False),
+    "pause keep": lambda e: e.pause_generation("keep"),
+    "pause wait": lambda e: e.pause_generation("wait"),
+    "abort": lambda e: e.abort_generation(),
+    "sleep": lambda e: e.sleep(),
+    "wake": lambda e: e.wake_up(tags=["weights", "kv_cache"]),
+    "reset": lambda e: e.reset_prefix_cache(),
+    "init": lambda e: e.init_weight_update_communicator({"master_address": "h", "master_port": 5}),
+    "update": lambda e: e.update_named_weights(
+        {
+            "names": ["w"],
+            "dtypes": ["bfloat16"],
+            "shapes": [(2, 3)],
+            "weight_version": "v",
+            "extras": {"group_name": "g"},
+        }
+    ),
+    "load": lambda e: e.load_weights("/weights", weight_version="v"),
+    "load, unnamed": lambda e: e.load_weights("/weights"),
+    "set version": lambda e: e.set_weight_version("v"),
+    "health": lambda e: e.check_health(),
+}
+WEIGHTS = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+EXPECTED: dict[str, dict[str, list[tuple[str, str, Any]] | str]] = {
+    "vllm": {
+        "pause abort": [("POST", "/pause?mode=abort&clear_cache=true", None)],
+        "pause abort, cache kept": [("POST", "/pause?mode=abort&clear_cache=false", None)],
+        "pause keep": [("POST", "/pause?mode=keep&clear_cache=false", None)],
+        "pause wait": [("POST", "/pause?mode=wait&clear_cache=true", None)],
+        "abort": [("POST", "/abort_requests", {})],
+        "sleep": [("POST", "/sleep?level=1", None)],
+        "wake": [("POST", "/wake_up?tags=weights&tags=kv_cache", None)],
+        "reset": [("POST", "/reset_prefix_cache", None)],
+        "init": [("POST", "/init_weight_transfer_engine", {"init_info": {"master_address": "h", "master_port": 5}})],
+        "update": [
+            ("POST", "/start_weight_update", None),
+            (
+                "POST",
+                "/update_weights",
+                {"update_info": {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g"}},
+            ),
+            ("POST", "/finish_weight_update", {"weight_version": "v"}),
+        ],
+        "load": [
+            ("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/weights"}}),
+            ("POST", "/reset_prefix_cache?reset_running_requests=true", None),
+            ("POST", "/update_weight_version", {"new_version": "v"}),
+        ],
+        "load, unnamed": [
+            ("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/weights"}}),
+            ("POST", "/reset_prefix_cache?reset_running_requests=true", None),
+        ],
+        "set version": [("POST", "/update_weight_version", {"new_version": "v"})],
+        "health": [("GET", "/health", None)],
+    },
+    "sglang": {
+        "pause abort": [("POST", "/pause_generation", {"mode": "abort"}), ("POST", "/flush_cache", None)],
+        "pause abort, cache kept": [("POST", "/pause_generation", {"mode": "abort"})],
+        "pause keep": [("POST", "/pause_generation", {"mode": "in_place"})],
+        "pause wait": "e.pause: sglang has no such way to pause - expected abort or keep, got 'wait'",
+        "abort": [("POST", "/abort_request", {"abort_all": True})],
+        "sleep": [("POST", "/release_memory_occupation", {})],
+        "wake": [("POST", "/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})],
+        "reset": [("POST", "/flush_cache", None)],
+        "init": [("POST", "/init_weights_update_group", {"master_address": "h", "master_port": 5})],
+        "update": [("POST", "/update_weights_from_distributed", {**WEIGHTS, "weight_version": "v", "group_name": "g"})],
+        "load": [("POST", "/update_weights_from_disk", {"model_path": "/weights", "weight_version": "v"})],
+        "load, unnamed": [("POST", "/update_weights_from_disk", {"model_path": "/weights"})],
+        "set version": [("POST", "/update_weight_version", {"new_version": "v", "abort_all_requests": False})],
+        "health": [("GET", "/health", None)],
+    },
+    "dynamo": {
+        "pause abort": [("POST", "/engine/pause_generation", {"mode": "abort", "clear_cache": True})],
+        "pause abort, cache kept": [("POST", "/engine/pause_generation", {"mode": "abort", "clear_cache": False})],
+        "pause keep": [("POST", "/engine/pause_generation", {"mode": "keep", "clear_cache": False})],
+        "pause wait": [("POST", "/engine/pause_generation", {"mode": "wait", "clear_cache": True})],
+        "abort": "e.abort_all: dynamo has no such call",
+        "sleep": [("POST", "/engine/control/sleep", {"level": 1})],
+        "wake": [("POST", "/engine/control/wake_up", {"tags": ["weights", "kv_cache"]})],
+        "reset": [("POST", "/engine/flush_cache", {})],
+        "init": [("POST", "/engine/init_weights_update_group", {"master_address": "h", "master_port": 5})],
+        "update": [
+            ("POST", "/engine/update_weights_from_distributed", {**WEIGHTS, "weight_version": "v", "group_name": "g"})
+        ],
+        "load": [("POST", "/engine/update_weights_from_disk", {"model_path": "/weights", "weight_version": "v"})],
+        "load, unnamed": [("POST", "/engine/update_weights_from_disk", {"model_path": "/weights"})],
+        "set version": [("POST", "/engine/set_weight_version", {"weight_version": "v"})],
+        "health": [("GET", "/health", None)],
+    },
+}  # fmt: skip
+
+
+class Agreeing(MemoryTransport):
+    """Answers everything."""
+
+    async def request(self, method, path, **options):
+        self._routes.setdefault(f"{method} {path.partition('?')[0]}", OK)
+        return await super().request(method, path, **options)
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize("kind", list(BACKENDS))
+def test_what_each_server_is_told(kind, call):
+    server, worker = Agreeing(), Agreeing()
+    engine = HTTPEngine(BACKENDS[kind](), server, model="m", name="e", control=worker)
+    assert isinstance(engine, InferenceEngineInterface)
+    expected = EXPECTED[kind][call]
+    if isinstance(expected, str):
+        with pytest.raises(EngineUnsupportedError) as caught:
+            run(CALLS[call](engine))
+        assert str(caught.value) == expected
+        assert not server.asked
+        assert not worker.asked
+        return
+    run(CALLS[call](engine))
+    on_worker = kind == "dynamo" and call != "health"
+    assert told(worker if on_worker else server) == expected
+    assert not (server if on_worker else worker).asked
+
+
+def test_every_table_says_what_it_has():
+    assert set(TABLES) == set(BACKENDS)
+    assert VLLM.controls.keys() == SGLANG.controls.keys() == DYNAMO.controls.keys() | {"abort_all"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "routes", "version"),
+    [
+        ("vllm", {"GET /weight_info": {"weight_version": "v7"}}, "v7"),
+        ("vllm", {"GET /weight_info": {"weight_version": None}}, None),
+        ("sglang", {"GET /model_info": {"model_path": "x", "weight_version": "default"}}, "default"),
+    ],
+)
+def test_weight_versions_are_read(kind, routes, version):
+    engine, _ = engine_of(kind, routes)
+    assert run(engine.weight_version()) == version
+
+
+def test_dynamos_worker_tells_its_version():
+    worker = MemoryTransport({"POST /engine/get_weight_version": {"status": "ok", "version": 12}})
+    engine, _ = engine_of("dynamo", worker=worker)
+    assert run(engine.weight_version()) == "12"
+
+
+def test_what_dynamos_frontend_lacks_is_said_with_the_way_out():
+    engine, transport = engine_of("dynamo")
+    assert engine.pause_modes == frozenset()
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(engine.pause_generation("abort"))
+    assert str(caught.value) == (
+        "e.pause: dynamo has this call on its worker only. "
+        "Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"
+    )
+    assert not transport.asked
+
+
+def test_closed_control_routes_are_said_with_the_way_out():
+    engine, _ = engine_of("vllm")
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(engine.pause_generation("abort"))
+    assert str(caught.value) == (
+        "e.pause: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "message"),
+    [
+        ("vllm", lambda e: e.sleep(tags=["weights"]), "e.sleep.tags: vllm does not know this argument of sleep - got ['weights']"),
+        ("sglang", lambda e: e.sleep(level=2), "e.sleep.level: sglang does not know this argument of sleep - got 2"),
+    ],
+)  # fmt: skip
+def test_arguments_that_a_server_does_not_know(kind, call, message):
+    engine, transport = engine_of(kind)
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(call(engine))
+    assert str(caught.value) == message
+    assert not transport.asked
+
+
+def test_a_failure_with_status_200_is_a_failure():
+    engine, _ = engine_of("vllm", {"POST /reset_prefix_cache": {"success": False}})
+    with pytest.raises(EngineStateError) as caught:
+        run(engine.reset_prefix_cache())
+    assert (
+        str(caught.value) == "e.reset_prefix_cache: the engine refused - got {'success': False}. Pause first"
+    )
+    worker = MemoryTransport({"POST /engine/flush_cache": {"status": "error", "message": "boom"}})
+    engine, _ = engine_of("dynamo", worker=worker)
+    with pytest.raises(EngineStateError, match=r"^e.reset_prefix_cache: the engine refused - got boom"):
+        run(engine.reset_prefix_cache())
+
+
+def test_a_busy_cache_of_sglang():
+    engine, _ = engine_of("sglang", {"POST /flush_cache": Answer("Flush cache failed.\n", status=400)})
+    with pytest.raises(
+        EngineStateError, match=r"^e.reset_prefix_cache: cached prefixes are in use - got Flush cache"
+    ):
+        run(engine.reset_prefix_cache())
+
+
+def test_pausing_twice_and_resuming_unpaused():
+    async def scenario():
+        engine, transport = engine_of(
+            "vllm", {"POST /pause": [{}, {}, Answer(status=500), {}], "POST /resume": OK}
+        )
+        with pytest.raises(EngineStateError, match=r"^e: the engine is not paused$"):
+            await engine.resume_generation()
+        await engine.pause_generation("keep")
+        with pytest.raises(EngineStateError, match=r"^e: the engine is paused already$"):
+            await engine.pause_generation("keep")
+        await engine.resume_generation()
+        await engine.pause_generation("wait")
+        await engine.resume_generation()
+        # Whether a pause that failed has reached the server is not known, so both are allowed after it.
+        with pytest.raises(EngineStatusError):
+            await engine.pause_generation("abort")
+        await engine.resume_generation()
+        assert len(transport.of_path("/resume")) == 3
+
+    run(scenario())
+
+
+def test_parts_of_a_weight_update_that_are_missing():
+    engine, _ = engine_of("sglang")
+    with pytest.raises(InputError, match=r"^request.shapes: a part of the weight update is missing$"):
+        run(engine.update_named_weights({"names": [], "dtypes": []}))
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A backend that notes its requests."""
+
+    name: str = "vllm"
+    requests: list[EngineRequest] = field(default_factory=list)
+
+    async def generate(self, request, transport):
+        self.requests.append(request)
+        return EngineResponse([1, 2], [-0.5, -1.0], "stop", Usage(len(request.prompt_ids), 2), request_id="r")
+
+    async def resolve_max_prompt_len(self, model, transport):
+        return 77
+
+    def is_overflow_error(self, exc):
+        return False
+
+
+def test_requests_are_built_of_all_that_was_given():
+    backend = Echo()
+    engine = HTTPEngine(backend, MemoryTransport(), model="m", vocab_size=9, tp_size=2, pp_size=3, dp_size=4)
+    images = sidecar("a")
+    output = run(
+        engine.generate(
+            {
+                "prompt_token_ids": [[5, 6], [7]],
+                "multi_modal_data": [images, None],
+                "collapsed_ids": [[5], None],
+                "sampling_params": [{"max_tokens": 2}, {"max_tokens": 3}],
+                "cache_salt": "s",
+                "priority": 3,
+                "extra_headers": {"x-a": "b"},
+                "routed_experts": True,
+            }
+        )
+    )
+    first, second = backend.requests
+    assert (first.model, first.prompt_ids, first.collapsed_ids, first.multi_modal_data) == (
+        "m",
+        [5, 6],
+        [5],
+        images,
+    )
+    assert (second.prompt_ids, second.collapsed_ids, second.sampling_params) == ([7], None, {"max_tokens": 3})
+    assert (first.cache_salt, first.priority, first.extra_headers) == ("s", 3, {"x-a": "b"})
+    assert first.routed_experts
+    assert first.vocab_size == 9
+    assert first.request_id != second.request_id
+    assert output["response_ids"] == [[1, 2], [1, 2]]
+    assert output["responses"] is None
+    assert (engine.tp_size(), engine.pp_size(), engine.dp_size()) == (2, 3, 4)
+    assert run(engine.max_prompt_len()) == 77
+    assert engine.name == "http://memory"
+
+
+def test_a_backend_without_routes_needs_some():
+    with pytest.raises(InputError, match=r"^backend: the control routes of this backend are not known"):
+        HTTPEngine(Echo(name="mine"), MemoryTransport(), model="m")
+    table = RouteTable("mine", {"health": (Route("GET", "/ok"),)}, {}, {"sleep": frozenset()})
+    engine = HTTPEngine(Echo(name="mine"), MemoryTransport({"GET /ok": "fine"}), model="m", routes=table)
+    run(engine.check_health())
+    with pytest.raises(EngineUnsupportedError, match=r"^http://memory.sleep: mine has no such call$"):
+        run(engine.sleep())
+
+
+def test_an_engine_can_be_pickled():
+    engine = HTTPEngine(VLLMBackend(), "http://127.0.0.1:9", model="m", name="n")
+    engine._paused = True
+    copy = pickle.loads(pickle.dumps(engine))
+    assert (copy.name, copy.model, copy.transport.base_url, copy._paused) == (
+        "n",
+        "m",
+        "http://127.0.0.1:9",
+        False,
+    )
+
+
+# --- passing requests on, and streams ---
+
+
+def test_chat_is_passed_on_with_the_engines_model_name():
+    engine, transport = engine_of("vllm", {"POST /v1/chat/completions": {"choices": [1]}})
+    body = {"model": "public", "messages": [], "session_id": "s"}
+    assert run(engine.chat_completion({"json": body, "headers": {"x-a": "b"}})) == {"choices": [1]}
+    assert transport.asked[0].json == {"model": "m", "messages": []}
+    assert transport.asked[0].headers == {"x-a": "b"}
+    assert body["session_id"] == "s"
+
+
+@pytest.mark.parametrize("answer", ["no json", Answer([1])])
+def test_replies_that_are_none(answer):
+    engine, _ = engine_of("vllm", {"POST /v1/completions": answer})
+    with pytest.raises(EngineReplyError, match=r"^e/v1/completions: the reply is no JSON"):
+        run(engine.completion({"json": {}}))
+
+
+async def gathered(stream):
+    return [value async for value in stream]
+
+
+def test_streams_are_read_to_their_end():
+    text = ': comment\n\nevent: x\ndata: {"a": 1}\n\ndata:{"a": 2}\n\ndata: [DONE]\n\ndata: {"a": 3}\n\n'
+    engine, transport = engine_of("vllm", {"POST /v1/chat/completions": text})
+    assert run(gathered(engine.stream_chat_completion({"json": {"messages": []}}))) == [{"a": 1}, {"a": 2}]
+    assert transport.asked[0].json["stream"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('data: {"a": 1}\n\n', "e/v1/completions: the stream broke off - expected [DONE] at its end"),
+        ("data: {a}\n\n", "e/v1/completions: an event is no JSON - got b'{a}'"),
+        ("data: 3\n\n", "e/v1/completions: an event is no JSON object - got b'3'"),
+    ],
+)
+def test_streams_that_are_broken(text, message):
+    engine, _ = engine_of("vllm", {"POST /v1/completions": text})
+    with pytest.raises(EngineReplyError) as caught:
+        run(gathered(engine.stream_completion({"json": {}})))
+    assert str(caught.value) == message
+
+
+def test_events_are_read_back():
+    async def lines():
+        for line in event_of({"é": [1, None]}).splitlines():
+            yield line
+        yield b"data: [DONE]"
+
+    assert run(gathered(events(lines(), where="x"))) == [{"é": [1, None]}]
+
+
+def entry(token, logprob):
+    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+
+
+def chunk(tokens, reason=None, **more):
+    logprobs = {"content": [entry(token, -0.5 * token) for token in tokens]}
+    choice = {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, **more}
+    return {"request_id": "generate-tokens-r", "choices": [choice]}
+
+
+USAGE = {
+    "request_id": "generate-tokens-r",
+    "choices": [],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 3},
+}
+CHUNKS = [
+    {**chunk([5]), "prompt_token_ids": [1, 2]},
+    chunk([6]),
+    chunk([7], "stop", stop_reason=7, weight_versions=[["v", 0, 3]]),
+    USAGE,
+]
+
+
+def sse(chunks, done=True):
+    return b"".join(map(event_of, chunks)) + (b"data: [DONE]\n\n" if done else b"")
+
+
+def streamed(answer):
+    """Ask a vLLM engine for a stream; return its response and what was told of on the way."""
+    seen = []
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": answer})
+    batch = {
+        "prompt_token_ids": [[1, 2]],
+        "sampling_params": {"max_tokens": 5},
+        "on_tokens": lambda ids, logprobs: seen.append((list(ids), list(logprobs))),
+    }
+    return run(engine.generate(batch))["engine_responses"][0], seen, transport
+
+
+def test_tokens_of_vllm_come_as_they_are_sampled():
+    response, seen, transport = streamed(sse(CHUNKS))
+    assert seen == [([5], [-2.5]), ([6], [-3.0]), ([7], [-3.5])]
+    body = transport.asked[0].json
+    assert body["stream"] is True
+    whole = {
+        "request_id": "generate-tokens-r",
+        "usage": USAGE["usage"],
+        "choices": [chunk([5, 6, 7], "stop", stop_reason=7, weight_versions=[["v", 0, 3]])["choices"][0]],
+    }
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": whole})
+    plain = run(engine.generate({"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 5}}))[
+        "engine_responses"
+    ][0]
+    assert "stream" not in transport.asked[0].json
+    for name in (
+        "completion_ids",
+        "logprobs",
+        "finish_reason",
+        "stop_reason",
+        "weight_versions",
+        "usage",
+        "request_id",
+    ):
+        assert getattr(response, name) == getattr(plain, name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (sse(CHUNKS[:2], done=False), EngineReplyError),
+        (sse([chunk([5]), {"error": {"message": "boom", "code": 500}}]), EngineReplyError),
+        (sse([{**chunk([5, 6]), "choices": [{"index": 0, "token_ids": [5, 6], "logprobs": {"content": [entry(5, -1)]}}]}]), EngineReplyError),
+        (DROPPED, EngineConnectionError),
+        (Answer({"error": {"message": "no"}}, status=422), EngineStatusError),
+    ],
+)  # fmt: skip
+def test_streams_of_tokens_that_fail(answer, error):
+    with pytest.raises(error):
+        streamed(answer)
+
+
+def test_the_tee_passes_everything_else_on():
+    async def scenario():
+        inner = MemoryTransport({"GET /x": {"a": 1}, "POST /y": "one\ntwo"})
+        tee = TeeTransport(inner, print)
+        assert tee.base_url == "http://memory"
+        assert msgspec.json.decode((await tee.request("GET", "/x")).body) == {"a": 1}
+        assert await gathered(tee.stream("POST", "/y")) == [b"one", b"two"]
+        await tee.aclose()
+        assert inner.closed == 1
+
+    run(scenario())
