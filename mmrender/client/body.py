@@ -1,5 +1,6 @@
 """Bodies on the socket: large ones written in slices, replies read into one buffer."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -39,6 +40,8 @@ class BodyPayload(aiohttp.Payload):
         view = memoryview(self._value)[:content_length]
         for start in range(0, len(view), _SLICE):
             await writer.write(view[start : start + _SLICE])
+            # A socket with a large buffer takes slice after slice at once; others have their turn in between.
+            await asyncio.sleep(0)
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes | memoryview:

@@ -1,7 +1,10 @@
 """Request bodies as JSON bytes, on a thread where they are large."""
 
 import asyncio
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -26,11 +29,22 @@ async def encode_body(value: Any, inline_bytes: int) -> bytes:
     try:
         if weigh(value, inline_bytes) < inline_bytes:
             return _ENCODER.encode(value)
-        return await asyncio.to_thread(_ENCODER.encode, value)
+        return await asyncio.get_running_loop().run_in_executor(_thread(), _ENCODER.encode, value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(
             "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
         ) from error
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    # The encoder holds the interpreter's lock for all of a body, so a second thread would encode no faster,
+    # and the event loop would wait for two of them each time it needs the lock.
+    return ThreadPoolExecutor(1, "mmrender-encode")
+
+
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=_thread.cache_clear)
 
 
 def weigh(value: Any, enough: int) -> int:

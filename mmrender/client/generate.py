@@ -1,5 +1,6 @@
 """`generate`: render, check, call, parse."""
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,8 @@ async def generate(
         routed_experts_prompt_start=routed_experts_prompt_start,
     )
     response = await _called(engine, request, way, limit)
+    # Many replies may come at once; other tasks have their turn between the reading of each.
+    await asyncio.sleep(0)
     parsed = await _parsed(renderer, response.completion_ids, tools, prompt.ids, arguments)
     return Generation(
         prompt_ids=prompt.ids,

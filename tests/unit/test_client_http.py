@@ -2,9 +2,13 @@
 
 import asyncio
 import gc
+import os
 import pickle
 import random
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
@@ -514,6 +518,25 @@ def test_large_bodies_are_encoded_on_a_thread() -> None:
         asyncio.run(test({"a": object(), "text": "x" * 2000}))
     assert used[0] == loop_thread
     assert used[1] != loop_thread
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_encodes_on_a_thread_of_its_own() -> None:
+    script = """
+        import asyncio, os, sys, warnings
+        from mmrender.client.encoding import encode_body
+        warnings.simplefilter("ignore")  # of a fork beside threads
+        body = {"text": "x" * 10_000}
+        assert asyncio.run(encode_body(body, 100)).startswith(b"{")
+        child = os.fork()
+        if child == 0:
+            async def encode():
+                return await asyncio.wait_for(encode_body(body, 100), 10)
+            os._exit(0 if asyncio.run(encode()).startswith(b"{") else 1)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=60)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(
