@@ -34,7 +34,7 @@ from mmrender.media.processors.patches import PatchItem, PatchLayout
 _MAX_SIDE: Final = 1024
 """Most pixels of a patch's side, and most patches that one token merges, in one direction."""
 _MAX_TEMPORAL: Final = 64
-_MAX_VALUES: Final = 1 << 32
+_MAX_VALUES: Final = 1 << 28
 """Most values that an item may claim to expand to, whatever few bytes it is made of."""
 _INTEGERS: Final = {
     np.dtype(name).name: np.dtype(name)
@@ -287,6 +287,6 @@ def form_of_kind(kind: Any, where: str) -> ItemForm:
         MediaError: There is none.
     """
     for form in _FORMS:
-        if kind == form.kind:
+        if isinstance(kind, str) and kind == form.kind:
             return form
     raise wire_error("an item is of an unknown kind", where, ", ".join(form.kind for form in _FORMS), kind)

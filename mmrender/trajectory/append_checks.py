@@ -200,17 +200,17 @@ def checked_versions(value: Sequence[Any], count: int, where: str) -> tuple[Weig
     end = 0
     for index, entry in enumerate(value):
         try:
-            span = WeightVersionSpan(*entry)
-            fits = end <= span.start <= span.stop <= count and isinstance(span.version, str)
-        except TypeError:
-            fits = False
-        if not fits:
+            version, start, stop = entry
+        except (TypeError, ValueError):
+            version, start, stop = "", -1, -1
+        typed = isinstance(version, str) and isinstance(start, int) and isinstance(stop, int)
+        if not typed or not end <= start <= stop <= count:
             raise TrajectoryError(
                 "a span of a weight version is malformed",
                 where=f"{where}[{index}]",
                 expected=f"version, start and stop within sampled tokens [{end}, {count})",
                 got=repr(tuple(entry) if isinstance(entry, tuple) else entry)[:80],
             )
-        spans.append(span)
-        end = span.stop
+        spans.append(WeightVersionSpan(version, start, stop))
+        end = stop
     return tuple(spans)

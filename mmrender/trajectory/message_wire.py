@@ -136,6 +136,7 @@ def read_message(row: Any, where: str) -> Any:
         TrajectoryError: It is malformed.
     """
     kind, value = row if isinstance(row, list | tuple) and len(row) == 2 else (None, None)
+    kind = kind if isinstance(kind, str) else None  # an array, say, would not compare to a truth value
     if kind == _PLAIN:
         return value
     if kind == _MESSAGE:

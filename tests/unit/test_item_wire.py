@@ -163,7 +163,7 @@ PART_DAMAGE = {
     "beyond": (("pixel_values", {"held": [0, 3]}), f"{PARTS}.pixel_values.held: tiles are misnumbered - expected rising numbers below 3, got [0, 3]"),
     "fewer": (("pixel_values", {"held": [0]}), f"{PARTS}.pixel_values.levels: levels do not fit their shape - expected uint8 [1, 3, 6, 5] of three channels, got uint8 [2, 3, 6, 5]"),
     "shape": (("pixel_values", {"shape": [1, 3, 3, 5, 6]}), f"{PARTS}.pixel_values.levels: levels do not fit their shape - expected uint8 [2, 3, 5, 6] of three channels, got uint8 [2, 3, 6, 5]"),
-    "huge": (("pixel_values", {"shape": [2**30, 2**30, 3, 6, 5]}), f"{PARTS}.pixel_values.shape: a shape is too large - expected at most 8 dimensions and 4294967296 values, got [1073741824, 1073741824, 3, 6, 5]"),
+    "huge": (("pixel_values", {"shape": [2**30, 2**30, 3, 6, 5]}), f"{PARTS}.pixel_values.shape: a shape is too large - expected at most 8 dimensions and 268435456 values, got [1073741824, 1073741824, 3, 6, 5]"),
     "broadcast": (("image_sizes", {"shape": [1, 3]}), f"{PARTS}.image_sizes: integers do not fit their shape - expected something like [1, 3], got uint16 [1, 2]"),
     "object": (("image_sizes", {"dtype": "object"}), f"{PARTS}.image_sizes.dtype: a field of an item is malformed - expected 'bool' or 'int8' or 'uint8' or 'int16' or 'uint16' or 'int32' or 'uint32' or 'int64' or 'uint64', got 'object'"),
     "unknown": (("features", {"pickle": b""}), f"{PARTS}.features: a part of an item has other fields - expected floats, got floats, pickle"),
