@@ -37,7 +37,7 @@ class ServerState:
         task = self._pending.get(pending)
         if task is None:
             task = self._pending[pending] = asyncio.ensure_future(self._asked(key, ask))
-            task.add_done_callback(lambda _: self._pending.pop(pending, None))
+            task.add_done_callback(lambda done: self._settled(pending, done))
         # One who gives up must not take the answer from the others.
         return await asyncio.shield(task)
 
@@ -45,6 +45,11 @@ class ServerState:
         answer = await ask()
         self._answers[key] = answer
         return answer
+
+    def _settled(self, pending: tuple[Hashable, asyncio.AbstractEventLoop], task: asyncio.Task[Any]) -> None:
+        self._pending.pop(pending, None)
+        if not task.cancelled():
+            task.exception()  # looked at here, since all who waited may have given up
 
     def seen(self, hashes: Collection[str]) -> set[str]:
         """Those of `hashes` that the server has been sent."""

@@ -255,6 +255,27 @@ def test_a_failed_handshake_is_not_remembered(image):
     assert len(sent(transport)) == 2
 
 
+def test_one_who_gives_up_takes_the_answer_from_nobody():
+    state = ServerState()
+    asked = []
+
+    async def ask():
+        asked.append(1)
+        await asyncio.sleep(0.01)
+        return "answer"
+
+    async def work():
+        first, second = (asyncio.create_task(state.ask_once("key", ask)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == "answer"
+        assert first.cancelled()
+        assert await state.ask_once("key", ask) == "answer"
+
+    asyncio.run(work())
+    assert asked == [1]
+
+
 def test_after_a_broken_connection_the_server_is_asked_anew(image):
     transport = server(image, **{GENERATE: [completion, DROPPED, completion]})
     run(transport, image)
