@@ -3,11 +3,15 @@
 The model's own template writes each, so nothing here knows a format of tool calls.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
 
 from mmrender.content import normalize_messages
 from mmrender.errors import MessageError, RenderError
+from mmrender.memo import conversation_key
 from mmrender.protocols import RendererProtocol
 
 
@@ -56,3 +60,50 @@ def choice_texts(
             )
         texts.append(renderer.decode(sampled))
     return texts
+
+
+_REMEMBERED: Final = 64
+
+
+class ChoiceWriter:
+    """Writes choices as the sampling parameter that holds an engine to them; each list once, off the loop.
+
+    Args:
+        renderer: A renderer or a pool.
+        engine: Name of the backend.
+        template_arguments: Further template variables.
+    """
+
+    def __init__(
+        self, renderer: RendererProtocol, engine: str, template_arguments: Mapping[str, Any]
+    ) -> None:
+        self._renderer = renderer
+        self._engine = engine
+        self._arguments = template_arguments
+        self._known: OrderedDict[Hashable, list[str]] = OrderedDict()
+
+    async def parameter(
+        self, choices: Sequence[Any] | None, tools: Sequence[Any] | None
+    ) -> dict[str, dict[str, Any]]:
+        """The parameter by its name; nothing for None. Errors as for `choice_texts`."""
+        if choices is None:
+            return {}
+        texts = await self._texts(choices, tools)
+        if self._engine == "sglang":
+            # It knows no choice; a regular expression says the same.
+            return {"structured_outputs": {"regex": f"({'|'.join(map(re.escape, texts))})"}}
+        return {"structured_outputs": {"choice": texts}}
+
+    async def _texts(self, choices: Sequence[Any], tools: Sequence[Any] | None) -> list[str]:
+        key = conversation_key(choices, tools, None, None, None)
+        if key is not None and key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        texts = await asyncio.to_thread(
+            choice_texts, self._renderer, choices, tools=tools, template_arguments=self._arguments
+        )
+        if key is not None:
+            self._known[key] = texts
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return texts

@@ -5,7 +5,6 @@ the prompt is bridged from that step's tokens; where that cannot be, it is rende
 why.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -21,7 +20,7 @@ from mmrender.content import normalize_messages, normalize_tools
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
 from mmrender.protocols import TurnRenderer
-from mmrender.rollout.choices import choice_texts
+from mmrender.rollout.choices import ChoiceWriter
 from mmrender.rollout.conversations import Conversations, StartsAnew, recorded
 from mmrender.rollout.environment import Action
 from mmrender.rollout.prompting import Prompt, Prompter
@@ -112,9 +111,9 @@ class RendererClient:
         self.backend = resolve_backend(backend, None, model)
         self.overlong = overlong
         self.sampling_params = dict(sampling_params or {})
-        self._client = client
         self._prompter = Prompter(renderer, history, template_arguments)
         self._conversations = Conversations()
+        self._choices = ChoiceWriter(renderer, self.backend.name, self._prompter.arguments)
         self._options: dict[str, Any] = {
             "client": client,
             "renderer": renderer,
@@ -159,7 +158,8 @@ class RendererClient:
         place = self._conversations.place(trajectory, conversation, definitions, parent)
         left_out: frozenset[int] = frozenset() if isinstance(place, StartsAnew) else place.left_out
         prompt = await self._prompter.prompt(place, conversation, tools)
-        sampling = {**self.sampling_params, **(sampling_params or {}), **self._held_to(choices, tools)}
+        held = await self._choices.parameter(choices, tools)
+        sampling = {**self.sampling_params, **(sampling_params or {}), **held}
         while True:
             try:
                 generation = await self._sampled(prompt, tools, sampling, request_options)
@@ -205,16 +205,6 @@ class RendererClient:
                 "sampling_params": sampling,
             }
         )
-
-    def _held_to(self, choices: Sequence[Any] | None, tools: Sequence[Any] | None) -> dict[str, Any]:
-        """The sampling parameter that allows some texts only."""
-        if choices is None:
-            return {}
-        texts = choice_texts(self.renderer, choices, tools=tools, template_arguments=self._prompter.arguments)
-        if self.backend.name == "sglang":
-            # It knows no choice; a regular expression says the same.
-            return {"structured_outputs": {"regex": f"({'|'.join(map(re.escape, texts))})"}}
-        return {"structured_outputs": {"choice": texts}}
 
 
 def with_call_ids(turn: Message, number: int) -> Message:

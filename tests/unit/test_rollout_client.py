@@ -32,7 +32,7 @@ class Talk:
 
     def __init__(self, renderer, *answers, **options):
         backend_options = {
-            key: options.pop(key) for key in ("limit", "cut", "hidden_limit") if key in options
+            key: options.pop(key) for key in ("limit", "cut", "hidden_limit", "name") if key in options
         }
         said = iter(answers)
         self.backend = ScriptedBackend(renderer, lambda _: next(said), **backend_options)
@@ -321,8 +321,7 @@ def test_choices_become_what_the_engine_takes(renderer):
     talk = Talk(renderer, "right")
     talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
     assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"choice": ["left.", "right"]}
-    talk = Talk(renderer, "right")
-    talk.backend.name = "sglang"
+    talk = Talk(renderer, "right", name="sglang")
     talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
     assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"regex": "(left\\.|right)"}
 

@@ -33,10 +33,11 @@ def test_the_first_example(blocks, tiny_model):
     server = '    "http://127.0.0.1:8000", model="MODEL", backend="vllm",'
     assert server in blocks[0]
     code = blocks[0].replace(server, '    backend=LocalBackend("MODEL"),').replace("512", "6")
+    code = code.replace("* 8", "* 2").replace("range(8)", "range(2)")
     names = {}
     exec(code.replace('"MODEL"', repr(str(tiny_model))), names)
-    assert names["output"]["errors"] == [None] * 8
-    assert len(names["output"]["response_ids"]) == 8
+    assert names["output"]["errors"] == [None] * 2
+    assert len(names["output"]["response_ids"]) == 2
 
 
 def test_an_environment_of_ones_own(blocks, client):
