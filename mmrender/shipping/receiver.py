@@ -128,7 +128,7 @@ class Receiver:
         )
         self._inbox = Inbox(SeenIds(folder, window=dedup_window, known=seen, sync=sync))
         self._listener: Listener | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Link] = {}
         self._sessions: dict[bytes, tuple[ReceivingSession, asyncio.Task[None]]] = {}
         self._past = [0, 0]
         self._refused = 0
@@ -230,19 +230,26 @@ class Receiver:
         await self.aclose()
 
     async def _hang_up(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._end_all()
         if self._listener is not None:
             await self._listener.aclose()
+        await self._end_all()  # those that came in meanwhile
         await self._transport.aclose()
+
+    async def _end_all(self) -> None:
+        tasks = dict(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for link in tasks.values():
+            await link.aclose()  # a task that was cancelled before its first step has not done so
 
     def _meet(self, link: Link) -> None:
         """Take in a connection."""
         task = asyncio.get_running_loop().create_task(self._converse(link))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = link
+        task.add_done_callback(self._tasks.pop)
 
     async def _converse(self, link: Link) -> None:
         """Serve one connection; whatever goes wrong ends that one only."""

@@ -139,6 +139,8 @@ class ReceivingSession:
                 raise ShippingProtocolError(
                     "a message out of turn", where=self.peer, got=type(message).__name__
                 )
+            # Or the last message would keep its memory from the pool until the next one comes.
+            del message, frames
 
     async def _take_in(self, data: Data, frames: list[memoryview]) -> None:
         _checked_id(data.id, self.peer)

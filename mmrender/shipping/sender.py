@@ -21,6 +21,7 @@ from mmrender.shipping.outbox import Outbox, Outgoing
 from mmrender.shipping.security import CurveKeys, key_bytes
 from mmrender.shipping.values import id_of, to_wire
 
+_MOMENT_S = 1.0
 Guarantee = Literal["at-least-once", "at-most-once"]
 
 
@@ -169,7 +170,8 @@ class Sender:
         `Trajectory` is fine; what was there when it was given is sent.
 
         Args:
-            value: A `Trajectory`, or anything that `mmcodecs.encode` takes.
+            value: A `Trajectory`, a list of them (what they share travels once, and they arrive together), or
+                anything that `mmcodecs.encode` takes.
             id: What the receiver tells it from others by; at most 256 bytes of printable text. Default: that
                 of the trajectory, or else one that is never used again.
 
@@ -178,6 +180,8 @@ class Sender:
 
         Raises:
             CodecError: The value has a part that the codec cannot write; nothing was taken in.
+            TrajectoryError: The trajectory holds a message that has no plain form.
+            MediaError: It holds a media item that has none.
             ShippingError: The id is none.
             ShippingSecurityError: The receiver does not let us in.
             ShippingClosedError: The sender is closed.
@@ -248,9 +252,12 @@ class Sender:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What was sent before the error is waited for, too, but the error is what the caller must see.
-        with contextlib.suppress(*(() if error is None else (ShippingError,))):
+        if error is None:
             await self.aclose()
+            return
+        # What was sent before the error has a moment to arrive; the error is what the caller must see.
+        with contextlib.suppress(ShippingError):
+            await self.aclose(_MOMENT_S)
 
     def _start(self) -> None:
         if self._closed:

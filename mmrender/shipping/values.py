@@ -4,16 +4,27 @@ from typing import Any
 
 from mmrender.errors import ShippingProtocolError
 from mmrender.trajectory.tree import Trajectory
+from mmrender.trajectory.tree_wire import (
+    group_from_wire,
+    group_to_wire,
+    trajectory_from_wire,
+    trajectory_to_wire,
+)
 
-PLAIN, TRAJECTORY = "", "trajectory"
+PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
 
 
 def to_wire(value: Any) -> tuple[str, Any]:
-    """Give the kind of a value, and the form in which the codec writes it."""
-    if isinstance(value, Trajectory):
-        from mmrender.trajectory.tree_wire import trajectory_to_wire
+    """Give the kind of a value, and the form in which the codec writes it.
 
+    Raises:
+        TrajectoryError: A trajectory holds a message that has no plain form.
+        MediaError: It holds a media item that has none.
+    """
+    if isinstance(value, Trajectory):
         return TRAJECTORY, trajectory_to_wire(value)
+    if type(value) is list and value and all(isinstance(each, Trajectory) for each in value):
+        return GROUP, group_to_wire(value)
     return PLAIN, value
 
 
@@ -28,12 +39,14 @@ def from_wire(kind: str, value: Any) -> Any:
     if kind == PLAIN:
         return value
     if kind == TRAJECTORY:
-        from mmrender.trajectory.tree_wire import trajectory_from_wire
-
         return trajectory_from_wire(value)
-    raise ShippingProtocolError("an unknown kind of value", expected="a trajectory", got=repr(kind))
+    if kind == GROUP:
+        return group_from_wire(value)
+    raise ShippingProtocolError(
+        "an unknown kind of value", expected=f"{TRAJECTORY!r} or {GROUP!r}", got=repr(kind)
+    )
 
 
 def id_of(value: Any) -> str | None:
-    """Give the id that a value has of its own."""
-    return value.trajectory_id if isinstance(value, Trajectory) else None
+    """Give the id that a value has of its own; an empty one is none."""
+    return value.trajectory_id or None if isinstance(value, Trajectory) else None

@@ -15,6 +15,7 @@ from mmrender.shipping.links.stream import StreamLink
 from mmrender.shipping.security import check_exposure
 
 _BACKLOG = 128
+_PAUSE_S = 0.05
 MakeLink = Callable[[socket.socket, str], Link]
 
 
@@ -53,27 +54,36 @@ class SocketListener:
         self._sock = sock
         self._path = path
         self._inode = os.stat(path).st_ino if path else 0
-        self._task = asyncio.get_running_loop().create_task(self._accept(make_link, on_link))
+        self._make_link = make_link
+        self._on_link = on_link
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock.fileno(), self._accept)
 
-    async def _accept(self, make_link: MakeLink, on_link: OnLink) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, where = await loop.sock_accept(self._sock)
-            except OSError:
-                # Out of descriptors, or a peer that left in the queue: neither is a reason to close the door.
-                await asyncio.sleep(0.05)
-                continue
-            sock.setblocking(False)
-            _no_delay(sock)
-            peer = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else self.url
-            on_link(make_link(sock, peer))
+    def _accept(self) -> None:
+        """Take in one connection: here and not in a task, which could be cancelled with it in its hands."""
+        try:
+            sock, where = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError:
+            # Out of descriptors, most likely: no reason to close the door, nor to knock without pause.
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.call_later(_PAUSE_S, self._resume)
+            return
+        sock.setblocking(False)
+        _no_delay(sock)
+        peer = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else self.url
+        self._on_link(self._make_link(sock, peer))
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
 
     async def aclose(self) -> None:
         """Close the door, and remove its file if it is still ours."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._sock.close()
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
         if self._path is not None:
             with contextlib.suppress(OSError):
                 if os.stat(self._path).st_ino == self._inode:

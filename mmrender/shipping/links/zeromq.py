@@ -175,6 +175,7 @@ class Router:
                 self._on_link(link)
             if frames:
                 link.deliver(frames)
+            del frames
 
     async def aclose(self) -> None:
         """Close the socket, and with it every link; what was sent has half a second to leave."""

@@ -1,0 +1,390 @@
+"""Kill senders and receivers, cut their connections, and see that nothing is lost, doubled or unreadable.
+
+    python tests/shipping_faults.py [--runs 500] [--seed 0] [--transports tcp shm ...]
+
+Each run ships messages that share pictures from one process to another. The receiver appends each message to a
+record file, then acknowledges it; the sender notes what was acknowledged. On the way one of them, or both, die by
+SIGKILL several times: at a random moment, or at a chosen step such as halfway through an append. Or a proxy between
+them cuts connections after a random number of bytes. Whoever died is started again and goes on from its file.
+Checked after each death of the receiver and at the end:
+
+- every message whose acknowledgement the sender saw is in the record file;
+- no message is in it twice, and each is what was sent, in the sender's order;
+- the file can be read, and a torn append is cut off.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+
+import mmcodecs
+from mmrender.shipping import Receiver, Sender, Window
+from shipping_cases import PATIENT
+
+TRANSPORTS = ("unix", "tcp", "tcp+key", "zmq+ipc", "zmq+tcp", "shm")
+STEPS = ("before append", "half an append", "after append", "after ack")
+KEY = "a secret for tests that nobody guesses"
+DEADLINE_S = 60.0
+
+
+def content(seed: int, number: int) -> tuple[list[tuple[bytes, np.ndarray]], np.ndarray]:
+    """The pictures and the tokens of a message; some pictures recur from message to message."""
+    rng = random.Random(f"{seed} {number}")
+    sizes = (3_000, 40_000, 150_000, 700_000)
+    names = rng.sample(range(6), rng.randint(0, 3))
+    pictures = [
+        (b"picture %d" % name, np.full(sizes[name % 4], seed % 97 + name, np.uint8)) for name in names
+    ]
+    return pictures, np.arange(number, number + rng.randint(1, 30_000))
+
+
+def is_right(seed: int, number: int, value: Any) -> bool:
+    pictures, tokens = content(seed, number)
+    return (
+        value["number"] == number
+        and np.array_equal(value["tokens"], tokens)
+        and len(value["pictures"]) == len(pictures)
+        and all(np.array_equal(got, sent) for got, (_, sent) in zip(value["pictures"], pictures, strict=True))
+    )
+
+
+def tear_next_write(writer: Any) -> None:
+    """Die in the middle of the next write to a record file."""
+    file = writer._file
+    write = file.write
+
+    def half(data: Any) -> NoReturn:
+        write(bytes(data)[: len(data) // 2])
+        file.flush()
+        die()
+
+    file.write = half
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(1)
+
+
+class Run:
+    """One run.
+
+    Args:
+        seed: All else follows from it.
+        transport: One of `TRANSPORTS`.
+        folder: For its files.
+    """
+
+    def __init__(self, seed: int, transport: str, folder: Path) -> None:
+        self.seed = seed
+        self.transport = transport
+        self.random = random.Random(seed)
+        self.count = self.random.randint(5, 40)
+        self.records = folder / "received.mmc"
+        self.notes = folder / "acknowledged.txt"
+        self.folder = folder
+        self.key = KEY if transport == "tcp+key" else None
+        scheme = transport.removesuffix("+key")
+        if scheme in ("tcp", "zmq+tcp"):
+            self.url = f"{scheme}://127.0.0.1:{free_port()}"
+        elif scheme == "shm":
+            self.url = f"shm://faults-{os.getpid()}-{seed}"
+        else:
+            self.url = f"{scheme}://{folder}/socket"
+        self.sender_url = self.url
+        self.window = Window(
+            self.random.choice([1, 3, 64]), self.random.choice([100_000, 2_000_000, 64 << 20])
+        )
+
+    # The two processes
+
+    async def receive(self, step: tuple[int, str] | None) -> None:
+        """Append and acknowledge until told to stop, or die at a step."""
+        seen = read_ids(self.records, self.seed) if self.records.exists() else []
+        writer = mmcodecs.open(self.records, "a")
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        folder = self.folder / "seen" if self.seed % 2 else None
+        async with Receiver(
+            self.url,
+            key=self.key,
+            ack="explicit",
+            seen=seen,
+            folder=folder,
+            window=self.window,
+            timing=PATIENT,
+        ) as receiver:
+            work = asyncio.ensure_future(self.keep(receiver, writer, step))
+            await asyncio.wait(
+                [work, asyncio.ensure_future(stop.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            if work.done():
+                work.result()
+            work.cancel()
+        writer.close()
+
+    async def keep(self, receiver: Receiver, writer: Any, step: tuple[int, str] | None) -> None:
+        taken = 0
+        async for message in receiver:
+            if not is_right(self.seed, int(message.id), message.value):
+                raise SystemExit(f"message {message.id} is not what was sent")
+            at = step[1] if step is not None and step[0] == taken else None
+            if at == "before append":
+                die()
+            if at == "half an append":
+                tear_next_write(writer)
+            writer.append({"id": message.id, **message.value})
+            if at == "after append":
+                die()
+            message.ack()
+            if at == "after ack":
+                die()
+            taken += 1
+            if self.random.random() < 0.3:
+                await asyncio.sleep(self.random.random() * 0.004)
+
+    async def send(self) -> None:
+        """Send what was not acknowledged, and note what is."""
+        known = set(self.notes.read_text().split()) if self.notes.exists() else set()
+        with self.notes.open("a") as notes:
+            async with Sender(self.sender_url, key=self.key, timing=PATIENT) as sender:
+
+                async def note(delivery: Any) -> None:
+                    await delivery
+                    notes.write(f"{delivery.id}\n")
+                    notes.flush()
+
+                waiting = []
+                for number in range(self.count):
+                    if str(number) in known:
+                        continue
+                    pictures, tokens = content(self.seed, number)
+                    shared = [mmcodecs.Shared(picture, name) for name, picture in pictures]
+                    value = {"number": number, "tokens": tokens, "pictures": shared}
+                    waiting.append(asyncio.ensure_future(note(await sender.send(value, id=str(number)))))
+                    if self.random.random() < 0.3:
+                        await asyncio.sleep(self.random.random() * 0.004)
+                await asyncio.gather(*waiting)
+
+    # Their death
+
+    def play(self) -> str:
+        """Carry out the run, and say which kind it was."""
+        kind = self.random.choice(["sender", "receiver", "receiver", "both"])
+        if self.transport in ("unix", "tcp", "tcp+key") and self.random.random() < 0.4:
+            kind = "cut"
+        proxy = self.interpose() if kind == "cut" else None
+        deaths = 0 if kind == "cut" else self.random.randint(1, 4)
+        receiver, sender = self.start_receiver(deaths if kind != "sender" else 0), start(self.send)
+        try:
+            while deaths:
+                victim = self.random.choice(["sender", "receiver"]) if kind == "both" else kind
+                deaths -= 1
+                if victim == "sender":
+                    time.sleep(self.random.random() * 0.12)
+                    kill(sender)
+                    sender = start(self.send)
+                else:
+                    time.sleep(self.random.random() * 0.12)
+                    kill(receiver)
+                    self.check()
+                    receiver = self.start_receiver(deaths)
+            if self.doomed:
+                kill(receiver)
+                self.check()
+                receiver = self.start_receiver(0)
+            wait(sender, "the sender", lambda: gone(receiver))
+            sender = 0
+            self.check(whole=True)
+            os.kill(receiver, signal.SIGTERM)
+            wait(receiver, "the receiver", lambda: None, -signal.SIGTERM)
+            receiver = 0
+        finally:
+            for process in (sender, receiver, proxy):
+                if process:
+                    kill(process)
+        self.check(whole=True)
+        return kind
+
+    def start_receiver(self, deaths: int) -> int:
+        """Start a receiver that, if it is to die anyway, may do so at a chosen step."""
+        self.doomed = deaths > 0 and self.random.random() < 0.5
+        step = (self.random.randint(0, self.count // 3), self.random.choice(STEPS)) if self.doomed else None
+        return start(lambda: self.receive(step))
+
+    def interpose(self) -> int:
+        """Put a proxy between the two that cuts some connections."""
+        budgets = [int(self.random.random() ** 3 * 2_000_000) for _ in range(self.random.randint(1, 6))]
+        if self.transport == "unix":
+            front = socket.socket(socket.AF_UNIX)
+            front.bind(f"{self.folder}/front")
+            self.sender_url = f"unix://{self.folder}/front"
+            back: Any = f"{self.folder}/socket"
+        else:
+            front = socket.socket()
+            front.bind(("127.0.0.1", 0))
+            self.sender_url = f"tcp://127.0.0.1:{front.getsockname()[1]}"
+            back = ("127.0.0.1", int(self.url.rpartition(":")[2]))
+        front.listen(8)
+        process = start_plain(lambda: relay(front, back, budgets))
+        front.close()
+        return process
+
+    def check(self, *, whole: bool = False) -> None:
+        """Check the laws on what is in the files now."""
+        noted = self.notes.read_text().split() if self.notes.exists() else []
+        ids = read_ids(self.records, self.seed) if self.records.exists() else []
+        twice = [id for id, times in Counter(ids).items() if times > 1]
+        if twice:
+            raise SystemExit(f"seed {self.seed}: {twice} arrived twice: {ids}")
+        if not set(noted) <= set(ids):
+            raise SystemExit(f"seed {self.seed}: {set(noted) - set(ids)} acknowledged and lost")
+        if ids != sorted(ids, key=int):
+            raise SystemExit(f"seed {self.seed}: out of order: {ids}")
+        if whole and len(ids) != self.count:
+            raise SystemExit(f"seed {self.seed}: {len(ids)} of {self.count} messages")
+
+
+def read_ids(path: Path, seed: int) -> list[str]:
+    """Read the whole file, as a user would after a crash."""
+    reader = mmcodecs.open(path)
+    ids = []
+    for record in reader:
+        if not is_right(seed, int(record["id"]), record):
+            raise SystemExit(f"seed {seed}: record {record['id']} is not what was sent")
+        ids.append(record["id"])
+    return ids
+
+
+def relay(front: socket.socket, back: Any, budgets: list[int]) -> None:
+    """Pass bytes on, and cut each connection when its budget is used up; the last ones have none."""
+
+    def pump(source: socket.socket, target: socket.socket, left: list[int]) -> None:
+        with contextlib.suppress(OSError):
+            while left[0] > 0 and (data := source.recv(min(65536, left[0]))):
+                left[0] -= len(data)
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    while True:
+        near, _ = front.accept()
+        far = socket.socket(near.family)
+        try:
+            far.connect(back)
+        except OSError:
+            near.close()
+            continue
+        left = [budgets.pop() if budgets else 1 << 60]
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=pump, args=(*ends, left), daemon=True).start()
+
+
+def start(work: Callable[[], Any]) -> int:
+    return start_plain(lambda: asyncio.run(work()))
+
+
+def start_plain(work: Callable[[], Any]) -> int:
+    """Run something in a child process; it ends with status 0 if that does."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        work()
+        status = 0
+    except SystemExit as error:
+        print(error, file=sys.stderr, flush=True)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def gone(process: int) -> str | None:
+    """Whether a child that should live has ended."""
+    return "the receiver ended" if os.waitpid(process, os.WNOHANG)[0] else None
+
+
+def wait(process: int, name: str, trouble: Callable[[], str | None], *ways: int) -> None:
+    """Wait for a child to end with status 0 or in one of these ways."""
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            if code and code not in ways:
+                raise SystemExit(f"{name} failed with status {code}")
+            return
+        found = trouble()
+        if found:
+            raise SystemExit(found)
+        time.sleep(0.005)
+    raise SystemExit(f"{name} does not end")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    options = parser.parse_args()
+    kinds: Counter[str] = Counter()
+    messages = 0
+    started = time.monotonic()
+    for seed in range(options.seed, options.seed + options.runs):
+        transport = options.transports[seed % len(options.transports)]
+        folder = Path(tempfile.mkdtemp(prefix="mmrender-faults-"))
+        try:
+            run = Run(seed, transport, folder)
+            try:
+                kind = run.play()
+            except SystemExit as error:
+                raise SystemExit(f"seed {seed} over {transport}: {error}") from error
+            kinds[f"{transport}, {kind}"] += 1
+            messages += run.count
+        finally:
+            shutil.rmtree(folder)
+    for kind, times in sorted(kinds.items()):
+        print(f"{times:5}  {kind}")
+    took = time.monotonic() - started
+    print(
+        f"{options.runs} runs, {messages} messages, {took:.0f} s: none lost, none twice, every file readable"
+    )
+
+
+if __name__ == "__main__":
+    main()

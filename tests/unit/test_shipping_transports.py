@@ -1,0 +1,497 @@
+"""What every way to travel has to give: whole values, in order, each array once, bounded, and nothing left behind."""
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from mmcodecs import Shared
+from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError, ShippingProtocolError
+from mmrender.shipping import CurveKeys, Receiver, Sender, Timing, Window
+from mmrender.trajectory import Trajectory
+from shipping_cases import PATIENT, is_message, leftovers, message
+from tree_cases import Call
+
+KEY = "a secret for tests that nobody guesses"
+TRANSPORTS = ["memory", "unix", "tcp", "tcp+key", "zmq+tcp", "zmq+ipc", "zmq+curve", "shm"]
+
+
+class Pair:
+    """Makes the two ends of one transport, with what both need."""
+
+    def __init__(self, transport: str, folder) -> None:
+        scheme, _, extra = transport.partition("+") if transport != "zmq+ipc" else (transport, "", "")
+        if transport.startswith("zmq+") and transport != "zmq+ipc":
+            scheme = "zmq+tcp"
+        self.url = {
+            "memory": f"memory://{os.getpid()}",
+            "unix": f"unix://{folder}/socket",
+            "zmq+ipc": f"zmq+ipc://{folder}/socket",
+            "shm": f"shm://tests-{os.getpid()}",
+        }.get(scheme, f"{scheme}://127.0.0.1:0")
+        self.receiver_options: dict = {"timing": PATIENT}
+        self.sender_options: dict = {"timing": PATIENT}
+        if extra == "key":
+            self.receiver_options["key"] = self.sender_options["key"] = KEY
+        if extra == "curve":
+            one, other = CurveKeys.generate(), CurveKeys.generate()
+            self.receiver_options["curve"] = one.knowing(other.public)
+            self.sender_options["curve"] = other.knowing(one.public)
+
+    def receiver(self, **options) -> Receiver:
+        return Receiver(self.url, **self.receiver_options | options)
+
+    def sender(self, receiver: Receiver, **options) -> Sender:
+        return Sender(receiver.url, **self.sender_options | options)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def pair(request, tmp_path):
+    return Pair(request.param, tmp_path)
+
+
+@pytest.fixture(params=["unix", "zmq+tcp", "shm"])
+def some_pair(request, tmp_path):
+    return Pair(request.param, tmp_path)
+
+
+async def take(receiver: Receiver, count: int) -> list:
+    return [await receiver.receive(20) for _ in range(count)]
+
+
+def test_values_arrive_whole_and_in_order(pair):
+    async def run():
+        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+            for number in range(40):
+                await sender.send(message(number, range(number % 4), 30_000), id=f"m{number}")
+            got = await take(receiver, 40)
+            await sender.flush(10)
+            assert [each.id for each in got] == [f"m{number}" for number in range(40)]
+            assert all(is_message(each.value, n, range(n % 4), 30_000) for n, each in enumerate(got))
+            assert sender.stats.acknowledged == 40
+            assert sender.stats.unacked == 0
+            assert sender.stats.resent == 0
+            assert receiver.stats.messages == 40
+            assert receiver.stats.duplicates == 0
+        return await leftovers()
+
+    assert asyncio.run(run()) == []
+
+
+def test_an_array_that_several_messages_share_travels_once(pair):
+    async def run():
+        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+            for number in range(10):
+                await sender.send(message(number, [1, 2], 300_000))
+            got = await take(receiver, 10)
+            assert all(is_message(each.value, n, [1, 2], 300_000) for n, each in enumerate(got))
+            await sender.flush(10)
+            assert 600_000 < receiver.stats.received_bytes < 620_000
+
+    asyncio.run(run())
+
+
+def test_large_arrays_are_read_only_views_of_aligned_memory(pair):
+    async def run():
+        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+            sent = np.arange(3_000_000, dtype=np.float32)
+            await sender.send({"first": np.ones(70_001, np.uint8), "second": sent})
+            (got,) = await take(receiver, 1)
+            array = got.value["second"]
+            assert np.array_equal(array, sent)
+            assert not array.flags.writeable
+            assert not array.flags.owndata
+            if not pair.url.startswith(("zmq", "memory")):
+                assert array.ctypes.data % 64 == 0
+
+    asyncio.run(run())
+
+
+def test_a_view_that_is_kept_never_sees_another_message(pair):
+    async def run():
+        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+            kept = []
+            for number in range(30):
+                await sender.send(np.full(200_000, number, np.uint8))
+                value = (await receiver.receive(20)).value
+                if number % 3 == 0:
+                    kept.append(value[1000:1010])
+                del value
+            assert [int(each.mean()) for each in kept] == list(range(0, 30, 3))
+        del receiver, sender
+        gc.collect()
+        assert [int(each.mean()) for each in kept] == list(range(0, 30, 3))
+
+    asyncio.run(run())
+
+
+def test_memory_is_used_again_when_the_last_view_is_gone(some_pair):
+    async def run():
+        async with some_pair.receiver() as receiver, some_pair.sender(receiver) as sender:
+            places = set()
+            for number in range(12):
+                await sender.send(np.full(2_000_000, number, np.uint8))
+                value = (await receiver.receive(20)).value
+                assert value[0] == number
+                places.add(value.ctypes.data)
+                del value
+                await sender.flush(10)
+                await asyncio.sleep(0.01)
+            return places
+
+    places = asyncio.run(run())
+    if not some_pair.url.startswith("zmq"):  # which has memory of its own
+        assert len(places) <= 3
+
+
+def test_trajectories_arrive_as_trajectories_and_groups_together(some_pair):
+    def trajectory(name: str) -> Trajectory:
+        made = Trajectory(name)
+        Call([10, ("A", 3), 11], [20, 21], 1).append_to(made)
+        Call([10, ("A", 3), 11, 20, 21, 12, ("B", 2)], [22], 2).append_to(made)
+        return made
+
+    async def run():
+        async with some_pair.receiver() as receiver, some_pair.sender(receiver) as sender:
+            one = await sender.send(trajectory("task/1"))
+            await sender.send([trajectory("task/2"), trajectory("task/3")], id="group")
+            await sender.send(trajectory(""))
+            first, group, nameless = await take(receiver, 3)
+            await one
+            assert one.id == first.id == "task/1"
+            assert isinstance(first.value, Trajectory)
+            expected = trajectory("task/1")
+            assert [step.token_ids.tolist() for step in first.value.steps] == [
+                step.token_ids.tolist() for step in expected.steps
+            ]
+            assert [item.identity for item in first.value.items] == [item.identity for item in expected.items]
+            assert [each.trajectory_id for each in group.value] == ["task/2", "task/3"]
+            assert nameless.id.endswith(":3")
+
+    asyncio.run(run())
+
+
+def test_the_window_bounds_what_is_under_way(some_pair):
+    async def run():
+        window = Window(messages=3, num_bytes=1 << 20)
+        async with some_pair.receiver(window=window) as receiver, some_pair.sender(receiver) as sender:
+            for number in range(12):
+                await sender.send(message(number), id=str(number))
+            await asyncio.sleep(0.15)
+            assert receiver.stats.queued == 3
+            got = await take(receiver, 1)
+            await asyncio.sleep(0.15)
+            assert receiver.stats.queued == 3
+            got += await take(receiver, 11)
+            assert [each.id for each in got] == [str(number) for number in range(12)]
+
+            for number in range(5):
+                await sender.send(np.zeros(600_000, np.uint8), id=f"large {number}")
+            await asyncio.sleep(0.15)
+            assert receiver.stats.queued == 1  # a second one would be beyond a megabyte
+            await take(receiver, 5)
+            await sender.send(np.zeros(3_000_000, np.uint8))  # larger than the window: alone
+            await take(receiver, 1)
+
+    asyncio.run(run())
+
+
+def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
+    async def run():
+        async with some_pair.receiver(ack="explicit") as receiver:
+            async with some_pair.sender(receiver, max_unacked_messages=2) as sender:
+                await sender.send(1)
+                await sender.send(2)
+                third = asyncio.ensure_future(sender.send(3))
+                got = await take(receiver, 2)
+                await asyncio.sleep(0.05)
+                assert not third.done()
+                got[0].ack()
+                await asyncio.wait_for(third, 10)
+                got[1].ack()
+                (await take(receiver, 1))[0].ack()
+
+            async with some_pair.sender(receiver, max_unacked_bytes=1_000_000) as sender:
+                await sender.send(np.zeros(2_000_000, np.uint8))  # alone, whatever its size
+                second = asyncio.ensure_future(sender.send(np.zeros(10, np.uint8)))
+                (got,) = await take(receiver, 1)
+                await asyncio.sleep(0.05)
+                assert not second.done()
+                got.ack()
+                await asyncio.wait_for(second, 10)
+                (await take(receiver, 1))[0].ack()
+
+    asyncio.run(run())
+
+
+def test_many_senders_are_served_at_once_and_each_keeps_its_order(pair):
+    async def run():
+        async with pair.receiver() as receiver:
+
+            async def work(name: int) -> None:
+                async with pair.sender(receiver) as sender:
+                    for number in range(15):
+                        await sender.send(message(number, [number % 3]), id=f"{name}/{number}")
+
+            workers = [asyncio.ensure_future(work(name)) for name in range(5)]
+            got = await take(receiver, 75)
+            await asyncio.gather(*workers)
+            for name in range(5):
+                mine = [each.id for each in got if each.id.startswith(f"{name}/")]
+                assert mine == [f"{name}/{number}" for number in range(15)]
+
+    asyncio.run(run())
+
+
+def test_a_receiver_that_comes_back_gets_what_it_had_not_acknowledged(pair):
+    async def run():
+        async with pair.receiver(ack="explicit") as receiver:
+            pair.url = receiver.url
+            sender = pair.sender(receiver)
+            await sender.connect()
+            for number in range(6):
+                await sender.send(message(number, [1]), id=str(number))
+            for each in await take(receiver, 4):
+                if each.id in "02":
+                    each.ack()
+            while sender.stats.acknowledged < 2:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert not sender.connected
+        async with pair.receiver() as receiver:
+            got = await take(receiver, 4)
+            assert [each.id for each in got] == ["1", "3", "4", "5"]
+            assert all(is_message(each.value, int(each.id), [1]) for each in got)
+            await sender.flush(10)
+            assert sender.stats.connections == 2
+            await sender.aclose()
+        return await leftovers()
+
+    assert asyncio.run(run()) == []
+
+
+def test_a_sender_may_be_there_before_its_receiver(pair):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        pair.url = pair.url.replace(":0", f":{probe.getsockname()[1]}")
+
+    async def run():
+        receiver = pair.receiver()
+        sender = pair.sender(receiver)
+        with pytest.raises(ShippingConnectionError, match=r"the receiver does not answer - got for 0.05 s"):
+            await sender.connect(0.05)
+        await sender.send("early", id="early")
+        async with receiver:
+            assert [each.value for each in await take(receiver, 1)] == ["early"]
+            await sender.aclose()
+
+    asyncio.run(run())
+
+
+def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_else(some_pair, monkeypatch):
+    from mmrender.errors import TrajectoryError
+    from mmrender.shipping import receiving
+
+    def picky(kind, value):
+        if isinstance(value, str) and value.startswith("bad"):
+            raise TrajectoryError("it does not hold together", where="steps[1]")
+        return value
+
+    monkeypatch.setattr(receiving, "from_wire", picky)
+
+    async def run():
+        async with some_pair.receiver() as receiver:
+            sender = some_pair.sender(receiver)
+            await sender.connect()
+            deliveries = [
+                await sender.send(value, id=value) for value in ("good 1", "bad", "good 2", "good 3")
+            ]
+            got = await take(receiver, 3)
+            assert [each.value for each in got] == ["good 1", "good 2", "good 3"]
+            with pytest.raises(ShippingProtocolError) as caught:
+                await deliveries[1]
+            assert str(caught.value) == (
+                f"message 'bad' to {receiver.url}: the receiver cannot use this message - "
+                "got steps[1]: it does not hold together"
+            )
+            for delivery in (deliveries[0], deliveries[2], deliveries[3]):
+                await asyncio.wait_for(delivery, 10)
+            with pytest.raises(ShippingProtocolError, match="cannot use this message"):
+                await sender.aclose()
+            assert sender.stats.refused == 1
+            assert receiver.stats.refused == 1
+            assert "a message that cannot be used" in str(receiver.errors[0])
+
+    asyncio.run(run())
+
+
+def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
+    from mmcodecs import Limits
+
+    async def run():
+        receiver = some_pair.receiver(limits=Limits(max_bytes=100_000))
+        async with receiver, some_pair.sender(receiver) as sender:
+            long = await sender.send(np.zeros(200_000, np.uint8), id="long")
+            await sender.send("short")
+            with pytest.raises(ShippingProtocolError) as caught:
+                await long
+            assert str(caught.value) == (
+                f"message 'long' to {receiver.url}: the message is longer than the receiver takes - expected "
+                f"at most 100000 bytes, got {caught.value.got}. "
+                "Give the receiver limits=Limits(max_bytes=...), or ship it in pieces"
+            )
+            assert [each.value for each in await take(receiver, 1)] == ["short"]
+            with pytest.raises(ShippingProtocolError, match="longer than the receiver takes"):
+                await sender.flush(10)
+            await sender.flush(10)
+
+    asyncio.run(run())
+
+
+def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in():
+    from mmcodecs import UnsupportedTypeError
+
+    async def run():
+        async with Receiver("memory://refuses") as receiver, Sender(receiver.url) as sender:
+            with pytest.raises(UnsupportedTypeError, match=r"\$\.x"):
+                await sender.send({"x": object()})
+            for wrong in ("a\nb", "x" * 257, "\ud800"):
+                with pytest.raises(ShippingError, match="not an id"):
+                    await sender.send(1, id=wrong)
+            assert sender.stats.unacked == 0
+            await sender.send("next")
+            assert (await receiver.receive(5)).value == "next"
+
+    asyncio.run(run())
+
+
+def test_closed_ends_say_so():
+    async def run():
+        receiver = Receiver("memory://closed")
+        await receiver.open()
+        sender = Sender(receiver.url)
+        await sender.connect()
+        delivery = await sender.send("x")
+        waiting = asyncio.ensure_future(receiver.receive())
+        await waiting
+        waiting = asyncio.ensure_future(receiver.receive())
+        await asyncio.sleep(0)
+        await receiver.aclose()
+        with pytest.raises(ShippingClosedError, match="the receiver is closed"):
+            await waiting
+        await delivery
+        late = await sender.send("y")
+        with pytest.raises(ShippingConnectionError, match=r"got 1 messages after 0.02 s"):
+            await sender.aclose(0.02)
+        with pytest.raises(ShippingClosedError, match="the sender was closed before this was acknowledged"):
+            await late
+        with pytest.raises(ShippingClosedError, match="the sender is closed"):
+            await sender.send("z")
+        await sender.aclose()
+        await receiver.aclose()
+        with pytest.raises(ShippingClosedError, match="the receiver is closed"):
+            await receiver.open()
+        async for _ in receiver:
+            raise AssertionError("a closed receiver gives nothing")
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_goes_silent_is_given_up(tmp_path):
+    mute = Timing(heartbeat=1000, silence=1000)
+
+    async def run(timing: Timing) -> tuple[int, str]:
+        async with Receiver(f"unix://{tmp_path}/real", timing=timing) as receiver:
+            patient = Timing(heartbeat=0.02, silence=0.12, first_retry=0.01)
+            async with Sender(receiver.url, timing=patient) as sender:
+                await asyncio.sleep(0.5)
+                connections = sender.stats.connections
+                await sender.send("after")
+                assert (await receiver.receive(5)).value == "after"
+                return connections, str(sender._connections.last_error)
+
+    connections, error = asyncio.run(run(mute))
+    assert connections > 1
+    assert error == f"unix://{tmp_path}/real: the peer has gone silent - got nothing for 0.12 s"
+    assert asyncio.run(run(Timing(heartbeat=0.02, silence=1000)))[0] == 1
+
+
+def test_nothing_is_left_behind(pair):
+    """Files, threads, tasks and shared memory are as before, however often ends are made and closed."""
+
+    async def once():
+        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+            await sender.send({"a": Shared(np.zeros(500_000, np.uint8), b"a"), "b": np.ones(400_000)})
+            await take(receiver, 1)
+        assert await leftovers() == []
+
+    def census() -> tuple[int, int, int]:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            mapped = sum("memfd:mmrender" in line for line in maps)
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), mapped
+
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs /proc")
+    asyncio.run(once())
+    before = census()
+    for _ in range(4):
+        asyncio.run(once())
+    assert census() == before
+    assert before[2] == 0
+
+
+def test_shared_memory_that_a_view_holds_outlives_both_ends_and_goes_with_the_view(tmp_path):
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("needs /proc")
+
+    def mapped() -> int:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:mmrender" in line for line in maps)
+
+    async def run():
+        async with Receiver(f"shm://outlives-{os.getpid()}") as receiver, Sender(receiver.url) as sender:
+            await sender.send(np.arange(1_000_000))
+            return (await receiver.receive(10)).value
+
+    value = asyncio.run(run())
+    assert mapped() == 1
+    assert value[-1] == 999_999
+    del value
+    assert mapped() == 0
+
+
+def test_a_pool_of_shared_memory_that_is_used_up_slows_down_and_does_not_stop(tmp_path):
+    from mmcodecs import BufferPool
+    from mmcodecs.limits import DEFAULT_LIMITS
+    from mmrender.shipping.address import Address
+    from mmrender.shipping.links.shared_memory import SharedMemoryTransport
+
+    def transport() -> SharedMemoryTransport:
+        address = Address.parse(f"shm://full-{os.getpid()}")
+        return SharedMemoryTransport(
+            address, keyed=False, pool=BufferPool(), limits=DEFAULT_LIMITS, max_bytes=3 << 20
+        )
+
+    async def run():
+        url = f"shm://full-{os.getpid()}"
+        async with (
+            Receiver(url, transport=transport()) as receiver,
+            Sender(url, transport=transport()) as sender,
+        ):
+            kept = []
+            for number in range(8):
+                await sender.send(np.full(900_000, number, np.uint8))
+                kept.append((await receiver.receive(10)).value)
+            assert [int(each[0]) for each in kept] == list(range(8))
+            kept.clear()
+            gc.collect()
+            await sender.send(np.full(2_500_000, 9, np.uint8))  # takes the place of the three that are free
+            assert int((await receiver.receive(10)).value[0]) == 9
+
+    asyncio.run(run())
