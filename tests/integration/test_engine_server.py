@@ -80,6 +80,7 @@ def test_a_server_ends_by_force(tmp_path):
 def test_a_server_ends_when_its_tests_are_killed(tmp_path):
     script = f"""
 import sys
+from pathlib import Path
 sys.path[:0] = {sys.path!r}
 import integration.test_engine_server as tests
 with tests.start(Path({str(tmp_path)!r})) as server:
