@@ -3,6 +3,7 @@ PYTHON ?= python3
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 FUZZ_MESSAGES ?= 200000
+FAULTS ?= 500
 SOAK_SECONDS ?= 600
 
 VENV := .venv
@@ -25,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity bench soak fuzz clean \
+.PHONY: help setup demo test check lint types layers docs package import-time parity bench soak faults fuzz clean \
 	.venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -115,6 +116,9 @@ integration-dynamo: $(MAIN_STAMP) ## drive a real Dynamo, with a worker that run
 
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)
+
+faults: $(MAIN_STAMP) ## kill senders and receivers at FAULTS random points; nothing may be lost, doubled or unreadable
+	OMP_NUM_THREADS=1 $(BIN)/python tests/shipping_faults.py --runs $(FAULTS)
 
 fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the property tests with fresh seeds
 	$(BIN)/python tests/codec_fuzz.py --messages $(FUZZ_MESSAGES)

@@ -232,14 +232,14 @@ class Tampering(MemoryTransport):
 def test_what_was_changed_on_the_way_is_not_taken_and_comes_again(where):
     async def run():
         transport = Tampering(where)
-        async with Receiver("memory://t", transport=transport, key=KEY) as receiver:
-            async with Sender("memory://t", transport=transport, key=KEY, timing=PATIENT) as sender:
-                for number in range(6):
-                    await sender.send(message(number, [number], 5_000))
-                got = [await receiver.receive(10) for _ in range(6)]
-                assert all(is_message(each.value, n, [n], 5_000) for n, each in enumerate(got))
-                assert sender.stats.connections == 2
-                assert "did not send" in str(receiver.errors[0])
+        receiver = Receiver("memory://t", transport=transport, key=KEY)
+        async with receiver, Sender("memory://t", transport=transport, key=KEY, timing=PATIENT) as sender:
+            for number in range(6):
+                await sender.send(message(number, [number], 5_000))
+            got = [await receiver.receive(10) for _ in range(6)]
+            assert all(is_message(each.value, n, [n], 5_000) for n, each in enumerate(got))
+            assert sender.stats.connections == 2
+            assert "did not send" in str(receiver.errors[0])
 
     asyncio.run(run())
 

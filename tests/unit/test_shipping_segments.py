@@ -1,0 +1,106 @@
+"""Shared memory without names: who owns it, what is mapped, and what a hostile sender cannot do."""
+
+import fcntl
+import gc
+import os
+
+import numpy as np
+import pytest
+
+from mmrender.errors import ShippingProtocolError
+from mmrender.shipping.links.segments import MappedSegments, Segment, SegmentPool
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
+MB = 1 << 20
+
+
+def test_segments_are_used_again_and_bounded():
+    pool = SegmentPool(4 * MB)
+    first, is_new, gone = pool.acquire(600_000)
+    assert is_new
+    assert gone == []
+    assert first.num_bytes == MB
+    second, _, _ = pool.acquire(1_500_000)
+    assert second.num_bytes == 2 * MB
+    assert pool.acquire(1_500_000) == (None, False, [])  # beyond four megabytes
+    pool.give_back(first.number)
+    assert pool.acquire(900_000) == (first, False, [])
+    pool.give_back(first.number)
+    pool.give_back(second.number)
+    third, is_new, gone = pool.acquire(3 * MB)
+    assert is_new
+    assert gone == [first.number, second.number]
+    assert third.num_bytes == 4 * MB
+    pool.give_back(99)
+    pool.close()
+    assert pool.num_bytes == 0
+
+
+def test_a_lease_is_released_when_its_last_view_dies():
+    segment = Segment(7, MB)
+    released = []
+    maps = MappedSegments("peer", 8 * MB, released.append)
+    maps.add(7, MB, segment.fd)
+    segment.data[:4] = [1, 2, 3, 4]
+    view = maps.lease(7, 4)
+    array = np.frombuffer(view[1:3], np.uint8)
+    assert array.tolist() == [2, 3]
+    assert view.readonly
+    with pytest.raises(ShippingProtocolError, match="cannot hold a message now"):
+        maps.lease(7, 4)  # while it is looked at
+    del view
+    gc.collect()
+    assert released == []
+    del array
+    assert released == [7]
+    maps.give_back(7)
+    assert bytes(maps.lease(7, 2)) == b"\x01\x02"
+    segment.close_fd()
+    segment.close_fd()
+    maps.close()
+
+
+def test_what_a_receiver_must_not_map_is_refused():
+    maps = MappedSegments("peer", 4 * MB, lambda number: None)
+    sound = Segment(1, MB)
+    plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, MB)
+    try:
+        with pytest.raises(ShippingProtocolError) as caught:
+            maps.add(1, MB, plain)
+        assert str(caught.value) == (
+            "peer: a segment that its sender could cut off - expected sealed memory, got no seal"
+        )
+        for number, num_bytes, problem in (
+            (1, 2 * MB, "of another size"),
+            (1, 5 * MB, "too many"),
+            (1, 0, "size"),
+        ):
+            with pytest.raises(ShippingProtocolError, match=problem):
+                maps.add(number, num_bytes, sound.fd)
+        maps.add(1, MB, sound.fd)
+        with pytest.raises(ShippingProtocolError, match="too many"):
+            maps.add(1, MB, sound.fd)
+        for number, num_bytes in ((2, 1), (1, MB + 1)):
+            with pytest.raises(ShippingProtocolError, match="cannot hold a message now"):
+                maps.lease(number, num_bytes)
+    finally:
+        os.close(plain)
+        sound.close_fd()
+
+
+def test_a_sender_cannot_cut_off_what_it_has_shared():
+    segment = Segment(1, MB)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 10)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    segment.close_fd()
+
+
+def test_nothing_appears_in_dev_shm():
+    before = {name for name in os.listdir("/dev/shm") if "mmrender" in name}
+    segment = Segment(1, MB)
+    assert {name for name in os.listdir("/dev/shm") if "mmrender" in name} == before
+    assert "memfd:mmrender" in os.readlink(f"/proc/self/fd/{segment.fd}")
+    segment.close_fd()
