@@ -298,7 +298,7 @@ class InferenceEngineClient:
         """
         await self._fleet.revive()
         members = list(self._fleet.well().values())
-        well = await asyncio.gather(*[self._fleet.check(member) for member in members])
+        well = await asyncio.gather(*[self._fleet.check(each, patient=False) for each in members])
         if not any(well):
             self._fleet.choose(session=None, images=(), preferred=None, avoided=())
 

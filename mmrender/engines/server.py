@@ -1,6 +1,7 @@
 """`EngineServer`: the HTTP endpoint as a server that starts and stops."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -41,6 +42,7 @@ class EngineServer:
         self.endpoint = Endpoint(client, settings, renderer if renderer is not None else client.renderer)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
+        self._url: str | None = None
 
     @property
     def app(self) -> "Starlette":
@@ -54,30 +56,46 @@ class EngineServer:
         Raises:
             EngineStateError: It does not run.
         """
-        server = self._server
-        if server is None or not server.started or not server.servers:
+        if self._url is None:
             raise EngineStateError("the server is not running")
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return self._url
 
     async def serve(self, *, started: Callable[[str], None] | None = None) -> None:
         """Serve on this event loop until cancelled, or until a signal ends the process's main thread.
 
         Args:
             started: Told the URL once it listens.
+
+        Raises:
+            EngineStateError: It cannot listen.
         """
-        server = self._server = self._made()
-        task = asyncio.create_task(server.serve())
+        # Bound here: the web server would end the process where the port is taken.
+        with self._bound() as listener:
+            server = self._server = self._made()
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                while not server.started and not serving.done():
+                    await asyncio.sleep(0.005)
+                self._url = _url_of(listener)
+                if started is not None:
+                    started(self._url)
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                server.should_exit = True
+                await serving
+                raise
+            finally:
+                self._url = None
+
+    def _bound(self) -> socket.socket:
+        host, port = self.settings.host, self.settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            while started is not None and not server.started and not task.done():
-                await asyncio.sleep(0.01)
-            if started is not None and server.started:
-                started(self.url)
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            server.should_exit = True
-            await task
-            raise
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise EngineStateError(
+                "the server cannot listen", where=f"{host}:{port}", got=str(error)
+            ) from error
 
     def start(self, *, seconds: float = 30.0) -> str:
         """Serve on a thread of its own, and return the URL once it listens.
@@ -93,24 +111,17 @@ class EngineServer:
         def run() -> None:
             try:
                 asyncio.run(self.serve(started=lambda _: listening.set()))
-            except BaseException as error:  # noqa: BLE001 - told to whoever started it
+            except BaseException as error:  # noqa: BLE001 - raised for whoever started it
                 failures.append(error)
             finally:
                 listening.set()
 
         self._thread = threading.Thread(target=run, name="mmrender-engines-server", daemon=True)
         self._thread.start()
-        if listening.wait(seconds) and not failures and self._is_up():
-            return self.url
+        if listening.wait(seconds) and not failures and self._url is not None:
+            return self._url
         self.stop()
-        raise EngineStateError(
-            "the server cannot listen",
-            where=f"{self.settings.host}:{self.settings.port}",
-            got=repr(failures[0]) if failures else None,
-        )
-
-    def _is_up(self) -> bool:
-        return self._server is not None and self._server.started
+        raise failures[0] if failures else EngineStateError(f"the server did not start within {seconds:g} s")
 
     def stop(self) -> None:
         """Stop a server that `start` began, and wait for its thread. Calling it again does nothing."""
@@ -129,8 +140,6 @@ class EngineServer:
         return uvicorn.Server(
             uvicorn.Config(
                 self.app,
-                host=self.settings.host,
-                port=self.settings.port,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -149,3 +158,8 @@ class EngineServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -167,13 +167,13 @@ class Endpoint:
     async def _streamed(self, request: Request, values: Any) -> Response:
         begun = time.monotonic()
         route = request.scope["route"].path
-        first, rest = await while_connected(request, first_of(values))
+        first, rest = await while_connected(request, first_of(self._watched(values)))
 
         def ended(error: Exception | None) -> None:
             status = 200 if error is None else _CALLER_LEFT
             self.metrics.answered(route, status, time.monotonic() - begun)
 
-        return EventStream(first, self._watched(rest), ended)
+        return EventStream(first, rest, ended)
 
     async def _watched(self, values: Any) -> Any:
         try:
