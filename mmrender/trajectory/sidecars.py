@@ -14,6 +14,7 @@ import numpy as np
 
 from mmrender.errors import TrajectoryError
 from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.media.wire import ranges_to_array
 from mmrender.trajectory.packed import (
     Int32Array,
     PackedEntries,
@@ -103,8 +104,7 @@ class SidecarPacker:
     def __init__(self) -> None:
         self.items: list[PackedItem] = []
         self._rows: dict[tuple[str, str, type], int] = {}
-        self._pool: list[tuple[int, int, int, int]] = []
-        self._spans: list[tuple[int, int]] = []
+        self._added: list[Entry] = []
 
     def add(self, sidecar: Any, reference: Entries, where: str) -> tuple[PackedSidecar, Entries]:
         """Store what a sidecar adds to the placeholders of `reference`.
@@ -175,12 +175,7 @@ class SidecarPacker:
         keep = 0
         while keep < min(len(entries), len(known)) and entries[keep] == known[keep]:
             keep += 1
-        for row, placeholder in entries[keep:]:
-            spans = placeholder.embed_spans
-            self._pool.append(
-                (row, placeholder.offset, placeholder.length, -1 if spans is None else len(spans))
-            )
-            self._spans.extend(spans or ())
+        self._added += entries[keep:]
         return PackedEntries(
             keep,
             len(entries) - keep,
@@ -192,10 +187,7 @@ class SidecarPacker:
 
     def pools(self) -> tuple[Int32Array, Int32Array]:
         """Return the pool of placeholders, int32 `[P, 4]`, and that of embed spans, int32 `[S, 2]`."""
-        return (
-            np.array(self._pool, np.int32).reshape(-1, 4),
-            np.array(self._spans, np.int32).reshape(-1, 2),
-        )
+        return ranges_to_array(self._added)
 
 
 def _keys(fields: Mapping[str, Any]) -> str:

@@ -12,13 +12,18 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import mmcodecs
 from adapter_models import ADAPTER_FAMILIES
+from item_cases import same_tensors
 from mmrender.errors import MediaError
+from mmrender.media.item import MediaItem
+from mmrender.media.item_expand import expand_into, tensor_specs
 from mmrender.media.load import LoadedImage
 from mmrender.media.processors.base import ImageBackend, MediaProcessor
 from mmrender.media.processors.huggingface import HuggingFaceProcessor
 from mmrender.media.processors.probe import expansion_text
 from mmrender.media.processors.registry import load_processor
+from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.testing.reference import (
     has_reference_backend,
     import_torchvision,
@@ -185,6 +190,25 @@ def test_adapted_tensors(adapted: tuple[HuggingFaceProcessor, Any], height: int,
         assert torch.equal(values, expected[key])
     rounded = item.tensors("bfloat16", framework="torch")["pixel_values"]
     assert torch.equal(rounded, expected["pixel_values"].to(torch.bfloat16))
+
+
+def assert_survives_the_wire(item: MediaItem) -> None:
+    read = item_from_wire(mmcodecs.decode(mmcodecs.encode(item_to_wire(item))))
+    assert read == item
+    assert same_tensors(read, item)
+    specs = tensor_specs(read, "bfloat16")
+    out = {name: np.full(spec.shape, 7, spec.dtype) for name, spec in specs.items()}
+    expand_into(read, out, "bfloat16")
+    for name, values in item.tensors("bfloat16").items():
+        assert np.array_equal(out[name], values)
+
+
+def test_adapted_items_survive_the_wire(adapted: tuple[HuggingFaceProcessor, Any]) -> None:
+    assert_survives_the_wire(adapted[0].process(LoadedImage(image=picture(210, 330))))
+
+
+def test_native_items_survive_the_wire(native: tuple[MediaProcessor, Any]) -> None:
+    assert_survives_the_wire(native[0].process(LoadedImage(image=picture(210, 330))))
 
 
 SHORT_SIDES = st.integers(20, 400)
