@@ -1,13 +1,15 @@
 """Record what vLLM answers, for the contract tests that run without it.
 
-Usage: `MMRENDER_VLLM_ENV=VENV PYTHONPATH=tests .venv/bin/python tests/integration/record_vllm_replies.py`
+Usage: `MMRENDER_VLLM_ENV=VENV PYTHONPATH=tests .venv/bin/python tests/integration/record_vllm_replies.py [SERVER...]`
 
-Starts three servers and writes `tests/data/engines/vllm/NAME.json`, a list of exchanges: method, path, request,
-status and reply. Item texts within requests are cut to their digest, since the server took them as they were.
+Starts three servers, or those named of default, floats and closed, and writes
+`tests/data/engines/vllm/NAME.json`, a list of exchanges: method, path, request, status and reply. Texts of items
+and images within requests are cut to their digests, since the server took them as they were.
 """
 
 import asyncio
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import msgspec
 
 from integration.engine_checks import MODEL
 from integration.engine_server import EngineServer, start_vllm
-from mmrender import Renderer, generate
+from mmrender import Renderer
 from mmrender.client.backend import EngineRequest
 from mmrender.client.http import HTTPTransport
 from mmrender.client.vllm import VLLMBackend
@@ -209,31 +211,22 @@ async def record_closed(server: EngineServer, renderer: Renderer) -> None:
     await record(server, "closed_info", by(VLLMBackend(images="hash_only", pixels="uint8"), image))
 
 
-async def chat_alike(server: EngineServer, renderer: Renderer) -> None:
-    """Make sure that a server answers at all before anything is recorded from it."""
-    transport = HTTPTransport(server.base_url)
-    messages = [{"role": "user", "content": "hello"}]
-    await generate(
-        client=transport, renderer=renderer, model=MODEL, messages=messages, sampling_params=GREEDY
-    )
-    await transport.aclose()
+SERVERS: dict[str, tuple[Any, list[str], dict[str, str]]] = {
+    "default": (record_default, [], {}),
+    "floats": (record_floats, ["--no-mm-device-do-normalize", "--mm-processor-cache-gb", "0"], {}),
+    "closed": (record_closed, ["--no-enable-scale-out"], {"VLLM_SERVER_DEV_MODE": "0"}),
+}
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = build_tiny_model(Path(folder) / "tiny")
         renderer = Renderer.from_pretrained(model)
-        log = Path(folder) / "server.log"
-        with start_vllm(model, log=log) as server:
-            asyncio.run(chat_alike(server, renderer))
-            asyncio.run(record_default(server, renderer))
-        flags = ["--no-mm-device-do-normalize", "--mm-processor-cache-gb", "0"]
-        with start_vllm(model, flags, log=log) as server:
-            asyncio.run(record_floats(server, renderer))
-        environment = {"VLLM_SERVER_DEV_MODE": "0"}
-        with start_vllm(model, ["--no-enable-scale-out"], environment=environment, log=log) as server:
-            asyncio.run(record_closed(server, renderer))
+        for name in names or SERVERS:
+            work, flags, environment = SERVERS[name]
+            with start_vllm(model, flags, environment=environment, log=Path(folder) / "log") as server:
+                asyncio.run(work(server, renderer))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
