@@ -100,7 +100,9 @@ def _entries(choice: Mapping[str, Any], tokens: Any, where: str) -> list[Mapping
             got=str(len(content)),
         )
     for index, (token, entry) in enumerate(zip(tokens, content, strict=True)):
-        named = _token_of(entry, f"{where} logprobs[{index}]")
+        named = _token_of(entry)
+        if named is None:
+            raise _nameless(entry, f"{where} logprobs[{index}]")
         if named != token:
             raise EngineReplyError(
                 "a logprob is that of another token",
@@ -111,14 +113,20 @@ def _entries(choice: Mapping[str, Any], tokens: Any, where: str) -> list[Mapping
     return content
 
 
-def _token_of(entry: Any, where: str) -> int:
-    if isinstance(entry, dict):
-        if type(entry.get("token_id")) is int:
-            return int(entry["token_id"])
-        name = entry.get("token")
-        if isinstance(name, str) and name.startswith(_OLD_NAME) and name[len(_OLD_NAME) :].isdecimal():
-            return int(name[len(_OLD_NAME) :])
-    raise _unusable("a logprob without its token", where, "token_id, or token as 'token_id:N'", entry)
+def _token_of(entry: Any) -> int | None:
+    """The token that an entry is about, in either shape."""
+    if not isinstance(entry, dict):
+        return None
+    token, name = entry.get("token_id"), entry.get("token")
+    if type(token) is int:
+        return token
+    if isinstance(name, str) and name.startswith(_OLD_NAME) and name[len(_OLD_NAME) :].isdecimal():
+        return int(name[len(_OLD_NAME) :])
+    return None
+
+
+def _nameless(entry: Any, where: str) -> EngineReplyError:
+    return _unusable("a logprob without its token", where, "token_id, or token as 'token_id:N'", entry)
 
 
 def _top_logprobs(
@@ -127,12 +135,19 @@ def _top_logprobs(
     if not request.sampling_params.get("logprobs"):
         return None
     return tuple(
-        tuple(
-            (_token_of(other, f"{where} logprobs[{index}].top_logprobs"), float(other["logprob"]))
-            for other in entry.get("top_logprobs") or ()
-        )
-        for index, entry in enumerate(entries)
+        tuple(_alternative(other, f"{where} top_logprobs") for other in entry.get("top_logprobs") or ())
+        for entry in entries
     )
+
+
+def _alternative(entry: Any, where: str) -> tuple[int, float]:
+    token = _token_of(entry)
+    if token is None:
+        raise _nameless(entry, where)
+    logprob = entry.get("logprob")
+    if not isinstance(logprob, int | float):
+        raise _unusable("an alternative without its logprob", where, "a number", entry)
+    return token, float(logprob)
 
 
 def _usage(reply: Mapping[str, Any], prompt_len: int, completion_len: int, where: str) -> Usage:
@@ -153,10 +168,7 @@ def _weight_versions(choice: Mapping[str, Any], length: int, where: str) -> tupl
     spans = []
     position = 0
     for index, span in enumerate(choice.get("weight_versions") or ()):
-        fields = tuple(span.values()) if isinstance(span, dict) else tuple(span)
-        if isinstance(span, dict):
-            fields = (span.get("version"), span.get("start"), span.get("end"))
-        version, start, stop = fields if len(fields) == 3 else (None, None, None)
+        version, start, stop = _span_fields(span)
         if type(start) is not int or type(stop) is not int or not position <= start <= stop <= length:
             raise _unusable(
                 "weight versions that are no spans of the completion",
@@ -167,6 +179,13 @@ def _weight_versions(choice: Mapping[str, Any], length: int, where: str) -> tupl
         spans.append(WeightVersionSpan(str(version), start, stop))
         position = stop
     return tuple(spans)
+
+
+def _span_fields(span: Any) -> tuple[Any, Any, Any]:
+    """Version, start and end, of an object or a list; Nones where it is neither."""
+    if isinstance(span, dict):
+        return span.get("version"), span.get("start"), span.get("end")
+    return tuple(span) if isinstance(span, list) and len(span) == 3 else (None, None, None)
 
 
 def _routed_experts(

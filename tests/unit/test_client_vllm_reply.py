@@ -140,6 +140,27 @@ def test_malformed(answer, message):
 
 
 @pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"token": "ear", "logprob": -1.0},
+            f"{WHERE} top_logprobs: the server's reply has a logprob without its token - expected token_id, or token "
+            "as 'token_id:N', got {'token': 'ear', 'logprob': -1.0}",
+        ),
+        (
+            {"token_id": 3},
+            f"{WHERE} top_logprobs: the server's reply has an alternative without its logprob - expected a number, "
+            "got {'token_id': 3}",
+        ),
+    ],
+    ids=["nameless", "no logprob"],
+)
+def test_malformed_alternatives(other, message):
+    answer = reply([entry(7, -1.5, top_logprobs=[other]), entry(8, -0.25)])
+    assert error_of(EngineReplyError, answer, sampling_params={"max_tokens": 9, "logprobs": 1}) == message
+
+
+@pytest.mark.parametrize(
     ("reason", "expected"),
     [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("repetition", "stop")],
 )
