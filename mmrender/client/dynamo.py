@@ -17,6 +17,7 @@ from mmrender.client.dynamo_images import generate_with_images
 from mmrender.client.dynamo_reply import read_reply
 from mmrender.client.dynamo_request import chat_body, check_size
 from mmrender.client.large_text import decode_reply
+from mmrender.client.off_loop import read_off_loop
 from mmrender.client.transport import Transport
 from mmrender.client.vllm_features import PixelDtype
 from mmrender.errors import EngineReplyError, EngineStatusError, PromptTooLongError
@@ -78,7 +79,7 @@ class DynamoBackend:
             if error.status == 400 and error.remedy is None:
                 error.remedy = "A frontend keeps back what the worker said; the worker's log has it"
             raise
-        return read_reply(decode_reply(reply.body), request)
+        return await read_off_loop(reply.body, lambda: read_reply(decode_reply(reply.body), request))
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         """Return one token less than the model's `context_window`.

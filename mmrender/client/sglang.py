@@ -16,6 +16,7 @@ from mmrender.client.backend import EngineRequest, EngineResponse
 from mmrender.client.checks import Placed, check_prompt, check_sidecar
 from mmrender.client.collapse import collapse
 from mmrender.client.item_checks import check_data_url
+from mmrender.client.off_loop import read_off_loop
 from mmrender.client.sampling import where as parameter
 from mmrender.client.sglang_errors import overflow_error
 from mmrender.client.sglang_reply import read_reply
@@ -86,7 +87,9 @@ class SGLangBackend:
             if overflow is None:
                 raise
             raise overflow from error
-        return read_reply(reply.body, request, self.routed_experts_shape)
+        return await read_off_loop(
+            reply.body, lambda: read_reply(reply.body, request, self.routed_experts_shape)
+        )
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         """Return the longest prompt: one token less than `max_req_input_len`, which already is too long.

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
 from engine_replies import Recording, an_image, digested
+from mmrender.client import dynamo
 from mmrender.client.backend import EngineRequest, RendererBackend, Usage
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.memory import Answer, MemoryTransport
@@ -601,3 +603,19 @@ def test_the_backend_is_a_value():
     assert pickle.loads(pickle.dumps(backend)) == backend
     assert isinstance(backend, RendererBackend)
     assert backend.name == "dynamo"
+
+
+@pytest.mark.parametrize(("padding", "on_a_thread"), [(0, False), (300_000, True)])
+def test_large_answers_are_read_off_the_event_loop(monkeypatch, padding, on_a_thread):
+    threads = []
+
+    def reading(decoded, asked):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return read_reply(decoded, asked)
+
+    read_reply = dynamo.read_reply
+    monkeypatch.setattr(dynamo, "read_reply", reading)
+    recorded("text").changed(lambda answer: answer.update(padding="x" * padding)).replay(
+        DynamoBackend(), request()
+    )
+    assert threads == [not on_a_thread]
