@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,19 @@ def test_what_the_engine_says_besides_is_passed_on(renderer: Renderer) -> None:
     assert engine.requests[1].routed_experts_prompt_start is None
     run(renderer, engine)
     assert not engine.requests[2].routed_experts
+
+
+def test_a_turn_without_a_token_is_a_turn(renderer: Renderer) -> None:
+    turn = run(renderer, Scripted([], "abort"))
+    assert (turn.completion_ids, turn.logprobs, turn.content, turn.finish_reason) == ([], [], "", "abort")
+
+
+def test_turns_are_pickled(renderer: Renderer) -> None:
+    turn = run(renderer, Scripted(completion_of(renderer, "A cow."), "stop"), messages=WITH_PHOTO)
+    copy = pickle.loads(pickle.dumps(turn))
+    assert copy.message == turn.message
+    assert copy.prompt_ids == turn.prompt_ids
+    assert copy.multi_modal_data.mm_hashes == turn.multi_modal_data.mm_hashes
 
 
 def test_every_call_has_an_id_of_its_own(renderer: Renderer) -> None:
