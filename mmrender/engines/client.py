@@ -1,11 +1,12 @@
 """`InferenceEngineClient`: many engines behind the face of one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 from mmrender.client.backend import EngineResponse
 from mmrender.engines.dispatch import Dispatcher
+from mmrender.engines.fan_out import FanOut
 from mmrender.engines.fleet import Fleet
 from mmrender.engines.gate import Gate
 from mmrender.engines.interface import (
@@ -24,7 +25,7 @@ from mmrender.engines.text_path import TextCompleter
 from mmrender.engines.together import together
 from mmrender.engines.tokens_path import TokenCompleter
 from mmrender.engines.work import joined, split
-from mmrender.errors import EngineError, EngineStateError, EngineUnavailableError
+from mmrender.errors import EngineError, EngineStateError
 from mmrender.media.item import MultiModalData
 
 
@@ -59,6 +60,7 @@ class InferenceEngineClient:
         self._name = name
         self._gate = Gate()
         self._fleet = Fleet(engines, self.policy, self._gate)
+        self._fan_out = FanOut(self._fleet)
         self._dispatcher = Dispatcher(self._fleet, self._gate, self.policy)
         self._pauser = Pauser(self._fleet, self._gate, self.policy)
         self._tokens = TokenCompleter(self._dispatcher)
@@ -233,21 +235,21 @@ class InferenceEngineClient:
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Let all engines give up memory."""
-        await self._on_all(lambda engine: engine.sleep(level=level, tags=tags))
+        await self._fan_out.on_all(lambda engine: engine.sleep(level=level, tags=tags))
 
     async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
         """Let all engines take it back."""
-        await self._on_all(lambda engine: engine.wake_up(tags=tags))
+        await self._fan_out.on_all(lambda engine: engine.wake_up(tags=tags))
 
     async def reset_prefix_cache(self) -> None:
         """Let all engines forget cached prefixes."""
-        await self._on_all(lambda engine: engine.reset_prefix_cache())
+        await self._fan_out.on_all(lambda engine: engine.reset_prefix_cache())
 
     async def init_weight_update_communicator(
         self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
         """Let all engines join the trainer's group; one mapping for all, or one each in their order."""
-        engines = await self._all_present()
+        engines = await self._fan_out.all_present()
         infos = [init_info] * len(engines) if isinstance(init_info, Mapping) else list(init_info)
         if len(infos) != len(engines):
             raise EngineStateError(
@@ -262,11 +264,11 @@ class InferenceEngineClient:
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
         """Let all engines receive weights at once; all must be there, or the transfer would hang."""
         version = request.get("weight_version")
-        await self._update(lambda engine: engine.update_named_weights(request), version)
+        await self._fan_out.update(lambda engine: engine.update_named_weights(request), version)
 
     async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
         """Let all engines read weights; one that is ejected gets no work until it has read them too."""
-        await self._update(
+        await self._fan_out.update(
             lambda engine: engine.load_weights(path, weight_version=weight_version),
             weight_version,
             all_present=False,
@@ -287,7 +289,7 @@ class InferenceEngineClient:
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights on all engines."""
-        await self._on_all(lambda engine: engine.set_weight_version(version))
+        await self._fan_out.on_all(lambda engine: engine.set_weight_version(version))
         self._fleet.version = version
 
     async def check_health(self) -> None:
@@ -325,52 +327,6 @@ class InferenceEngineClient:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    async def _on_all(self, action: Callable[[InferenceEngineInterface], Awaitable[None]]) -> None:
-        """Act on every healthy engine at once."""
-        members = list(self._fleet.well().values())
-        if not members:
-            self._fleet.choose(session=None, images=(), preferred=None, avoided=())
-        results = await asyncio.gather(*[action(member.engine) for member in members], return_exceptions=True)
-        for member, result in zip(members, results, strict=True):
-            if isinstance(result, BaseException):
-                result.add_note(f"engine {member.name}")
-                raise result
-
-    async def _all_present(self) -> list[Member]:
-        await self._fleet.revive()
-        members = list(self._fleet.members.values())
-        ill = [f"{member.name}: {member.ill}" for member in members if member.ill is not None]
-        if ill:
-            raise EngineUnavailableError(
-                "weights are sent to all engines at once, and some are not there",
-                got="; ".join(ill),
-                remedy="Bring them back, or take them out with remove_engine()",
-            )
-        return members
-
-    async def _update(
-        self,
-        action: Callable[[InferenceEngineInterface], Awaitable[None]],
-        version: str | None,
-        *,
-        all_present: bool = True,
-    ) -> None:
-        members = await self._all_present() if all_present else list(self._fleet.members.values())
-        results = await asyncio.gather(*[action(member.engine) for member in members], return_exceptions=True)
-        failed = [isinstance(result, BaseException) for result in results]
-        if not all(failed):
-            self._fleet.weights += 1
-            self._fleet.version = version
-        for member, result in zip(members, results, strict=True):
-            if not isinstance(result, BaseException):
-                member.weights = self._fleet.weights
-                continue
-            self._fleet.eject(member, f"it missed a weight update: {result}")
-            result.add_note(f"engine {member.name}")
-        problems = [result for result in results if isinstance(result, BaseException)]
-        if problems and (all_present or all(failed)):
-            raise problems[0]
 
 
 async def _told(member: Member) -> None:

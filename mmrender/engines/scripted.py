@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import xxhash
-
 from mmrender.client.backend import EngineResponse, FinishReason, Usage
 from mmrender.engines.interface import (
     InferenceEngineInput,
@@ -20,6 +18,7 @@ from mmrender.engines.interface import (
     PauseMode,
     RequestPayload,
 )
+from mmrender.engines.scripted_model import STOP, encoded, letters, sampled
 from mmrender.engines.scripted_text import chat_reply, chat_text, chunks_of, completion_reply
 from mmrender.engines.work import Work, joined, split
 from mmrender.errors import (
@@ -30,9 +29,6 @@ from mmrender.errors import (
 )
 from mmrender.media.item import MultiModalData
 from mmrender.trajectory.engine_data import WeightVersionSpan
-
-STOP, MUTE, FIRST_LETTER = 0, 1, 2
-"""The stop token, a token without text, and the first of 26 letters."""
 
 FaultKind: TypeAlias = Literal[
     "abort", "drop_logprobs", "short_logprobs", "bad_logprob", "stall", "error", "refuse", "die"
@@ -64,53 +60,6 @@ class Asked:
     params: Mapping[str, Any]
     images: tuple[str, ...]
     session_id: Hashable | None
-
-
-def next_token(ids: Sequence[int]) -> tuple[int, float]:
-    """The greedy token after `ids`, and its logprob."""
-    visible = [token for token in ids if token != MUTE]
-    mute = 0
-    while mute < len(ids) and ids[-1 - mute] == MUTE:
-        mute += 1
-    number = xxhash.xxh3_64_intdigest(repr((visible[-24:], len(visible), mute)).encode())
-    logprob = -0.001 - (number >> 40) % 4096 / 4096
-    if number % 61 == 0:
-        return STOP, logprob
-    if number % 5 == 0 and mute < 2:
-        return MUTE, logprob
-    return FIRST_LETTER + (number >> 8) % 26, logprob
-
-
-def sampled(prompt_ids: Sequence[int], max_tokens: int) -> EngineResponse:
-    """What an undisturbed engine samples."""
-    ids: list[int] = []
-    logprobs: list[float] = []
-    reason: FinishReason = "length"
-    while len(ids) < max_tokens:
-        token, logprob = next_token([*prompt_ids, *ids])
-        ids.append(token)
-        logprobs.append(logprob)
-        if token == STOP:
-            reason = "stop"
-            break
-    return EngineResponse(ids, logprobs, reason, Usage(len(prompt_ids), len(ids)))
-
-
-def letters(ids: Sequence[int]) -> str:
-    """Text of sampled tokens, stop token left out."""
-    return "".join(token_text(token) for token in ids if token != STOP)
-
-
-def token_text(token: int) -> str:
-    """Text of one token."""
-    if token == MUTE:
-        return ""
-    return "<stop>" if token == STOP else chr(ord("a") + token - FIRST_LETTER)
-
-
-def encoded(text: str) -> list[int]:
-    """Token ids of text, one for each character."""
-    return [ord(char) - ord("a") + FIRST_LETTER if "a" <= char <= "z" else 1000 + ord(char) for char in text]
 
 
 def _no_fault() -> None:

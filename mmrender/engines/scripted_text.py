@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmrender.client.backend import EngineResponse
+from mmrender.engines.scripted_model import letters, token_text
 
 
 def chat_text(body: Mapping[str, Any]) -> str:
@@ -22,14 +23,10 @@ def _flat(content: Any) -> str:
 
 
 def _tokens(response: EngineResponse) -> list[str]:
-    from mmrender.engines.scripted import token_text
-
     return [token_text(token) for token in response.completion_ids]
 
 
 def _text(response: EngineResponse) -> str:
-    from mmrender.engines.scripted import letters
-
     return letters(response.completion_ids)
 
 

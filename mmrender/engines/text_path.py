@@ -7,11 +7,8 @@ from typing import Any
 from mmrender.engines.dispatch import Dispatcher, no_progress, within
 from mmrender.engines.interface import InferenceEngineInterface, RequestPayload
 from mmrender.engines.openai_bodies import combined, image_urls, listed_prompts, opened
-from mmrender.engines.text_continuation import (
-    ChatContinuation,
-    CompletionContinuation,
-    TextContinuation,
-)
+from mmrender.engines.text_continuation import TextContinuation
+from mmrender.engines.text_kinds import ChatContinuation, CompletionContinuation
 from mmrender.engines.text_stream import ChunkMerger, as_chunks
 from mmrender.engines.together import produced, together
 from mmrender.errors import InputError

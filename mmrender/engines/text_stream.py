@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrender.engines.continuation import check_finite
-from mmrender.engines.text_continuation import ChatContinuation, TextContinuation
+from mmrender.engines.text_continuation import TextContinuation
+from mmrender.engines.text_kinds import ChatContinuation
 from mmrender.errors import EngineReplyError
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine_cases import faults, paused_now_and_then, pauses, prompts, setup, sidecar, turns
 from mmrender.client.backend import EngineResponse, Usage
 from mmrender.engines.continuation import Continuation
-from mmrender.engines.scripted import chat_text, encoded, letters, sampled, token_text
+from mmrender.engines.scripted_model import encoded, letters, sampled, token_text
+from mmrender.engines.scripted_text import chat_text
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 BUDGETS = st.integers(1, 24)

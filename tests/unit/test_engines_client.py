@@ -12,7 +12,8 @@ from engine_cases import PATIENT, setup, sidecar, turns
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.engines.policy import ClientPolicy
-from mmrender.engines.scripted import Fault, ScriptedEngine, letters, sampled
+from mmrender.engines.scripted import Fault, ScriptedEngine
+from mmrender.engines.scripted_model import letters, sampled
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,

@@ -17,7 +17,9 @@ from mmrender.demo.model import build_tiny_model
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.endpoint.deltas import DeltaWriter
 from mmrender.engines.endpoint.failures import failure_of
-from mmrender.engines.scripted import Fault, ScriptedEngine, chat_text, encoded, letters, sampled
+from mmrender.engines.scripted import Fault, ScriptedEngine
+from mmrender.engines.scripted_model import encoded, letters, sampled
+from mmrender.engines.scripted_text import chat_text
 from mmrender.engines.server import EngineServer, ServerSettings
 from mmrender.engines.work import joined, split
 from mmrender.errors import (
