@@ -43,3 +43,18 @@ def assembled_experts(brought: Brought) -> RoutedExperts | None:
         low, high = max(experts.start, start), min(experts.stop, stop)
         data[low - start : high - start] = experts.data[low - experts.start : high - experts.start]
     return RoutedExperts(data, start)
+
+
+def rows_beyond(experts: RoutedExperts | None, brought: Brought, keep: int) -> RoutedExperts | None:
+    """Return the rows that are not known already, of a sequence whose first `keep` tokens are.
+
+    The row of the last kept token is among them: nobody fed that token back before. Where what was brought
+    leaves gaps, all rows are returned.
+    """
+    known = experts_span(brought)
+    if experts is None or known is None or known[0] > experts.start or known[1] < keep - 1:
+        return experts
+    start = max(experts.start, min(keep - 1, experts.stop))
+    rows = experts.from_position(start)
+    # Copied, or the few rows would keep all that the engine sent alive.
+    return rows if start == experts.start else RoutedExperts(rows.data.copy(), start)

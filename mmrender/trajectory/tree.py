@@ -17,6 +17,7 @@ or dropped starts where the tokens part.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 import numpy as np
@@ -34,7 +35,7 @@ from mmrender.trajectory.append_checks import (
 from mmrender.trajectory.branch import Branch
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.packed import Int32Array
-from mmrender.trajectory.routed_rows import experts_span
+from mmrender.trajectory.routed_rows import rows_beyond
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.shared_prefix import (
     NOTHING_SHARED,
@@ -80,6 +81,21 @@ class Trajectory:
 
     def __repr__(self) -> str:
         return f"Trajectory({self.trajectory_id!r}, {len(self)} steps, {len(self._items)} media items)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A step names its parent by index: pickling a chain of objects would recurse once for each turn.
+        steps = [
+            {entry.name: getattr(step, entry.name) for entry in fields(step)}
+            | {"parent": None if step.parent is None else step.parent.index, "_sequence": None}
+            for step in self._steps
+        ]
+        return {**self.__dict__, "_steps": steps, "_recent": deque(), "_items": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _steps=[])
+        for values in state["_steps"]:
+            parent = values["parent"]
+            self.restore(Step(**{**values, "parent": None if parent is None else self._steps[parent]}))
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -153,7 +169,9 @@ class Trajectory:
             own_entries=tuple(self._interned(entries_from(entries, keep))),
             logprobs=checked_logprobs(logprobs, len(completion), f"{where}.logprobs"),
             finish_reason=finish_reason,
-            own_routed_experts=_own_experts(experts, parent, keep),
+            own_routed_experts=rows_beyond(
+                experts, parent.brought_experts() if parent is not None else (), keep
+            ),
             weight_versions=checked_versions(weight_versions, len(completion), f"{where}.weight_versions"),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
@@ -280,16 +298,6 @@ def _shared_messages(parent: Step | None, messages: Sequence[Any]) -> int:
     while keep < min(len(known), len(messages)) and same_item(known[keep], messages[keep]):
         keep += 1
     return keep
-
-
-def _own_experts(experts: RoutedExperts | None, parent: Step | None, keep: int) -> RoutedExperts | None:
-    """Drop the rows that the parent brought; the row of its last token is known to this step only."""
-    known = experts_span(parent.brought_experts()) if parent is not None else None
-    if experts is None or known is None or known[0] > experts.start or known[1] < keep - 1:
-        return experts
-    start = max(experts.start, min(keep - 1, experts.stop))
-    rows = experts.from_position(start)
-    return rows if start == experts.start else RoutedExperts(rows.data.copy(), start)
 
 
 def _frozen(array: Int32Array) -> Int32Array:

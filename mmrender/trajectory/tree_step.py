@@ -32,7 +32,7 @@ class Part(NamedTuple):
         return self.step.prompt_length, max(self.step.prompt_length, self.stop)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Step:
     """One prompt and what was sampled after it. Made by `Trajectory.append`, and not changed after.
 
@@ -60,22 +60,27 @@ class Step:
     index: int
     parent: "Step | None"
     keep: int
-    own_ids: Int32Array = field(repr=False)
+    own_ids: Int32Array
     added: int
-    own_entries: tuple[MediaEntry, ...] = field(default=(), repr=False)
-    new_items: tuple[MediaItem, ...] = field(default=(), repr=False)
-    logprobs: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    own_entries: tuple[MediaEntry, ...] = ()
+    new_items: tuple[MediaItem, ...] = ()
+    logprobs: npt.NDArray[np.float32] | None = None
     finish_reason: str | None = None
-    own_routed_experts: RoutedExperts | None = field(default=None, repr=False)
+    own_routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     messages_keep: int = 0
-    new_messages: tuple[Any, ...] = field(default=(), repr=False)
+    new_messages: tuple[Any, ...] = ()
     _reward: "float | npt.NDArray[np.float32] | None" = None
-    extra: dict[str, Any] = field(default_factory=dict, repr=False)
-    _sequence: Int32Array | None = field(default=None, repr=False)
+    extra: dict[str, Any] = field(default_factory=dict)
+    _sequence: Int32Array | None = None
 
     def __len__(self) -> int:
         return self.keep + len(self.own_ids)
+
+    def __repr__(self) -> str:
+        start = "a root" if self.parent is None else f"{self.keep} tokens of step {self.parent.index}"
+        own = f"{self.added} of the prompt, {len(self.completion_ids)} sampled, {len(self.own_entries)} media"
+        return f"Step({self.index}: {start}; {own})"
 
     @property
     def prompt_length(self) -> int:

@@ -1,5 +1,8 @@
 """Trees of steps: where steps start, what they share, what is refused, and what consumers read."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -196,6 +199,29 @@ def test_routed_experts_are_stored_once_and_put_together():
     assert gap.routed_experts == RoutedExperts(rows[10:11], 10)
 
 
+def test_long_trajectories_can_be_pickled_copied_and_printed():
+    trajectory = rollout()
+    step = trajectory.steps[1]
+    for _ in range(600):
+        ids = step.token_ids.tolist()[:20]
+        step = trajectory.append(ids, [5], parent=step, multi_modal_data=sidecar((2, A), (12, B)))
+    for same in (pickle.loads(pickle.dumps(trajectory)), copy.deepcopy(trajectory)):
+        assert_same_tree(trajectory, same)
+        assert same.append(PROMPT, [7], multi_modal_data=SHOWS_A).parent is same.steps[0]
+    assert repr(step) == "Step(601: 20 tokens of step 600; 0 of the prompt, 1 sampled, 0 media)"
+    assert repr(trajectory.steps[0]) == "Step(0: a root; 9 of the prompt, 2 sampled, 1 media)"
+    assert repr(trajectory) == "Trajectory('t', 602 steps, 2 media items)"
+
+
+def assert_same_tree(first, second):
+    assert parents(first) == parents(second)
+    for old, new in zip(first.steps, second.steps, strict=True):
+        assert old.own_ids.tolist() == new.own_ids.tolist()
+        assert old.new_items == new.new_items
+    assert first.items == second.items
+    assert [item.frames.tobytes() for item in first.items] == [item.frames.tobytes() for item in second.items]
+
+
 def call(trajectory, prompt=(1,), completion=(2,), **fields):
     return trajectory.append(prompt, completion, **fields)
 
@@ -291,6 +317,34 @@ def test_tokens_as_verifiers_reads_them():
     assert set(tokens) - set(response_tokens(second)) == {"overlong_prompt", "is_truncated"}
     step = {"tokens": None, "response": {"message": {"tokens": response_tokens(second)}}}
     assert step_multi_modal_data(step) == second.multi_modal_data
+
+
+def test_items_may_be_given_as_tensors():
+    """Libraries of the verifiers kind hold a dict of tensors for each image."""
+    made = []
+
+    def tensors(item):
+        made.append(item)
+        return item.tensors("bfloat16")
+
+    trajectory = rollout()
+    twice = trajectory.append(
+        [*AFTER, 4, *PAD, 22, *PAD],
+        [5],
+        logprobs=[-1],
+        multi_modal_data=sidecar((2, A), (12, B), (19, A)),
+    )
+    tokens = response_tokens(twice, as_item=tensors)
+    items = tokens["multi_modal_data"].mm_items["image"]
+    assert [sorted(item) for item in items] == [["image_grid_thw", "pixel_values"]] * 3
+    assert items[0] is items[2]
+    assert made == [A, B]
+    assert tokens["multi_modal_data"].mm_hashes["image"] == [A.identity, B.identity, A.identity]
+    cut = trajectory_step_tokens(twice, 15, as_item=tensors)
+    assert [item["pixel_values"].dtype for item in cut["multi_modal_data"].mm_items["image"]] == [np.uint16]
+    assert made == [A, B, A]  # what was cut off is not expanded
+    plain = trajectory_step_tokens(Trajectory().append([1], [2]), as_item=tensors)
+    assert plain["multi_modal_data"] is None
 
 
 def test_tokens_are_cut_at_whole_images_with_their_sidecar():
