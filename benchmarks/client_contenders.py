@@ -12,6 +12,7 @@ from typing import Any
 from mmrender import Renderer, generate
 from mmrender.client.backend import EngineRequest, EngineResponse
 from mmrender.client.checks import check_prompt
+from mmrender.client.encoding import PlainText
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import Transport
 from mmrender.client.vllm import VLLMBackend
@@ -31,6 +32,7 @@ class Load:
     prompt_ids: list[int]
     image: str | None
     completion: int
+    image_bytes: bytes = b""
 
     @property
     def features(self) -> dict[str, Any] | None:
@@ -54,6 +56,9 @@ class GivenFeatures:
         ids = check_prompt(request.prompt_ids, request.vocab_size)
         call = GenerateCall(request, transport, ids, [], True)
         features = self.load.features
+        if features is not None:
+            # As the backend's own encoding gives it: base64 that is not text yet.
+            features = {**features, "kwargs_data": {"image": [PlainText(self.load.image_bytes)]}}
         return call.read(await call.post({} if features is None else {"features": features}))
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:

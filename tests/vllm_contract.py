@@ -17,6 +17,7 @@ from PIL import Image
 
 from mmrender.client.backend import EngineRequest
 from mmrender.client.collapse import collapse
+from mmrender.client.encoding import encode
 from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
 
@@ -65,7 +66,7 @@ def contract_request(rendered: RenderedTokens, sampling: Any = None) -> EngineRe
 
 def to_json(value: Any) -> Any:
     """A value as it is after a way through JSON."""
-    return None if value is None else msgspec.json.decode(msgspec.json.encode(value))
+    return None if value is None else msgspec.json.decode(encode(value).joined())
 
 
 def digested(value: Any) -> Any:

@@ -37,6 +37,17 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
         UnsupportedTypeError: A value or dtype that the format does not have.
         LimitError: The item is deeper or larger than `limits` allow.
     """
+    return pybase64.b64encode_as_string(_message(item, limits).data)
+
+
+def encode_mm_kwargs_item_as_bytes(
+    item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS
+) -> bytes:
+    """Write an item as vLLM's base64 text, in ASCII bytes; see `encode_mm_kwargs_item`."""
+    return pybase64.b64encode(_message(item, limits).data)
+
+
+def _message(item: Mapping[str, FieldElem], limits: Limits) -> npt.NDArray[np.uint8]:
     writer = _Writer(limits)
     writer.head(_map_head(len(item)))
     given: Mapping[Any, Any] = item  # a caller without a type checker may pass anything
@@ -51,7 +62,7 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
         else:
             writer.nested(elem.data, f"$.{key}", 0)
         writer.head(b"\xa5field" + _field(elem.field, f"$.{key}.field"))
-    return pybase64.b64encode_as_string(writer.assemble().data)
+    return writer.assemble()
 
 
 class _Writer:

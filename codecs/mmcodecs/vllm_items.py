@@ -21,7 +21,7 @@ message; both are refused. The bytes equal vLLM's own, up to the order of the ke
 """
 
 from mmcodecs.vllm_decode import decode_mm_kwargs_item
-from mmcodecs.vllm_encode import encode_mm_kwargs_item
+from mmcodecs.vllm_encode import encode_mm_kwargs_item, encode_mm_kwargs_item_as_bytes
 from mmcodecs.vllm_model import (
     BatchedField,
     Field,
@@ -44,4 +44,5 @@ __all__ = [
     "Slices",
     "decode_mm_kwargs_item",
     "encode_mm_kwargs_item",
+    "encode_mm_kwargs_item_as_bytes",
 ]

@@ -7,29 +7,32 @@ from typing import Final
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 
+from mmrender.client.encoding import Body
 from mmrender.errors import EngineReplyError
 
 _SLICE: Final = 256 << 10
 
 
-def payload_of(body: bytes | None) -> "bytes | BodyPayload | None":
+def payload_of(body: Body | None) -> "bytes | BodyPayload | None":
     """What aiohttp is given: small bodies go out with the headers in one piece."""
-    return body if body is None or len(body) <= _SLICE else BodyPayload(body)
+    if body is None:
+        return None
+    return body.joined() if len(body) <= _SLICE else BodyPayload(body)
 
 
 class BodyPayload(aiohttp.Payload):
-    """Bytes that are written as slices of themselves, not copied; between two, the socket may drain."""
+    """A body that is written as slices of its pieces, not copied; between two, the socket may drain."""
 
-    _value: bytes
+    _value: Body
     _autoclose = True
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: Body) -> None:
         super().__init__(body, content_type="application/json")
         self._size = len(body)
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """The body as text, for aiohttp's own diagnostics."""
-        return self._value.decode(encoding, errors)
+        return self._value.joined().decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Write all of it."""
@@ -37,11 +40,14 @@ class BodyPayload(aiohttp.Payload):
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         """Write all of it, or its first `content_length` bytes."""
-        view = memoryview(self._value)[:content_length]
-        for start in range(0, len(view), _SLICE):
-            await writer.write(view[start : start + _SLICE])
-            # A socket with a large buffer takes slice after slice at once; others have their turn in between.
-            await asyncio.sleep(0)
+        left = len(self._value) if content_length is None else content_length
+        for piece in self._value.pieces:
+            view = memoryview(piece)[:left]
+            left -= len(view)
+            for start in range(0, len(view), _SLICE):
+                await writer.write(view[start : start + _SLICE])
+                # A socket with a large buffer takes slice after slice at once; let others have their turn.
+                await asyncio.sleep(0)
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int, where: str) -> bytes | memoryview:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 
+from mmrender.client.encoding import Body
 from mmrender.client.hooks import HookList, RequestEvent, next_call_id
 
 
@@ -46,7 +47,7 @@ class Call:
         """The call in errors."""
         return f"{self.method} {self.url}"
 
-    def begin(self, body: bytes | None, headers: Mapping[str, str] | None) -> dict[str, str]:
+    def begin(self, body: Body | None, headers: Mapping[str, str] | None) -> dict[str, str]:
         """Tell of the begin, and return all headers of the call; the caller's own prevail."""
         self._attempt = 1
         self._size = 0 if body is None else len(body)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrender.client.calls import Call
 from mmrender.client.config import TransportConfig
-from mmrender.client.encoding import encode_body
+from mmrender.client.encoding import Body, encode_body
 from mmrender.client.hooks import ClientHooks, HookList
 from mmrender.client.replies import MAX_ERROR_BYTES, is_success, status_error
 from mmrender.client.transport import Reply
@@ -107,7 +107,7 @@ class HTTPTransport:
         return reply
 
     async def _with_retries(
-        self, call: Call, body: bytes | None, headers: Mapping[str, str], repeatable: bool
+        self, call: Call, body: Body | None, headers: Mapping[str, str], repeatable: bool
     ) -> Reply:
         config = self.config
         attempts = stamina.retry_context(
@@ -130,7 +130,7 @@ class HTTPTransport:
                     raise
         raise RuntimeError("unreachable: the last attempt returns or raises")
 
-    async def _once(self, call: Call, body: bytes | None, headers: Mapping[str, str]) -> Reply:
+    async def _once(self, call: Call, body: Body | None, headers: Mapping[str, str]) -> Reply:
         session = await self._sessions.get()
         with engine_errors(call.where):
             async with self._sent(session, call, body, headers) as response:
@@ -177,7 +177,7 @@ class HTTPTransport:
     def _sent(
         session: aiohttp.ClientSession,
         call: Call,
-        body: bytes | None,
+        body: Body | None,
         headers: Mapping[str, str],
         **options: Any,
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:

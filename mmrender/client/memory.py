@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from mmrender.client.encoding import encode
 from mmrender.client.replies import checked_reply, is_success, status_error
 from mmrender.client.transport import Reply
 from mmrender.errors import EngineConnectionError, EngineTimeoutError
@@ -175,7 +176,7 @@ class MemoryTransport:
         idempotent: bool | None,
     ) -> Asked:
         path, _, query = path.partition("?")
-        body = b"" if json is None else msgspec.json.encode(json)
+        body = b"" if json is None else encode(json).joined()
         repeatable = method == "GET" if idempotent is None else idempotent
         asked = Asked(method, path, query, body, dict(headers or {}), repeatable)
         self.asked.append(asked)

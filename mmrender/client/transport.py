@@ -42,7 +42,8 @@ class Transport(Protocol):
         Args:
             method: HTTP method.
             path: Path below `base_url`, query included.
-            json: Body, encoded by msgspec; off the event loop when it is large.
+            json: Body, encoded by msgspec; off the event loop when it is large. Base64 as
+                `mmrender.client.encoding.PlainText` is sent without being copied.
             headers: Besides the transport's own.
             timeout: Seconds for the whole call; None takes the transport's setting.
             idempotent: Whether the call may be repeated after it may have reached the server; None says so

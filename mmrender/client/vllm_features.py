@@ -14,8 +14,9 @@ import numpy.typing as npt
 from mmcodecs.tensors import RawTensor
 from mmcodecs.vllm_batch import collate_items
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared
-from mmcodecs.vllm_items import encode_mm_kwargs_item
+from mmcodecs.vllm_items import encode_mm_kwargs_item_as_bytes
 from mmrender.client.checks import Placed
+from mmrender.client.encoding import PlainText
 from mmrender.client.item_checks import check_patches
 from mmrender.errors import EngineUnsupportedError
 from mmrender.media.item import MediaItem
@@ -124,7 +125,7 @@ def _takes(layout: Layout, names: Collection[str], modality: str, kinds: Mapping
     return True
 
 
-def encode_item(entry: Placed, form: WireForm) -> str:
+def encode_item(entry: Placed, form: WireForm) -> PlainText:
     """Encode one item as vLLM's base64 text, after a check that its tensors fit together and their range.
 
     Raises:
@@ -145,7 +146,7 @@ def encode_item(entry: Placed, form: WireForm) -> str:
             where=entry.where,
         )
     (item,) = collate_items(form.layout, [tensors])
-    return encode_mm_kwargs_item(item)
+    return PlainText(encode_mm_kwargs_item_as_bytes(item))
 
 
 def features_of(
@@ -168,7 +169,7 @@ def features_of(
         PlaceholderError: An item does not fit its range.
     """
     features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
-    encoded: dict[str, str] = {}
+    encoded: dict[str, PlainText] = {}
     for entry in placed:
         form = forms[entry.item.identity]
         mm_hash = form.mm_hash(entry.item)

@@ -9,7 +9,6 @@ import json
 import shutil
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +24,7 @@ from integration.engine_checks import (
 from integration.engine_server import needs_tier
 from mmrender import Renderer, generate
 from mmrender.client.backend import EngineRequest
+from mmrender.client.encoding import encode
 from mmrender.client.http import HTTPTransport
 from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
@@ -83,7 +83,7 @@ class Counted:
 
     async def request(self, method: str, path: str, *, json: Any = None, **options: Any):
         if path == GENERATE_PATH:
-            self.sizes.append(len(msgspec.json.encode(json)))
+            self.sizes.append(len(encode(json)))
         return await self.transport.request(method, path, json=json, **options)
 
     def stream(self, *arguments: Any, **options: Any):

@@ -20,7 +20,7 @@ import stamina
 
 from client_server import StubServer, stub_server
 from mmrender.client.config import TransportConfig
-from mmrender.client.encoding import encode_body, weigh
+from mmrender.client.encoding import Body, PlainText, encode, encode_body, weigh
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import Transport
@@ -498,7 +498,7 @@ def test_a_reply_that_is_compressed_all_the_same_is_read() -> None:
 
 def test_large_bodies_are_encoded_on_a_thread() -> None:
     async def test(body: Any) -> bytes:
-        return await encode_body(body, 1000)
+        return (await encode_body(body, 1000)).joined()
 
     small, large = {"ids": [1] * 10}, {"ids": list(range(1000)), "text": ["x" * 2000]}
     for body in (small, large):
@@ -507,17 +507,36 @@ def test_large_bodies_are_encoded_on_a_thread() -> None:
     loop_thread = threading.current_thread().ident
     used: list[int | None] = []
 
-    def hook(_: Any) -> Any:
+    def noted(value: Any) -> Body:
         used.append(threading.get_ident())
-        return 1
+        return encode(value)
 
-    encoder = msgspec.json.Encoder(enc_hook=hook)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrender.client.encoding._ENCODER", encoder)
-        asyncio.run(test({"a": object()}))
-        asyncio.run(test({"a": object(), "text": "x" * 2000}))
+        patch.setattr("mmrender.client.encoding.encode", noted)
+        asyncio.run(test(small))
+        asyncio.run(test(large))
     assert used[0] == loop_thread
     assert used[1] != loop_thread
+
+
+def test_plain_texts_go_out_as_they_are() -> None:
+    image = b"QUJD" * 200_000
+    body = {"a": 1, "images": [PlainText(image), None, PlainText(memoryview(image)[:8])], "z": "end"}
+    encoded = encode(body)
+    expected = {"a": 1, "images": [image.decode(), None, "QUJDQUJD"], "z": "end"}
+    assert msgspec.json.decode(encoded.joined()) == expected
+    assert len(encoded) == len(encoded.joined())
+    assert any(piece is image for piece in encoded.pieces)
+    assert weigh(body, 1 << 30) < 100
+
+    async def test(server: StubServer) -> None:
+        for path in ("/echo", "/chunked"):
+            reply = await HTTPTransport(server.url).request("POST", path, json=body)
+            assert msgspec.json.decode(reply.body) == expected
+        small = await HTTPTransport(server.url).request("POST", "/echo", json=[PlainText(b"QUJD")])
+        assert small.body == b'["QUJD"]'
+
+    with_server(test)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -527,12 +546,12 @@ def test_a_forked_child_encodes_on_a_thread_of_its_own() -> None:
         from mmrender.client.encoding import encode_body
         warnings.simplefilter("ignore")  # of a fork beside threads
         body = {"text": "x" * 10_000}
-        assert asyncio.run(encode_body(body, 100)).startswith(b"{")
+        assert asyncio.run(encode_body(body, 100)).joined().startswith(b"{")
         child = os.fork()
         if child == 0:
             async def encode():
                 return await asyncio.wait_for(encode_body(body, 100), 10)
-            os._exit(0 if asyncio.run(encode()).startswith(b"{") else 1)
+            os._exit(0 if asyncio.run(encode()).joined().startswith(b"{") else 1)
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=60)
