@@ -31,7 +31,7 @@ async def _generate(case, batch, plan):
 
 
 @given(prompts, BUDGETS, faults, pauses)
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, pauses):
     async def scenario():
         case = setup(faults)
@@ -73,7 +73,7 @@ def _check_requests(journal, prompts, budget):
 
 
 @given(prompts, BUDGETS, faults, pauses)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, faults, pauses):
     shown: list[tuple[int, float]] = []
 
@@ -96,7 +96,7 @@ def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, 
 
 
 @given(prompts, BUDGETS, faults, pauses)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_work_that_cannot_be_continued_starts_over(prompts, budget, faults, pauses):
     """Here every request is the prompt itself, with the whole budget."""
     shown: list[int] = []
@@ -121,7 +121,7 @@ def test_work_that_cannot_be_continued_starts_over(prompts, budget, faults, paus
 
 
 @given(st.text("abc xyz", min_size=1, max_size=8), BUDGETS, faults, pauses, st.booleans(), st.booleans())
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_chat_in_text_is_the_undisturbed_one(text, budget, faults, pauses, streamed, logprobs):
     body = {
         "model": "m",
@@ -188,7 +188,7 @@ async def _streamed_chat(case, payload):
     pauses,
     st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_completions_of_text_and_of_ids_are_the_undisturbed_ones(texts, budget, faults, pauses, as_ids):
     prompts = [encoded(text) for text in texts]
     body = {"model": "m", "prompt": prompts if as_ids else texts, "max_tokens": budget, "logprobs": 1}
@@ -216,7 +216,7 @@ def test_completions_of_text_and_of_ids_are_the_undisturbed_ones(texts, budget, 
 
 
 @given(prompts, st.integers(8, 24), pauses)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_weight_versions_cover_the_completion_in_order(prompts, budget, pauses):
     async def scenario():
         case = setup()
@@ -236,7 +236,7 @@ def test_weight_versions_cover_the_completion_in_order(prompts, budget, pauses):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
     """Cut an uninterrupted answer anywhere; rows that a later piece computes again are not taken from it."""
     prompt_len = data.draw(st.integers(1, 5), "prompt")
@@ -284,7 +284,7 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
 
 
 @given(faults, st.integers(0, 30))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_cancelled_batch_leaves_nothing_behind(faults, moment):
     async def scenario():
         case = setup(faults)
