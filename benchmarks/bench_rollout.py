@@ -1,0 +1,428 @@
+"""Ship a group of rollouts to another process, and measure each way to travel.
+
+    python benchmarks/bench_rollout.py [--quick] [--rounds 7] [--mb 67] [--json FILE]
+
+**The group**: 8 rollouts of 16 turns; each turn adds an image of 640 x 960 pixels (1.84 MB as uint8 planes), 600
+placeholder tokens, 20 tokens of text and 100 sampled ones. The first 4 images are the same in all rollouts. It is
+shipped from one process to another, where it is decoded:
+
+- cumulative: each step is a message with its whole prompt and all images so far, as rollouts hold them;
+- last only: the same, but only the last step of each rollout has images, which loses them under branching;
+- ours: `Sender.send(trajectory)`, once per rollout.
+
+The first two travel in the plain form, which is what a typical library does (msgpack, `tobytes`, `zmq.send`), and in
+ours (frames over a Unix socket), so that the gain of the codec and that of the content table can be told apart. All
+of them ship uint8 planes; with float32 patches every figure in bytes but the last would be eight times as large.
+Time is from the first message to the last acknowledgement; peaks are those of the resident sets over what they were
+before, with the rollouts in the sender's memory and nothing kept by the receiver.
+
+**The transports**: one message of 16 arrays, 4 in a row, from encoding to the acknowledgement of what was decoded;
+gigabytes a second of one such message. All take turns, so that a slow spell of the machine meets every one. The
+receiver looks at no element: with views, reading is what costs it, and it does so once in any form.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import zmq
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "benchmarks")]
+
+from bench_codec import Resident  # noqa: E402
+from bench_trajectory import grown, images, rollout  # noqa: E402
+from codec_peers import Peer, peers  # noqa: E402
+from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
+
+from mmrender.shipping import Receiver, Sender, Window  # noqa: E402
+from mmrender.trajectory import Trajectory, step_sample  # noqa: E402
+
+GROUP, TURNS, SHARED_IMAGES = 8, 16, 4
+IN_A_ROW = 4
+KEY = "a secret for benchmarks, of no use"
+WINDOW = Window(messages=64, num_bytes=1 << 30)
+PLAIN_IPC, PLAIN_TCP = "plain form over ZeroMQ, ipc", "plain form over ZeroMQ, tcp"
+TRANSPORTS = {
+    "ours over Unix socket": "unix",
+    "ours over TCP": "tcp",
+    "ours over TCP, with a key": "tcp+key",
+    "ours over ZeroMQ, ipc": "zmq+ipc",
+    "ours over ZeroMQ, tcp": "zmq+tcp",
+    "ours over shared memory": "shm",
+}
+Ship = Callable[[], Awaitable[int]]
+
+
+def plain() -> Peer:
+    found = next(peers())
+    if isinstance(found, str):
+        raise SystemExit("the plain form needs msgpack")
+    return found
+
+
+# The receiving process
+
+
+def serve_plain(context: zmq.Context[Any], endpoint: str, ready: Callable[[str], None]) -> None:
+    """Decode what comes and answer each message with its number of bytes."""
+    inlet, outlet = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    names = []
+    for socket in (inlet, outlet):
+        socket.bind(endpoint if endpoint.endswith("*") else f"{endpoint}{len(names)}")
+        names.append(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    ready(" ".join(names))
+    decode = plain().decode
+    with contextlib.suppress(zmq.ContextTerminated):
+        while True:
+            decode(inlet.recv())
+            outlet.send(b"")
+    inlet.close(0)
+    outlet.close(0)
+
+
+async def serve(folder: str) -> None:
+    """Take what comes at every address until standard input ends; answer `peak` with the memory it took."""
+    context: zmq.Context[Any] = zmq.Context()
+    found: dict[str, str] = {}
+    for name, endpoint in ((PLAIN_IPC, f"ipc://{folder}/plain"), (PLAIN_TCP, "tcp://127.0.0.1:*")):
+        there = threading.Event()
+
+        def ready(urls: str, name: str = name, there: threading.Event = there) -> None:
+            found[name] = urls
+            there.set()
+
+        threading.Thread(target=serve_plain, args=(context, endpoint, ready), daemon=True).start()
+        there.wait()
+
+    async def consume(receiver: Receiver) -> None:
+        while True:
+            await receiver.receive()
+
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = []
+        for name, kind in TRANSPORTS.items():
+            scheme = kind.removesuffix("+key")
+            place = {"unix": f"{folder}/unix", "zmq+ipc": f"{folder}/zmq", "shm": f"bench-{os.getpid()}"}
+            url = f"{scheme}://{place.get(scheme, '127.0.0.1:0')}"
+            receiver = Receiver(url, key=KEY if kind.endswith("key") else None, window=WINDOW)
+            await stack.enter_async_context(receiver)
+            found[name] = receiver.url
+            tasks.append(asyncio.create_task(consume(receiver)))
+        print(json.dumps(found), flush=True)
+        resident = Resident()
+        before = 0
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            if line.strip() == "start" and resident.works:
+                resident.trim(0)
+                Path("/proc/self/clear_refs").write_text("5")
+                before = resident._read("VmRSS")
+            print(resident._read("VmHWM") - before if resident.works else -1, flush=True)
+        for task in tasks:
+            task.cancel()
+    context.term()  # the threads see it and close their sockets
+
+
+class Other:
+    """The receiving process, as the sending one sees it."""
+
+    def __init__(self, folder: str) -> None:
+        command = [sys.executable, __file__, "--serve", folder]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.urls: dict[str, str] = json.loads(self._line())
+
+    def ask(self, word: str) -> int:
+        print(word, file=self.process.stdin, flush=True)
+        return int(self._line())
+
+    def _line(self) -> str:
+        if self.process.stdout is None:
+            raise SystemExit("no receiving process")
+        return self.process.stdout.readline()
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait(20)
+
+
+class PlainSender:
+    """What a typical library does."""
+
+    def __init__(self, context: zmq.Context[Any], urls: str) -> None:
+        self.outlet, self.inlet = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, url in zip((self.outlet, self.inlet), urls.split(), strict=True):
+            socket.connect(url)
+        self.encode = plain().encode
+
+    async def ship(self, values: Iterator[Any]) -> int:
+        total, count = 0, 0
+        for value in values:
+            message = self.encode(value)
+            self.outlet.send(message)
+            total += len(message)
+            count += 1
+        for _ in range(count):
+            self.inlet.recv()
+        return total
+
+    def close(self) -> None:
+        self.outlet.close(0)
+        self.inlet.close(0)
+
+
+async def ship_ours(sender: Sender, values: Iterator[Any]) -> int:
+    before = sender.stats.sent_bytes
+    for value in values:
+        await sender.send(value)
+    await sender.flush()
+    return sender.stats.sent_bytes - before
+
+
+# The group
+
+
+def make_group(turns: int) -> list[Trajectory]:
+    pictures = images(SHARED_IMAGES + GROUP * (turns - SHARED_IMAGES))
+    own = turns - SHARED_IMAGES
+    first, rest = pictures[:SHARED_IMAGES], pictures[SHARED_IMAGES:]
+    return grown([rollout([*first, *rest[n * own : (n + 1) * own]], n) for n in range(GROUP)])
+
+
+def step_messages(group: list[Trajectory], *, last_only: bool) -> Iterator[dict[str, Any]]:
+    """Each step with its whole sequence and sidecar, flat, as the plain form can write it."""
+    for trajectory in group:
+        for step in trajectory.steps:
+            sample = step_sample(step)
+            message: dict[str, Any] = {
+                "token_ids": sample.token_ids,
+                "loss_mask": sample.loss_mask,
+                "logprobs": sample.logprobs,
+            }
+            if not last_only or step is trajectory.steps[-1]:
+                for number, item in enumerate(sample.multi_modal_data.mm_items["image"]):
+                    message[f"pixels {number}"] = item.frames
+            yield message
+
+
+async def measure_group(turns: int, rounds: int) -> list[dict[str, Any]]:
+    group = make_group(turns)
+    resident = Resident()
+    rows: dict[str, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for name, last_only, way in (
+            ("cumulative, plain form over ZeroMQ", False, "plain"),
+            ("cumulative, our frames over a Unix socket", False, "frames"),
+            ("last only, plain form over ZeroMQ", True, "plain"),
+            ("last only, our frames over a Unix socket", True, "frames"),
+            ("ours: trajectories over a Unix socket", False, "ours"),
+            ("ours: trajectories over shared memory", False, "shm"),
+        ):
+            taken = await ship_group(group, last_only, way, resident)
+            row = rows.setdefault(name, {"name": name, "bytes": taken["bytes"], "s": [], "out": [], "in": []})
+            for key in ("s", "out", "in"):
+                row[key].append(taken[key])
+    out = []
+    for row in rows.values():
+        out.append(
+            {
+                "name": row["name"],
+                "bytes": row["bytes"],
+                "seconds": statistics.median(row["s"]),
+                "peak_sender": statistics.median(row["out"]),
+                "peak_receiver": statistics.median(row["in"]),
+            }
+        )
+    return out
+
+
+async def ship_group(
+    group: list[Trajectory], last_only: bool, way: str, resident: Resident
+) -> dict[str, float]:
+    """Ship the group once, to a process and over a connection of its own."""
+    context: zmq.Context[Any] = zmq.Context()
+    with tempfile.TemporaryDirectory() as folder:
+        other = Other(folder)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                if way == "plain":
+                    sender = PlainSender(context, other.urls[PLAIN_IPC])
+                    stack.callback(sender.close)
+                    ship: Ship = lambda: sender.ship(step_messages(group, last_only=last_only))  # noqa: E731
+                else:
+                    where = "ours over shared memory" if way == "shm" else "ours over Unix socket"
+                    ours = await stack.enter_async_context(Sender(other.urls[where]))
+                    ship = lambda: ship_ours(  # noqa: E731
+                        ours,
+                        step_messages(group, last_only=last_only) if way == "frames" else iter(group),
+                    )
+                other.ask("start")
+                peak, taken = await resident_peak(resident, ship)
+                return {"bytes": taken[1], "s": taken[0], "out": peak, "in": other.ask("peak")}
+        finally:
+            other.close()
+            context.destroy(0)
+
+
+async def resident_peak(resident: Resident, ship: Ship) -> tuple[int, tuple[float, int]]:
+    before = 0
+    if resident.works:
+        resident.trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident._read("VmRSS")
+    start = time.perf_counter()
+    num_bytes = await ship()
+    seconds = time.perf_counter() - start
+    return (resident._read("VmHWM") - before if resident.works else -1), (seconds, num_bytes)
+
+
+# The transports
+
+
+def make_message(megabytes: int) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    each = megabytes * 1_000_000 // 16
+    kinds = ["float32"] * 8 + ["uint8"] * 8
+    return {
+        f"array {index}": random.integers(0, 120, each // np.dtype(kind).itemsize, np.uint8).astype(kind)
+        for index, kind in enumerate(kinds)
+    }
+
+
+async def measure_transports(megabytes: int, rounds: int) -> dict[str, float]:
+    """Seconds of one message, by transport; "memcpy" is one copy between warm buffers."""
+    message = make_message(megabytes)
+    num_bytes = sum(array.nbytes for array in message.values())
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    seconds: dict[str, list[float]] = {}
+    context: zmq.Context[Any] = zmq.Context()
+    with tempfile.TemporaryDirectory() as folder:
+        other = Other(folder)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                ships: dict[str, Ship] = {}
+
+                async def copy() -> int:
+                    np.copyto(target, source)
+                    return num_bytes
+
+                ships["memcpy"] = copy
+                for name in (PLAIN_IPC, PLAIN_TCP):
+                    old = PlainSender(context, other.urls[name])
+                    stack.callback(old.close)
+                    ships[name] = lambda old=old: old.ship(iter([message] * IN_A_ROW))
+                for name, kind in TRANSPORTS.items():
+                    key = KEY if kind.endswith("key") else None
+                    ours = await stack.enter_async_context(Sender(other.urls[name], key=key))
+                    ships[name] = lambda ours=ours: ship_ours(ours, iter([message] * IN_A_ROW))
+                for number in range(rounds + 1):
+                    for name, ship in ships.items():
+                        start = time.perf_counter()
+                        await ship()
+                        took = time.perf_counter() - start
+                        if number:  # the first round fills the pools
+                            seconds.setdefault(name, []).append(took / (1 if name == "memcpy" else IN_A_ROW))
+        finally:
+            other.close()
+            context.destroy(0)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def bars(transports: dict[str, float]) -> list[dict[str, Any]]:
+    """How many times faster than the plain form over ZeroMQ each transport is to be, and is."""
+    base = transports[PLAIN_IPC]
+    wanted = {"ours over shared memory": 15, "ours over Unix socket": 10, "ours over ZeroMQ, ipc": 5}
+    wanted["ours over ZeroMQ, tcp"] = 5
+    return [
+        {"figure": f"{name}: times the plain form", "bar": bar, "reached": base / transports[name]}
+        for name, bar in wanted.items()
+    ]
+
+
+def show_group(rows: list[dict[str, Any]]) -> None:
+    base = rows[0]
+    print(
+        table(
+            ["group of rollouts", "MB shipped", "less by", "ms", "faster", "peak sender", "peak receiver"],
+            [
+                [
+                    row["name"],
+                    f"{row['bytes'] / 1e6:.1f}",
+                    shown_ratio(base["bytes"], row["bytes"]),
+                    shown_ms(row["seconds"]),
+                    shown_ratio(base["seconds"], row["seconds"]),
+                    f"{row['peak_sender'] / 1e6:.0f} MB",
+                    f"{row['peak_receiver'] / 1e6:.0f} MB",
+                ]
+                for row in rows
+            ],
+        )
+    )
+
+
+def show_transports(transports: dict[str, float], megabytes: int) -> None:
+    print(
+        table(
+            [f"transport, {megabytes} MB a message", "ms", "GB/s", "of memcpy", "plain form ÷ it"],
+            [
+                [
+                    name,
+                    shown_ms(seconds),
+                    f"{megabytes / 1e3 / seconds:.2f}",
+                    f"{transports['memcpy'] / seconds:.2f}",
+                    shown_ratio(transports[PLAIN_IPC], seconds),
+                ]
+                for name, seconds in transports.items()
+            ],
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mb", type=int, default=67, help="megabytes of the transports' message")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller messages, shorter rollouts")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve(options.serve))
+        return
+    rounds, megabytes, turns = (2, 16, 6) if options.quick else (options.rounds, options.mb, TURNS)
+    group = asyncio.run(measure_group(turns, min(3, rounds)))
+    show_group(group)
+    print()
+    transports = asyncio.run(measure_transports(megabytes, rounds))
+    show_transports(transports, megabytes)
+    print()
+    reached = bars(transports)
+    for row in reached:
+        verdict = "pass" if row["reached"] >= row["bar"] else "FALLS SHORT"
+        print(f"{row['figure']}: at least {row['bar']}, reached {row['reached']:.1f}: {verdict}")
+    if options.json:
+        versions = {"pyzmq": zmq.__version__, "msgpack": msgpack.version}
+        record = {
+            "machine": machine(["numpy", "msgspec"]) | versions,
+            "group": {"rollouts": GROUP, "turns": turns, "shared_images": SHARED_IMAGES, "ways": group},
+            "transports": {"megabytes": megabytes, "rounds": rounds, "seconds": transports},
+            "bars": reached,
+        }
+        options.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
