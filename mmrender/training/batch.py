@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mmrender.errors import BatchError
 from mmrender.training._torch import torch
 from mmrender.training.families import ModelFamily
+from mmrender.training.joining import joined_fields
+from mmrender.training.padding import ALIGNED, filler_experts, padding_rows
 from mmrender.training.tensor_list import TensorList
 
 PaddingSide: TypeAlias = Literal["left", "right"]
@@ -33,15 +35,6 @@ class Segment(NamedTuple):
 
 Rows: TypeAlias = tuple[tuple[Segment, ...], ...]
 """The samples in each row."""
-_ALIGNED: Final[Mapping[str, Any]] = {
-    "attention_mask": False,
-    "loss_mask": False,
-    "logprobs": 0.0,
-    "token_types": 0,
-    "advantages": 0.0,
-    "rewards": 0.0,
-}
-"""Tensors `(rows, width)` and what stands where there is no token; `input_ids` has the pad token there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +152,7 @@ class TrainingBatch:
         """Return the batch with that many padding rows after its own."""
         if count <= 0:
             return self
-        return TrainingBatch.cat([self, _padding_rows(self, count)])
+        return TrainingBatch.cat([self, padding_rows(self, count)])
 
     def chunk(self, parts: int) -> list[TrainingBatch]:
         """Cut into that many batches of equal numbers of rows, one for each data-parallel rank.
@@ -215,7 +208,7 @@ class TrainingBatch:
         pad = torch.nn.functional.pad
         changed: dict[str, Any] = {
             name: pad(getattr(self, name), ends, value=fill)
-            for name, fill in {**_ALIGNED, "input_ids": self.pad_token_id, "positions": 0}.items()
+            for name, fill in {**ALIGNED, "input_ids": self.pad_token_id, "positions": 0}.items()
             if getattr(self, name) is not None
         }
         experts = self.routed_experts
@@ -249,8 +242,9 @@ class TrainingBatch:
             name: torch.cat([getattr(batch, name) for batch in wide], dim=1 if name == "positions" else 0)
             for name in first._tensors()
         }
-        names = dict.fromkeys(name for batch in batches for name in batch.fields)
-        fields = {name: _joined_fields(name, batches, first.family) for name in names}
+        fields = joined_fields(
+            [batch.fields for batch in batches], [len(batch) for batch in batches], first.family
+        )
         segments = tuple(row for batch in wide for row in batch.segments)
         return replace(first, segments=segments, fields=fields, **joined)
 
@@ -267,7 +261,7 @@ class TrainingBatch:
         return self._map(lambda t, _: t.pin_memory(), fields)
 
     def _tensors(self) -> Iterator[str]:
-        for name in ("input_ids", *_ALIGNED, "positions", "routed_experts"):
+        for name in ("input_ids", *ALIGNED, "positions", "routed_experts"):
             if getattr(self, name) is not None:
                 yield name
 
@@ -292,61 +286,8 @@ class TrainingBatch:
         return self.segments[row][-1].stop if right else self.width - self.segments[row][0].start
 
 
-def filler_experts(experts: Any) -> Any:
-    """Return router choices `(layers, top_k)` for a token that has none: distinct ones, as a router's are."""
-    layers, top_k = experts.shape[-2:]
-    return torch.arange(top_k, device=experts.device).to(experts.dtype).expand(layers, top_k)
-
-
 def _shifted(rows: Rows, by: int) -> Rows:
     return tuple(tuple(segment._replace(start=segment.start + by) for segment in row) for row in rows)
-
-
-def _padding_rows(batch: TrainingBatch, count: int) -> TrainingBatch:
-    """Return padding rows alone, as wide as the batch."""
-    shape = (count, batch.width)
-    device = batch.input_ids.device
-    blank = {
-        name: torch.full(shape, fill, dtype=getattr(batch, name).dtype, device=device)
-        for name, fill in {**_ALIGNED, "input_ids": batch.pad_token_id}.items()
-        if getattr(batch, name) is not None
-    }
-    blank["attention_mask"][:, 0 if batch.padding_side == "right" else -1] = True
-    experts = batch.routed_experts
-    if experts is not None:
-        blank["routed_experts"] = filler_experts(experts).repeat(*shape, 1, 1)
-    positions = torch.zeros((batch.positions.shape[0], *shape), dtype=torch.int64, device=device)
-    fields = {
-        name: TensorList.empty(count, rows.trailing, dtype=rows.dtype, device=rows.device)
-        for name, rows in batch.fields.items()
-    }
-    return replace(batch, segments=((),) * count, positions=positions, fields=fields, **blank)
-
-
-def _joined_fields(name: str, batches: Sequence[TrainingBatch], family: ModelFamily) -> TensorList:
-    lists = [batch.fields.get(name) or TensorList.empty(len(batch)) for batch in batches]
-    if family.rule(name).padded:
-        lists = _padded_alike(lists)
-    try:
-        return TensorList.cat(lists)
-    except BatchError as error:
-        raise error.at(f"fields[{name!r}]") from None
-
-
-def _padded_alike(lists: Sequence[TensorList]) -> list[TensorList]:
-    holding = [rows.trailing for rows in lists if rows.values.shape[0]]
-    if len({len(shape) for shape in holding}) != 1:
-        return list(lists)
-    largest = tuple(map(max, zip(*holding, strict=True)))
-    return [_filled(rows, largest) if rows.values.shape[0] else rows for rows in lists]
-
-
-def _filled(rows: TensorList, trailing: Sequence[int]) -> TensorList:
-    """Return rows with zeros at the ends of their trailing dimensions."""
-    ends: list[int] = []
-    for side, own in zip(reversed(trailing), reversed(rows.trailing), strict=True):
-        ends += [0, side - own]
-    return TensorList(torch.nn.functional.pad(rows.values, ends), rows.lengths)
 
 
 def _differing(index: int, name: str, expected: Any, got: Any) -> BatchError:

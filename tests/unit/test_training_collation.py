@@ -428,6 +428,16 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
             lambda: TrainingBatch.cat([batch_of(sample()), batch_of(sample(experts=True))]),
             "batches[1].advantages: batches differ - expected none, got given",
         ),
+        (
+            lambda: TrainingBatch.cat(
+                [
+                    batch_of(sample([tiled_item((1, 3, size, size), 2)]), family=family_of("internvl"))
+                    for size in (6, 8)
+                ]
+            ),
+            "fields['pixel_values']: rows differ in dtype or trailing dimensions - "
+            "expected torch.float32 ['...', 3, 6, 6], got torch.float32 ['...', 3, 8, 8]",
+        ),
         (lambda: TrainingBatch.cat([]), "batches: no batches to join"),
         (lambda: batch_of(GOOD).chunk(0), "parts: a batch is cut into one part or more - got 0"),
         (
