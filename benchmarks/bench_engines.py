@@ -5,7 +5,7 @@
 - overhead: time per request of a stub engine that answers at its next turn of the event loop, asked
   directly and through a client of 8 such engines, with 1, 64 and 512 requests in flight; medians of rounds in
   which the contenders take turns. A request has 1,000 prompt tokens and 100 sampled ones, with or without a
-  session, two images or a limit of 4 requests per engine, beyond which requests queue. There is no network, so
+  session, two images or a limit of 4 requests per engine, beyond which requests queue. There is no network;
   what is measured is processor time, which others on the machine disturb least.
 - routing: 10,000 sessions over 8 engines: largest share over the mean, and the share of sessions that move
   when a ninth engine is added, against hashing modulo the number of engines. One ninth has to move.

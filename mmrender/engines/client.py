@@ -24,7 +24,7 @@ from mmrender.engines.seeds import seeded
 from mmrender.engines.text_path import TextCompleter
 from mmrender.engines.together import together
 from mmrender.engines.tokens_path import TokenCompleter
-from mmrender.engines.work import joined, split
+from mmrender.engines.work import joined, taken_apart
 from mmrender.errors import EngineError, EngineStateError
 from mmrender.media.item import MultiModalData
 
@@ -139,7 +139,7 @@ class InferenceEngineClient:
             InputError: The input is not understood.
             EngineError: A prompt could not be completed; the others are cancelled then.
         """
-        work = split(input_batch, self.renderer)
+        work = await taken_apart(input_batch, self.renderer)
         timeout = input_batch.get("timeout")
         responses = await together([self._tokens.complete(each, timeout=timeout) for each in work])
         return joined(work, responses, None if self.renderer is None else self.renderer.decode)
@@ -188,7 +188,7 @@ class InferenceEngineClient:
 
     async def max_prompt_len(self) -> int | None:
         """The most tokens that a prompt may have on every engine; None where none says so."""
-        lengths = await together([_limit_of(engine) for engine in self.engines])
+        lengths = [await _limit_of(engine) for engine in self.engines]  # remembered, as a rule
         return min((length for length in lengths if length is not None), default=None)
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from mmrender.engines.seeds import seeded
 from mmrender.engines.sse import events
 from mmrender.engines.tee import TeeTransport
 from mmrender.engines.together import together
-from mmrender.engines.work import Work, joined, split
+from mmrender.engines.work import Work, joined, taken_apart
 from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
 from mmrender.media.item import MultiModalData
 
@@ -112,7 +112,7 @@ class HTTPEngine:
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         """Sample one completion for each prompt, all at once; an abort is returned as such."""
-        work = split(input_batch, self.renderer)
+        work = await taken_apart(input_batch, self.renderer)
         responses = await together([self._complete(each) for each in work])
         return joined(work, responses, None if self.renderer is None else self.renderer.decode)
 

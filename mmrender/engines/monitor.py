@@ -30,7 +30,7 @@ class Monitor:
         interval = self._fleet.policy.health_interval or 1.0
         while True:
             await asyncio.sleep(interval)
-            if self._fleet.gate.state != "open":  # an engine that loads weights need not answer
+            if self._fleet.gate.state in ("paused", "resuming"):  # it may load weights, and need not answer
                 continue
             members = list(self._fleet.members.values())
             if not any(member.calls or member.ill is not None for member in members):

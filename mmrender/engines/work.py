@@ -1,13 +1,18 @@
 """Batches taken apart into single prompts, and put together again in order."""
 
+import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrender.client.backend import EngineResponse
+from mmrender.client.prompts import is_async
 from mmrender.engines.interface import InferenceEngineInput, InferenceEngineOutput, OnTokens
+from mmrender.engines.together import together
 from mmrender.errors import InputError
 from mmrender.media.item import MultiModalData
+from mmrender.protocols import AsyncRenderer
+from mmrender.rendered import RenderedTokens
 
 _KEYS = frozenset(InferenceEngineInput.__annotations__)
 
@@ -65,22 +70,41 @@ class Work:
         return single
 
 
-def split(batch: InferenceEngineInput, renderer: Any = None) -> list[Work]:
-    """Take a batch apart; conversations are rendered.
+async def taken_apart(batch: InferenceEngineInput, renderer: Any = None) -> list[Work]:
+    """Take a batch apart; conversations are rendered off the event loop.
 
     Raises:
         InputError: The batch is not understood; `where` names the field.
         RenderError, MediaError, MessageError: A conversation cannot be rendered.
     """
-    _check_keys(batch)
-    prompts, ids = batch.get("prompts"), batch.get("prompt_token_ids")
-    if (prompts is None) == (ids is None):
+    prompts = _conversations(batch)
+    if prompts is None:
+        return split(batch)
+    if renderer is None:
         raise InputError(
-            "prompts are not given in one way",
-            expected="exactly one of 'prompts' and 'prompt_token_ids'",
-            got="both" if prompts is not None else "neither",
+            "conversations need a renderer",
+            where="prompts",
+            remedy="Give one to the engine or client, or pass prompt_token_ids",
         )
-    work = _tokenized(batch, ids or ()) if prompts is None else _rendered(batch, prompts, renderer)
+    rendered = await _rendered(prompts, batch, renderer)
+    tokens: InferenceEngineInput = {
+        **batch,
+        "prompts": None,
+        "prompt_token_ids": [each.token_ids for each in rendered],
+        "multi_modal_data": [each.multi_modal_data for each in rendered],
+    }
+    return [replace(work, where=f"prompts[{index}]") for index, work in enumerate(split(tokens))]
+
+
+def split(batch: InferenceEngineInput) -> list[Work]:
+    """Take a batch of token ids apart.
+
+    Raises:
+        InputError: The batch is not understood; `where` names the field.
+    """
+    if _conversations(batch) is not None:
+        raise InputError("only token ids are understood", where="prompts")
+    work = _tokenized(batch, batch.get("prompt_token_ids") or ())
     on_tokens = batch.get("on_tokens")
     if on_tokens is None:
         return work
@@ -89,6 +113,49 @@ def split(batch: InferenceEngineInput, renderer: Any = None) -> list[Work]:
             "only a single prompt can be streamed", where="on_tokens", got=f"{len(work)} prompts"
         )
     return [replace(work[0], on_tokens=on_tokens)]
+
+
+def _conversations(batch: InferenceEngineInput) -> Sequence[Any] | None:
+    """The conversations of a batch, None where it holds token ids; checked."""
+    _check_keys(batch)
+    prompts, ids = batch.get("prompts"), batch.get("prompt_token_ids")
+    if (prompts is None) == (ids is None):
+        raise InputError(
+            "prompts are not given in one way",
+            expected="exactly one of 'prompts' and 'prompt_token_ids'",
+            got="both" if prompts is not None else "neither",
+        )
+    if prompts is None:
+        return None
+    for name in ("multi_modal_data", "collapsed_ids"):
+        if batch.get(name) is not None:
+            raise InputError("it belongs to prompt_token_ids", where=name, got="it beside 'prompts'")
+    if prompts and isinstance(prompts[0], Mapping):
+        raise InputError(
+            "a single conversation stands where a list of them is expected",
+            where="prompts",
+            remedy="Write [messages]",
+        )
+    return prompts
+
+
+async def _rendered(
+    prompts: Sequence[Any], batch: InferenceEngineInput, renderer: Any
+) -> Sequence[RenderedTokens]:
+    options = {
+        "tools": batch.get("tools"),
+        "add_generation_prompt": True,
+        **(batch.get("template_arguments") or {}),
+    }
+    if is_async(renderer):
+        return await together([_one(renderer, messages, options) for messages in prompts])
+    return await asyncio.to_thread(lambda: [renderer.render(each, **options) for each in prompts])
+
+
+async def _one(
+    renderer: AsyncRenderer, messages: Sequence[Any], options: Mapping[str, Any]
+) -> RenderedTokens:
+    return await renderer.arender(messages, **options)
 
 
 def _check_keys(batch: InferenceEngineInput) -> None:
@@ -127,44 +194,6 @@ def _tokenized(batch: InferenceEngineInput, ids: Sequence[Sequence[int]]) -> lis
         )
         for index, prompt in enumerate(ids)
     ]
-
-
-def _rendered(batch: InferenceEngineInput, prompts: Sequence[Any], renderer: Any) -> list[Work]:
-    if renderer is None:
-        raise InputError(
-            "conversations need a renderer",
-            where="prompts",
-            remedy="Give one to the engine or client, or pass prompt_token_ids",
-        )
-    for name in ("multi_modal_data", "collapsed_ids"):
-        if batch.get(name) is not None:
-            raise InputError("it belongs to prompt_token_ids", where=name, got="it beside 'prompts'")
-    if prompts and isinstance(prompts[0], Mapping):
-        raise InputError(
-            "a single conversation stands where a list of them is expected",
-            where="prompts",
-            remedy="Write [messages]",
-        )
-    sessions = _one_each(batch, "session_ids", len(prompts))
-    params = _params(batch, len(prompts))
-    options = _options(batch)
-    arguments = dict(batch.get("template_arguments") or {})
-    work = []
-    for index, messages in enumerate(prompts):
-        rendered = renderer.render(
-            messages, tools=batch.get("tools"), add_generation_prompt=True, **arguments
-        )
-        work.append(
-            Work(
-                where=f"prompts[{index}]",
-                prompt_ids=rendered.token_ids,
-                params=params[index],
-                multi_modal_data=rendered.multi_modal_data,
-                session_id=sessions[index],
-                options=options,
-            )
-        )
-    return work
 
 
 def _one_each(batch: InferenceEngineInput, name: str, count: int) -> Sequence[Any]:

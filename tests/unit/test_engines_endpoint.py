@@ -14,9 +14,11 @@ import pytest
 from engine_cases import PATIENT, setup, turns
 from mmrender.client.backend import EngineResponse, Usage
 from mmrender.demo.model import build_tiny_model
+from mmrender.engines import command
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.endpoint.deltas import DeltaWriter
 from mmrender.engines.endpoint.failures import failure_of
+from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.scripted import Fault, ScriptedEngine
 from mmrender.engines.scripted_model import encoded, letters, sampled
 from mmrender.engines.scripted_text import chat_text
@@ -561,3 +563,35 @@ def test_settings_are_checked(settings, message):
         ServerSettings(**settings)
     assert str(caught.value) == message
     assert "secret" not in repr(SETTINGS)
+
+
+def test_serving_is_one_call(monkeypatch):
+    """As a command line makes it: engines behind URLs, here those of another endpoint's engines."""
+    made = []
+
+    class Recorded(HTTPEngine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(command, "HTTPEngine", Recorded)
+    settings = ServerSettings(model="public")
+    seen = []
+
+    def started(url):
+        seen.append(url)
+        raise KeyboardInterrupt
+
+    command.serve(
+        ["http://127.0.0.1:9", "http://127.0.0.1:10"],
+        engine_model="inner",
+        settings=settings,
+        started=started,
+    )
+    assert seen[0].startswith("http://127.0.0.1:")
+    assert [(engine.name, engine.model) for engine in made] == [
+        ("http://127.0.0.1:9", "inner"),
+        ("http://127.0.0.1:10", "inner"),
+    ]
+    with pytest.raises(InputError, match=r"^controls: there is not one for each engine - expected 1, got 2$"):
+        command.serve(["http://127.0.0.1:9"], engine_model="m", settings=settings, controls=["a", "b"])

@@ -12,7 +12,7 @@ from mmrender.engines.sse import DONE, event_of
 from mmrender.errors import MissingDependencyError
 
 try:
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 except ImportError as error:
@@ -54,17 +54,21 @@ async def read_body(request: Request, limit: int) -> dict[str, Any]:
 
     Raises:
         RequestError: It is longer than `limit` bytes, or no JSON object.
+        CallerLeftError: The caller left before it was read.
     """
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_long(limit)
     pieces: list[bytes] = []
     size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > limit:
-            raise _too_long(limit)
-        pieces.append(piece)
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > limit:
+                raise _too_long(limit)
+            pieces.append(piece)
+    except ClientDisconnect as error:
+        raise CallerLeftError from error
     try:
         body = msgspec.json.decode(b"".join(pieces))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
