@@ -37,9 +37,14 @@ from mmrender.trajectory.tree import Trajectory
 
 SETTINGS = FindCellSettings(grid=3, distractors=2, view_pixels=128, max_turns=5, holds_to_choices=True)
 SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
+# Caches with small bounds are full soon, and what rises after that is no cache.
+MEMO_BYTES, MEDIA_BYTES, TABLE_BYTES = 4 << 20, 4 << 20, 2 << 20
+BOARDS = 200
 INTERVAL = 5.0
 WARM_UP = 0.25
-"""Part of the time in which caches fill."""
+"""Part of the time in which caches fill,"""
+WARM_UP_ROLLOUTS = 400
+"""and the rollouts that this takes at least."""
 MAX_SLOPE = 1.0
 """Megabytes a minute by which memory may seem to rise after the warm-up: an allocator's noise."""
 
@@ -88,7 +93,7 @@ async def receive(urls: list[str]) -> None:
     """Take trajectories at every address until the word `stop` comes there; look at each as a trainer."""
 
     async def serve(url: str) -> None:
-        async with Receiver(url, ack="explicit") as receiver:
+        async with Receiver(url, ack="explicit", table_bytes=TABLE_BYTES) as receiver:
             while True:
                 received = await receiver.receive()
                 if received.value == "stop":
@@ -111,9 +116,8 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
 
     torch.set_num_threads(1)
     directory = build_tiny_model(folder / "model")
-    # Small bounds, so that caches are full soon and what rises after that is no cache.
     renderer = Renderer.from_pretrained(
-        directory, image_backend="pil", memo_bytes=4 << 20, media_cache=MediaCache(8 << 20)
+        directory, image_backend="pil", memo_bytes=MEMO_BYTES, media_cache=MediaCache(MEDIA_BYTES)
     )
     urls = [f"unix://{folder}/games.sock", f"shm://mmrender-soak-{os.getpid()}"]
     command = [sys.executable, __file__, "--receive", *urls]
@@ -127,7 +131,7 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
     try:
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(RendererPool(renderer, workers=2))
-            senders = [await stack.enter_async_context(Sender(url)) for url in urls]
+            senders = [await stack.enter_async_context(Sender(url, table_bytes=TABLE_BYTES)) for url in urls]
             client = RendererClient(pool, backend=backend)
             deadline = time.monotonic() + seconds
             watcher = asyncio.create_task(watch(samples, counts, receiver.pid, deadline))
@@ -166,7 +170,7 @@ async def work(
         number = next(numbers)
         trajectory = Trajectory(f"game-{number}")
         # Boards come again, as prompts do in training.
-        extras = {"seed": number // 8 % 500}
+        extras = {"seed": number // 4 % BOARDS}
         await run_episode(
             client, FindCell(SETTINGS), [], extras, trajectory=trajectory, sampling_params=SAMPLING
         )
@@ -247,11 +251,16 @@ async def what_is_left(before: dict[str, int]) -> list[str]:
     return problems + [f"a task is left: {task!r}" for task in tasks]
 
 
+def steady_samples(samples: list[Sample], seconds: float) -> list[Sample]:
+    """Samples after the warm-up."""
+    return [each for each in samples if each.seconds > WARM_UP * seconds and each.rollouts > WARM_UP_ROLLOUTS]
+
+
 def rising(samples: list[Sample], seconds: float) -> list[str]:
     """Name what rose after the warm-up."""
-    steady = [sample for sample in samples if sample.seconds > WARM_UP * seconds]
-    if len(steady) < 4:
-        return ["too short to tell whether memory rises"]
+    steady = steady_samples(samples, seconds)
+    if len(steady) < 12:
+        return ["too short, or too slow, to tell whether memory rises"]
     problems = []
     for name, read in MEMORIES.items():
         slope = slope_of(steady, read)
@@ -283,7 +292,7 @@ def slope_of(samples: list[Sample], read: Callable[[Sample], float]) -> float:
 
 def show(samples: list[Sample], counts: Counts, seconds: float, problems: list[str]) -> None:
     """Print what was found."""
-    steady = [sample for sample in samples if sample.seconds > WARM_UP * seconds]
+    steady = steady_samples(samples, seconds)
     print(f"\n{counts.rollouts:,} rollouts, {counts.turns:,} turns, {counts.tokens:,} tokens sampled")
     for name, read in MEMORIES.items():
         if len(steady) >= 2:
