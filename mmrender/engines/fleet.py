@@ -106,8 +106,13 @@ class Fleet:
     async def failed(self, member: Member, error: Exception) -> None:
         """Note a failure; after several in a row the engine's own word decides whether it is ejected."""
         member.failures += 1
-        if member.ill is None and member.failures >= self.policy.eject_after:
-            await self.check(member, patient=False)
+        # Requests fail together where a server dies; one of them asks.
+        if member.ill is None and member.failures >= self.policy.eject_after and not member.suspected:
+            member.suspected = True
+            try:
+                await self.check(member, patient=False)
+            finally:
+                member.suspected = False
 
     def succeeded(self, member: Member) -> None:
         """Note that an engine did what it was asked."""

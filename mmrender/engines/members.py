@@ -93,6 +93,7 @@ class Member:
         quiet: Told when one of them ends.
         ill: Why it gets no work; None while it does.
         failures: Failures in a row.
+        suspected: Whether it is just being asked for its health because of them.
         weights: How many weight updates of the client it has received.
     """
 
@@ -104,6 +105,7 @@ class Member:
         self.quiet = Signal()
         self.ill: str | None = None
         self.failures = 0
+        self.suspected = False
         self.weights = 0
 
     @property
