@@ -11,6 +11,7 @@ from mmrender.media.wire import items_to_wire, ranges_to_array
 from mmrender.trajectory.deltas import NO_IDS
 from mmrender.trajectory.message_wire import MediaSources, MessageTable
 from mmrender.trajectory.packed import Int32Array
+from mmrender.trajectory.row_chunks import write_rows
 from mmrender.trajectory.shared_prefix import NOTHING_SHARED, entries_from, shared_prefix
 from mmrender.trajectory.tree import Trajectory
 from mmrender.trajectory.tree_step import Step
@@ -43,6 +44,8 @@ class TreePacker:
         self._messages = MessageTable(media_sources)
         self._rows: list[StepRow] = []
         self._details: list[dict[str, Any]] = []
+        self._experts: list[list[Any]] = []
+        self._extras: list[list[Any]] = []
         self._tokens: list[Int32Array] = []
         self._logprobs: list[npt.NDArray[np.float32]] = []
         self._message_rows: list[int] = []
@@ -76,10 +79,12 @@ class TreePacker:
         return {
             "trajectories": named,
             "steps": np.array(self._rows, np.int32).reshape(-1, len(StepRow._fields)),
-            "details": self._details,
+            "details": write_rows(self._details, "details"),
+            "experts": self._experts,
+            "extras": self._extras,
             "tokens": np.concatenate([NO_IDS, *self._tokens]),
             "logprobs": np.concatenate([np.zeros(0, np.float32), *self._logprobs]),
-            "messages": self._messages.rows,
+            "messages": write_rows(self._messages.rows, "messages"),
             "message_rows": np.array(self._message_rows, np.int32),
             "placeholders": placeholders,
             "spans": spans,
@@ -114,6 +119,11 @@ class TreePacker:
             )
         )
         self._details.append(_details(step))
+        experts = step.own_routed_experts
+        if experts is not None:
+            self._experts.append([index, experts.start, experts.data])
+        if step.extra:
+            self._extras.append([index, step.extra])
         if step.parent is None:
             self._roots.append((index, step))
 
@@ -137,13 +147,10 @@ class TreePacker:
 
 
 def _details(step: Step) -> dict[str, Any]:
-    """Return what most steps lack; absent where there is nothing to say."""
-    experts = step.own_routed_experts
+    """Return the small things that are said of a step; absent where there is nothing to say."""
     fields: Sequence[tuple[str, Any]] = (
         ("finish_reason", step.finish_reason),
         ("reward", step.reward),
         ("weight_versions", [value for span in step.weight_versions for value in span] or None),
-        ("experts", None if experts is None else {"start": experts.start, "rows": experts.data}),
-        ("extra", step.extra or None),
     )
     return {name: value for name, value in fields if value is not None}

@@ -18,6 +18,7 @@ from mmrender.trajectory.append_checks import (
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.message_wire import read_message
 from mmrender.trajectory.packed import Int32Array, PoolReader, check_keep
+from mmrender.trajectory.row_chunks import read_rows
 from mmrender.trajectory.shared_prefix import MediaEntry, entries_before
 from mmrender.trajectory.tree import Trajectory
 from mmrender.trajectory.tree_packing import StepRow
@@ -26,7 +27,7 @@ from mmrender.trajectory.tree_step import Step, read_extra, read_reward
 _MAX_TOKENS: Final = 1 << 26
 """Most tokens that the steps of one form may have together; on the wire, roots may share theirs."""
 _TRAJECTORY: Final = ("id", "steps", "reward", "error", "extra")
-_DETAILS: Final = ("finish_reason", "reward", "weight_versions", "experts", "extra")
+_DETAILS: Final = ("finish_reason", "reward", "weight_versions")
 _ARRAYS: Final[Mapping[str, tuple[Any, int]]] = {
     "steps": (np.int32, len(StepRow._fields)),
     "tokens": (np.int32, 0),
@@ -50,8 +51,10 @@ class TreeUnpacker:
         arrays = {name: _array(fields[name], name) for name in _ARRAYS}
         self._rows = arrays["steps"].tolist()
         self._trajectories = _list(fields["trajectories"], "trajectories")
-        self._details = _list(fields["details"], "details")
-        rows = enumerate(_list(fields["messages"], "messages"))
+        self._details = read_rows(fields["details"], "packed.details")
+        self._experts = _by_step(fields["experts"], "experts", 3, len(self._rows))
+        self._extras = _by_step(fields["extras"], "extras", 2, len(self._rows))
+        rows = enumerate(read_rows(fields["messages"], "packed.messages"))
         self._messages = [read_message(row, f"packed.messages[{index}]") for index, row in rows]
         self._items = items_from_wire(fields["items"], where="packed.items")
         self._media = ranges_from_array(
@@ -63,6 +66,7 @@ class TreeUnpacker:
         self._message_rows = PoolReader(arrays["message_rows"], "message_rows")
         self._steps: list[Step] = []
         self._total = 0
+        self._experts_before: RoutedExperts | None = None
 
     def trajectories(self) -> list[Trajectory]:
         """Return the trajectories.
@@ -97,6 +101,7 @@ class TreeUnpacker:
         reward = read_reward(value["reward"], None, f"{where}.reward")
         trajectory.reward = None if reward is None else float(reward)
         first = len(self._steps)
+        self._experts_before = None
         for index in range(count):
             step = self._step(first, index)
             trajectory.restore(step)
@@ -123,12 +128,12 @@ class TreeUnpacker:
             own_entries=self._entries(row, base, keep + added, where),
             logprobs=checked_logprobs(logprobs, row.sampled, f"{where}.logprobs"),
             finish_reason=None if finish is None else _text(finish, f"{beside}.finish_reason"),
-            own_routed_experts=_experts(details.get("experts"), keep + len(own), f"{beside}.experts"),
+            own_routed_experts=self._own_experts(number, keep + len(own)),
             weight_versions=_versions(details, row.sampled, f"{beside}.weight_versions"),
             messages_keep=row.messages_keep,
             new_messages=self._new_messages(row, parent, where),
             _reward=read_reward(details.get("reward"), row.sampled, f"{beside}.reward"),
-            extra=read_extra(details.get("extra"), f"{beside}.extra"),
+            extra=self._extra(number),
         )
 
     def _base(self, row: StepRow, first: int, number: int, where: str) -> Step | None:
@@ -179,6 +184,26 @@ class TreeUnpacker:
             entries = [*entries_before(base.own_entries, row.keep), *entries]
         return tuple(entries)
 
+    def _own_experts(self, number: int, length: int) -> RoutedExperts | None:
+        if number not in self._experts:
+            return None
+        where, (start, rows) = self._experts[number]
+        if not isinstance(rows, np.ndarray) or type(start) is not int:
+            raise _damaged("routed experts are malformed", where, "an integer and an array", [start, rows])
+        try:
+            experts = RoutedExperts(rows, start)
+        except TrajectoryError as error:
+            error.where = f"{where}.{(error.where or '').rpartition('.')[2]}"
+            raise
+        self._experts_before = checked_experts(experts, length, self._experts_before, where)
+        return experts
+
+    def _extra(self, number: int) -> dict[str, Any]:
+        if number not in self._extras:
+            return {}
+        where, (extra,) = self._extras[number]
+        return read_extra(extra, where)
+
     def _new_messages(self, row: StepRow, parent: Step | None, where: str) -> tuple[Any, ...]:
         known = 0 if parent is None else parent.messages_keep + len(parent.new_messages)
         check_keep(row.messages_keep, known, f"{where}.messages_keep")
@@ -207,19 +232,19 @@ def _details(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _experts(value: Any, length: int, where: str) -> RoutedExperts | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or set(value) != {"start", "rows"}:
-        raise _damaged("routed experts are malformed", where, "start, rows", value)
-    if not isinstance(value["rows"], np.ndarray) or type(value["start"]) is not int:
-        raise _damaged("routed experts are malformed", where, "an integer and an array", value["rows"])
-    try:
-        experts = RoutedExperts(value["rows"], value["start"])
-    except TrajectoryError as error:
-        error.where = f"{where}.{(error.where or '').rpartition('.')[2]}"
-        raise
-    return checked_experts(experts, length, None, where)
+def _by_step(value: Any, name: str, width: int, steps: int) -> dict[int, tuple[str, list[Any]]]:
+    """Return the rows of a table whose first column is a step, and their paths, by step."""
+    found: dict[int, tuple[str, list[Any]]] = {}
+    last = -1
+    for index, row in enumerate(_list(value, name)):
+        where = f"packed.{name}[{index}]"
+        if not isinstance(row, list | tuple) or len(row) != width or type(row[0]) is not int:
+            raise _damaged("a row of a table is malformed", where, f"a step and {width - 1} more", row)
+        if not last < row[0] < steps:
+            raise _damaged("a row is of no later step", where, f"{last + 1}..{steps - 1}", row[0])
+        last = row[0]
+        found[last] = where, list(row[1:])
+    return found
 
 
 def _versions(details: Mapping[str, Any], count: int, where: str) -> tuple[WeightVersionSpan, ...]:

@@ -10,7 +10,8 @@ The form is a dict of lists, scalars and arrays:
 
 - `format` and `version`.
 - `items`: the distinct media items of all trajectories, as `mmrender.media.wire.items_to_wire` writes them.
-- `messages`: the distinct messages; a step names its new ones by row in `message_rows`, int32 `[M]`.
+- `messages`: the distinct messages, as chunks of rows; see `mmrender.trajectory.row_chunks`. A step names its
+  new ones by row in `message_rows`, int32 `[M]`.
 - `tokens`, int32 `[T]`, and `logprobs`, float32 `[L]`: the pools that steps take theirs from, in order.
 - `placeholders`, int32 `[P, 4]`, and `spans`, int32 `[S, 2]`: new media of the steps, in order, as
   `mmrender.media.wire.ranges_to_array` writes them. Offsets count from the first token of the prompt.
@@ -18,7 +19,9 @@ The form is a dict of lists, scalars and arrays:
   base (the parent, or for a root a root of an earlier trajectory with the same first tokens, or -1); how many
   tokens it keeps of the base; how many prompt tokens, sampled tokens and media it adds; whether it has
   logprobs; how many messages it keeps of the parent's, and how many it adds.
-- `details`: for each step what most lack: finish reason, reward, weight versions, router choices, extra.
+- `details`: for each step its finish reason, reward and weight versions, as chunks of rows.
+- `experts`: step, first position and array `[rows, layers, top_k]` for each step that brought router choices.
+- `extras`: step and mapping, for each step that has one.
 - `trajectories`: name, number of steps, reward, error and extra of each.
 
 Pools are read from front to back and used up, so the form is linear in distinct content: an item, a token or
@@ -43,6 +46,8 @@ _FIELDS: Final = frozenset(
         "trajectories",
         "steps",
         "details",
+        "experts",
+        "extras",
         "tokens",
         "logprobs",
         "messages",

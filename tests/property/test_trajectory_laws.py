@@ -18,6 +18,7 @@ from mmrender.trajectory import (
     trajectory_step_tokens,
     trajectory_to_wire,
 )
+from mmrender.trajectory.row_chunks import read_rows
 from tree_cases import PAD, Call, assert_same, calls, grown, item
 
 
@@ -185,7 +186,9 @@ def test_bytes_are_linear_in_distinct_content(rollouts, copies):
     items = {i.identity: i for trajectory in group for i in trajectory.items}
     wire = group_to_wire(group)
     assert len(wire["items"]["items"]) == len({(i.identity, type(i)) for t in group for i in t.items})
-    assert len(wire["messages"]) == len({str(m) for t in group for s in t.steps for m in s.new_messages})
+    assert len(read_rows(wire["messages"], "messages")) == len(
+        {str(m) for t in group for s in t.steps for m in s.new_messages}
+    )
     assert sum(len(memoryview(frame)) for frame in mmcodecs.encode_frames(wire)) <= bound(group, items)
     stored = sum(len(step.own_ids) for trajectory in group for step in trajectory.steps)
     assert len(wire["tokens"]) <= stored
@@ -251,6 +254,8 @@ def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
                 "trajectories",
                 "items",
                 "messages",
+                "experts",
+                "extras",
             ]
         )
     )

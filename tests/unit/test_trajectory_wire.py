@@ -20,6 +20,7 @@ from mmrender.trajectory import (
     trajectory_from_wire,
     trajectory_to_wire,
 )
+from mmrender.trajectory.row_chunks import read_rows, write_rows
 from tree_cases import assert_same
 
 A, B = patch_item(seed=1), patch_item(seed=2)
@@ -203,18 +204,31 @@ def row(step, column, value):
     return lambda wire: wire["steps"].__setitem__((step, names.index(column)), value)
 
 
+def rows(name, change):
+    """Damage of a table that is written as chunks."""
+
+    def damage(wire):
+        table = read_rows(wire[name], name)
+        change(table)
+        wire[name] = write_rows(table, name)
+
+    return damage
+
+
 def detail(step, **fields):
-    return lambda wire: wire["details"][step].update(fields)
+    return rows("details", lambda table: table[step].update(fields))
 
 
 DAMAGE = {
     "format": (lambda w: w.update(format="x"), "packed: these are no trajectories that can be read - expected format 'mmrender.trees', version 1, got format 'x', version 1. Write and read with the same release of mmrender"),
     "version": (lambda w: w.update(version=2), "packed: these are no trajectories that can be read - expected format 'mmrender.trees', version 1, got format 'mmrender.trees', version 2. Write and read with the same release of mmrender"),
-    "fields": (lambda w: w.pop("spans"), "packed: the plain form of trajectories has other fields - expected details, format, items, logprobs, message_rows, messages, placeholders, spans, steps, tokens, trajectories, version, got details, format, items, logprobs, message_rows, messages, placeholders, steps, tokens, trajectories, version"),
+    "fields": (lambda w: w.pop("spans"), "packed: the plain form of trajectories has other fields - expected details, experts, extras, format, items, logprobs, message_rows, messages, placeholders, spans, steps, tokens, trajectories, version, got details, experts, extras, format, items, logprobs, message_rows, messages, placeholders, steps, tokens, trajectories, version"),
     "pool": (lambda w: w.update(tokens=w["tokens"].astype(np.int64)), "packed.tokens: an array is malformed - expected int32 [n], got int64 [20]"),
     "columns": (lambda w: w.update(steps=w["steps"][:, :8]), "packed.steps: an array is malformed - expected int32 [n, 9], got int32 [3, 8]"),
-    "table": (lambda w: w.update(details=3), "packed.details: a table is malformed - expected a list, got 3"),
-    "details": (lambda w: w["details"].pop(), "packed.details: details are not as many as steps - expected 3, got 2"),
+    "table": (lambda w: w.update(details=3), "packed.details: a table is malformed - expected a list of chunks, got 3"),
+    "chunk": (lambda w: w.update(details=[w["details"][0].view(np.int8)]), "packed.details[0]: a chunk of a table is malformed - expected uint8 [n], got int8 [159]"),
+    "chunk of text": (lambda w: w.update(details=[np.frombuffer(mmcodecs.encode("x"), np.uint8)]), "packed.details[0]: a chunk of a table is malformed - expected a list, got str"),
+    "details": (rows("details", lambda table: table.pop()), "packed.details: details are not as many as steps - expected 3, got 2"),
     "parent": (row(1, "parent", 1), "packed.steps[1].parent: a parent is malformed - expected an earlier step of its trajectory, 0..0, got 1"),
     "base": (row(1, "base", -1), "packed.steps[1].parent: a parent is malformed - expected an earlier step of its trajectory, 0..0, got 0"),
     "root": (row(0, "base", 0), "packed.steps[0].base: a base is malformed - expected -1 or the root of an earlier trajectory, got 0"),
@@ -232,17 +246,20 @@ DAMAGE = {
     "nan": (lambda w: w["logprobs"].__setitem__(2, np.nan), "packed.steps[1].logprobs[0]: a log probability is not finite - got nan"),
     "messages": (lambda w: w["message_rows"].__setitem__(1, 7), "packed.steps[0].messages: a message is not in the table - expected a row below 2, got 7"),
     "messages kept": (row(1, "messages_keep", 3), "packed.steps[1].messages_keep: more is kept than the reference holds - expected 0..2, got 3"),
-    "message": (lambda w: w["messages"].__setitem__(0, ["pickle", 1]), "packed.messages[0]: a row of the message table is malformed - expected 'message' or 'plain', and its content, got ['pickle', 1]"),
-    "canonical": (lambda w: w["messages"].__setitem__(0, ["message", {"role": "x"}]), "packed.messages[0]: a message is malformed - got Invalid enum value 'x' - at `$.role`"),
-    "detail": (detail(0, more=1), "packed.details[0]: details of a step are malformed - expected some of finish_reason, reward, weight_versions, experts, extra, got finish_reason, reward, weight_versions, experts, more"),
+    "message": (rows("messages", lambda table: table.__setitem__(0, ["pickle", 1])), "packed.messages[0]: a row of the message table is malformed - expected 'message' or 'plain', and its content, got ['pickle', 1]"),
+    "canonical": (rows("messages", lambda table: table.__setitem__(0, ["message", {"role": "x"}])), "packed.messages[0]: a message is malformed - got Invalid enum value 'x' - at `$.role`"),
+    "detail": (detail(0, more=1), "packed.details[0]: details of a step are malformed - expected some of finish_reason, reward, weight_versions, got finish_reason, reward, weight_versions, more"),
     "finish": (detail(0, finish_reason=1), "packed.details[0].finish_reason: a text is malformed - expected text, got 1"),
     "reward": (detail(0, reward="x"), "packed.details[0].reward: a reward is malformed - expected a finite number, or 2 of them, one for each sampled token, got 'x'"),
     "versions": (detail(0, weight_versions=["a", 0]), "packed.details[0].weight_versions: weight versions are malformed - expected triples of version, start, stop, got ['a', 0]"),
     "version span": (detail(0, weight_versions=["a", 0, 9]), "packed.details[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('a', 0, 9)"),
-    "experts": (detail(0, experts={"start": 0}), "packed.details[0].experts: routed experts are malformed - expected start, rows, got start"),
-    "rows": (detail(0, experts={"start": 0, "rows": np.zeros((3, 2, 2), np.uint8)}), "packed.details[0].experts: the rows of routed experts do not fit the tokens - expected rows to position 10 or 11, got positions [0, 3)"),
-    "row dtype": (detail(0, experts={"start": 0, "rows": np.zeros((10, 2, 2))}), "packed.details[0].experts.data: routed experts have the wrong form - expected integers of shape (rows, layers, top_k), got float64 [10, 2, 2]"),
-    "extra": (detail(0, extra=[1]), "packed.details[0].extra: extra is no mapping with text keys - got [1]"),
+    "experts": (lambda w: w.update(experts=[[0, 0]]), "packed.experts[0]: a row of a table is malformed - expected a step and 2 more, got [0, 0]"),
+    "experts twice": (lambda w: w["experts"].append(w["experts"][0]), "packed.experts[1]: a row is of no later step - expected 1..2, got 0"),
+    "other rows": (lambda w: w.update(experts=[w["experts"][0], [1, 0, np.zeros((18, 2, 3), np.uint8)]]), "packed.experts[1]: routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3]"),
+    "no rows": (lambda w: w.update(experts=[[0, 0, None]]), "packed.experts[0]: routed experts are malformed - expected an integer and an array, got [0, None]"),
+    "rows": (lambda w: w.update(experts=[[0, 0, np.zeros((3, 2, 2), np.uint8)]]), "packed.experts[0]: the rows of routed experts do not fit the tokens - expected rows to position 10 or 11, got positions [0, 3)"),
+    "row dtype": (lambda w: w.update(experts=[[0, 0, np.zeros((10, 2, 2))]]), "packed.experts[0].data: routed experts have the wrong form - expected integers of shape (rows, layers, top_k), got float64 [10, 2, 2]"),
+    "extra": (lambda w: w.update(extras=[[1, [1]]]), "packed.extras[0]: extra is no mapping with text keys - got [1]"),
     "trajectory": (lambda w: w["trajectories"].__setitem__(0, {"id": "x"}), "packed.trajectories[0]: a trajectory is malformed - expected id, steps, reward, error, extra, got id"),
     "count": (lambda w: w["trajectories"][0].update(steps=4), "packed.trajectories[0].steps: a number of steps is malformed - expected 0..3, got 4"),
     "fewer": (lambda w: w["trajectories"][0].update(steps=2), "packed.steps: rows are left over - expected 2, got 3"),
@@ -262,6 +279,35 @@ def test_damage_is_named(damage):
     assert str(error.value) == message
 
 
+def test_a_damaged_chunk_is_named():
+    wire = plain(rollout())
+    wire["messages"][0] = wire["messages"][0][:-20]
+    with pytest.raises(TrajectoryError, match=r"^packed.messages\[0\]: a chunk of a table is damaged - got "):
+        trajectory_from_wire(wire)
+
+
+def test_large_groups_fit_one_message():
+    """More small values than a reader of the codec takes in one head."""
+    group = []
+    for number in range(64):
+        trajectory = Trajectory(str(number))
+        ids: list[int] = [1]
+        messages: list[dict] = []
+        for turn in range(32):
+            calls = [{"id": "x", "function": {"name": "zoom", "arguments": "{}"}}]
+            messages = [
+                *messages,
+                {"role": "user", "content": [{"type": "text", "text": f"{number}.{turn}"}]},
+                {"role": "assistant", "content": "", "tool_calls": calls * 3},
+            ]
+            step = trajectory.append(ids, [turn + 2], logprobs=[-1.0], messages=messages, reward=1.0)
+            ids = step.token_ids.tolist()
+        group.append(trajectory)
+    read = group_from_wire(mmcodecs.decode(mmcodecs.encode(group_to_wire(group))))
+    assert [len(trajectory) for trajectory in read] == [32] * 64
+    assert read[-1].steps[-1].messages == group[-1].steps[-1].messages
+
+
 def test_a_group_is_no_single_trajectory():
     with pytest.raises(TrajectoryError) as error:
         trajectory_from_wire(group_to_wire([rollout(), rollout()]))
@@ -279,7 +325,7 @@ def test_few_bytes_cannot_become_many_tokens(monkeypatch):
     first, again = [-1, -1, 0, 600, 0, 0, 0, 0, 0], [-1, 0, 600, 0, 0, 0, 0, 0, 0]
     wire["steps"] = np.array([first] + [again] * 9, np.int32)
     wire["tokens"] = np.ones(600, np.int32)
-    wire["details"] = [{}] * 10
+    wire["details"] = write_rows([{}] * 10, "details")
     wire["trajectories"] = [{"id": "", "steps": 1, "reward": None, "error": None, "extra": {}}] * 10
     with pytest.raises(TrajectoryError) as error:
         group_from_wire(wire)
