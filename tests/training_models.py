@@ -6,7 +6,7 @@ small settings, and token ids are drawn. Attention is eager and everything float
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 
 from adapter_models import gemma3 as gemma3_directory
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.media.load import load_image
 from mmrender.media.processors.arithmetic import PixelArithmetic
-from mmrender.media.processors.patches import PatchLayout
+from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.training import ModelFamily
@@ -113,6 +113,46 @@ def make_sample(
     mask[-2:] = True
     logprobs = np.where(mask, -rng.random(len(ids)), 0).astype(np.float32)
     return TrainingSample(np.array(ids, np.int32), mask, logprobs, MultiModalData.of(entries), sample_id=name)
+
+
+def video_sample(tiny: TinyFamily, steps: int, seed: int = 0) -> TrainingSample:
+    """A video between text, its frames apart where the family has them so, and an image after it."""
+    rng = np.random.default_rng(seed)
+    still = tiny.item(rng)
+    assert isinstance(still, PatchItem)
+    _, height, width = still.grid
+    count = steps * still.layout.temporal
+    frames = rng.integers(0, 256, (count, *still.frames.shape[1:]), dtype=np.uint8)
+    tokens = height * width // still.layout.merge**2
+    apart = tiny.family.mrope is not None and tiny.family.mrope.frames_apart
+    frame = Repeat("<|video_pad|>", tokens if apart else steps * tokens)
+    expansion = (Text("<0.5 seconds>"), frame) * steps if apart else (frame,)
+    video = replace(
+        still,
+        modality="video",
+        identity=f"{seed:064x}",
+        grid=(steps, height, width),
+        frames=frames,
+        expansion=expansion,
+    )
+    ids = [5, 6, START_ID]
+    spans = []
+    for _ in range(steps if apart else 1):
+        ids += [7, 8] if apart else []
+        spans.append((len(ids) - 3, len(ids) - 3 + frame.count))
+        ids += [VIDEO_ID] * frame.count
+    entries = [(PlaceholderRange(3, len(ids) - 3, tuple(spans)), video)]
+    own, placeholder = expanded_ids(still)
+    entries.append((placeholder.shifted(len(ids) + 2), still))
+    ids += [END_ID, START_ID, *own, END_ID, 9, 10]
+    zeros = np.zeros(len(ids), np.float32)
+    return TrainingSample(
+        np.array(ids, np.int32),
+        zeros.astype(np.bool_),
+        zeros,
+        MultiModalData.of(entries),
+        sample_id=f"v{seed}",
+    )
 
 
 def make_samples(tiny: TinyFamily, counts: Sequence[int], seed: int = 0) -> list[TrainingSample]:

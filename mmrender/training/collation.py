@@ -14,8 +14,9 @@ from mmrender.training._torch import torch
 from mmrender.training.aligned import check_samples, placed_experts
 from mmrender.training.batch import PaddingSide, Rows, Segment, TrainingBatch
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import Fields, collate_fields, placed_items
+from mmrender.training.fields import Fields, collate_fields
 from mmrender.training.mm_kwargs import name_of
+from mmrender.training.placing import placed_items
 from mmrender.training.positions import mrope_position_ids
 from mmrender.trajectory.sample import TrainingSample
 

@@ -4,7 +4,7 @@ An item that stands more than once is expanded once and copied. Nothing else is 
 where a family pads its tensors does an item that is smaller pass through memory of its own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +13,15 @@ from typing import Any, Final
 import numpy as np
 
 from mmrender.errors import BatchError
-from mmrender.media.item import MediaItem, PlaceholderRange, Repeat, TensorDtype
+from mmrender.media.item import MediaItem, TensorDtype
 from mmrender.media.item_expand import TensorSpec, expand_into, tensor_specs
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.parallel import map_shared
 from mmrender.media.processors.arithmetic import STORAGE
 from mmrender.training._torch import torch
 from mmrender.training.families import FieldRule, ModelFamily
+from mmrender.training.placing import Placed
 from mmrender.training.tensor_list import TensorList
-from mmrender.trajectory.sample import TrainingSample
 
 Fields = dict[str, TensorList]
 _DTYPES: Final[dict[Any, TensorDtype]] = {
@@ -29,15 +29,6 @@ _DTYPES: Final[dict[Any, TensorDtype]] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """One item where it stands in a sample; `where` is its path for errors."""
-
-    item: MediaItem
-    range: PlaceholderRange
-    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,77 +51,6 @@ class _Slot:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.spec.shape[1:] if self.rule.layout == "rows" else self.spec.shape
-
-
-def placed_items(sample: TrainingSample, name: str) -> list[Placed]:
-    """Return a sample's items in the order of its tokens.
-
-    Args:
-        sample: Whose sidecar is checked.
-        name: Names the sample in errors.
-
-    Raises:
-        BatchError: Items and placeholders differ in number, a placeholder lies outside the tokens, two of
-            them overlap, or one has another number of feature tokens than its item makes.
-    """
-    found = []
-    sidecar = sample.multi_modal_data
-    for modality in sidecar.mm_placeholders.keys() | sidecar.mm_items.keys():
-        ranges, items = sidecar.mm_placeholders.get(modality, ()), sidecar.mm_items.get(modality, ())
-        if len(ranges) != len(items):
-            raise BatchError(
-                f"placeholders and {modality} items differ in number",
-                where=f"{name}.multi_modal_data",
-                expected=f"{len(ranges)} items",
-                got=str(len(items)),
-            )
-        for index, (placeholder, item) in enumerate(zip(ranges, items, strict=True)):
-            found.append(Placed(item, placeholder, f"{name}.{modality}[{index}]"))
-    found.sort(key=lambda placed: placed.range.offset)
-    end = 0
-    for placed in found:
-        start = placed.range.offset
-        if not end <= start <= start + placed.range.length <= len(sample):
-            raise BatchError(
-                "a placeholder overlaps another or leaves the tokens",
-                where=placed.where,
-                expected=f"tokens within [{end}, {len(sample)})",
-                got=f"[{start}, {start + placed.range.length})",
-                remedy="Trim the sidecar together with the tokens",
-            )
-        end = start + placed.range.length
-        _check_length(placed)
-    return found
-
-
-def _check_length(placed: Placed) -> None:
-    repeats = [piece for piece in placed.item.expansion if isinstance(piece, Repeat)]
-    embeds = sum(piece.count for piece in repeats if piece.embeds)
-    if embeds != placed.range.num_embeds:
-        raise BatchError(
-            "a placeholder is not as long as its item makes it",
-            where=placed.where,
-            expected=f"{embeds} feature tokens",
-            got=str(placed.range.num_embeds),
-            remedy="Sampler and trainer process images differently; compare their settings",
-        )
-
-
-def image_key(items: Iterable[MediaItem], family: ModelFamily) -> frozenset[Any] | None:
-    """Return what samples must agree in to share a batch: keywords, kinds and trailing dimensions.
-
-    Dimensions that the family pads are left out. None where there is no item.
-    """
-    found: set[Any] = set()
-    for item in items:
-        if isinstance(item, ReferenceItem):
-            continue
-        for name, spec in tensor_specs(item).items():
-            rule = family.rule(name)
-            shape = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
-            if rule.layout != "counts":
-                found.add((name, str(spec.dtype), len(shape) if rule.padded else shape))
-    return frozenset(found) or None
 
 
 def collate_fields(
@@ -176,6 +96,7 @@ class _Plan:
         self._family = family
         self._dtype = dtype
         self._slots: list[tuple[MediaItem, list[_Slot]]] = []
+        self._first: dict[tuple[str, type], list[_Slot]] = {}
         self._rows: list[dict[str, int]] = []
         self._totals: dict[str, int] = {}
         self._trailing: dict[str, tuple[int, ...]] = {}
@@ -189,6 +110,7 @@ class _Plan:
             for slot in slots:
                 self._totals[slot.name] = slot.start + slot.length
                 lengths[slot.name] = lengths.get(slot.name, 0) + slot.length
+            self._admit_again(placed, slots)
             self._slots.append((placed.item, slots))
         self._rows.append(lengths)
 
@@ -228,6 +150,17 @@ class _Plan:
             )
         self._trailing[name] = tuple(max(pair) for pair in zip(trailing, shape[1:], strict=True))
 
+    def _admit_again(self, placed: Placed, slots: list[_Slot]) -> None:
+        """Note where an item stands first, and check that equal identities have equal tensors, as to form."""
+        known = self._first.setdefault((placed.item.identity, type(placed.item)), slots)
+        if [(slot.name, slot.spec) for slot in known] != [(slot.name, slot.spec) for slot in slots]:
+            raise BatchError(
+                "one identity stands for two different items",
+                where=placed.where,
+                expected=str({slot.name: list(slot.shape) for slot in known}),
+                got=str({slot.name: list(slot.shape) for slot in slots}),
+            )
+
     def allocate(self, dtype: Any, pin_memory: bool) -> dict[str, Any]:
         """Return a tensor for each keyword, not written yet unless parts of it stay padding."""
         out = {}
@@ -241,11 +174,10 @@ class _Plan:
 
     def fill(self, out: Mapping[str, Any], executor: Executor | None) -> None:
         """Expand each distinct item to its first place, then copy it to its others."""
-        first: dict[tuple[str, type], list[_Slot]] = {}
         jobs: list[tuple[MediaItem, list[_Slot]]] = []
         copies: list[tuple[_Slot, _Slot]] = []
         for item, slots in self._slots:
-            known = first.setdefault((item.identity, type(item)), slots)
+            known = self._first[item.identity, type(item)]
             if known is slots:
                 jobs.append((item, slots))
             else:

@@ -6,7 +6,8 @@ from typing import Any
 
 from mmrender.training._torch import torch
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import collate_fields, model_kwargs, placed_items
+from mmrender.training.fields import collate_fields, model_kwargs
+from mmrender.training.placing import placed_items
 from mmrender.trajectory.sample import TrainingSample
 
 

@@ -12,8 +12,8 @@ from mmrender.errors import BatchError
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collation import collate
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import image_key
 from mmrender.training.packing import balance, compute_cost, first_fit_decreasing
+from mmrender.training.placing import image_key
 from mmrender.trajectory.sample import TrainingSample
 
 

@@ -16,7 +16,15 @@ from mmrender.training import (
     token_logprobs,
 )
 from mmrender.training.inputs import block_diagonal_mask, labels
-from training_models import FAMILIES, MROPE_FAMILIES, PAD_ID, TinyFamily, make_samples, tiny_family
+from training_models import (
+    FAMILIES,
+    MROPE_FAMILIES,
+    PAD_ID,
+    TinyFamily,
+    make_samples,
+    tiny_family,
+    video_sample,
+)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "right": {},
@@ -62,6 +70,19 @@ def test_logits_equal_those_of_single_forwards(name: str, folder: Path) -> None:
         assert expected["s0"].std() > 0.5  # logits that were all alike would equal each other in any case
         for options in LAYOUTS.values():
             batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
+            for sample_id, logits in together(tiny, batch).items():
+                torch.testing.assert_close(logits, expected[sample_id], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_videos_beside_images(name: str, folder: Path) -> None:
+    tiny = tiny_family(name, folder)
+    samples = [video_sample(tiny, 2), *make_samples(tiny, (1, 0)), video_sample(tiny, 3, seed=1)]
+    with torch.no_grad():
+        expected = {sample.sample_id: alone(tiny, sample) for sample in samples}
+        for options in ({}, {"rows": [[3, 1], [0, 2]]}):
+            batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
+            assert batch.fields["video_grid_thw"].values[:, 0].sum() == 5
             for sample_id, logits in together(tiny, batch).items():
                 torch.testing.assert_close(logits, expected[sample_id], atol=1e-4, rtol=0)
 

@@ -413,6 +413,12 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
             "Put samples of different kinds into different batches",
         ),
         (
+            lambda: batch_of(GOOD, sample([replace(patch_item(32, 32), identity=ITEM.identity)], name="b")),
+            "b.image[0]: one identity stands for two different items - "
+            "expected {'pixel_values': [16, 96], 'image_grid_thw': [1, 3]}, "
+            "got {'pixel_values': [64, 96], 'image_grid_thw': [1, 3]}",
+        ),
+        (
             lambda: batch_of(GOOD).split(torch.zeros(1, 11)),
             "a tensor is not aligned to the batch - expected [1, 12] first, got [1, 11]",
         ),
