@@ -46,7 +46,7 @@ class SharedMemoryLink(StreamLink):
     """One connection on one host.
 
     Args:
-        sock: Connected Unix socket, non-blocking; the link owns it.
+        sock: Connected Unix socket; the link owns it.
         peer: Who is there, for messages.
         pool: Where payloads that come through the socket are received into.
         max_bytes: Most shared memory, in either direction.
@@ -111,7 +111,9 @@ class SharedMemoryLink(StreamLink):
     def read_some(self, view: memoryview) -> int:
         """Receive what is there; descriptors that come along are kept for the parcel that they belong to."""
         space = socket.CMSG_SPACE(_FD_BYTES)
-        count, ancillary, flags, _ = self._sock.recvmsg_into([view], space, _CLOSE_ON_EXEC)
+        count, ancillary, flags, _ = self._sock.recvmsg_into(
+            [view], space, socket.MSG_DONTWAIT | _CLOSE_ON_EXEC
+        )
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")

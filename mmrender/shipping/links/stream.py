@@ -20,7 +20,8 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mmcodecs import BufferPool
 from mmrender.errors import ShippingConnectionError, ShippingProtocolError
@@ -35,8 +36,13 @@ _PREFIX = struct.Struct("<4sBBHII")
 _ALIGNMENT = 64
 _GAP = memoryview(bytes(_ALIGNMENT))
 _IOV_MAX = 512
-_YIELD_BYTES = 16 << 20
+_LARGE = 1 << 20
+_PIECE_BYTES = 4 << 20
+_FLOW_BYTES = 256 << 10
+_YIELD_PARCELS = 32
 """A peer that writes as fast as we read must not keep everybody else from the event loop."""
+_MOMENT = struct.pack("ll", 0, 50_000)
+"""50 milliseconds: how long a thread may sleep over a socket."""
 
 
 def layout(lengths: Sequence[int]) -> tuple[list[int], int]:
@@ -49,6 +55,18 @@ def layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of pieces after so many bytes."""
+    at = 0
+    while at < len(parts) and count >= parts[at].nbytes:
+        count -= parts[at].nbytes
+        at += 1
+    rest = parts[at:]
+    if count:
+        rest[0] = rest[0][count:]
+    return rest
+
+
 def prefix(kind: int, extra: int, header: bytes, lengths: Sequence[int]) -> bytes:
     """Write everything of a parcel that comes before its frames."""
     start = _PREFIX.pack(MAGIC, VERSION, kind, extra, len(header), len(lengths))
@@ -59,7 +77,7 @@ class StreamLink:
     """One connected stream socket.
 
     Args:
-        sock: Connected, non-blocking; the link owns it.
+        sock: Connected; the link owns it.
         peer: Who is there, for messages.
         pool: Where payloads are received into. Buffers go back when the last view of them is gone.
     """
@@ -72,6 +90,12 @@ class StreamLink:
         self._loop = asyncio.get_running_loop()
         self._writing = asyncio.Lock()
         self._prefix = memoryview(bytearray(_PREFIX.size))
+        self._parcels = 0
+        self._busy: set[asyncio.Future[int]] = set()
+        # Calls on the event loop say each time that they do not wait; those in threads may, for a moment.
+        sock.setblocking(True)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _MOMENT)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
@@ -91,6 +115,9 @@ class StreamLink:
     async def receive(self, limit: Limit) -> Parcel:
         """Wait for a parcel. Its frames are views of one pooled buffer, aligned to 64 bytes."""
         while True:
+            self._parcels += 1
+            if self._parcels % _YIELD_PARCELS == 0:
+                await asyncio.sleep(0)
             kind, extra, header_bytes, count = await self._read_prefix()
             lengths, header = await self._read_rest(count, header_bytes)
             parcel = await self.take(kind, extra, header, lengths, limit)
@@ -114,34 +141,42 @@ class StreamLink:
 
     async def aclose(self) -> None:
         """Close the socket; the system goes on sending what it has taken."""
-        if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
-            self._sock.close()
+        if self._sock.fileno() < 0:
+            return
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        if self._busy:
+            # A thread must not find itself reading from another file that got the same number.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait(self._busy)
+        self._sock.close()
 
     async def write(self, parts: list[memoryview], fd: int | None = None) -> None:
         """Send pieces one after the other, with a file descriptor attached to the first byte."""
         async with self._writing:
-            await self._write(parts, fd)
+            await self._write([part for part in parts if part.nbytes], fd)
 
     async def _write(self, parts: list[memoryview], fd: int | None) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
-        parts = [part for part in parts if part.nbytes]
-        at = 0
-        while at < len(parts):
+        left = sum(part.nbytes for part in parts)
+        while parts:
+            batch = parts[:_IOV_MAX]
+            # What fills the system's buffers many times is handed over by a thread that sleeps there.
+            large = left >= _LARGE and not rights
             try:
-                count = self._sock.sendmsg(parts[at : at + _IOV_MAX], rights)
+                if large:
+                    count = await self._in_thread(self._sock.sendmsg, batch)
+                else:
+                    count = self._sock.sendmsg(batch, rights, socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=True)
                 continue
             except OSError as error:
                 raise broken(self.peer, error) from error
             rights = []
-            while at < len(parts) and count >= parts[at].nbytes:
-                count -= parts[at].nbytes
-                at += 1
-            if count:
-                parts[at] = parts[at][count:]
+            left -= count
+            parts = _after(parts, count)
 
     async def _read_prefix(self) -> tuple[int, int, int, int]:
         await self._fill(self._prefix)
@@ -165,28 +200,42 @@ class StreamLink:
 
     async def _fill(self, view: memoryview) -> None:
         """Receive until the view is full."""
-        since_yield = 0
+        flows = True
         while view.nbytes:
+            large = flows and view.nbytes >= _LARGE
             try:
-                count = self.read_some(view)
+                count = await self._in_thread(self._pull, view) if large else self.read_some(view)
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=False)
-                since_yield = 0
                 continue
             except OSError as error:
                 raise broken(self.peer, error) from error
             if not count:
                 raise broken(self.peer, "the peer closed it")
             self.heard = time.monotonic()
+            # A peer that trickles must not keep a thread.
+            flows = not large or count >= _FLOW_BYTES
             view = view[count:]
-            since_yield += count
-            if since_yield >= _YIELD_BYTES:
-                since_yield = 0
-                await asyncio.sleep(0)
 
     def read_some(self, view: memoryview) -> int:
         """Receive what is there, without waiting."""
-        return self._sock.recv_into(view)
+        return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+
+    def _pull(self, view: memoryview) -> int:
+        """Receive a good piece, asleep in the system while it comes; runs in a thread."""
+        return self._sock.recv_into(view[:_PIECE_BYTES], 0, socket.MSG_WAITALL)
+
+    async def _in_thread(self, call: Callable[[Any], int], argument: Any) -> int:
+        """Make a call that lasts a moment at most, which the socket's time limits see to."""
+        future = self._loop.run_in_executor(None, call, argument)
+        self._busy.add(future)
+        future.add_done_callback(self._idle)
+        return await asyncio.shield(future)
+
+    def _idle(self, future: asyncio.Future[int]) -> None:
+        self._busy.discard(future)
+        if not future.cancelled():
+            future.exception()  # whoever waited for it may be gone
 
     async def _ready(self, *, writing: bool) -> None:
         """Wait until the socket can be read from, or written to."""
