@@ -1,4 +1,4 @@
-"""Which images a sample holds, where they stand in its tokens, and which samples can share a batch by them."""
+"""Which images a sample holds and where they stand in its tokens; which samples can share a batch by them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

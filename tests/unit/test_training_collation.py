@@ -512,3 +512,19 @@ def test_the_package_imports_torch_at_first_use_and_nothing_of_the_workers_side(
         "assert not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import mmrender.training as t\n"
+        "from mmrender.errors import MissingDependencyError\n"
+        "try:\n"
+        "    t.TensorList\n"
+        "except MissingDependencyError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == (
+        "mmrender.training needs torch, which is not installed. Install it with: pip install 'mmrender[torch]'"
+    )
