@@ -158,8 +158,8 @@ class RendererClient:
         place = self._conversations.place(trajectory, conversation, definitions, parent)
         left_out: frozenset[int] = frozenset() if isinstance(place, StartsAnew) else place.left_out
         prompt = await self._prompter.prompt(place, conversation, tools)
-        held = await self._choices.parameter(choices, tools)
-        sampling = {**self.sampling_params, **(sampling_params or {}), **held}
+        given = {**self.sampling_params, **(sampling_params or {})}
+        sampling = await self._choices.held_to(choices, tools, given)
         while True:
             try:
                 generation = await self._sampled(prompt, tools, sampling, request_options)

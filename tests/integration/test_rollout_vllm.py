@@ -51,9 +51,10 @@ def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
 
     async def run():
         transport = HTTPTransport(server.base_url)
-        client = RendererClient(
-            renderer, transport, model=MODEL, sampling_params={"max_tokens": 48, "seed": 5}, **client_options
-        )
+        # A pad token that is sampled is text to vLLM, and an image to a plain forward of Transformers.
+        pad = renderer.tokenizer.token_id("<|image_pad|>")
+        sampling = {"max_tokens": 64, "seed": 5, "logit_bias": {pad: -100.0}}
+        client = RendererClient(renderer, transport, model=MODEL, sampling_params=sampling, **client_options)
         generator = VLMGenerator(
             client, {"find-cell": partial(FindCell, settings)}, failures="raise", save_to=tmp_path
         )

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from mmrender.errors import EngineConnectionError, InputError, PromptTooLongError
-from mmrender.messages import Message
+from mmrender.messages import Message, ToolCall
 from mmrender.pool import RendererPool
 from mmrender.renderer import Renderer
 from mmrender.rollout.renderer_client import RendererClient
@@ -324,6 +324,15 @@ def test_choices_become_what_the_engine_takes(renderer):
     talk = Talk(renderer, "right", name="sglang")
     talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
     assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"regex": "(left\\.|right)"}
+
+
+def test_delimiters_of_choices_are_sampled_as_their_tokens(renderer):
+    made = Message(role="assistant", content="", tool_calls=(ToolCall("look", {"at": 1}),))
+    talk = Talk(renderer, call(1))
+    talk.ask(OPENING, tools=TOOLS, choices=[made], sampling_params={"logit_bias": {7: -3.0}})
+    opens, closes = (renderer.tokenizer.token_id(token) for token in ("<tool_call>", "</tool_call>"))
+    bias = talk.backend.requests[0].sampling_params["logit_bias"]
+    assert bias == {str(opens): 50.0, str(closes): 50.0, "7": -3.0}
 
 
 def test_options_and_parameters_of_calls_come_over_those_of_the_client(renderer):

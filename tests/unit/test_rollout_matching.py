@@ -7,7 +7,7 @@ from PIL import Image
 from mmrender.content import normalize_messages
 from mmrender.errors import MessageError
 from mmrender.renderer import Renderer
-from mmrender.rollout.choices import choice_texts
+from mmrender.rollout.choices import written_choices
 from mmrender.rollout.matching import begins_with, same_message
 from mmrender.rollout.shortening import droppable_units, without
 
@@ -138,12 +138,15 @@ def test_choices_are_what_the_model_would_write(tiny_model):
         {"role": "assistant", "content": "left"},
         {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
     ]
-    texts = choice_texts(renderer, choices)
+    written = written_choices(renderer, choices)
+    texts = [choice.text for choice in written]
     assert texts == ["left", '<tool_call>\n{"name": "zoom", "arguments": {"x": 1}}\n</tool_call>']
+    delimiters = {renderer.tokenizer.token_id(token) for token in ("<tool_call>", "</tool_call>")}
+    assert [choice.delimiters for choice in written] == [frozenset(), delimiters]
     parsed = renderer.parse_response(renderer.tokenizer.encode(texts[1]))
     assert [(attempt.name, attempt.arguments) for attempt in parsed.tool_calls] == [("zoom", {"x": 1})]
     with pytest.raises(MessageError) as refused:
-        choice_texts(renderer, [{"role": "user", "content": "x"}])
+        written_choices(renderer, [{"role": "user", "content": "x"}])
     assert str(refused.value) == (
         "choices[0].role: a choice is not the model's turn - expected 'assistant', got 'user'"
     )
