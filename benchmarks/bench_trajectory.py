@@ -12,10 +12,11 @@ text and 100 sampled ones. The cases:
 Three ways to ship each of them, all with images as uint8 planes; float32 patches would be eight times the
 bytes. "cumulative" sends every step with all of its tokens and images, as steps in the shape of
 `TrajectoryStepTokens` hold them; "last only" sends images for the ends of branches alone; "tree" is
-`group_to_wire`. Bytes of the first two are counted, not sent. Times are
-medians of the tree's four parts: appending all steps, packing and encoding as frames, decoding and unpacking,
-samples of all branches. "again" is a second message with the same images over a connection with a shared
-table. "peak" is the memory that packing, encoding, decoding and unpacking take at most, besides the images.
+`group_to_wire`. Bytes of the first two are counted, not sent. Times are medians
+of processor time, of the tree's four parts: appending all steps, packing and encoding as frames, decoding and
+unpacking, samples of all branches. "again" is a second message with the same images over a connection with a
+shared table. "peak" is the memory that packing, encoding, decoding and unpacking take at most, besides the
+images.
 """
 
 import argparse
@@ -139,9 +140,9 @@ def timed(call: Callable[[], Any], rounds: int) -> tuple[float, Any]:
     seconds = []
     result: Any = None
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         result = call()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return statistics.median(seconds), result
 
 
