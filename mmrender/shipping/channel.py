@@ -11,7 +11,7 @@ from mmrender.shipping.messages import Data, Message, pack, unpack
 from mmrender.shipping.security import TAG_BYTES, SessionKeys, same_tag, tag
 
 T = TypeVar("T")
-INLINE_WORK = 1 << 20
+INLINE_WORK = 4 << 20
 """Work on up to this many bytes is done on the event loop: a thread would cost more than it frees."""
 _NUMBER_BYTES = 8
 

@@ -11,7 +11,6 @@ from mmcodecs import BufferPool, Limits
 from mmcodecs.limits import DEFAULT_LIMITS
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping.address import Address
-from mmrender.shipping.channel import off_loop
 from mmrender.shipping.connections import Connections
 from mmrender.shipping.delivery import Delivery
 from mmrender.shipping.links.base import Transport
@@ -190,7 +189,7 @@ class Sender:
         self._check()
         kind, wire = to_wire(value)
         name = id if id is not None else id_of(value)
-        num_bytes = await off_loop(getattr(value, "nbytes", 0), lambda: _size(wire, self._limits))
+        num_bytes = _size(wire, self._limits)
         await self._outbox.bell.wait_until(lambda: self._outbox.has_room(num_bytes) or self._over())
         self._check()
         self._next += 1

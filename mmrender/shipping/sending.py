@@ -58,7 +58,9 @@ class SendingSession:
         self.encoder.forget(self._forget)
         self._forget.clear()
         try:
-            frames = await off_loop(entry.num_bytes, lambda: self.encoder.encode_frames(entry.value))
+            # No array is copied, so only hashing takes time that grows with their size.
+            work = entry.num_bytes if self.encoder.share_from is not None else 0
+            frames = await off_loop(work, lambda: self.encoder.encode_frames(entry.value))
         except CodecError as error:
             self.outbox.fail(entry.seq, _changed(entry, error))
             return

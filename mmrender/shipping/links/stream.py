@@ -42,7 +42,9 @@ _FLOW_BYTES = 256 << 10
 _YIELD_PARCELS = 32
 """A peer that writes as fast as we read must not keep everybody else from the event loop."""
 _MOMENT = struct.pack("ll", 0, 50_000)
-"""50 milliseconds: how long a thread may sleep over a socket."""
+"""50 milliseconds: how long a thread may sleep over a socket on which nothing moves."""
+_TURN_S = 0.25
+"""How long it may stay with one on which something does."""
 
 
 def layout(lengths: Sequence[int]) -> tuple[list[int], int]:
@@ -161,14 +163,13 @@ class StreamLink:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         left = sum(part.nbytes for part in parts)
         while parts:
-            batch = parts[:_IOV_MAX]
             # What fills the system's buffers many times is handed over by a thread that sleeps there.
             large = left >= _LARGE and not rights
             try:
                 if large:
-                    count = await self._in_thread(self._sock.sendmsg, batch)
+                    count = await self._in_thread(self._push, parts)
                 else:
-                    count = self._sock.sendmsg(batch, rights, socket.MSG_DONTWAIT)
+                    count = self._sock.sendmsg(parts[:_IOV_MAX], rights, socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
                 await self._ready(writing=True)
                 continue
@@ -222,8 +223,36 @@ class StreamLink:
         return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
 
     def _pull(self, view: memoryview) -> int:
-        """Receive a good piece, asleep in the system while it comes; runs in a thread."""
-        return self._sock.recv_into(view[:_PIECE_BYTES], 0, socket.MSG_WAITALL)
+        """Receive as long as it flows, asleep in the system meanwhile; runs in a thread."""
+        end, done = time.monotonic() + _TURN_S, 0
+        while done < view.nbytes:
+            piece = view[done : done + _PIECE_BYTES]
+            try:
+                count = self._sock.recv_into(piece, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                break
+            done += count
+            self.heard = time.monotonic()
+            if count < piece.nbytes or self.heard > end:
+                break
+        else:
+            return done
+        # Nothing at all may mean that nothing has come yet, which the event loop finds out.
+        return done or self.read_some(view)
+
+    def _push(self, parts: list[memoryview]) -> int:
+        """Send as long as it flows, asleep in the system meanwhile; runs in a thread."""
+        end, done = time.monotonic() + _TURN_S, 0
+        while parts and time.monotonic() < end:
+            try:
+                count = self._sock.sendmsg(parts[:_IOV_MAX])
+            except BlockingIOError:
+                if not done:
+                    raise
+                break
+            done += count
+            parts = _after(parts, count)
+        return done
 
     async def _in_thread(self, call: Callable[[Any], int], argument: Any) -> int:
         """Make a call that lasts a moment at most, which the socket's time limits see to."""
