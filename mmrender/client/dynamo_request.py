@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mmrender.client.backend import EngineRequest
+from mmrender.client.sampling import where as parameter
 from mmrender.client.spelling import translate
-from mmrender.errors import EngineUnsupportedError, InputError
+from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
 
 EXTRA_FIELDS: Final = ("completion_token_ids", "prompt_token_ids", "engine_data")
 _BYTES_PER_ID: Final = 8
@@ -20,10 +21,16 @@ def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any
         nvext: The caller's own members of `nvext`.
 
     Raises:
-        SamplingParameterError: Dynamo does not know a parameter.
+        SamplingParameterError: Dynamo does not know a parameter, or `max_tokens` is missing.
         InputError: The caller's `nvext` holds what belongs to the request.
     """
     spelled = translate(request.sampling_params, "dynamo")
+    if "max_completion_tokens" not in spelled.request:
+        raise SamplingParameterError(
+            "is missing, and how long a completion may be is then the worker's choice",
+            where=parameter("max_tokens"),
+            expected="an integer of 1 or more",
+        )
     return {
         "model": request.model,
         # Not looked at where there is `token_data`, but a request without messages is refused.

@@ -139,6 +139,12 @@ class SGLangBackend:
         return body
 
     def _check_sampling(self, params: Mapping[str, Any]) -> None:
+        if params.get("max_tokens") is None:
+            raise SamplingParameterError(
+                "is missing, and SGLang would stop after 128 tokens",
+                where=parameter("max_tokens"),
+                expected="an integer of 1 or more",
+            )
         if params.get("seed") is not None and not self.deterministic:
             raise SamplingParameterError(
                 "SGLang ignores seeds unless it runs with --enable-deterministic-inference",

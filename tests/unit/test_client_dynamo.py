@@ -142,6 +142,13 @@ def test_parameters_that_dynamo_refuses_are_refused_here(name):
     assert recording.sent is None
 
 
+def test_the_length_of_a_completion_is_always_sent():
+    assert refused(SamplingParameterError, recorded("text"), sampling_params={"temperature": 0.0}) == (
+        "sampling_params['max_tokens']: is missing, and how long a completion may be is then the worker's choice "
+        "- expected an integer of 1 or more"
+    )
+
+
 # --- answers ---
 
 
