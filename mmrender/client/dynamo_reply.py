@@ -97,7 +97,7 @@ def _reason(choice: Mapping[str, Any], ids: Sequence[int], request: EngineReques
 
 
 def _may_have_stopped(ids: Sequence[int], request: EngineRequest) -> bool:
-    """Whether the last token is a stop token, or something else than a token may have ended the completion."""
+    """Whether the last token is a stop token, or something else may have ended the completion."""
     params = request.sampling_params
     stop_ids = params.get("stop_token_ids") or ()
     if params.get("stop") or not (stop_ids or params.get("ignore_eos")):
