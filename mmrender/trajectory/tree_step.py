@@ -77,6 +77,9 @@ class Step:
     def __len__(self) -> int:
         return self.keep + len(self.own_ids)
 
+    def __bool__(self) -> bool:
+        return True  # a step without tokens is a step: `if step.parent` asks whether there is one
+
     def __repr__(self) -> str:
         start = "a root" if self.parent is None else f"{self.keep} tokens of step {self.parent.index}"
         own = f"{self.added} of the prompt, {len(self.completion_ids)} sampled, {len(self.own_entries)} media"
