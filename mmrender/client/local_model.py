@@ -162,9 +162,10 @@ class LocalModel:
                 for name, tensor in item.tensors(dtype, framework="torch").items():  # type: ignore[arg-type]
                     joined.setdefault(name, []).append(tensor)
         media = {name: torch.cat(tensors).to(self.model.device) for name, tensors in joined.items()}
-        if "mm_token_type_ids" in self._arguments:
+        # Gemma 3 calls them otherwise, and lets the tokens of an image see one another.
+        for name in {"mm_token_type_ids", "token_type_ids"} & self._arguments:
             types = torch.from_numpy(mm_token_type_ids(sidecar, length))
-            media["mm_token_type_ids"] = types[None].to(self.model.device)
+            media[name] = types[None].to(self.model.device)
         unknown = sorted(media.keys() - self._arguments)
         if unknown:
             raise EngineUnsupportedError(

@@ -1,0 +1,62 @@
+"""Logprobs of `LocalBackend` equal those of one plain forward, for each family of Transformers, sequences mixed."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmrender.client.backend import EngineRequest
+from mmrender.client.local import LocalBackend
+from mmrender.training import collate
+from training_models import FAMILIES, IMAGE_ID, PAD_ID, VIDEO_ID, make_samples, tiny_family
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processors")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_equal_a_plain_forward(name: str, folder: Path) -> None:
+    tiny = tiny_family(name, folder)
+    backend = LocalBackend(tiny.model)
+    samples = make_samples(tiny, (1, 0, 2))
+    # A media token that is sampled would be an image to the plain forward.
+    sampling = {"max_tokens": 6, "ignore_eos": True, "logit_bias": {IMAGE_ID: -100.0, VIDEO_ID: -100.0}}
+
+    async def together():
+        return await asyncio.gather(
+            *[
+                backend.generate(
+                    EngineRequest(
+                        name,
+                        sample.token_ids.tolist(),
+                        {**sampling, "seed": index},
+                        sample.sample_id,
+                        sample.multi_modal_data,
+                    )
+                )
+                for index, sample in enumerate(samples)
+            ]
+        )
+
+    for sample, response in zip(samples, asyncio.run(together()), strict=True):
+        count = len(response.completion_ids)
+        whole = replace(
+            sample,
+            token_ids=np.concatenate([sample.token_ids, np.array(response.completion_ids, np.int32)]),
+            loss_mask=np.pad(sample.loss_mask, (0, count)),
+            logprobs=np.pad(sample.logprobs, (0, count)),
+        )
+        inputs = collate([whole], tiny.family, pad_token_id=PAD_ID).model_inputs()
+        # The model itself numbers positions and masks.
+        del inputs["position_ids"], inputs["attention_mask"]
+        with torch.no_grad():
+            logprobs = tiny.model(**inputs).logits[0].float().log_softmax(-1)
+        rows = logprobs[len(sample) - 1 : -1]
+        assert rows.std() > 0.5
+        plain = rows[range(count), response.completion_ids]
+        assert response.logprobs == pytest.approx(plain.tolist(), abs=1e-4)
