@@ -1,7 +1,8 @@
 """The clients that `bench_client.py` compares. Each sends the same prompt and the same image text.
 
-Prompts are given as tokens and images as base64 text that is made beforehand, so what is timed is the client:
-its checks, its JSON, its HTTP, and reading the answer into tokens, logprobs and a message.
+Prompts are given as tokens, and images as base64 that is made beforehand, in the type in which each client's
+own encoding gives it (bytes for mmrender, text for the others). So what is timed is the client: its JSON, its
+HTTP, and reading the answer into tokens, logprobs and a message.
 """
 
 from collections.abc import Awaitable, Callable
