@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
     from mmrender.media.policy import MediaPolicy
     from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall, VideoPart
+    from mmrender.pool.pool import RendererPool
     from mmrender.protocols import MultimodalRenderer, RendererProtocol, is_multimodal
     from mmrender.rendered import RenderedTokens, TokenSpan
     from mmrender.renderer import Renderer
+    from mmrender.rollout.renderer_client import RendererClient
+    from mmrender.trajectory.sample import TrainingSample
+    from mmrender.trajectory.tree import Trajectory
 
 __all__ = [
     "ImagePart",
@@ -29,11 +33,15 @@ __all__ = [
     "PlaceholderRange",
     "RenderedTokens",
     "Renderer",
+    "RendererClient",
+    "RendererPool",
     "RendererProtocol",
     "TextPart",
     "ThinkingPart",
     "TokenSpan",
     "ToolCall",
+    "TrainingSample",
+    "Trajectory",
     "VideoPart",
     "__version__",
     "generate",
@@ -51,11 +59,15 @@ _HOMES: Final = {
     "PlaceholderRange": "mmrender.media.item",
     "RenderedTokens": "mmrender.rendered",
     "Renderer": "mmrender.renderer",
+    "RendererClient": "mmrender.rollout.renderer_client",
+    "RendererPool": "mmrender.pool.pool",
     "RendererProtocol": "mmrender.protocols",
     "TextPart": "mmrender.messages",
     "ThinkingPart": "mmrender.messages",
     "TokenSpan": "mmrender.rendered",
     "ToolCall": "mmrender.messages",
+    "TrainingSample": "mmrender.trajectory.sample",
+    "Trajectory": "mmrender.trajectory.tree",
     "VideoPart": "mmrender.messages",
     "generate": "mmrender.client.generate",
     "is_multimodal": "mmrender.protocols",

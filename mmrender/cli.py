@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.policy import MediaPolicy
@@ -12,6 +12,7 @@ from mmrender.media.processors.base import ImageBackend
 from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
+    from mmrender.client.backends import BackendName
     from mmrender.rendered import RenderedTokens
 
 try:
@@ -157,6 +158,49 @@ def demo(
     raise typer.Exit(
         demonstrate(server, backend=backend if server else None, model=model, renderer_of=renderer)
     )
+
+
+@app.command()
+def serve(
+    urls: Annotated[
+        list[str], typer.Argument(help="Base URLs of running inference servers.", metavar="URL...")
+    ],
+    model: ModelOption,
+    *,
+    engine_model: Annotated[
+        str | None, typer.Option(help="Name under which the servers know the model; as --model by default.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help='Their engine: "vllm", "sglang" or "dynamo".')] = "vllm",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than loopback need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for any free one.")] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="MMRENDER_API_KEY", help="What requests must bring.", show_default=False),
+    ] = None,
+    render: Annotated[bool, typer.Option(help="Render chat here, or pass it on to the servers.")] = True,
+) -> None:
+    """Serve OpenAI's routes over several inference servers."""
+    from mmrender.engines import ServerSettings
+    from mmrender.engines.command import serve as serve_engines
+
+    settings = ServerSettings(model=model, host=host, port=port, api_key=api_key)
+    serve_engines(
+        urls,
+        engine_model=engine_model or model,
+        settings=settings,
+        backend=_engine(backend),
+        renderer=_load(model, "torch") if render else None,
+        started=lambda url: _log.print(f"serving {model} at {url}", markup=False),
+    )
+
+
+def _engine(name: str) -> "BackendName":
+    from mmrender.client.backends import resolve_backend
+
+    resolve_backend(cast("BackendName", name), None, "")  # refuses a name that there is not
+    return cast("BackendName", name)
 
 
 @app.command()
