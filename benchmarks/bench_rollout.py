@@ -2,23 +2,25 @@
 
     python benchmarks/bench_rollout.py [--quick] [--rounds 7] [--mb 67] [--json FILE]
 
-**The group**: 8 rollouts of 16 turns; each turn adds an image of 640 x 960 pixels (1.84 MB as uint8 planes), 600
-placeholder tokens, 20 tokens of text and 100 sampled ones. The first 4 images are the same in all rollouts. It is
-shipped from one process to another, where it is decoded:
+**The group**: 8 rollouts of 16 turns; each turn adds an image of 640 x 960 pixels (1.84 MB as uint8 planes),
+600 placeholder tokens, 20 tokens of text and 100 sampled ones. The first 4 images are the same in all
+rollouts. It is shipped from one process to another, where it is decoded:
 
 - cumulative: each step is a message with its whole prompt and all images so far, as rollouts hold them;
 - last only: the same, but only the last step of each rollout has images, which loses them under branching;
 - ours: `Sender.send(trajectory)`, once per rollout.
 
-The first two travel in the plain form, which is what a typical library does (msgpack, `tobytes`, `zmq.send`), and in
-ours (frames over a Unix socket), so that the gain of the codec and that of the content table can be told apart. All
-of them ship uint8 planes; with float32 patches every figure in bytes but the last would be eight times as large.
-Time is from the first message to the last acknowledgement; peaks are those of the resident sets over what they were
-before, with the rollouts in the sender's memory and nothing kept by the receiver.
+The first two travel in the plain form, which is what a typical library does (msgpack, `tobytes`, `zmq.send`),
+and in ours (frames over a Unix socket), so that the gain of the codec and that of the content table can be
+told apart. They ship uint8 planes as ours does; as float32 patches, they would ship eight times as much. Time
+is from the first message to the last acknowledgement; peaks are those of the resident sets over what they
+were before, with the rollouts in the sender's memory and nothing kept by the receiver.
 
-**The transports**: one message of 16 arrays, 4 in a row, from encoding to the acknowledgement of what was decoded;
-gigabytes a second of one such message. All take turns, so that a slow spell of the machine meets every one. The
-receiver looks at no element: with views, reading is what costs it, and it does so once in any form.
+**The transports**: one message of 16 arrays, 4 in a row, from encoding to the acknowledgement of what was
+decoded; gigabytes a second of one such message. All take turns, so that a slow spell of the machine meets
+every one. "processor" is the processor time of both processes, which depends less on who else uses the
+machine. The receiver looks at no element: with views, reading is what costs it, and it does so once in any
+form.
 """
 
 import argparse
@@ -126,6 +128,9 @@ async def serve(folder: str) -> None:
         resident = Resident()
         before = 0
         while line := await asyncio.to_thread(sys.stdin.readline):
+            if line.strip() == "cpu":
+                print(time.process_time_ns(), flush=True)
+                continue
             if line.strip() == "start" and resident.works:
                 resident.trim(0)
                 Path("/proc/self/clear_refs").write_text("5")
@@ -235,18 +240,16 @@ async def measure_group(turns: int, rounds: int) -> list[dict[str, Any]]:
             row = rows.setdefault(name, {"name": name, "bytes": taken["bytes"], "s": [], "out": [], "in": []})
             for key in ("s", "out", "in"):
                 row[key].append(taken[key])
-    out = []
-    for row in rows.values():
-        out.append(
-            {
-                "name": row["name"],
-                "bytes": row["bytes"],
-                "seconds": statistics.median(row["s"]),
-                "peak_sender": statistics.median(row["out"]),
-                "peak_receiver": statistics.median(row["in"]),
-            }
-        )
-    return out
+    return [
+        {
+            "name": row["name"],
+            "bytes": row["bytes"],
+            "seconds": statistics.median(row["s"]),
+            "peak_sender": statistics.median(row["out"]),
+            "peak_receiver": statistics.median(row["in"]),
+        }
+        for row in rows.values()
+    ]
 
 
 async def ship_group(
@@ -302,12 +305,13 @@ def make_message(megabytes: int) -> dict[str, Any]:
     }
 
 
-async def measure_transports(megabytes: int, rounds: int) -> dict[str, float]:
-    """Seconds of one message, by transport; "memcpy" is one copy between warm buffers."""
+async def measure_transports(megabytes: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of one message by transport, on the clock and of both processors; "memcpy" is one warm copy."""
     message = make_message(megabytes)
     num_bytes = sum(array.nbytes for array in message.values())
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     seconds: dict[str, list[float]] = {}
+    busy: dict[str, list[float]] = {}
     context: zmq.Context[Any] = zmq.Context()
     with tempfile.TemporaryDirectory() as folder:
         other = Other(folder)
@@ -330,15 +334,22 @@ async def measure_transports(megabytes: int, rounds: int) -> dict[str, float]:
                     ships[name] = lambda ours=ours: ship_ours(ours, iter([message] * IN_A_ROW))
                 for number in range(rounds + 1):
                     for name, ship in ships.items():
+                        worked = time.process_time_ns() + other.ask("cpu")
                         start = time.perf_counter()
                         await ship()
                         took = time.perf_counter() - start
+                        worked = time.process_time_ns() + other.ask("cpu") - worked
                         if number:  # the first round fills the pools
-                            seconds.setdefault(name, []).append(took / (1 if name == "memcpy" else IN_A_ROW))
+                            count = 1 if name == "memcpy" else IN_A_ROW
+                            seconds.setdefault(name, []).append(took / count)
+                            busy.setdefault(name, []).append(worked / 1e9 / count)
         finally:
             other.close()
             context.destroy(0)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    clock, processor = (
+        {name: statistics.median(values) for name, values in each.items()} for each in (seconds, busy)
+    )
+    return clock, processor
 
 
 def bars(transports: dict[str, float]) -> list[dict[str, Any]]:
@@ -373,10 +384,18 @@ def show_group(rows: list[dict[str, Any]]) -> None:
     )
 
 
-def show_transports(transports: dict[str, float], megabytes: int) -> None:
+def show_transports(transports: dict[str, float], busy: dict[str, float], megabytes: int) -> None:
     print(
         table(
-            [f"transport, {megabytes} MB a message", "ms", "GB/s", "of memcpy", "plain form ÷ it"],
+            [
+                f"transport, {megabytes} MB a message",
+                "ms",
+                "GB/s",
+                "of memcpy",
+                "plain form ÷ it",
+                "processor ms",
+                "plain form ÷ it",
+            ],
             [
                 [
                     name,
@@ -384,6 +403,8 @@ def show_transports(transports: dict[str, float], megabytes: int) -> None:
                     f"{megabytes / 1e3 / seconds:.2f}",
                     f"{transports['memcpy'] / seconds:.2f}",
                     shown_ratio(transports[PLAIN_IPC], seconds),
+                    shown_ms(busy[name]),
+                    shown_ratio(busy[PLAIN_IPC], busy[name]),
                 ]
                 for name, seconds in transports.items()
             ],
@@ -395,7 +416,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mb", type=int, default=67, help="megabytes of the transports' message")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller messages, shorter rollouts")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, smaller messages, shorter rollouts"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -406,8 +429,8 @@ def main() -> None:
     group = asyncio.run(measure_group(turns, min(3, rounds)))
     show_group(group)
     print()
-    transports = asyncio.run(measure_transports(megabytes, rounds))
-    show_transports(transports, megabytes)
+    transports, busy = asyncio.run(measure_transports(megabytes, rounds))
+    show_transports(transports, busy, megabytes)
     print()
     reached = bars(transports)
     for row in reached:
@@ -418,7 +441,12 @@ def main() -> None:
         record = {
             "machine": machine(["numpy", "msgspec"]) | versions,
             "group": {"rollouts": GROUP, "turns": turns, "shared_images": SHARED_IMAGES, "ways": group},
-            "transports": {"megabytes": megabytes, "rounds": rounds, "seconds": transports},
+            "transports": {
+                "megabytes": megabytes,
+                "rounds": rounds,
+                "seconds": transports,
+                "processor": busy,
+            },
             "bars": reached,
         }
         options.json.write_text(json.dumps(record, indent=1))
