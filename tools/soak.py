@@ -39,11 +39,11 @@ SETTINGS = FindCellSettings(grid=3, distractors=2, view_pixels=128, max_turns=5,
 SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
 # Caches with small bounds are full soon, and what rises after that is no cache.
 MEMO_BYTES, MEDIA_BYTES, TABLE_BYTES = 4 << 20, 4 << 20, 2 << 20
-BOARDS = 200
+BOARDS = 24
 INTERVAL = 5.0
 WARM_UP = 0.25
 """Part of the time in which caches fill,"""
-WARM_UP_ROLLOUTS = 400
+WARM_UP_ROLLOUTS = 120
 """and the rollouts that this takes at least."""
 MAX_SLOPE = 1.0
 """Megabytes a minute by which memory may seem to rise after the warm-up: an allocator's noise."""
