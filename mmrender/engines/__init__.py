@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         NamedWeightsUpdate,
         PauseMode,
     )
+    from mmrender.engines.local_engine import LocalEngine
     from mmrender.engines.policy import ClientPolicy
     from mmrender.engines.server import EngineServer, ServerSettings
 
@@ -28,6 +29,7 @@ __all__ = [
     "InferenceEngineInput",
     "InferenceEngineInterface",
     "InferenceEngineOutput",
+    "LocalEngine",
     "NamedWeightsUpdate",
     "PauseMode",
     "ServerSettings",
@@ -41,6 +43,7 @@ _HOMES: Final = {
     "InferenceEngineInput": "mmrender.engines.interface",
     "InferenceEngineInterface": "mmrender.engines.interface",
     "InferenceEngineOutput": "mmrender.engines.interface",
+    "LocalEngine": "mmrender.engines.local_engine",
     "NamedWeightsUpdate": "mmrender.engines.interface",
     "PauseMode": "mmrender.engines.interface",
     "ServerSettings": "mmrender.engines.server",
