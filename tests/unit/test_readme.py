@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from end_to_end import no_placeholders
+from mmrender.audit import TrainerModel
+from mmrender.client.local import LocalBackend
 from mmrender.renderer import Renderer
+from mmrender.rollout.renderer_client import RendererClient
 from mmrender.view.terminal import message_table, token_strip
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,28 +25,52 @@ def blocks(page, language):
 
 @pytest.fixture
 def run_page(tmp_path, monkeypatch):
-    """Run all of a page's Python in a folder with the pictures it names; `model` stands in for the hub id."""
+    """Run a page's Python in a folder with the pictures it names; `model` stands in for the hub id.
+
+    A model with weights also stands in for the server; without, what comes before the first rollout is run.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("photo.jpg", "chart.png"):
         shutil.copy(str(files("mmrender.demo").joinpath("data", name)), name)
     load = Renderer.from_pretrained
 
-    def run(page, model):
+    def run(page, model, weights=False):
         monkeypatch.setattr(
             Renderer, "from_pretrained", lambda name, **rest: load(model if name == HUB_ID else name, **rest)
         )
-        found = {}
+        found = {"model": stand_in_for_the_server(monkeypatch, model)} if weights else {}
         for block in blocks(page, "python"):
+            if "RendererClient" in block and not weights:
+                break
             exec(compile(block, page, "exec"), found)
         return found
 
     return run
 
 
+def stand_in_for_the_server(monkeypatch, directory):
+    """Give every client a model in this process, whatever server it names, and return the model."""
+    local = LocalBackend(directory)
+    start = RendererClient.__init__
+
+    def init(client, renderer, server, *, model, backend, sampling_params):
+        assert (server, model, backend) == ("http://127.0.0.1:8000", "my-model", "vllm")
+        start(
+            client, renderer, backend=local, sampling_params={**sampling_params, **no_placeholders(renderer)}
+        )
+
+    monkeypatch.setattr(RendererClient, "__init__", init)
+    return TrainerModel.from_pretrained(directory).model
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, run_page, tiny_model):
-    found = run_page(page, tiny_model)
+    found = run_page(page, tiny_model, weights=True)
     assert len(found["rendered"]) > 200
+    if page == "README.md":
+        assert len(found["samples"]) == 1
+        assert found["trajectory"].steps[2].extra["why_rendered"] is None
+        assert float((found["ours"] - found["batch"].logprobs)[found["batch"].loss_mask].abs().max()) < 1e-3
 
 
 def test_the_figures_of_the_readme_are_those_of_the_model(run_page, shared_models):
