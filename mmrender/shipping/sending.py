@@ -97,8 +97,13 @@ async def keep_alive(channel: Channel, timing: Timing) -> None:
         ShippingConnectionError: There were none for too long.
     """
     while True:
+        before = time.monotonic()
         await asyncio.sleep(timing.heartbeat / 2)
         now = time.monotonic()
+        if now - before > timing.heartbeat:
+            # It was this side that did not listen; what came meanwhile is read now.
+            await channel.send(Ping())
+            continue
         if now - channel.link.heard > timing.silence:
             raise ShippingConnectionError(
                 "the peer has gone silent", where=channel.peer, got=f"nothing for {timing.silence:g} s"

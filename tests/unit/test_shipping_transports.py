@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -418,6 +419,21 @@ def test_a_peer_that_goes_silent_is_given_up(tmp_path):
     assert connections > 1
     assert error == f"unix://{tmp_path}/real: the peer has gone silent - got nothing for 0.12 s"
     assert asyncio.run(run(Timing(heartbeat=0.02, silence=1000)))[0] == 1
+
+
+def test_an_event_loop_that_was_busy_does_not_take_its_peer_for_dead(tmp_path):
+    timing = Timing(heartbeat=0.05, silence=0.15)
+
+    async def run():
+        receiver = Receiver(f"unix://{tmp_path}/a", timing=timing)
+        async with receiver, Sender(receiver.url, timing=timing) as sender:
+            for number in range(3):
+                time.sleep(0.4)  # a training step, say
+                await sender.send(number)
+                assert (await receiver.receive(5)).value == number
+            assert sender.stats.connections == 1
+
+    asyncio.run(run())
 
 
 def test_nothing_is_left_behind(pair):
