@@ -83,7 +83,7 @@ async def roll_out(client, number, trajectory):
     await turn(1)
     messages.append((await turn(2)).message)
     messages.append({"role": "user", "content": "Look closer."})
-    guided = await turn(3, choices=[CALL], sampling={"max_tokens": 64})
+    guided = await turn(3, choices=[CALL], sampling={"max_tokens": 200})
     guided.step.extra["guided"] = True
     called = guided.message
     messages.append(called)
