@@ -1,0 +1,299 @@
+"""What vLLM 0.32 took and answered, replayed: our requests must be those, and its answers must be understood."""
+
+import asyncio
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from mmrender.client.backend import Usage
+from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.client.vllm import VLLMBackend
+from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
+from mmrender.client.vllm_state import state_of
+from mmrender.errors import (
+    EngineStatusError,
+    EngineUnsupportedError,
+    PromptTooLongError,
+)
+from mmrender.media.item import MultiModalData
+from mmrender.renderer import Renderer
+from vllm_contract import (
+    ALTERNATIVES,
+    GREEDY,
+    contract_request,
+    digested,
+    one_image,
+    recorded,
+    text_prompt,
+    three_images,
+)
+
+BASE = "http://memory"
+WHERE = f"{BASE}{GENERATE_PATH}"
+THREE_TOKENS = SimpleNamespace(token_ids=[5, 6, 7], multi_modal_data=MultiModalData())
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model)
+
+
+def replaying(exchanges):
+    """A server that answers as it did when it was recorded."""
+    routes = {}
+    for exchange in exchanges:
+        answer = Answer(exchange["reply"], status=exchange["status"])
+        path = exchange["path"].partition("?")[0]
+        routes.setdefault(f"{exchange['method']} {path}", []).append(answer)
+    return MemoryTransport(routes)
+
+
+def replay(name, *works):
+    """Make calls against a recording; the last one's result, after a look at what was sent."""
+    exchanges = recorded(name)
+    transport = replaying(exchanges)
+
+    async def run():
+        return [await work(transport) for work in works][-1]
+
+    result = asyncio.run(run())
+    assert [(asked.method, asked.path) for asked in transport.asked] == [
+        (exchange["method"], exchange["path"].partition("?")[0]) for exchange in exchanges
+    ]
+    for asked, exchange in zip(transport.asked, exchanges, strict=True):
+        assert digested(asked.json) == exchange["request"]
+    return result
+
+
+def by(backend, rendered, **options):
+    return lambda way: backend.generate(contract_request(rendered, **options), way)
+
+
+def choice_of(name):
+    return recorded(name)[-1]["reply"]["choices"][0]
+
+
+def assert_is(response, name, prompt_len):
+    """A response is what the last answer of a recording says."""
+    choice = choice_of(name)
+    assert response.completion_ids == choice["token_ids"]
+    assert response.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert (response.finish_reason, response.stop_reason) == (choice["finish_reason"], choice["stop_reason"])
+    assert response.usage == Usage(prompt_len, len(choice["token_ids"]))
+    assert response.weight_versions == (("default", 0, len(choice["token_ids"])),)
+    assert response.routed_experts is None
+    assert response.request_id == "generate-tokens-contract"
+    assert response.raw["model"] == "tiny"
+    assert "token_ids" not in response.raw["choices"][0]
+
+
+def test_models():
+    length = replay("models", lambda way: VLLMBackend().resolve_max_prompt_len("tiny", way))
+    assert length == 2047
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("text", GREEDY), ("alternatives", ALTERNATIVES)],
+    ids=["text", "alternatives"],
+)
+def test_text(renderer, name, sampling):
+    prompt = text_prompt(renderer)
+    response = replay(name, by(VLLMBackend(), prompt, sampling=sampling))
+    assert_is(response, name, len(prompt))
+    if name == "text":
+        assert response.top_logprobs is None
+        return
+    for entry, others in zip(choice_of(name)["logprobs"]["content"], response.top_logprobs, strict=True):
+        assert others == tuple((other["token_id"], other["logprob"]) for other in entry["top_logprobs"])
+        assert len(others) == 2
+
+
+def test_stop_token(renderer):
+    free = choice_of("text")["token_ids"]
+    sampling = {**GREEDY, "stop_token_ids": [free[2]]}
+    response = replay("stop_token", by(VLLMBackend(), text_prompt(renderer), sampling=sampling))
+    assert (response.completion_ids, response.finish_reason, response.stop_reason) == (
+        free[:3],
+        "stop",
+        free[2],
+    )
+
+
+def test_stop_text(renderer):
+    free = choice_of("text")["token_ids"]
+    text = renderer.decode([free[2]])
+    sampling = {**GREEDY, "stop": [text.strip() or text]}
+    response = replay("stop_text", by(VLLMBackend(), text_prompt(renderer), sampling=sampling))
+    assert (response.finish_reason, response.stop_reason) == ("stop", text.strip() or text)
+
+
+def test_end_of_turn(renderer):
+    stops = renderer.get_stop_token_ids()
+    sampling = {**GREEDY, "allowed_token_ids": stops}
+    response = replay("stop_eos", by(VLLMBackend(), text_prompt(renderer), sampling=sampling))
+    assert response.completion_ids[0] in stops
+    assert (response.finish_reason, response.stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("features", VLLMBackend()),
+        ("features_floats", VLLMBackend()),
+        ("content_parts", VLLMBackend(images="content_parts")),
+    ],
+    ids=["features", "features_floats", "content_parts"],
+)
+def test_one_image(renderer, name, backend):
+    prompt = one_image(renderer)
+    assert_is(replay(name, by(backend, prompt)), name, len(prompt))
+
+
+def test_all_ways_of_sending_an_image_gave_the_same():
+    ways = [choice_of(name) for name in ("features", "features_floats", "content_parts")]
+    for other in ways[1:]:
+        assert other["token_ids"] == ways[0]["token_ids"]
+        for ours, theirs in zip(other["logprobs"]["content"], ways[0]["logprobs"]["content"], strict=True):
+            assert ours["logprob"] == pytest.approx(theirs["logprob"], abs=1e-5)
+
+
+def test_three_images_as_hashes_the_second_time(renderer):
+    backend, prompt = VLLMBackend(images="hash_only"), three_images(renderer)
+    assert_is(replay("hash_hit", by(backend, prompt), by(backend, prompt)), "hash_hit", len(prompt))
+    first, second = (
+        exchange["request"] for exchange in recorded("hash_hit") if "choices" in exchange["reply"]
+    )
+    assert [text is None for text in first["features"]["kwargs_data"]["image"]] == [False, False, True]
+    assert second["features"]["kwargs_data"]["image"] == [None, None, None]
+    assert first["features"]["mm_hashes"] == second["features"]["mm_hashes"]
+
+
+def test_three_images_as_content_parts(renderer):
+    prompt = three_images(renderer)
+    backend = VLLMBackend(images="content_parts")
+    assert_is(replay("content_parts_three", by(backend, prompt)), "content_parts_three", len(prompt))
+
+
+def test_a_hash_that_the_server_lacks(renderer):
+    prompt = one_image(renderer, seed=5)
+
+    async def work(way):
+        state_of(way).remember([f"{digest}-uint8" for digest in prompt.multi_modal_data.mm_hashes["image"]])
+        return await VLLMBackend(images="hash_only").generate(contract_request(prompt), way)
+
+    assert_is(replay("hash_miss", work), "hash_miss", len(prompt))
+    assert [exchange["status"] for exchange in recorded("hash_miss")] == [200, 200, 500, 200]
+
+
+def test_a_server_without_a_cache_gets_no_hash_alone(renderer):
+    with pytest.raises(EngineUnsupportedError, match="got its processor cache is off"):
+        replay("hash_refused", by(VLLMBackend(images="hash_only"), one_image(renderer)))
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "context"),
+    [
+        ("refused_overflow_context", 3000, 2048),
+        ("refused_overflow_no_room", 2048, 2048),
+        ("refused_overflow_no_max_tokens", 3000, 2048),
+        ("refused_overflow_chat", 2049, 2048),
+    ],
+)
+def test_overflow(name, length, context):
+    (exchange,) = recorded(name)
+    error = EngineStatusError(
+        "refused", status=exchange["status"], body=msgspec.json.encode(exchange["reply"]).decode()
+    )
+    backend = VLLMBackend()
+    assert backend.is_overflow_error(error)
+    transport = MemoryTransport({f"POST {GENERATE_PATH}": Answer(exchange["reply"], status=400)})
+    prompt = contract_request(THREE_TOKENS)
+    with pytest.raises(PromptTooLongError) as caught:
+        asyncio.run(backend.generate(prompt, transport))
+    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (length, context - 1)
+    assert caught.value.where == WHERE
+    assert backend.is_overflow_error(caught.value)
+
+
+REFUSALS = {
+    "unknown_model": (404, "The model `other` does not exist."),
+    "negative_id": (400, "token_ids must not contain negative values"),
+    "outside_vocabulary": (400, "Token id 5000 is out of vocabulary"),
+    "no_tokens": (400, "List should have at least 1 item"),
+    "temperature": (400, "temperature must be non-negative"),
+    "logprobs": (400, "Requested sample logprobs of 30, which is greater than max allowed: 20"),
+    "empty_salt": (400, "'cache_salt' must be a non-empty string"),
+    "part_nested": (400, "multi_modal_data['image'][0] is empty"),
+    "part_no_image": (400, "Failed to load image"),
+    "part_unknown_uuid": (400, "Cache miss for image at index 0"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSALS))
+def test_other_refusals_keep_the_servers_words(name):
+    (exchange,) = recorded(f"refused_{name}")
+    status, words = REFUSALS[name]
+    transport = MemoryTransport(
+        {f"POST {GENERATE_PATH}": Answer(exchange["reply"], status=exchange["status"])}
+    )
+    with pytest.raises(EngineStatusError) as caught:
+        asyncio.run(VLLMBackend().generate(contract_request(THREE_TOKENS), transport))
+    assert caught.value.status == status
+    assert words in caught.value.body
+    assert not VLLMBackend().is_overflow_error(caught.value)
+
+
+def test_an_unknown_parameter_would_be_taken_in_silence():
+    """Why names are checked before they are sent."""
+    (exchange,) = recorded("refused_unknown_parameter")
+    assert "temprature" in exchange["request"]["sampling_params"]
+    assert exchange["status"] == 200
+
+
+def test_an_aborted_request(renderer):
+    exchanges = recorded("aborted")
+    (abort,) = (exchange for exchange in exchanges if exchange["path"] == ABORT_PATH)
+    assert (abort["request"], abort["status"], abort["reply"]) == (
+        {"request_ids": ["generate-tokens-cut-off"]},
+        200,
+        "",
+    )
+    (answer,) = (exchange["reply"] for exchange in exchanges if exchange["path"] == GENERATE_PATH)
+    transport = MemoryTransport({f"POST {GENERATE_PATH}": Answer(answer)})
+    request = contract_request(THREE_TOKENS, sampling={"max_tokens": 1900})
+    response = asyncio.run(VLLMBackend().generate(request, transport))
+    assert response.finish_reason == "abort"
+    assert len(response.completion_ids) == len(response.logprobs) < 1900
+
+
+def test_weight_versions():
+    (answer,) = (e["reply"] for e in recorded("weight_versions") if e["path"] == GENERATE_PATH)
+    transport = MemoryTransport({f"POST {GENERATE_PATH}": Answer(answer)})
+    response = asyncio.run(VLLMBackend().generate(contract_request(THREE_TOKENS), transport))
+    first, second = response.weight_versions
+    assert (first.start, second.version, second.stop) == (0, "step-7", len(response.completion_ids))
+    assert 0 < first.stop == second.start < second.stop
+
+
+def test_routes_that_are_closed(renderer):
+    with pytest.raises(EngineUnsupportedError) as caught:
+        replay("closed_generate", by(VLLMBackend(), text_prompt(renderer)))
+    assert str(caught.value) == (
+        f"{WHERE}: the server's generate route is closed. Start vLLM with --enable-scale-out"
+    )
+    with pytest.raises(EngineUnsupportedError) as caught:
+        replay("closed_render", by(VLLMBackend(), one_image(renderer)))
+    assert str(caught.value) == (
+        f"{BASE}/v1/chat/completions/render: the server does not render an image, so it is not known which pixels "
+        "it takes - got status 403. Start vLLM with --enable-scale-out, or say what it takes: "
+        "VLLMBackend(pixels='uint8'), or 'float32' for one that runs with --no-mm-device-do-normalize"
+    )
+    with pytest.raises(EngineUnsupportedError) as caught:
+        replay("closed_info", by(VLLMBackend(images="hash_only", pixels="uint8"), one_image(renderer)))
+    assert str(caught.value) == (
+        f"{BASE}/server_info?config_format=json: the server does not say how it caches images, and some settings "
+        "make a hash without data fatal - got status 404. Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its "
+        "cache (lru, one API process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)"
+    )
