@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+import numpy as np
+
 from mmcodecs import CodecError, decode_mm_kwargs_item
 from mmcodecs.vllm_batch import join_items
 from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField
 from mmrender.errors import BatchError
+from mmrender.media.processors.arithmetic import PixelArithmetic
 from mmrender.training._torch import torch
 
 
@@ -33,20 +36,27 @@ class MultiModalKwargs(TypedDict, total=False):
 
 
 def decode_mm_kwargs(
-    multi_modal_kwargs: Mapping[str, Sequence[str | None]], *, dtype: Any = None
+    multi_modal_kwargs: Mapping[str, Sequence[str | None]],
+    *,
+    dtype: Any = None,
+    arithmetic: PixelArithmetic | None = None,
 ) -> MultiModalKwargs:
     """Decode the items of a prompt and join them as vLLM's engine does.
 
     Args:
         multi_modal_kwargs: Base64 items by modality, the `kwargs_data` of vLLM's reply.
         dtype: Of floating tensors; None keeps theirs. Integers always keep theirs.
+        arithmetic: Normalises pixels that come as levels from 0 to 255, which vLLM sends since 0.28 and
+            normalises itself unless it runs with `--no-mm-device-do-normalize`. A `PatchItem` of the same
+            processor has it.
 
     Returns:
         All fields of all modalities as torch tensors. A lone item's tensors are views of its message.
 
     Raises:
         BatchError: An entry is None (vLLM sends the hash alone for what it takes the receiver to hold), an
-            item is no item, the items of a modality cannot be joined, or two modalities have one field.
+            item is no item, the items of a modality cannot be joined, two modalities have one field, or
+            pixels are levels and there is no `arithmetic`, without which a model would misread them.
     """
     out: dict[str, Any] = {}
     for modality, entries in multi_modal_kwargs.items():
@@ -54,7 +64,7 @@ def decode_mm_kwargs(
         for name, value in _joined(items, f"kwargs_data.{modality}").items():
             if name in out:
                 raise BatchError("two modalities have one field", where=f"kwargs_data.{modality}", got=name)
-            out[name] = _cast(value, dtype)
+            out[name] = _cast(_normalised(name, value, arithmetic), dtype)
     return out  # type: ignore[return-value]
 
 
@@ -93,6 +103,26 @@ def _alone(elem: FieldElem) -> Any:
     if isinstance(elem.field, FlatField) and isinstance(elem.data, list):
         return list(elem.data)
     return elem.data
+
+
+def _normalised(name: str, value: Any, arithmetic: PixelArithmetic | None) -> Any:
+    """Pixels as the model takes them; whatever are no levels of patches is returned as it is."""
+    if not name.startswith("pixel_values") or getattr(value, "dtype", None) != torch.uint8:
+        return value
+    if arithmetic is None or value.ndim != 2 or value.shape[1] % 3:
+        raise BatchError(
+            "the pixels are levels that are still to be normalised",
+            where=name,
+            expected="floating values" if arithmetic is None else "patches (n, 3 * m)",
+            got=f"uint8 {list(value.shape)}",
+            remedy="Pass the arithmetic of the model's processor, or run vLLM with "
+            "--no-mm-device-do-normalize",
+        )
+    levels = value.numpy().reshape(len(value), 3, -1)
+    out = np.empty(levels.shape, np.float32)
+    for channel, table in enumerate(arithmetic.table()):
+        np.take(table, levels[:, channel], out=out[:, channel], mode="clip")
+    return torch.from_numpy(out.reshape(value.shape))
 
 
 def _cast(value: Any, dtype: Any) -> Any:

@@ -54,6 +54,21 @@ def test_all_fields_of_all_modalities() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_levels_are_normalised_or_refused(count: int) -> None:
+    items = [patch_item(16, 24, seed=seed) for seed in range(count)]
+    inputs = [{**item.tensors(), "pixel_values": item.levels()} for item in items]
+    entries = encoded(collate_items(QWEN, inputs))
+    kwargs = decode_mm_kwargs({"image": entries}, arithmetic=items[0].arithmetic, dtype=torch.bfloat16)
+    expected = torch.cat([item.tensors("bfloat16", framework="torch")["pixel_values"] for item in items])
+    assert torch.equal(kwargs["pixel_values"], expected)
+    with pytest.raises(BatchError) as caught:
+        decode_mm_kwargs({"image": entries})
+    assert str(caught.value).startswith(
+        "pixel_values: the pixels are levels that are still to be normalised - expected floating values, got uint8"
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_each_kind_of_field(count: int) -> None:
     grids = [np.array([1, 2, 2 + index]) for index in range(count)]
     tiles = [np.full((index + 1, 3), index, np.float32) for index in range(count)]
