@@ -103,7 +103,7 @@ class Receiver:
         dedup_window: int = WINDOW,
         sync: bool = False,
         window: Window = DEFAULT_WINDOW,
-        table_bytes: int = 1 << 30,
+        table_bytes: int = 256 << 20,
         max_connections: int = 1024,
         framework: Framework = "numpy",
         limits: Limits = LIMITS,

@@ -82,7 +82,7 @@ class Sender:
         delivery: Guarantee = "at-least-once",
         max_unacked_messages: int = 1024,
         max_unacked_bytes: int = 4 << 30,
-        table_bytes: int = 1 << 30,
+        table_bytes: int = 256 << 20,
         share_from: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
         timing: Timing = DEFAULT_TIMING,
