@@ -76,7 +76,7 @@ def reference(params, prompt, logits, sampled, noise):
     return scores.index(max(scores))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     params=settings_of_sampling,
     prompt=st.lists(tokens, min_size=1, max_size=6),

@@ -168,7 +168,7 @@ class Caller:
             assert done.why_rendered is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(script=st.lists(ops, min_size=1, max_size=8))
 def test_prompts_begin_with_what_was_sampled_or_say_why_not(renderer, script):
     caller = Caller(renderer)

@@ -48,8 +48,9 @@ def test_it_runs_and_every_proof_holds(capsys):
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-def test_the_rollouts_run_against_a_server(tiny_model, capsys):
+def test_the_rollouts_run_against_a_server(tiny_model, capsys, monkeypatch):
     """The same steps with a way to a server; the model behind it is local."""
+    monkeypatch.setattr(games, "ROLLOUTS", 1)
     backend = LocalBackend(tiny_model)
     assert demo.main(NoTransport(), backend=backend, model="tiny", renderer_of=str(tiny_model)) == 0
     out = capsys.readouterr().out
@@ -156,7 +157,8 @@ def games_of(tiny_model):
     return asyncio.run(games.play(client, renderer))
 
 
-def test_what_differs_has_another_digest(tiny_model):
+def test_what_differs_has_another_digest(tiny_model, monkeypatch):
+    monkeypatch.setattr(games, "ROLLOUTS", 1)
     first, *_ = played = games_of(tiny_model)
     assert len({trajectory_digest(each) for each in played}) == len(played)
     before = trajectory_digest(first)
