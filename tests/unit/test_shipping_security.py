@@ -6,11 +6,13 @@ import os
 import random
 import socket
 import struct
+import sys
 
 import numpy as np
 import pytest
 
 from mmrender.errors import (
+    MissingDependencyError,
     ShippingConnectionError,
     ShippingError,
     ShippingProtocolError,
@@ -443,23 +445,28 @@ def try_noise(rng: random.Random) -> None:
         unpack(bytes(noise))
 
 
-def test_socket_files_are_for_their_owner_and_stale_ones_are_replaced(tmp_path):
+@pytest.mark.parametrize("scheme", ["unix", "zmq+ipc"])
+def test_socket_files_are_for_their_owner_and_stale_ones_are_replaced(scheme, tmp_path):
     path = tmp_path / "door"
 
     async def run():
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(path))  # and nobody listens: what a killed receiver leaves
-        async with Receiver(f"unix://{path}") as receiver:
+        async with Receiver(f"{scheme}://{path}") as receiver:
             assert path.stat().st_mode & 0o777 == 0o600
+            rival = Receiver(receiver.url)
             with pytest.raises(ShippingConnectionError) as caught:
-                await Receiver(receiver.url).open()
-            assert str(caught.value) == f"unix://{path}: another receiver listens there"
+                await rival.open()
+            await rival.aclose()
+            assert str(caught.value) == f"{scheme}://{path}: another receiver listens there"
         assert not path.exists()
         path.write_text("a file of somebody's")
+        late = Receiver(f"{scheme}://{path}")
         with pytest.raises(ShippingConnectionError) as caught:
-            await Receiver(f"unix://{path}").open()
+            await late.open()
+        await late.aclose()
         assert str(caught.value) == (
-            f"unix://{path}: the path is taken - expected nothing, or a socket file that nobody listens on, "
+            f"{scheme}://{path}: the path is taken - expected nothing, or a socket file that nobody listens on, "
             "got another kind of file"
         )
         assert path.read_text() == "a file of somebody's"
@@ -479,3 +486,18 @@ def test_a_folder_for_sockets_that_others_may_write_to_is_refused(tmp_path, monk
             await Receiver("shm://x").open()
 
     asyncio.run(run())
+
+
+def test_what_needs_pyzmq_says_so(monkeypatch):
+    for name in [
+        name for name in sys.modules if name.split(".")[0] == "zmq" or name.endswith("links.zeromq")
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(MissingDependencyError) as caught:
+        Receiver("zmq+tcp://127.0.0.1:0")
+    assert str(caught.value) == (
+        "shipping over ZeroMQ needs pyzmq, which is not installed. Install it with: pip install 'mmrender[zmq]'"
+    )
+    with pytest.raises(MissingDependencyError, match="CURVE needs pyzmq"):
+        CurveKeys.generate()

@@ -36,6 +36,20 @@ async def resolve(address: Address, *, passive: bool) -> list[tuple[socket.Addre
     return [(family, (str(where[0]), int(where[1]))) for family, _, _, _, where in found]
 
 
+class SocketFile:
+    """A socket file that this process has just made."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._inode = os.stat(path).st_ino
+
+    def remove(self) -> None:
+        """Remove it, unless another receiver has put its own in place."""
+        with contextlib.suppress(OSError):
+            if os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
+
+
 class SocketListener:
     """Accepts connections until it is closed.
 
@@ -52,8 +66,7 @@ class SocketListener:
     ) -> None:
         self.url = url
         self._sock = sock
-        self._path = path
-        self._inode = os.stat(path).st_ino if path else 0
+        self._file = SocketFile(path) if path else None
         self._make_link = make_link
         self._on_link = on_link
         self._loop = asyncio.get_running_loop()
@@ -84,10 +97,8 @@ class SocketListener:
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                if os.stat(self._path).st_ino == self._inode:
-                    os.unlink(self._path)
+        if self._file is not None:
+            self._file.remove()
 
 
 class SocketTransport:
@@ -187,7 +198,7 @@ async def bind_path(path: str, url: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        await _clear_stale(path, url)
+        await clear_stale(path, url)
         sock.bind(path)
         # Nobody can connect before listen(), so nobody comes in with other rights than these.
         os.chmod(path, 0o600)
@@ -201,7 +212,12 @@ async def bind_path(path: str, url: str) -> socket.socket:
     return sock
 
 
-async def _clear_stale(path: str, url: str) -> None:
+async def clear_stale(path: str, url: str) -> None:
+    """Remove a socket file that a dead process left behind.
+
+    Raises:
+        ShippingConnectionError: Somebody listens there, or it is another kind of file.
+    """
     try:
         found = os.lstat(path)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ from mmrender.errors import (
 )
 from mmrender.shipping.address import Address
 from mmrender.shipping.links.base import Limit, Link, Listener, OnLink, Parcel, broken, too_long
-from mmrender.shipping.links.sockets import resolve
+from mmrender.shipping.links.sockets import SocketFile, clear_stale, resolve
 from mmrender.shipping.options import MAX_HEADER_BYTES
 from mmrender.shipping.security import CurveKeys, check_exposure
 
@@ -155,10 +155,18 @@ class RouterLink(ZmqLink):
 class Router:
     """The receiver's socket: hands each peer's messages to its link."""
 
-    def __init__(self, socket: "zmq.asyncio.Socket", url: str, guard: Any, on_link: OnLink) -> None:
+    def __init__(
+        self,
+        socket: "zmq.asyncio.Socket",
+        url: str,
+        file: SocketFile | None,
+        guard: Any,
+        on_link: OnLink,
+    ) -> None:
         self.socket = socket
         self.url = url
         self.links: dict[bytes, RouterLink] = {}
+        self._file = file
         self._guard = guard
         self._on_link = on_link
         self._task = asyncio.get_running_loop().create_task(self._pump())
@@ -184,6 +192,8 @@ class Router:
         for link in list(self.links.values()):
             await link.aclose()
         self.socket.close()
+        if self._file is not None:
+            self._file.remove()  # ZeroMQ leaves it, or does so later
         if self._guard is not None:
             self._guard.stop()
 
@@ -247,11 +257,14 @@ class ZmqTransport:
     async def listen(self, on_link: OnLink) -> Listener:
         """Open the door."""
         endpoint = await self._endpoint(passive=True)
+        if not self.address.is_network:
+            # ZeroMQ would take the path away from whoever listens there.
+            await clear_stale(self.address.path, str(self.address))
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         guard = self._authenticator(socket)
         try:
-            socket.bind(endpoint)
+            _bind(socket, endpoint)
         except zmq.ZMQError as error:
             socket.close()
             if guard is not None:
@@ -261,9 +274,8 @@ class ZmqTransport:
         if address.is_network:
             bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
             address = address.with_port(int(bound.rpartition(":")[2]))
-        else:
-            os.chmod(address.path, 0o600)
-        return Router(socket, str(address), guard, on_link)
+        file = None if address.is_network else SocketFile(address.path)
+        return Router(socket, str(address), file, guard, on_link)
 
     async def aclose(self) -> None:
         """End ZeroMQ's threads."""
@@ -334,6 +346,15 @@ class ZmqTransport:
         guard.start()
         guard.configure_curve_callback(_DOMAIN, _Allowed(self.curve.peers))
         return guard
+
+
+def _bind(socket: "zmq.asyncio.Socket", endpoint: str) -> None:
+    """Bind; a socket file is its owner's alone from the start."""
+    before = os.umask(0o177)
+    try:
+        socket.bind(endpoint)
+    finally:
+        os.umask(before)
 
 
 def _close(socket: "zmq.asyncio.Socket", monitor: "zmq.asyncio.Socket") -> None:
