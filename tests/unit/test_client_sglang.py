@@ -1,0 +1,672 @@
+"""`SGLangBackend` against what SGLang 0.5.23 answered, and what it refuses before sending."""
+
+import asyncio
+import pickle
+from typing import Any
+
+import numpy as np
+import pybase64
+import pytest
+
+from client_prompts import CLOSE, OPEN, PAD, PromptMaker, qwen_item, video_item
+from engine_replies import Recording, an_image, digested
+from mmrender.client.backend import EngineRequest, RendererBackend, Usage
+from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.client.sglang import SGLangBackend
+from mmrender.client.sglang_errors import error_text
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineMismatchError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineTimeoutError,
+    EngineUnsupportedError,
+    InputError,
+    MediaError,
+    PlaceholderError,
+    PromptTooLongError,
+    SamplingParameterError,
+)
+from mmrender.trajectory.engine_data import WeightVersionSpan
+
+PROMPT = [10, 11, 12]
+GREEDY = {"temperature": 0.0, "max_tokens": 4}
+EXPERTS = SGLangBackend(routed_experts_shape=(3, 2))
+
+
+def request(**fields: Any) -> EngineRequest:
+    values: dict[str, Any] = {
+        "model": "tiny",
+        "prompt_ids": PROMPT,
+        "sampling_params": GREEDY,
+        "request_id": "text",
+        "vocab_size": 1024,
+    }
+    return EngineRequest(**{**values, **fields})
+
+
+def recorded(name: str) -> Recording:
+    return Recording.of("sglang", name)
+
+
+def replay(name: str, backend: SGLangBackend | None = None, **fields: Any) -> Any:
+    fields.setdefault("request_id", name)
+    return recorded(name).replay(backend or SGLangBackend(), request(**fields))
+
+
+def refused(error: type[Exception], recording: Recording, **fields: Any) -> str:
+    backend = fields.pop("backend", SGLangBackend())
+    with pytest.raises(error) as caught:
+        recording.replay(backend, request(**fields))
+    return str(caught.value)
+
+
+def changed(change: Any, name: str = "text") -> Recording:
+    return recorded(name).changed(change)
+
+
+COMPLETION = recorded("text").answer["output_ids"]
+VERSION = recorded("text").answer["meta_info"]["weight_version"]
+LOGPROBS = [entry[0] for entry in recorded("text").answer["meta_info"]["output_token_logprobs"]]
+
+
+# --- requests ---
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "fields"),
+    [
+        ("text", SGLangBackend(), {}),
+        (
+            "alternatives",
+            SGLangBackend(),
+            {"sampling_params": {**GREEDY, "logprobs": 2}, "cache_salt": "salt", "priority": 3},
+        ),
+        ("stop_token", SGLangBackend(), {"sampling_params": {**GREEDY, "stop_token_ids": [COMPLETION[1]]}}),
+        ("stop_string", SGLangBackend(), {"sampling_params": {**GREEDY, "stop": "low"}}),
+    ],
+    ids=["text", "alternatives", "stop_token", "stop_string"],
+)
+def test_the_request_is_the_recorded_one(name, backend, fields):
+    recording = recorded(name)
+    recording.replay(backend, request(request_id=name, **fields))
+    assert recording.sent == recording.body
+
+
+def test_what_never_goes_out():
+    recording = recorded("image")
+    assert not {"mm_hashes", "model", "text", "session_params"} & set(recording.body)
+    assert recording.body["stream"] is False
+
+
+def test_priorities_keep_their_sign_where_low_values_come_first():
+    recording = recorded("text")
+    recording.replay(SGLangBackend(low_priority_values_first=True), request(priority=3))
+    assert recording.sent["priority"] == 3
+    recording.replay(SGLangBackend(), request(priority=3))
+    assert recording.sent["priority"] == -3
+
+
+def test_extra_headers_are_sent():
+    transport = recorded("text").transport()
+    asyncio.run(SGLangBackend().generate(request(extra_headers={"x-a": "b"}), transport))
+    assert transport.asked[0].headers == {"x-a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"min_tokens": 2}, {"min_new_tokens": 2}),
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
+        ({"include_stop_str_in_output": False}, {"no_stop_trim": False}),
+        ({"skip_special_tokens": True}, {"skip_special_tokens": True}),
+        ({"logit_bias": {7: 1.0}}, {"logit_bias": {"7": 1.0}}),
+        ({"structured_outputs": {"json": {"type": "object"}}}, {"json_schema": '{"type":"object"}'}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ],
+)
+def test_sampling_parameters_in_sglangs_names(given, sent):
+    recording = recorded("text")
+    recording.replay(SGLangBackend(), request(sampling_params={**GREEDY, **given}))
+    expected = {**recording.body["sampling_params"], **sent}
+    assert recording.sent["sampling_params"] == expected
+
+
+def test_a_seed_is_refused_unless_the_server_heeds_it():
+    recording = recorded("text")
+    sampling = {**GREEDY, "seed": 7}
+    assert refused(SamplingParameterError, recording, sampling_params=sampling) == (
+        "sampling_params['seed']: SGLang ignores seeds unless it runs with --enable-deterministic-inference. "
+        "Start it so, and say it with SGLangBackend(deterministic=True)"
+    )
+    assert recording.sent is None
+    recording.replay(SGLangBackend(deterministic=True), request(sampling_params=sampling))
+    assert recording.sent["sampling_params"]["sampling_seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("detokenize", True), ("allowed_token_ids", [5]), ("logprobs", -1), ("bad_words", ["x"])],
+)
+def test_parameters_that_sglang_does_not_have(name, value):
+    recording = recorded("text")
+    problem = refused(SamplingParameterError, recording, sampling_params={**GREEDY, name: value})
+    assert problem.startswith(f"sampling_params['{name}']: ")
+    assert recording.sent is None
+
+
+def test_the_length_of_a_completion_is_always_sent():
+    assert refused(SamplingParameterError, recorded("text"), sampling_params={"temperature": 0.0}) == (
+        "sampling_params['max_tokens']: is missing, and SGLang would stop after 128 tokens - "
+        "expected an integer of 1 or more"
+    )
+
+
+# --- answers ---
+
+
+def test_an_answer():
+    response = replay("text")
+    assert response.completion_ids == COMPLETION
+    assert response.logprobs == LOGPROBS
+    assert (response.finish_reason, response.stop_reason) == ("length", None)
+    assert response.usage == Usage(3, 4, response.usage.cached_tokens)
+    assert isinstance(response.usage.cached_tokens, int)
+    assert response.weight_versions == (WeightVersionSpan(VERSION, 0, 4),)
+    assert response.request_id == "text"
+    assert response.top_logprobs is None
+    assert response.routed_experts is None
+    assert response.raw["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+    assert "output_token_logprobs" not in response.raw["meta_info"]
+
+
+def test_alternatives():
+    response = replay("alternatives", sampling_params={**GREEDY, "logprobs": 2})
+    assert [len(row) for row in response.top_logprobs] == [2, 2, 2, 2]
+    assert [row[0] for row in response.top_logprobs] == list(
+        zip(response.completion_ids, response.logprobs, strict=True)
+    )
+
+    def drop(answer):
+        answer["meta_info"]["output_top_logprobs"].pop()
+
+    problem = refused(EngineReplyError, changed(drop, "alternatives"))
+    assert problem == "output_top_logprobs: alternatives and tokens are not equally many - expected 4, got 3"
+
+
+def test_stops_name_what_was_met():
+    token = replay("stop_token", sampling_params={**GREEDY, "stop_token_ids": [COMPLETION[1]]})
+    assert token.completion_ids == COMPLETION[:2]
+    assert (token.finish_reason, token.stop_reason) == ("stop", COMPLETION[1])
+    text = replay("stop_string", sampling_params={**GREEDY, "stop": ["low"]})
+    assert (text.finish_reason, text.stop_reason) == ("stop", "low")
+    assert text.completion_ids == COMPLETION[: len(text.completion_ids)]
+
+
+def test_an_abort_is_an_answer_of_what_there_is():
+    response = replay("aborted")
+    assert recorded("aborted").answer["meta_info"]["finish_reason"]["message"] == "Aborted"
+    assert response.finish_reason == "abort"
+    assert len(response.completion_ids) == len(response.logprobs) > 0
+
+
+def test_an_abort_before_the_first_token():
+    def empty(answer):
+        answer["output_ids"] = []
+        del answer["meta_info"]["output_token_logprobs"]
+        answer["meta_info"]["weight_versions"] = [{"version": "default", "start": 0, "end": 0}]
+
+    response = changed(empty, "aborted").replay(SGLangBackend(), request())
+    assert (response.completion_ids, response.logprobs, response.weight_versions) == ([], [], ())
+
+
+def test_an_abort_with_a_status_is_an_error():
+    def fail(answer):
+        finish = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": "Unavailable"}
+        answer["meta_info"]["finish_reason"] = finish
+
+    with pytest.raises(EngineStatusError) as caught:
+        changed(fail).replay(SGLangBackend(), request())
+    assert caught.value.status == 503
+    assert str(caught.value) == "finish_reason: the server gave up: out of memory"
+
+
+def test_finish_reasons_that_are_not_known():
+    def finish(answer):
+        answer["meta_info"]["finish_reason"] = {"type": "tired"}
+
+    assert refused(EngineReplyError, changed(finish)) == (
+        "finish_reason.type: the completion ended for an unknown reason - expected stop, length, abort, "
+        "got 'tired'"
+    )
+
+
+def test_a_cut_of_max_tokens_is_told(caplog):
+    sampling = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True}
+    response = replay("cut", prompt_ids=[5] * 2041, sampling_params=sampling)
+    assert (response.finish_reason, len(response.completion_ids)) == ("length", 5)
+    assert response.raw["max_tokens_granted"] == 5
+    assert caplog.messages == ["SGLang cut max_tokens from 7 to 5, since the prompt has 2041 tokens"]
+
+
+def test_several_completions_are_not_one():
+    recording = recorded("several")
+    assert isinstance(recording.answer, list)
+    assert refused(EngineReplyError, recording) == (
+        "reply: the reply is not one completion - expected an object, got a list of 2"
+    )
+
+
+def test_a_list_of_one_completion_is_one():
+    recording = recorded("text")
+    recording.answer = [recording.answer]
+    assert recording.replay(SGLangBackend(), request()).completion_ids == COMPLETION
+
+
+def test_lengths_that_differ_are_an_error():
+    def drop(answer):
+        answer["meta_info"]["output_token_logprobs"].pop()
+
+    assert refused(EngineReplyError, changed(drop)) == (
+        "output_ids: tokens and logprobs are not equally many - expected 4 logprobs, one for each token, got 3"
+    )
+
+
+def test_logprobs_of_other_tokens_are_an_error():
+    def shift(answer):
+        answer["meta_info"]["output_token_logprobs"][1][1] = 7
+
+    assert refused(EngineReplyError, changed(shift)) == (
+        "output_token_logprobs[1]: a logprob is of another token than was sampled - "
+        f"expected the token {COMPLETION[1]}, got the token 7"
+    )
+
+
+@pytest.mark.parametrize("value", [None, -3.4028234663852886e38, "x"])
+def test_logprobs_that_are_none(value):
+    def blank(answer):
+        answer["meta_info"]["output_token_logprobs"][2][0] = value
+
+    problem = refused(EngineReplyError, changed(blank))
+    assert "logprob" in problem
+    assert "[2]" in problem
+
+
+@pytest.mark.parametrize("entry", [None, [], [-1.0], -1.0])
+def test_malformed_logprobs(entry):
+    def spoil(answer):
+        answer["meta_info"]["output_token_logprobs"][0] = entry
+
+    assert refused(EngineReplyError, changed(spoil)).startswith(
+        "output_token_logprobs[0]: a logprob is malformed - expected [logprob, token id, text]"
+    )
+
+
+@pytest.mark.parametrize("name", ["output_ids", "meta_info", "prompt_token_ids"])
+def test_fields_that_are_missing(name):
+    def drop(answer):
+        del answer[name]
+
+    assert refused(EngineReplyError, changed(drop)).startswith(
+        f"reply.{name}: the reply lacks a field, or it is of another kind"
+    )
+
+
+def test_weight_versions_are_spans():
+    def two(answer):
+        answer["meta_info"]["weight_versions"] = [
+            {"version": "step-7", "start": 0, "end": 3},
+            {"version": "step-8", "start": 3, "end": 4},
+        ]
+
+    versions = changed(two).replay(SGLangBackend(), request()).weight_versions
+    assert versions == (WeightVersionSpan("step-7", 0, 3), WeightVersionSpan("step-8", 3, 4))
+
+    def one(answer):
+        del answer["meta_info"]["weight_versions"]
+
+    versions = changed(one).replay(SGLangBackend(), request()).weight_versions
+    assert versions == (WeightVersionSpan(VERSION, 0, 4),)
+
+
+# --- the prompt that comes back ---
+
+
+@pytest.mark.parametrize(
+    ("seen", "problem"),
+    [
+        ([10, 99, 12], "prompt_token_ids[1]: {} - expected the token 11 of 3, got the token 99 of 3"),
+        ([10, 11], "prompt_token_ids[2]: {} - expected the token 12 of 3, got the end of 2"),
+        ([10, 11, 12, 13], "prompt_token_ids[3]: {} - expected the end of 3, got the token 13 of 4"),
+    ],
+)
+def test_another_prompt_is_a_mismatch(seen, problem):
+    def differ(answer):
+        answer["prompt_token_ids"] = seen
+
+    assert refused(EngineMismatchError, changed(differ)) == (
+        problem.format("the server saw another prompt than the renderer's")
+        + ". Render with the files and processor settings of the model that the server runs"
+    )
+
+
+# --- images ---
+
+
+@pytest.fixture(scope="module")
+def one_image(tmp_path_factory):
+    return an_image(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def with_image(rendered, **fields):
+    fields.setdefault("request_id", "image")
+    return request(prompt_ids=rendered.token_ids, multi_modal_data=rendered.multi_modal_data, **fields)
+
+
+def test_an_image_goes_encoded_and_its_placeholder_once(one_image):
+    recording = recorded("image")
+    response = recording.replay(SGLangBackend(), with_image(one_image))
+    assert digested(recording.sent) == recording.body
+    place = one_image.multi_modal_data.mm_placeholders["image"][0]
+    assert len(recording.sent["input_ids"]) == len(one_image) - place.length + 1
+    assert recording.sent["image_data"][0].startswith("data:image/png;base64,")
+    assert recording.answer["prompt_token_ids"] == one_image.token_ids
+    assert response.completion_ids == recording.answer["output_ids"]
+    assert response.usage.prompt_tokens == len(one_image)
+
+
+def test_an_image_that_the_server_widens_otherwise(one_image):
+    place = one_image.multi_modal_data.mm_placeholders["image"][0]
+
+    def widen(answer):
+        answer["prompt_token_ids"].insert(place.offset, answer["prompt_token_ids"][place.offset])
+
+    with pytest.raises(EngineMismatchError) as caught:
+        changed(widen, "image").replay(SGLangBackend(), with_image(one_image))
+    problem = str(caught.value)
+    assert problem.startswith(
+        f"prompt_token_ids[{place.offset + place.length}] (image 0): the server saw another"
+    )
+
+
+def test_the_collapsed_prompt_of_the_request_is_taken(one_image):
+    place = one_image.multi_modal_data.mm_placeholders["image"][0]
+    ids = one_image.token_ids
+    collapsed = [*ids[: place.offset + 1], *ids[place.offset + place.length :]]
+    recording = recorded("image")
+    recording.replay(SGLangBackend(), with_image(one_image, collapsed_ids=collapsed))
+    assert recording.sent["input_ids"] == collapsed
+
+
+def three_images() -> PromptMaker:
+    first, second = qwen_item(4), qwen_item(6)
+    return PromptMaker().text([1]).framed(first).text([2]).framed(second).framed(first).text([3])
+
+
+def test_a_collapsed_prompt_of_another_length_is_refused():
+    prompt = three_images()
+    call = request(
+        prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar, collapsed_ids=[1, OPEN, PAD, CLOSE]
+    )
+    transport = MemoryTransport()
+    with pytest.raises(PlaceholderError) as caught:
+        asyncio.run(SGLangBackend().generate(call, transport))
+    assert str(caught.value) == (
+        "collapsed_ids: the prompt with one placeholder for each image has another length - expected 12, got 4"
+    )
+    assert transport.asked == []
+
+
+def test_a_placeholder_that_the_model_sampled_is_refused_beside_images():
+    prompt = three_images().text([5, PAD, 6])
+    call = request(prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
+    with pytest.raises(PlaceholderError) as caught:
+        asyncio.run(SGLangBackend().generate(call, MemoryTransport()))
+    assert str(caught.value) == (
+        f"collapsed_ids: SGLang takes every placeholder token for an image - expected 3 of the token {PAD}, one "
+        "for each image, got 4. A placeholder that the model itself sampled cannot be sent along with images"
+    )
+
+
+def test_items_that_cannot_be_encoded_are_refused():
+    prompt = three_images()
+    call = request(prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
+    transport = MemoryTransport()
+    with pytest.raises(MediaError, match="cannot be sent as an encoded image"):
+        asyncio.run(SGLangBackend().generate(call, transport))
+    assert transport.asked == []
+
+
+def test_videos_are_refused():
+    prompt = PromptMaker().text([1]).framed(video_item(4)).text([2])
+    call = request(prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
+    with pytest.raises(EngineUnsupportedError, match="images only, and this is of modality 'video'"):
+        asyncio.run(SGLangBackend().generate(call, MemoryTransport()))
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 2], [1, 1024], [1.5]])
+def test_prompts_that_kill_the_server_are_refused(ids):
+    transport = MemoryTransport()
+    with pytest.raises(InputError):
+        asyncio.run(SGLangBackend().generate(request(prompt_ids=ids), transport))
+    assert transport.asked == []
+
+
+# --- routed experts ---
+
+
+ROWS = 3 + 4 - 1
+COUNTED = np.arange(ROWS * 6, dtype=np.int32).reshape(ROWS, 3, 2)
+
+
+def with_experts(first: int) -> Recording:
+    def add(answer):
+        data = np.ascontiguousarray(COUNTED[first:], "<i4").tobytes()
+        answer["meta_info"]["routed_experts"] = pybase64.b64encode(data).decode()
+
+    return changed(add)
+
+
+def test_router_choices_are_asked_for_as_recorded():
+    recording = recorded("no_experts")
+    with pytest.raises(EngineUnsupportedError) as caught:
+        recording.replay(EXPERTS, request(request_id="no_experts", routed_experts=True))
+    assert recording.sent == recording.body
+    assert str(caught.value) == (
+        "meta_info.routed_experts: the server gives no router choices. "
+        "Start SGLang with --enable-return-routed-experts"
+    )
+
+
+@pytest.mark.parametrize("start", [None, 0, 2, 3])
+@pytest.mark.parametrize("server_cuts", [True, False])
+def test_router_choices_get_their_shape(start, server_cuts):
+    recording = with_experts((start or 0) if server_cuts else 0)
+    call = request(routed_experts=True, routed_experts_prompt_start=start)
+    experts = recording.replay(EXPERTS, call).routed_experts
+    assert recording.sent["routed_experts_start_len"] == (start or 0)
+    assert (experts.start, experts.shape) == (start or 0, (ROWS - (start or 0), 3, 2))
+    np.testing.assert_array_equal(experts.data, COUNTED[start or 0 :])
+    assert experts.dtype == np.int32
+
+
+def test_router_choices_of_another_size_are_an_error():
+    problem = refused(EngineReplyError, with_experts(1), routed_experts=True, backend=EXPERTS)
+    assert problem.startswith("meta_info.routed_experts: the routed experts of the reply are malformed")
+
+
+def test_router_choices_need_the_shape_of_the_model():
+    recording = with_experts(0)
+    assert refused(EngineUnsupportedError, recording, routed_experts=True) == (
+        "routed_experts: SGLang gives router choices without their shape. Name it with "
+        "SGLangBackend(routed_experts_shape=(layers, experts of a token))"
+    )
+    assert recording.sent is None
+
+
+# --- errors and limits ---
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("error_object", "input_ids cannot be empty."),
+        ("error_text", "unknown field `max_tokens`, expected one of `max_new_tokens`"),
+        ("error_flat", "1 validation error"),
+        ("widened", "Internal Server Error"),
+    ],
+)
+def test_error_replies_have_four_shapes(name, says):
+    recording = recorded(name)
+    shape = {
+        "error_object": lambda answer: set(answer["error"]) == {"message"},
+        "error_text": lambda answer: isinstance(answer["error"], str),
+        "error_flat": lambda answer: answer["object"] == "error" and isinstance(answer["message"], str),
+        "widened": lambda answer: isinstance(answer, str),
+    }[name]
+    assert shape(recording.answer)
+    with pytest.raises(EngineStatusError) as caught:
+        recording.replay(SGLangBackend(), request())
+    assert caught.value.status == (500 if name == "widened" else 400)
+    assert error_text(caught.value.body).startswith(says)
+    assert not SGLangBackend().is_overflow_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_len", "max_prompt_len", "max_tokens"),
+    [
+        ("too_long_input", 2042, 2041, 1),
+        ("too_long_context", 3000, 2047, 1),
+        ("too_long_total", 2040, 2028, 20),
+        ("image_too_long", 2050, 2047, 4),
+    ],
+)
+def test_overflow_replies(name, prompt_len, max_prompt_len, max_tokens):
+    sampling = {**GREEDY, "max_tokens": max_tokens}
+    with pytest.raises(PromptTooLongError) as caught:
+        replay(name, sampling_params=sampling)
+    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (prompt_len, max_prompt_len)
+    reply = caught.value.__cause__
+    assert isinstance(reply, EngineStatusError)
+    assert SGLangBackend().is_overflow_error(reply)
+    assert SGLangBackend().is_overflow_error(caught.value)
+
+
+def test_an_overflow_that_the_scheduler_finds():
+    """Read from SGLang's sources, for prompts whose images are widened there."""
+    text = (
+        "Multimodal prompt is too long after expanding multimodal tokens. "
+        "After expanding len(req.origin_input_ids_unpadded)=40 => 2100 >= 2042."
+    )
+    recording = recorded("too_long_input")
+    recording.answer = {"error": {"message": text}}
+    with pytest.raises(PromptTooLongError) as caught:
+        recording.replay(SGLangBackend(), request())
+    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (2100, 2041)
+
+
+def test_more_tokens_than_the_context_holds_are_the_parameters_fault():
+    problem = refused(
+        SamplingParameterError, recorded("too_many_tokens"), sampling_params={**GREEDY, "max_tokens": 4000}
+    )
+    assert problem == (
+        "sampling_params['max_tokens']: is more than the model's context holds - expected at most 2045, got 4000"
+    )
+
+
+def test_an_overflow_text_with_another_status_is_none():
+    error = EngineStatusError(
+        "x", status=500, body=str(recorded("too_long_input").answer["error"]["message"])
+    )
+    assert not SGLangBackend().is_overflow_error(error)
+    assert not SGLangBackend().is_overflow_error(EngineConnectionError("gone"))
+
+
+def test_the_longest_prompt_is_one_less_than_the_servers_number():
+    recording = recorded("server_info")
+    assert recording.answer["max_req_input_len"] == 2042
+    assert recording.answer["context_length"] == 2048
+    assert recording.limit(SGLangBackend()) == 2041
+
+
+@pytest.mark.parametrize(("answer", "limit"), [({}, None), ({"max_req_input_len": None}, None)])
+def test_servers_that_name_no_limit(answer, limit):
+    transport = MemoryTransport({"GET /server_info": Answer(answer)})
+    assert asyncio.run(SGLangBackend().resolve_max_prompt_len("tiny", transport)) is limit
+
+
+@pytest.mark.parametrize("answer", [[], "text"])
+def test_server_information_that_is_none(answer):
+    transport = MemoryTransport({"GET /server_info": Answer(answer)})
+    with pytest.raises(EngineReplyError, match="GET /server_info"):
+        asyncio.run(SGLangBackend().resolve_max_prompt_len("tiny", transport))
+
+
+# --- cancellation, and the backend as a value ---
+
+
+def slow() -> MemoryTransport:
+    return MemoryTransport(
+        {
+            "POST /generate": Answer(recorded("text").answer, delay=30),
+            "POST /abort_request": Answer("", delay=0.01),
+        }
+    )
+
+
+def test_cancelling_aborts_by_the_requests_own_id():
+    transport = slow()
+
+    async def work():
+        task = asyncio.create_task(SGLangBackend().generate(request(request_id="mine"), transport))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(work())
+    assert [asked.path for asked in transport.asked] == ["/generate", "/abort_request"]
+    assert transport.asked[1].json == {"rid": "mine"}
+    assert transport.asked[1].idempotent
+    assert not transport.asked[0].idempotent
+
+
+def test_a_second_cancellation_does_not_stop_the_abort():
+    transport = slow()
+
+    async def work():
+        task = asyncio.create_task(SGLangBackend().generate(request(), transport))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.sleep(0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.05)
+
+    asyncio.run(work())
+    assert [asked.path for asked in transport.asked] == ["/generate", "/abort_request"]
+    assert [asked.path for asked in transport.cancelled] == ["/generate"]
+
+
+@pytest.mark.parametrize("abort", [Answer(status=500), Answer(drop=True), Answer("")])
+def test_a_timeout_aborts_and_stays_a_timeout(abort):
+    transport = MemoryTransport({"POST /generate": EngineTimeoutError("late"), "POST /abort_request": abort})
+    with pytest.raises(EngineTimeoutError, match="late"):
+        asyncio.run(SGLangBackend().generate(request(), transport))
+    assert [asked.path for asked in transport.asked] == ["/generate", "/abort_request"]
+
+
+def test_a_broken_connection_is_not_aborted():
+    transport = MemoryTransport({"POST /generate": Answer(drop=True)})
+    with pytest.raises(EngineConnectionError):
+        asyncio.run(SGLangBackend().generate(request(), transport))
+    assert [asked.path for asked in transport.asked] == ["/generate"]
+
+
+def test_the_backend_is_a_value():
+    assert pickle.loads(pickle.dumps(EXPERTS)) == EXPERTS
+    assert isinstance(EXPERTS, RendererBackend)
+    assert hash(EXPERTS) == hash(SGLangBackend(routed_experts_shape=(3, 2)))
+    assert EXPERTS.name == "sglang"
