@@ -3,9 +3,9 @@
 Names are imported from their modules at first use, so that `import mmrender` costs next to nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from mmrender._lazy import at_first_use
 from mmrender._version import __version__
 
 if TYPE_CHECKING:
@@ -49,37 +49,28 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "ImagePart": "mmrender.messages",
-    "MMRenderError": "mmrender.errors",
-    "MediaItem": "mmrender.media.item",
-    "MediaPolicy": "mmrender.media.policy",
-    "Message": "mmrender.messages",
-    "MultiModalData": "mmrender.media.item",
-    "MultimodalRenderer": "mmrender.protocols",
-    "PlaceholderRange": "mmrender.media.item",
-    "RenderedTokens": "mmrender.rendered",
-    "Renderer": "mmrender.renderer",
-    "RendererClient": "mmrender.rollout.renderer_client",
-    "RendererPool": "mmrender.pool.pool",
-    "RendererProtocol": "mmrender.protocols",
-    "TextPart": "mmrender.messages",
-    "ThinkingPart": "mmrender.messages",
-    "TokenSpan": "mmrender.rendered",
-    "ToolCall": "mmrender.messages",
-    "TrainingSample": "mmrender.trajectory.sample",
-    "Trajectory": "mmrender.trajectory.tree",
-    "VideoPart": "mmrender.messages",
-    "generate": "mmrender.client.generate",
-    "is_multimodal": "mmrender.protocols",
+    "ImagePart": "messages",
+    "MMRenderError": "errors",
+    "MediaItem": "media.item",
+    "MediaPolicy": "media.policy",
+    "Message": "messages",
+    "MultiModalData": "media.item",
+    "MultimodalRenderer": "protocols",
+    "PlaceholderRange": "media.item",
+    "RenderedTokens": "rendered",
+    "Renderer": "renderer",
+    "RendererClient": "rollout.renderer_client",
+    "RendererPool": "pool.pool",
+    "RendererProtocol": "protocols",
+    "TextPart": "messages",
+    "ThinkingPart": "messages",
+    "TokenSpan": "rendered",
+    "ToolCall": "messages",
+    "TrainingSample": "trajectory.sample",
+    "Trajectory": "trajectory.tree",
+    "VideoPart": "messages",
+    "generate": "client.generate",
+    "is_multimodal": "protocols",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = at_first_use(__name__, _HOMES)

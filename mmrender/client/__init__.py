@@ -4,8 +4,9 @@
 what the HTTP client needs is imported before it is used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from mmrender._lazy import at_first_use
 
 if TYPE_CHECKING:
     from mmrender.client.backend import EngineRequest, EngineResponse, FinishReason, RendererBackend, Usage
@@ -45,34 +46,25 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "ClientHooks": "mmrender.client.hooks",
-    "DynamoBackend": "mmrender.client.dynamo",
-    "EngineRequest": "mmrender.client.backend",
-    "EngineResponse": "mmrender.client.backend",
-    "FinishReason": "mmrender.client.backend",
-    "Generation": "mmrender.client.generation",
-    "HTTPTransport": "mmrender.client.http",
-    "LocalBackend": "mmrender.client.local",
-    "MemoryTransport": "mmrender.client.memory",
-    "RendererBackend": "mmrender.client.backend",
-    "RendererTransport": "mmrender.client.backends",
-    "Reply": "mmrender.client.transport",
-    "RequestEvent": "mmrender.client.hooks",
-    "SGLangBackend": "mmrender.client.sglang",
-    "Transport": "mmrender.client.transport",
-    "TransportConfig": "mmrender.client.config",
-    "Usage": "mmrender.client.backend",
-    "VLLMBackend": "mmrender.client.vllm",
-    "as_transport": "mmrender.client.resolve",
+    "ClientHooks": "hooks",
+    "DynamoBackend": "dynamo",
+    "EngineRequest": "backend",
+    "EngineResponse": "backend",
+    "FinishReason": "backend",
+    "Generation": "generation",
+    "HTTPTransport": "http",
+    "LocalBackend": "local",
+    "MemoryTransport": "memory",
+    "RendererBackend": "backend",
+    "RendererTransport": "backends",
+    "Reply": "transport",
+    "RequestEvent": "hooks",
+    "SGLangBackend": "sglang",
+    "Transport": "transport",
+    "TransportConfig": "config",
+    "Usage": "backend",
+    "VLLMBackend": "vllm",
+    "as_transport": "resolve",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = at_first_use(__name__, _HOMES)

@@ -4,8 +4,9 @@ Names are imported from their modules at first use; importing this package start
 framework.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from mmrender._lazy import at_first_use
 
 if TYPE_CHECKING:
     from mmrender.engines.client import InferenceEngineClient
@@ -36,26 +37,17 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "ClientPolicy": "mmrender.engines.policy",
-    "EngineServer": "mmrender.engines.server",
-    "HTTPEngine": "mmrender.engines.http_engine",
-    "InferenceEngineClient": "mmrender.engines.client",
-    "InferenceEngineInput": "mmrender.engines.interface",
-    "InferenceEngineInterface": "mmrender.engines.interface",
-    "InferenceEngineOutput": "mmrender.engines.interface",
-    "LocalEngine": "mmrender.engines.local_engine",
-    "NamedWeightsUpdate": "mmrender.engines.interface",
-    "PauseMode": "mmrender.engines.interface",
-    "ServerSettings": "mmrender.engines.server",
+    "ClientPolicy": "policy",
+    "EngineServer": "server",
+    "HTTPEngine": "http_engine",
+    "InferenceEngineClient": "client",
+    "InferenceEngineInput": "interface",
+    "InferenceEngineInterface": "interface",
+    "InferenceEngineOutput": "interface",
+    "LocalEngine": "local_engine",
+    "NamedWeightsUpdate": "interface",
+    "PauseMode": "interface",
+    "ServerSettings": "server",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = at_first_use(__name__, _HOMES)

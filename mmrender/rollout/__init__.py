@@ -3,8 +3,9 @@
 Names are imported from their modules at first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from mmrender._lazy import at_first_use
 
 if TYPE_CHECKING:
     from mmrender.rollout.environment import Action, Environment, Observation
@@ -38,29 +39,20 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "Action": "mmrender.rollout.environment",
-    "BatchMetadata": "mmrender.rollout.types",
-    "Completion": "mmrender.rollout.renderer_client",
-    "Environment": "mmrender.rollout.environment",
-    "FindCell": "mmrender.rollout.find_cell",
-    "FindCellSettings": "mmrender.rollout.find_cell",
-    "GeneratorInput": "mmrender.rollout.types",
-    "GeneratorInterface": "mmrender.rollout.types",
-    "GeneratorOutput": "mmrender.rollout.types",
-    "Observation": "mmrender.rollout.environment",
-    "RendererClient": "mmrender.rollout.renderer_client",
-    "TrajectoryID": "mmrender.rollout.types",
-    "VLMGenerator": "mmrender.rollout.generator",
-    "run_episode": "mmrender.rollout.episode",
+    "Action": "environment",
+    "BatchMetadata": "types",
+    "Completion": "renderer_client",
+    "Environment": "environment",
+    "FindCell": "find_cell",
+    "FindCellSettings": "find_cell",
+    "GeneratorInput": "types",
+    "GeneratorInterface": "types",
+    "GeneratorOutput": "types",
+    "Observation": "environment",
+    "RendererClient": "renderer_client",
+    "TrajectoryID": "types",
+    "VLMGenerator": "generator",
+    "run_episode": "episode",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = at_first_use(__name__, _HOMES)

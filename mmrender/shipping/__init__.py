@@ -10,7 +10,9 @@ async with Sender("unix:///tmp/rollouts.sock") as sender:      # a worker
 ```
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
+
+from mmrender._lazy import at_first_use
 
 if TYPE_CHECKING:
     from mmrender.shipping.address import Address
@@ -20,21 +22,6 @@ if TYPE_CHECKING:
     from mmrender.shipping.receiver import Receiver, ReceiverStats
     from mmrender.shipping.security import CurveKeys
     from mmrender.shipping.sender import Sender, SenderStats
-
-_HOMES = {
-    "Address": "address",
-    "BlockingReceiver": "blocking",
-    "BlockingSender": "blocking",
-    "CurveKeys": "security",
-    "Delivery": "delivery",
-    "Received": "delivery",
-    "Receiver": "receiver",
-    "ReceiverStats": "receiver",
-    "Sender": "sender",
-    "SenderStats": "sender",
-    "Timing": "options",
-    "Window": "options",
-}
 
 __all__ = [
     "Address",
@@ -51,11 +38,19 @@ __all__ = [
     "Window",
 ]
 
+_HOMES: Final = {
+    "Address": "address",
+    "BlockingReceiver": "blocking",
+    "BlockingSender": "blocking",
+    "CurveKeys": "security",
+    "Delivery": "delivery",
+    "Received": "delivery",
+    "Receiver": "receiver",
+    "ReceiverStats": "receiver",
+    "Sender": "sender",
+    "SenderStats": "sender",
+    "Timing": "options",
+    "Window": "options",
+}
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+__getattr__, __dir__ = at_first_use(__name__, _HOMES)

@@ -4,8 +4,9 @@ Nothing here imports what the worker that samples needs: a trainer installs no H
 from their modules at first use, so that torch is not imported before.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from mmrender._lazy import at_first_use
 
 if TYPE_CHECKING:
     from mmrender.training.aligned import check_feature_tokens
@@ -24,38 +25,6 @@ if TYPE_CHECKING:
     from mmrender.training.tensor_list import TensorList
     from mmrender.training.truncation import truncate
     from mmrender.training.vllm_kwargs import MultiModalKwargs, decode_mm_kwargs
-
-_HOMES: Final = {
-    "FieldRule": "families",
-    "MRope": "positions",
-    "MicroBatch": "planning",
-    "ModelFamily": "families",
-    "MultiModalKwargs": "vllm_kwargs",
-    "ProcessorLoader": "references",
-    "Segment": "batch",
-    "StepPlan": "planning",
-    "TensorList": "tensor_list",
-    "TrainingBatch": "batch",
-    "balance": "packing",
-    "blank_dummy": "dummy",
-    "block_diagonal_mask": "inputs",
-    "check_feature_tokens": "aligned",
-    "collate": "collation",
-    "collate_micro_batch": "planning",
-    "labels": "inputs",
-    "compute_cost": "packing",
-    "decode_mm_kwargs": "vllm_kwargs",
-    "dummy_sample": "dummy",
-    "first_fit_decreasing": "packing",
-    "collate_mm_kwargs": "mm_kwargs",
-    "mrope_position_ids": "positions",
-    "plan_steps": "planning",
-    "recurrent_segments": "recurrent",
-    "resolve_references": "references",
-    "smallest_dummy": "dummy",
-    "token_logprobs": "logprobs",
-    "truncate": "truncation",
-}
 
 __all__ = [
     "FieldRule",
@@ -89,13 +58,36 @@ __all__ = [
     "truncate",
 ]
 
+_HOMES: Final = {
+    "FieldRule": "families",
+    "MRope": "positions",
+    "MicroBatch": "planning",
+    "ModelFamily": "families",
+    "MultiModalKwargs": "vllm_kwargs",
+    "ProcessorLoader": "references",
+    "Segment": "batch",
+    "StepPlan": "planning",
+    "TensorList": "tensor_list",
+    "TrainingBatch": "batch",
+    "balance": "packing",
+    "blank_dummy": "dummy",
+    "block_diagonal_mask": "inputs",
+    "check_feature_tokens": "aligned",
+    "collate": "collation",
+    "collate_micro_batch": "planning",
+    "collate_mm_kwargs": "mm_kwargs",
+    "compute_cost": "packing",
+    "decode_mm_kwargs": "vllm_kwargs",
+    "dummy_sample": "dummy",
+    "first_fit_decreasing": "packing",
+    "labels": "inputs",
+    "mrope_position_ids": "positions",
+    "plan_steps": "planning",
+    "recurrent_segments": "recurrent",
+    "resolve_references": "references",
+    "smallest_dummy": "dummy",
+    "token_logprobs": "logprobs",
+    "truncate": "truncation",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = at_first_use(__name__, _HOMES)

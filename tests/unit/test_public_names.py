@@ -3,25 +3,35 @@
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import mmrender
 
+PACKAGES = [
+    "mmrender",
+    *[f"mmrender.{name}" for name in ("client", "engines", "rollout", "shipping", "training")],
+]
 
-@pytest.mark.parametrize("name", mmrender.__all__)
-def test_every_public_name_resolves(name):
-    assert getattr(mmrender, name) is not None
-    assert name in dir(mmrender)
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_resolves(package):
+    module = import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
 
 
-def test_types_and_run_time_find_the_same_names_in_the_same_modules():
-    tree = ast.parse(Path(mmrender.__file__).read_text("utf-8"))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_types_and_run_time_find_the_same_names_in_the_same_modules(package):
+    module = import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
     guard = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {alias.name: node.module for node in guard.body for alias in node.names}
-    assert typed == mmrender._HOMES
-    assert {*typed, "__version__"} == set(mmrender.__all__)
+    assert typed == {name: f"{package}.{home}" for name, home in module._HOMES.items()}
+    assert set(typed) == {*module.__all__} - {"__version__"}
 
 
 def test_an_unknown_name_is_an_attribute_error():
