@@ -125,4 +125,4 @@ fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the propert
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made
-	rm -rf $(VENV) $(PARITY_VENV) .venv-vllm build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY_VENV) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
