@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from mmrender.shipping.blocking import BlockingReceiver, BlockingSender
     from mmrender.shipping.delivery import Delivery, Received
     from mmrender.shipping.options import Timing, Window
-    from mmrender.shipping.receiver import Receiver, ReceiverStats
+    from mmrender.shipping.receiver import Receiver
     from mmrender.shipping.security import CurveKeys
-    from mmrender.shipping.sender import Sender, SenderStats
+    from mmrender.shipping.sender import Sender
+    from mmrender.shipping.stats import ReceiverStats, SenderStats
 
 __all__ = [
     "Address",
@@ -46,9 +47,9 @@ _HOMES: Final = {
     "Delivery": "delivery",
     "Received": "delivery",
     "Receiver": "receiver",
-    "ReceiverStats": "receiver",
+    "ReceiverStats": "stats",
     "Sender": "sender",
-    "SenderStats": "sender",
+    "SenderStats": "stats",
     "Timing": "options",
     "Window": "options",
 }

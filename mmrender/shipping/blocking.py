@@ -10,8 +10,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from mmrender.errors import ShippingClosedError, ShippingConnectionError
 from mmrender.shipping.delivery import Delivery, Received
-from mmrender.shipping.receiver import Receiver, ReceiverStats
-from mmrender.shipping.sender import Sender, SenderStats
+from mmrender.shipping.receiver import Receiver
+from mmrender.shipping.sender import Sender
+from mmrender.shipping.stats import ReceiverStats, SenderStats
 
 T = TypeVar("T")
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
@@ -31,33 +30,13 @@ from mmrender.shipping.options import DEFAULT_TIMING, DEFAULT_WINDOW, Timing, Wi
 from mmrender.shipping.receiving import ReceivingSession
 from mmrender.shipping.security import CurveKeys, key_bytes
 from mmrender.shipping.seen import WINDOW, SeenIds
+from mmrender.shipping.stats import ReceiverStats
 
 Acknowledge = Literal["taken", "explicit"]
 LIMITS = Limits(max_bytes=2 << 30)
 _ORPHANS = 4096
 _ORPHAN_WINDOWS = 4
 _log = logging.getLogger("mmrender.shipping")
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverStats:
-    """Figures since a receiver was opened.
-
-    Attributes:
-        messages: Messages that arrived whole, duplicates included.
-        duplicates: Those of them that were there already, and were not handed on.
-        received_bytes: Bytes of their payloads on the wire.
-        queued: Messages in line for the consumer.
-        connections: Open ones.
-        refused: Connections that ended because of what the peer sent, or could not show.
-    """
-
-    messages: int
-    duplicates: int
-    received_bytes: int
-    queued: int
-    connections: int
-    refused: int
 
 
 class Receiver:

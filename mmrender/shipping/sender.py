@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,33 +17,11 @@ from mmrender.shipping.links.choose import transport_of
 from mmrender.shipping.options import DEFAULT_TIMING, MAX_ID_BYTES, MAX_UNACKED, Timing
 from mmrender.shipping.outbox import Outbox, Outgoing
 from mmrender.shipping.security import CurveKeys, key_bytes
+from mmrender.shipping.stats import SenderStats
 from mmrender.shipping.values import id_of, to_wire
 
 _MOMENT_S = 1.0
 Guarantee = Literal["at-least-once", "at-most-once"]
-
-
-@dataclass(frozen=True, slots=True)
-class SenderStats:
-    """Figures since a sender was made.
-
-    Attributes:
-        acknowledged: Messages that the receiver has acknowledged.
-        unacked: Messages that it has not.
-        resent: How often a message was sent again.
-        refused: Messages that the receiver could not use.
-        lost: Messages sent at most once whose connection broke.
-        connections: Connections so far.
-        sent_bytes: Bytes handed to them, headers included.
-    """
-
-    acknowledged: int
-    unacked: int
-    resent: int
-    refused: int
-    lost: int
-    connections: int
-    sent_bytes: int
 
 
 class Sender:

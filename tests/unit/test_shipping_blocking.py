@@ -1,5 +1,6 @@
 """Both ends in threads: the same protocol, plain calls."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ from shipping_cases import is_message, message
 
 @pytest.mark.parametrize("scheme", ["unix", "tcp", "zmq+tcp", "shm"])
 def test_a_trainer_thread_takes_what_worker_threads_send(scheme, tmp_path):
-    url = {"unix": f"unix://{tmp_path}/a", "shm": "shm://blocking"}.get(scheme, f"{scheme}://127.0.0.1:0")
+    url = {"unix": f"unix://{tmp_path}/a", "shm": f"shm://blocking-{os.getpid()}"}.get(scheme, f"{scheme}://127.0.0.1:0")
     threads = threading.active_count()
     with BlockingReceiver(url) as receiver, BlockingSender(receiver.url) as sender:
         with ThreadPoolExecutor(3) as workers:
