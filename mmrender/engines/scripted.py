@@ -205,6 +205,8 @@ class ScriptedEngine:
 
     async def _complete(self, work: Work) -> EngineResponse:
         self._check_alive()
+        if work.params["max_tokens"] < 1:
+            raise EngineStatusError("the server answered 400: max_tokens must be at least 1", status=400)
         fault = self._faults()
         for _ in range(self._travel):
             await asyncio.sleep(0)
@@ -243,6 +245,9 @@ class ScriptedEngine:
             if self.version is not None:
                 running.spans.append(WeightVersionSpan(self.version, position, position + 1))
             await self._turn()
+        late = fault is not None and fault.kind == "abort" and fault.after >= len(running.ids)
+        if late and whole.finish_reason == "length":  # it comes just as the budget is used up
+            return self._reply(running, "abort", None)
         return self._reply(running, whole.finish_reason, fault)
 
     async def _turn(self) -> None:

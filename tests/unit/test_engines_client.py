@@ -531,6 +531,25 @@ def test_work_that_begins_under_a_pause_waits():
     run(scenario())
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_work_that_waits_for_a_place_does_not_slip_through_a_pause(mode):
+    """The pause ends what runs, which frees its place; the next in the queue must not take it to the engine."""
+
+    async def scenario():
+        case = setup(policy=PATIENT.replace(concurrency=1, attempt_timeout=None))
+        batch = {"prompt_token_ids": [[2, n] for n in range(2, 20)], "sampling_params": PARAMS}
+        generating = asyncio.create_task(case.client.generate(batch))
+        await turns(5)
+        asked = len([event for event, _ in case.journal if event == "asked"])
+        await case.client.pause_generation(mode)
+        await turns(60)
+        assert len([event for event, _ in case.journal if event == "asked"]) == asked
+        await case.client.resume_generation()
+        await generating
+
+    run(scenario())
+
+
 def test_aborting_returns_what_there_is():
     async def scenario():
         case = setup(policy=PATIENT.replace(attempt_timeout=None, concurrency=2))
