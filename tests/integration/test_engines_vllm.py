@@ -143,7 +143,8 @@ def test_pauses_change_nothing(mode, servers, renderer, batch, undisturbed):
     under_way: list[int] = []
 
     async def run():
-        client = client_of(servers, renderer, concurrency=8)
+        # A pause that waits takes a whole round of requests, so there must be more rounds than pauses.
+        client = client_of(servers, renderer, concurrency=2 if mode == "wait" else 8)
         await client.set_weight_version("step-0")
         generating = asyncio.create_task(client.generate(batch))
         for cycle in range(CYCLES):
