@@ -59,7 +59,7 @@ class Receiver:
         window: What each sender may have under way.
         table_bytes: Most memory for the arrays that one sender shares.
         max_connections: Senders at a time.
-        framework: What arrays become; see `mmcodecs.decode`.
+        framework: What arrays become; see `mmcodecs.decode`. Those of trajectories stay numpy arrays.
         limits: Of the codec, for what is read; `max_bytes` bounds one message.
         timing: How long things may take.
         transport: Takes the place of what the address stands for.
@@ -251,7 +251,7 @@ class Receiver:
         except TimeoutError as error:
             raise ShippingConnectionError("no handshake in time", where=channel.peer) from error
         await self._end_earlier(hello.sender)
-        await self._inbox.bell.wait_until(self._may_grow)
+        await self._wait_for_room(channel)
         decoder = Decoder(table_bytes=self._table_bytes, framework=self._framework, limits=self._limits)
         session = ReceivingSession(
             channel,
@@ -285,6 +285,15 @@ class Receiver:
             earlier[0].closed = True
             earlier[1].cancel()
             await asyncio.wait([earlier[1]])
+
+    async def _wait_for_room(self, channel: Channel) -> None:
+        try:
+            async with asyncio.timeout(self._timing.handshake):
+                await self._inbox.bell.wait_until(self._may_grow)
+        except TimeoutError as error:
+            raise ShippingConnectionError(
+                "too many messages of earlier connections are not taken yet", where=channel.peer
+            ) from error
 
     def _may_grow(self) -> bool:
         """Whether so little is in line from connections that are gone that a new one may add to it."""

@@ -24,7 +24,7 @@ from mmrender.shipping.messages import (
 )
 from mmrender.shipping.options import MAX_ID_BYTES, MAX_UNACKED, Timing, Window
 from mmrender.shipping.sending import first_to_end, keep_alive
-from mmrender.shipping.values import from_wire
+from mmrender.shipping.values import PLAIN, from_wire
 
 _GOODBYE_S = 1.0
 _Arrived = tuple[str, Any, int]
@@ -62,6 +62,7 @@ class ReceivingSession:
         self.max_bytes = max_bytes
         self.timing = timing
         self.peer = channel.peer
+        self._framework = decoder.framework
         self.closed = False
         self.received_bytes = 0
         self.received_messages = 0
@@ -147,7 +148,7 @@ class ReceivingSession:
         wire_bytes = total_bytes(frames)
         self._check_turn(data, wire_bytes)
         try:
-            value = await off_loop(wire_bytes, lambda: from_wire(data.kind, self.decoder.decode(frames)))
+            value = await off_loop(wire_bytes, lambda: self._decode(data.kind, frames))
         except MissingKeyError as error:
             self._line[data.seq] = None
             self._holes.add(data.seq)
@@ -166,6 +167,10 @@ class ReceivingSession:
         self._charged[data.seq] = wire_bytes
         self._line[data.seq] = (data.id, value, wire_bytes)
         self._advance()
+
+    def _decode(self, kind: str, frames: list[memoryview]) -> Any:
+        self.decoder.framework = self._framework if kind == PLAIN else "numpy"
+        return from_wire(kind, self.decoder.decode(frames))
 
     def _check_turn(self, data: Data, wire_bytes: int) -> None:
         known = data.seq in self._charged or (data.seq in self._line and data.seq not in self._holes)
