@@ -64,6 +64,9 @@ class Receiver:
         timing: How long things may take.
         transport: Takes the place of what the address stands for.
 
+    Attributes:
+        errors: Why connections were closed, the last hundred: what peers sent, or could not show.
+
     Raises:
         ShippingError: The address or an option cannot be used, or another receiver uses the folder.
         ShippingSecurityError: The key is too short.
