@@ -92,8 +92,11 @@ class GenerateCall:
             timeout=_ABORT_SECONDS,
             idempotent=True,
         )
+        sending = asyncio.ensure_future(call)
+        # Whoever cancels once more waits for it no longer; its failure is then nobody's.
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())
         with contextlib.suppress(EngineError):
-            await asyncio.shield(asyncio.ensure_future(call))
+            await asyncio.shield(sending)
 
 
 def _members(request: EngineRequest) -> dict[str, Any]:
