@@ -132,7 +132,8 @@ class EngineServer:
 
 
 def _call(request: urllib.request.Request, timeout: float) -> Any:
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # these servers are on loopback
+    with opener.open(request, timeout=timeout) as answer:
         body = answer.read()
     with contextlib.suppress(ValueError):
         return json.loads(body)
