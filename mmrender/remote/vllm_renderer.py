@@ -159,7 +159,7 @@ class VLLMRenderer:
                 # The route computes and stores nothing that a second call would change.
                 reply = await self._transport.request("POST", RENDER_PATH, json=body, idempotent=True)
             except EngineStatusError as error:
-                if error.status in (403, 404):
+                if error.status == 403 or _lacks_route(error):
                     raise _closed(error, model, where) from error
                 error.where = f"{where}, {error.where}"
                 raise
@@ -239,12 +239,17 @@ def _base_of(model_name: str, body: bytes | memoryview) -> str:
     return next((known.id for known in cards.values() if known.parent is None), card.parent)
 
 
+def _lacks_route(error: EngineStatusError) -> bool:
+    """Whether a 404 is that of a route, and not the server's word that it has no such model."""
+    return error.status == 404 and "model" not in error.body
+
+
 def _closed(error: EngineStatusError, model: str, where: str) -> EngineUnsupportedError:
     return EngineUnsupportedError(
         f"the server's render route is closed to {model!r}",
         where=where,
         expected=f"POST {RENDER_PATH} to be served",
-        got=f"status {error.status}",
+        got=f"status {error.status}: {error.body[:200]}",
         remedy="Start vLLM with --enable-scale-out, or start `vllm launch render`",
     )
 

@@ -148,7 +148,7 @@ def running(
     port: int,
     log: Path,
     ready: str = "/health",
-    seconds: float = 240,
+    seconds: float = 300,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineServer]:
     """Run a server until the block ends.

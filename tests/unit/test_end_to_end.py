@@ -1,16 +1,21 @@
 """Rolled out in this process, shipped to another, batched there: training sees what was sampled."""
 
 import asyncio
+import io
 
 import pytest
 from typer.testing import CliRunner
 
-from end_to_end import FAULTS, completions_of, no_placeholders, roll_out_many, ship_to_trainer
+from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
+from mmrender.audit.command import audit_files
 from mmrender.cli import app
+from mmrender.client.backend import EngineRequest
 from mmrender.client.local import LocalBackend
+from mmrender.media.item import MultiModalData
+from mmrender.media.item_reference import ReferenceItem
 from mmrender.renderer import Renderer
 from mmrender.rollout.renderer_client import RendererClient
-from mmrender.trajectory import save_trajectories
+from mmrender.trajectory import Trajectory, save_trajectories
 
 CAUSES = {
     "one patch off": ("pixels", "every patch 1 place(s) earlier"),
@@ -66,4 +71,34 @@ def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_pat
     missing = CliRunner().invoke(app, ["audit", str(tmp_path / "none.mmr"), "--model", str(tiny_model)])
     assert (
         str(missing.exception) == f"{tmp_path}/none.mmr: cannot read the file - got No such file or directory"
+    )
+
+
+def test_the_command_processes_images_by_reference_again(tiny_model, tmp_path):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    out = io.BytesIO()
+    picture(7).save(out, "PNG")
+    message = {"role": "user", "content": [{"type": "image", "image": out.getvalue()}, "What is it?"]}
+    prompt = renderer.render([message], add_generation_prompt=True)
+    (item,) = prompt.multi_modal_data.mm_items["image"]
+    (place,) = prompt.multi_modal_data.mm_placeholders["image"]
+    reference = ReferenceItem.of(item, out.getvalue(), place.length)
+    trajectory = Trajectory("by-reference")
+    sidecar = MultiModalData.of([(place, reference)])
+    response = asyncio.run(complete(LocalBackend(tiny_model), prompt))
+    trajectory.append(
+        prompt.token_ids, response.completion_ids, logprobs=response.logprobs, multi_modal_data=sidecar
+    )
+    save_trajectories(tmp_path / "one.mmr", [trajectory])
+    report = audit_files(
+        [tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-3, explain=0, image_backend="pil"
+    )
+    assert report.ok, report.text()
+    assert report.tokens == len(response.completion_ids)
+
+
+async def complete(backend, prompt):
+    params = {"max_tokens": 8, "temperature": 1.0, "seed": 1}
+    return await backend.generate(
+        EngineRequest("tiny", prompt.token_ids, params, "r", multi_modal_data=prompt.multi_modal_data)
     )

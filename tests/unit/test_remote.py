@@ -320,7 +320,8 @@ def test_a_closed_route_and_other_statuses():
         render(closed(403), image)
     assert str(caught.value) == (
         f"{WHERE}: the server's render route is closed to 'base' - expected POST /v1/chat/completions/render to be "
-        "served, got status 403. Start vLLM with --enable-scale-out, or start `vllm launch render`"
+        'served, got status 403: {"error":"no"}. '
+        "Start vLLM with --enable-scale-out, or start `vllm launch render`"
     )
     with pytest.raises(EngineStatusError) as refused:
         render(closed(400), image)
