@@ -34,6 +34,8 @@ class EngineRequest:
             for engines that widen placeholders themselves; None without images.
         media_token_ids: Ids of the tokens that expansions are made of, by their text, to hold ranges against;
             empty where they are not known.
+        eos_token_ids: Tokens on which the model itself ends a completion; None where they are not known. By
+            them an end is told from an abort where the server does not tell.
         routed_experts: Whether to ask for router choices.
         routed_experts_prompt_start: Return rows from this position on; None keeps every row.
     """
@@ -51,6 +53,7 @@ class EngineRequest:
     media_token_ids: Mapping[str, int] = field(default_factory=dict)
     routed_experts: bool = False
     routed_experts_prompt_start: int | None = None
+    eos_token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

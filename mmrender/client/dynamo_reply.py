@@ -97,12 +97,12 @@ def _reason(choice: Mapping[str, Any], ids: Sequence[int], request: EngineReques
 
 
 def _may_have_stopped(ids: Sequence[int], request: EngineRequest) -> bool:
-    """Whether the last token is a stop token, or something else may have ended the completion."""
+    """Whether the last token ends a completion, or something that is not known may have ended it."""
     params = request.sampling_params
-    stop_ids = params.get("stop_token_ids") or ()
-    if params.get("stop") or not (stop_ids or params.get("ignore_eos")):
+    eos_ids = () if params.get("ignore_eos") else request.eos_token_ids
+    if params.get("stop") or eos_ids is None:
         return True
-    return bool(ids) and ids[-1] in stop_ids
+    return bool(ids) and ids[-1] in {*eos_ids, *(params.get("stop_token_ids") or ())}
 
 
 def _channels(choice: Mapping[str, Any], nvext: Mapping[str, Any]) -> _Channels:

@@ -97,7 +97,8 @@ async def generate(
         room = None if limit is None else limit + 1 - len(prompt.ids)
     if limit is not None and len(prompt.ids) > limit:
         raise PromptTooLongError(len(prompt.ids), limit, where="prompt")
-    sampling = with_stop_token_ids(with_max_tokens(sampling, room), renderer.get_stop_token_ids())
+    stop_ids = renderer.get_stop_token_ids()
+    sampling = with_stop_token_ids(with_max_tokens(sampling, room), stop_ids)
     request = EngineRequest(
         model=model,
         prompt_ids=prompt.ids,
@@ -112,6 +113,7 @@ async def generate(
         media_token_ids=media_token_ids_of(renderer, prompt.data),
         routed_experts=routed_experts or routed_experts_prompt_start is not None,
         routed_experts_prompt_start=routed_experts_prompt_start,
+        eos_token_ids=stop_ids,
     )
     response = await _called(engine, request, way, limit)
     # Many replies may come at once; other tasks have their turn between the reading of each.

@@ -138,7 +138,7 @@ class HTTPEngine:
     async def _complete(self, work: Work) -> EngineResponse:
         transport = self.transport
         if work.on_tokens is not None and self._routes.engine == "vllm":
-            transport = TeeTransport(transport, work.on_tokens)
+            transport = TeeTransport(transport, work.on_tokens, self._vocab_size)
         return await self.backend.generate(self._request(work), transport)
 
     def _request(self, work: Work) -> EngineRequest:
@@ -155,6 +155,7 @@ class HTTPEngine:
             vocab_size=self._vocab_size,
             collapsed_ids=self._collapsed(work),
             routed_experts=bool(options.get("routed_experts")),
+            eos_token_ids=None if self.renderer is None else self.renderer.get_stop_token_ids(),
         )
 
     def _collapsed(self, work: Work) -> Sequence[int] | None:

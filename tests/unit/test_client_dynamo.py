@@ -278,19 +278,24 @@ def test_a_stop_token_belongs_to_the_completion():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "expected"),
+    ("sampling", "eos", "expected"),
     [
-        ({"stop_token_ids": [1013]}, "abort"),
-        ({"ignore_eos": True}, "abort"),
-        ({"stop_token_ids": [1013], "stop": ["x"]}, "stop"),
-        ({}, "stop"),
-        ({"stop_token_ids": [COMPLETION[-1]]}, "stop"),
+        ({}, [1013], "abort"),
+        ({"stop_token_ids": [1013]}, [1012], "abort"),
+        ({"ignore_eos": True}, None, "abort"),
+        ({"ignore_eos": True}, [COMPLETION[-1]], "abort"),
+        ({"stop": ["x"]}, [1013], "stop"),
+        ({}, None, "stop"),
+        ({"stop_token_ids": [1013]}, None, "stop"),
+        ({"stop_token_ids": [1013]}, [COMPLETION[-1]], "stop"),
+        ({"stop_token_ids": [COMPLETION[-1]]}, [1013], "stop"),
     ],
 )
-def test_a_stop_that_no_stop_token_explains_was_an_abort(sampling, expected):
+def test_a_stop_that_no_known_token_explains_was_an_abort(sampling, eos, expected):
     recording = recorded("abort")
     assert recording.answer["choices"][0]["finish_reason"] == "stop"
-    response = recording.replay(with_modes("abort"), request(sampling_params={**GREEDY, **sampling}))
+    asked = request(sampling_params={**GREEDY, **sampling}, eos_token_ids=eos)
+    response = recording.replay(with_modes("abort"), asked)
     assert response.finish_reason == expected
 
 

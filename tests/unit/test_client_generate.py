@@ -377,6 +377,7 @@ def test_stop_tokens_are_the_models_and_the_callers(renderer: Renderer) -> None:
     own = renderer.get_stop_token_ids()
     run(renderer, engine, sampling_params={"stop_token_ids": [9], "max_tokens": 4})
     assert engine.requests[0].sampling_params == {"stop_token_ids": [9, *own], "max_tokens": 4}
+    assert engine.requests[0].eos_token_ids == own
     run(renderer, engine, sampling_params={"ignore_eos": True, "max_tokens": 4})
     assert engine.requests[1].sampling_params == {"ignore_eos": True, "max_tokens": 4}
 
