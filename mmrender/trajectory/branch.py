@@ -102,6 +102,7 @@ def _sample(
 
 
 def _logprobs(parts: Sequence[Part], mask: npt.NDArray[np.bool_], required: bool) -> npt.NDArray[np.float32]:
+    """Return what was said of the tokens that are trained on, 0.0 elsewhere."""
     logprobs = np.zeros(len(mask), np.float32)
     for part in parts:
         start, stop = part.sampled
@@ -115,6 +116,7 @@ def _logprobs(parts: Sequence[Part], mask: npt.NDArray[np.bool_], required: bool
                 got="None",
                 remedy="Ask the engine for them, or pass require_logprobs=False for 0.0 in their place",
             )
+    logprobs[~mask] = 0.0
     return logprobs
 
 

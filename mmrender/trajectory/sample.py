@@ -19,7 +19,8 @@ class TrainingSample:
     Attributes:
         token_ids: Prompt and everything that followed; int32 of shape `(n,)`.
         loss_mask: Which tokens to train on, as a rule those that the model sampled; bool of shape `(n,)`.
-        logprobs: What the sampler said of each token it sampled, 0.0 elsewhere; float32 of shape `(n,)`.
+        logprobs: What the sampler said of each token that the loss mask marks, 0.0 elsewhere; float32 of
+            shape `(n,)`.
         multi_modal_data: Items and placeholder ranges within `token_ids`.
         rewards: A value for each token; float32 of shape `(n,)`, or None where none were given.
         advantages: As `rewards`.

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from item_cases import patch_item
+from mmrender.audit import inspect_sample
 from mmrender.errors import TrajectoryError
 from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.messages import ImagePart, Message, TextPart
@@ -101,6 +102,21 @@ def test_a_prompt_that_cuts_into_a_completion_keeps_its_beginning():
     assert sample.loss_mask.tolist() == [False] * 9 + [True, True]
     assert sample.logprobs[9:].tolist() == [-1, -5]
     assert trajectory.samples()[1].loss_mask.tolist() == [False] * 10 + [True]
+
+
+def test_what_is_trained_on_elsewhere_carries_no_logprobs():
+    trajectory = rollout()
+    trajectory.append([*PROMPT, 20, 21, 5], [25, 26], logprobs=[-5, -6], multi_modal_data=SHOWS_A)
+    first, second = trajectory.samples()
+    assert first.logprobs[first.loss_mask].tolist() == [-1, -2, -3]
+    assert second.loss_mask.nonzero()[0].tolist() == [12, 13]
+    assert second.logprobs.tolist() == [0.0] * 12 + [-5, -6]
+    alone = step_sample(trajectory.steps[2])
+    assert alone.logprobs.tolist() == second.logprobs.tolist()
+    whole = trajectory.samples(once=False)[1]
+    assert whole.logprobs.tolist() == [0.0] * 9 + [-1, -2, 0, -5, -6]
+    for sample in (first, second, alone, whole):
+        assert inspect_sample(sample) == []
 
 
 def test_the_parent_may_be_named():
