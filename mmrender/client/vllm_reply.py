@@ -47,7 +47,7 @@ def read_reply(reply: Any, request: EngineRequest, prompt_len: int, *, where: st
     choice = _only_choice(reply, where)
     finish_reason = _finish_reason(choice, where)
     tokens = choice.get("token_ids") or []
-    entries = _entries(choice, tokens, where)
+    entries = entries_of(choice, tokens, where)
     ids, logprobs = checked_completion(
         tokens, [entry.get("logprob") for entry in entries], request.vocab_size, where=f"{where} token_ids"
     )
@@ -87,8 +87,12 @@ def _finish_reason(choice: Mapping[str, Any], where: str) -> FinishReason:
     return known
 
 
-def _entries(choice: Mapping[str, Any], tokens: Any, where: str) -> list[Mapping[str, Any]]:
-    """The logprob entries, one for each token and of that token."""
+def entries_of(choice: Mapping[str, Any], tokens: Any, where: str) -> list[Mapping[str, Any]]:
+    """The logprob entries, one for each token and of that token.
+
+    Raises:
+        EngineReplyError: They are not.
+    """
     content = (choice.get("logprobs") or {}).get("content") or []
     if not isinstance(tokens, list) or not isinstance(content, list):
         raise _unusable("malformed tokens or logprobs", where, "two lists", content)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmrender.client.backend import EngineResponse, FinishReason, Usage
+from mmrender.client.completions import LOGPROB_SENTINEL
 from mmrender.errors import EngineReplyError, SamplingParameterError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
@@ -237,16 +238,23 @@ def check_logprobs(completion_ids: Sequence[int], logprobs: Sequence[float]) -> 
 
 
 def check_finite(logprobs: Sequence[float | None]) -> None:
-    """Check that all are numbers, and finite.
+    """Check that all are numbers, finite, and not the sentinel for a logprob that the engine does not have.
 
     Raises:
         EngineReplyError: One is not.
     """
-    if None not in logprobs and all(map(math.isfinite, logprobs)):  # type: ignore[arg-type]
+    has_all = None not in logprobs and LOGPROB_SENTINEL not in logprobs
+    if has_all and all(map(math.isfinite, logprobs)):  # type: ignore[arg-type]
         return
     for position, value in enumerate(logprobs):
         if value is None or not math.isfinite(value):
             raise EngineReplyError("a logprob is not finite", where=f"logprobs[{position}]", got=repr(value))
+        if value == LOGPROB_SENTINEL:
+            raise EngineReplyError(
+                "the engine has no logprob for a token",
+                where=f"logprobs[{position}]",
+                got=f"{value}, which stands for none",
+            )
 
 
 def _append_span(spans: list[WeightVersionSpan], span: WeightVersionSpan, shift: int) -> None:

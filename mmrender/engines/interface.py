@@ -15,7 +15,11 @@ PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
 
 
 class OnTokens(Protocol):
-    """Told of sampled tokens, and of as many logprobs."""
+    """Told of sampled tokens, and of as many logprobs.
+
+    A listener that also has a method `ended` is told the finish reason, `stop` or `length`, by engines that
+    stream, so that a connection which breaks after it loses nothing.
+    """
 
     def __call__(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Take them; must be quick, as it runs on the event loop."""

@@ -10,12 +10,15 @@ from typing import Any, Final
 
 import msgspec
 
+from mmrender.client.completions import checked_completion
 from mmrender.client.transport import Reply, Transport
+from mmrender.client.vllm_reply import entries_of
 from mmrender.engines.interface import OnTokens
 from mmrender.engines.sse import events
-from mmrender.errors import EngineReplyError
+from mmrender.errors import EngineError, EngineReplyError
 
 GENERATE_PATH: Final = "/inference/v1/generate"
+_ENDS: Final = ("stop", "length")
 
 
 class TeeTransport:
@@ -23,12 +26,15 @@ class TeeTransport:
 
     Args:
         transport: The way to the server.
-        on_tokens: Told of the tokens of its generate requests.
+        on_tokens: Told of the tokens of its generate requests, once checked; its method `ended`, where it has
+            one, is told why they ended.
+        vocab_size: Ids at or above it are refused; None where it is not known.
     """
 
-    def __init__(self, transport: Transport, on_tokens: OnTokens) -> None:
+    def __init__(self, transport: Transport, on_tokens: OnTokens, vocab_size: int | None = None) -> None:
         self._transport = transport
         self._on_tokens = on_tokens
+        self._vocab_size = vocab_size
 
     @property
     def base_url(self) -> str:
@@ -52,12 +58,21 @@ class TeeTransport:
             )
         streamed = {**json, "stream": True, "stream_options": {"include_usage": True}}
         lines = self._transport.stream(method, path, json=streamed, headers=headers)
-        whole = Whole()
-        async for chunk in events(lines, where=f"{self.base_url}{path}"):
-            ids, logprobs = whole.take(chunk)
-            if ids:
-                self._on_tokens(ids, logprobs)
+        whole = Whole(self._vocab_size)
+        try:
+            async for chunk in events(lines, where=f"{self.base_url}{path}"):
+                self._tell(*whole.take(chunk), whole.finish_reason)
+        except EngineError:
+            if whole.finish_reason not in _ENDS:  # else only the usage can be missing
+                raise
         return Reply(200, {}, msgspec.json.encode(whole.reply()))
+
+    def _tell(self, ids: list[int], logprobs: list[float], reason: str | None) -> None:
+        if ids:
+            self._on_tokens(ids, logprobs)
+        ended = getattr(self._on_tokens, "ended", None)
+        if ended is not None and reason in _ENDS:
+            ended(reason)
 
     def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -71,9 +86,14 @@ class TeeTransport:
 
 
 class Whole:
-    """Chunks of a generate stream, put together."""
+    """Chunks of a generate stream, put together.
 
-    def __init__(self) -> None:
+    Args:
+        vocab_size: Ids at or above it are refused; None where it is not known.
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self._vocab_size = vocab_size
         self._head: dict[str, Any] = {}
         self._choice: dict[str, Any] = {"index": 0, "token_ids": [], "finish_reason": None}
         self._entries: list[Any] = []
@@ -82,7 +102,7 @@ class Whole:
         """Take a chunk; return its tokens and their logprobs.
 
         Raises:
-            EngineReplyError: The engine reports an error, or a token comes without its logprob.
+            EngineReplyError: The engine reports an error, or a token comes without its finite logprob.
         """
         if "error" in chunk:
             raise EngineReplyError("the engine failed within a stream", got=repr(chunk["error"])[:300])
@@ -92,22 +112,25 @@ class Whole:
         ids: list[int] = []
         logprobs: list[float] = []
         for choice in chunk.get("choices") or ():
-            ids += choice.get("token_ids") or ()
-            entries = (choice.get("logprobs") or {}).get("content") or ()
-            logprobs += [entry["logprob"] for entry in entries]
+            tokens = choice.get("token_ids") or []
+            entries = entries_of(choice, tokens, "choices[0]")
+            checked, values = checked_completion(
+                tokens, [entry.get("logprob") for entry in entries], self._vocab_size, where="choices[0]"
+            )
+            ids += checked
+            logprobs += values
             self._entries += entries
             for name, value in choice.items():
                 if name not in ("index", "token_ids", "logprobs") and value is not None:
                     self._choice[name] = value
-        if len(ids) != len(logprobs):
-            raise EngineReplyError(
-                "tokens and logprobs differ in number",
-                where="choices[0].logprobs",
-                expected=str(len(ids)),
-                got=str(len(logprobs)),
-            )
         self._choice["token_ids"] += ids
         return ids, logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the completion ended; None as long as no chunk has said so."""
+        reason: str | None = self._choice["finish_reason"]
+        return reason
 
     def reply(self) -> dict[str, Any]:
         """The answer as the route gives it without `stream`."""

@@ -11,7 +11,7 @@ from mmrender.engines.text_continuation import TextContinuation
 from mmrender.engines.text_kinds import ChatContinuation, CompletionContinuation
 from mmrender.engines.text_stream import ChunkMerger, as_chunks
 from mmrender.engines.together import produced, together
-from mmrender.errors import InputError
+from mmrender.errors import InputError, MMRenderError
 
 
 class TextCompleter:
@@ -106,23 +106,28 @@ class TextCompleter:
     ) -> None:
         is_chat = isinstance(continuation, ChatContinuation)
         merger = ChunkMerger(continuation)
-        ended = False
 
         async def ask(engine: InferenceEngineInterface) -> bool:
-            nonlocal ended
+            if continuation.finished is not None:  # by a request that failed behind its last token
+                return True
             payload: RequestPayload = {"json": merger.begin(), "headers": headers}
             before = continuation.tokens
             stream = (engine.stream_chat_completion if is_chat else engine.stream_completion)(payload)
-            async for chunk in stream:
-                for shown in merger.take(chunk):
+            try:
+                async for chunk in stream:
+                    for shown in merger.take(chunk):
+                        emit(shown)
+            except MMRenderError:
+                for shown in merger.stop():  # its end was there
                     emit(shown)
+                if continuation.finished is None:
+                    raise
             for shown in merger.stop():
                 emit(shown)
-            ended = continuation.finished is not None
             return continuation.tokens > before or continuation.finished is not None
 
         await self._until_finished(continuation, ask, session, where)
-        if not ended:
+        if not merger.closed:
             emit(merger.ended(continuation.finished or "abort"))
         for chunk in merger.end():
             emit(chunk)

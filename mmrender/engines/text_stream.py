@@ -17,6 +17,9 @@ class ChunkMerger:
 
     Args:
         continuation: Grows with what is shown.
+
+    Attributes:
+        closed: Whether a chunk with a finish reason was among those to be shown.
     """
 
     def __init__(self, continuation: TextContinuation) -> None:
@@ -31,6 +34,7 @@ class ChunkMerger:
         self._prompt_tokens: int | None = None
         self._before = 0
         self._end: tuple[Mapping[str, Any], dict[str, Any]] | None = None
+        self.closed = False
 
     def begin(self) -> dict[str, Any]:
         """Body of the next request."""
@@ -108,6 +112,7 @@ class ChunkMerger:
         self._grow(choice, self._text(choice), tokens + self._held_tokens)
         self._continuation.finished = choice["finish_reason"]
         held, self._held = self._held, []
+        self.closed = True
         return [*held, chunk]
 
     def _grow(self, choice: Mapping[str, Any], text: str, tokens: int) -> None:

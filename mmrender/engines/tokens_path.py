@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
-from mmrender.client.backend import EngineResponse, Usage
-from mmrender.engines.continuation import Continuation
+from mmrender.client.backend import EngineResponse, FinishReason, Usage
+from mmrender.engines.continuation import Continuation, check_logprobs
 from mmrender.engines.dispatch import Dispatcher, no_progress, within
 from mmrender.engines.interface import InferenceEngineInterface, OnTokens
 from mmrender.engines.work import Work
+from mmrender.errors import EngineReplyError
 
 
 class TokenCompleter:
@@ -36,7 +37,7 @@ class TokenCompleter:
         async with within(timeout or policy.deadline, work.where):
             while continuation.finished is None:
                 answer = await self._dispatcher.send(asking.ask, route)
-                moved = False
+                moved = continuation.finished is not None
                 if isinstance(answer.value, EngineResponse):
                     moved = continuation.add(answer.value, ending=answer.aborted)
                 if answer.aborted:
@@ -62,30 +63,38 @@ class _Asking:
         self._listener = work.on_tokens
         self._shown = 0
 
-    async def ask(self, engine: InferenceEngineInterface) -> EngineResponse:
-        """Make the next request.
+    async def ask(self, engine: InferenceEngineInterface) -> EngineResponse | None:
+        """Make the next request; None where what a stream has shown is the whole completion.
 
         Raises:
             EngineReplyError: Tokens and logprobs of the reply do not fit together.
         """
         work, continuation = self._work, self.continuation
+        if self._is_finished():  # by a request that failed behind its last token
+            return None
         collapsed = None if work.collapsed_ids is None else continuation.next_ids(work.collapsed_ids)
         stream = None
-        if self._listener is not None and continuation.memoryless:
-            stream = _Stream(self._listener)
+        # Router choices come at the end of a stream, so that one that breaks off would lose its tokens' rows.
+        if self._listener is not None and continuation.memoryless and not work.options.get("routed_experts"):
+            stream = _Stream(self._listener, continuation.remaining)
         request = work.as_input(continuation.next_ids(), continuation.next_params(), collapsed, stream)
         try:
             output = await engine.generate(request)
-        except BaseException:
-            if stream is not None and stream.ids:  # it was shown, so it counts
+        except BaseException as error:
+            if stream is not None and (stream.ids or stream.finish_reason):  # it was shown, so it counts
                 self._shown += len(stream.ids)
                 continuation.add(stream.as_piece(len(work.prompt_ids)))
+            if self._is_finished() and isinstance(error, Exception):
+                return None
             raise
         piece = output["engine_responses"][0]
         continuation.check(piece)
         if stream is not None:
             self._shown += len(stream.ids)
         return piece
+
+    def _is_finished(self) -> bool:
+        return self.continuation.finished is not None
 
     def show(self) -> None:
         """Tell of tokens that were taken and not shown as they came."""
@@ -98,17 +107,37 @@ class _Asking:
 
 
 class _Stream:
-    """Tokens of one request as they come."""
+    """Tokens of one request as they come, checked before they are shown.
 
-    def __init__(self, listener: OnTokens) -> None:
+    Args:
+        listener: Whom they are shown to.
+        asked: The most of them that there may be.
+    """
+
+    def __init__(self, listener: OnTokens, asked: int) -> None:
         self._listener = listener
+        self._asked = asked
+        self.finish_reason: FinishReason | None = None
         self.ids: list[int] = []
         self.logprobs: list[float] = []
 
     def __call__(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        check_logprobs(token_ids, logprobs)
+        if len(self.ids) + len(token_ids) > self._asked:
+            raise EngineReplyError(
+                "the engine sampled more tokens than it was asked for",
+                where="completion_ids",
+                expected=f"at most {self._asked}",
+                got=f"{len(self.ids) + len(token_ids)} or more",
+            )
         self.ids += token_ids
         self.logprobs += logprobs
         self._listener(token_ids, logprobs)
 
+    def ended(self, reason: FinishReason) -> None:
+        """Take note that the completion has ended."""
+        self.finish_reason = reason
+
     def as_piece(self, prompt_tokens: int) -> EngineResponse:
-        return EngineResponse(self.ids, self.logprobs, "abort", Usage(prompt_tokens, len(self.ids)))
+        reason = self.finish_reason or "abort"
+        return EngineResponse(self.ids, self.logprobs, reason, Usage(prompt_tokens, len(self.ids)))

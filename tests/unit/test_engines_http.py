@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_cases import sidecar
+from engine_cases import PATIENT, sidecar
 from mmrender.client.backend import EngineRequest, EngineResponse, Usage
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.memory import DROPPED, Answer, MemoryTransport
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.vllm import VLLMBackend
+from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.engines.routes import DYNAMO, SGLANG, TABLES, VLLM, Route, RouteTable
@@ -30,6 +31,7 @@ from mmrender.errors import (
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
 OK = lambda asked: {}  # noqa: E731
+PARAMS = {"max_tokens": 5}
 
 
 def run(coroutine):
@@ -504,3 +506,68 @@ def test_the_tee_passes_everything_else_on():
         assert inner.closed == 1
 
     run(scenario())
+
+
+@pytest.mark.parametrize("spoilt", [-9999.0, float("nan"), None])
+def test_tokens_of_a_stream_are_checked_before_they_are_told_of(spoilt):
+    """What was told of is kept when its stream fails, and nothing looks at it again."""
+    bad = chunk([6])
+    bad["choices"][0]["logprobs"]["content"][0]["logprob"] = spoilt
+    seen = []
+    engine, _ = engine_of(
+        "vllm", {f"POST {GENERATE_PATH}": [sse([chunk([5]), bad]), sse([chunk([7], "stop")])]}
+    )
+    client = InferenceEngineClient([engine], policy=PATIENT)
+    response = run(client.complete([1, 2], PARAMS, on_tokens=lambda ids, _: seen.extend(ids)))
+    assert (response.completion_ids, response.logprobs) == ([5, 7], [-2.5, -3.5])
+    assert seen == [5, 7]
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS[:3], [*CHUNKS[:2], chunk([7]), chunk([], "stop", stop_reason=7)]])
+@pytest.mark.parametrize("error", [b"", event_of({"error": {"message": "boom"}})])
+def test_a_stream_that_breaks_behind_its_end_is_not_asked_on(chunks, error):
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(chunks, done=False) + error})
+    client = InferenceEngineClient([engine], policy=PATIENT)
+    response = run(client.complete([1, 2], PARAMS, on_tokens=lambda *_: None))
+    assert (response.completion_ids, response.finish_reason, response.stop_reason) == ([5, 6, 7], "stop", 7)
+    assert len(transport.asked) == 1
+
+
+def test_a_finished_stream_whose_reply_is_refused_is_not_asked_on():
+    """The usage contradicts the prompt, which is seen when all is read."""
+    wrong = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse([*CHUNKS[:3], wrong])})
+    client = InferenceEngineClient([engine], policy=PATIENT)
+    response = run(client.complete([1, 2], PARAMS, on_tokens=lambda *_: None))
+    assert (response.completion_ids, response.finish_reason) == ([5, 6, 7], "stop")
+    assert len(transport.asked) == 1
+
+
+def test_a_stream_that_breaks_with_its_budget_used_up_has_ended():
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(CHUNKS[:2], done=False)})
+    client = InferenceEngineClient([engine], policy=PATIENT)
+    response = run(client.complete([1, 2], {"max_tokens": 2}, on_tokens=lambda *_: None))
+    assert (response.completion_ids, response.finish_reason) == ([5, 6], "length")
+    assert len(transport.asked) == 1
+
+
+def text_chunk(text, reason=None):
+    logprobs = {"tokens": [text], "token_logprobs": [-1.0]} if text else None
+    return {"id": "c", "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}]}
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunks", "reason"),
+    [
+        (2, [text_chunk("a"), text_chunk("b")], "length"),
+        (9, [text_chunk("a"), text_chunk("b"), text_chunk("", "stop")], "stop"),
+    ],
+)
+def test_a_text_stream_that_breaks_behind_its_last_token_has_ended(budget, chunks, reason):
+    engine, transport = engine_of("vllm", {"POST /v1/completions": sse(chunks, done=False)})
+    client = InferenceEngineClient([engine], policy=PATIENT)
+    stream = client.stream_completion({"json": {"prompt": "x", "max_tokens": budget}})
+    choices = [each["choices"][0] for each in run(gathered(stream))]
+    assert "".join(choice["text"] for choice in choices) == "ab"
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [reason]
+    assert len(transport.asked) == 1
