@@ -241,6 +241,22 @@ class TinyEngine(LLMEngine):  # type: ignore[misc]
     async def generate(self, request: Any, context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield a chunk for each sampled token, the last with the reason of its end."""
         self._write(request)
+        ended = False
+        try:
+            async for chunk in self._chunks(request):
+                # The frontend says that its caller is gone, or closes this generator.
+                if context.is_stopped():
+                    return
+                ended = "finish_reason" in chunk
+                yield chunk
+        except Exception:
+            ended = True
+            raise
+        finally:
+            if not ended:
+                self._write({"cancelled": context.id()})
+
+    async def _chunks(self, request: Any) -> AsyncIterator[dict[str, Any]]:
         asked = Asked(request, self._eos_token_ids)
         if "raise" in asked.modes:
             raise ValueError("this worker was asked to fail")
@@ -254,9 +270,6 @@ class TinyEngine(LLMEngine):  # type: ignore[misc]
         held: dict[str, Any] | None = None  # the last chunk also says why sampling ended, so one is held back
         assert self._model is not None
         async for answer in self._model.sample(asked.for_model()):
-            if context.is_stopped():
-                self._write({"cancelled": context.id()})
-                return
             if "error" in answer:
                 raise ValueError(answer["error"])
             if "finish" in answer:
