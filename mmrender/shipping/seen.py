@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from mmrender.errors import ShippingError
 
 WINDOW = 1 << 20
 _NAME = "acknowledged.ids"
+_log = logging.getLogger("mmrender.shipping")
 
 
 class SeenIds:
@@ -18,8 +20,9 @@ class SeenIds:
 
     The file holds a line for each, in order. A line that a crash has torn is cut off when the file is opened;
     a message of which it told will then be delivered again. When twice as many lines as ids to remember have
-    come together, the file is written anew and put in place of the old one. One receiver at a time uses a
-    folder, which a lock sees to.
+    come together, the file is written anew and put in place of the old one; if that fails, such as on a full
+    disk, the old one stays in use, a warning is logged, and it is tried again some notes later. One receiver
+    at a time uses a folder, which a lock sees to.
 
     Args:
         folder: Made if it is not there; None keeps the ids in memory only.
@@ -45,10 +48,12 @@ class SeenIds:
         self._ids: OrderedDict[str, None] = OrderedDict()
         self._fd = -1
         self._lines = 0
+        self._compact_at = 2 * window
+        self._entry_synced = not sync
         self._path: Path | None = None
         if folder is not None:
             self._path = Path(folder) / _NAME
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _make(self._path.parent, sync)
             self._open(self._path)
         self._remember(known)
 
@@ -70,14 +75,15 @@ class SeenIds:
                 _write(self._fd, f"{id}\n".encode())
                 if self._sync:
                     os.fsync(self._fd)
+                self._sync_entry()
             except OSError:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, end)
                 raise
             self._lines += 1
         self._remember([id])
-        if self._lines > 2 * self._window:
-            self._compact()
+        if self._lines > self._compact_at:
+            self._try_to_compact()
 
     def close(self) -> None:
         """Close the file, which frees the folder."""
@@ -100,12 +106,23 @@ class SeenIds:
             whole = text.rfind(b"\n") + 1
             if whole < len(text):
                 os.ftruncate(fd, whole)
+            self._sync_entry()
         except BaseException:
             os.close(fd)
             raise
         lines = text[:whole].decode("utf-8", "replace").split("\n")[:-1]
         self._fd, self._lines = fd, len(lines)
         self._remember(lines)
+
+    def _try_to_compact(self) -> None:
+        """Write the file anew; the note that led to it counts whether or not that works."""
+        try:
+            self._compact()
+        except (OSError, ShippingError) as error:
+            self._compact_at = self._lines + self._window // 16  # a rewrite is too long to try at every note
+            _log.warning("the file of acknowledged ids stays long, it cannot be written anew: %s", error)
+        else:
+            self._compact_at = 2 * self._window
 
     def _compact(self) -> None:
         """Write the ids that count into a file of their own, lock it, and put it in place."""
@@ -120,10 +137,36 @@ class SeenIds:
             os.fsync(fd)
             os.replace(draft, path)
         except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)  # what others may need the room for
             os.close(fd)
             raise
-        os.close(self._fd)
-        self._fd, self._lines = fd, len(self._ids)
+        old, self._fd, self._lines = self._fd, fd, len(self._ids)
+        os.close(old)
+        # Both files hold all ids up to here, so the folder must be synced only before the next note counts.
+        self._entry_synced = not self._sync
+
+    def _sync_entry(self) -> None:
+        """Have the name of the file outlive the machine; until it does, no note in the file can."""
+        if not self._entry_synced and self._path is not None:
+            _sync_folder(self._path.parent)
+            self._entry_synced = True
+
+
+def _make(folder: Path, sync: bool) -> None:
+    """Make a folder and those above it, their names safe on the disk if that is asked for."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing if sync else ():
+        _sync_folder(each.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int, path: Path) -> None:

@@ -73,6 +73,86 @@ def test_a_note_that_cannot_be_written_counts_for_nothing(tmp_path, monkeypatch)
     assert (tmp_path / "acknowledged.ids").read_text() == "a\n"
 
 
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_that_cannot_be_rewritten_stays_in_use_and_is_tried_again(tmp_path, monkeypatch, caplog):
+    seen = SeenIds(tmp_path, window=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        for name in "abcdef":
+            seen.add(name)
+            assert name in seen
+    path = tmp_path / "acknowledged.ids"
+    assert path.read_text() == "a\nb\nc\nd\ne\nf\n"
+    assert "cannot be written anew: [Errno 28] No space left on device" in caplog.text
+    assert (tmp_path / "acknowledged.new").stat().st_size == 0
+    seen.add("g")
+    assert path.read_text() == "f\ng\n"
+    seen.add("h")
+    seen.close()
+    again = SeenIds(tmp_path, window=3)
+    assert all(name in again for name in "fgh")
+    again.close()
+
+
+def test_a_rewrite_that_fails_is_not_repeated_at_every_note(tmp_path, monkeypatch):
+    seen = SeenIds(tmp_path, window=64)
+    rewrites = []
+    monkeypatch.setattr(os, "replace", lambda *_: rewrites.append(1) or full())
+    for number in range(128 + 1 + 20):
+        seen.add(str(number))
+    assert len(rewrites) == 5
+    seen.close()
+
+
+def test_with_sync_the_name_of_the_file_is_synced_before_a_note_counts(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def record(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    folder = tmp_path / "new" / "folder"
+    seen = SeenIds(folder, window=1, sync=True)
+    assert synced == [str(tmp_path / "new"), str(tmp_path), str(folder)]
+    synced.clear()
+    file, draft = (str(folder / f"acknowledged.{end}") for end in ("ids", "new"))
+    for name in "abcd":
+        seen.add(name)
+    assert synced == [file, file, file, draft, file, str(folder)]
+
+    def folders_fail(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(folder):
+            full()
+
+    monkeypatch.setattr(os, "fsync", folders_fail)
+    seen.add("e")  # leads to a rewrite, whose name may be lost with the machine
+    assert "e" in seen
+    with pytest.raises(OSError, match="No space"):
+        seen.add("f")
+    assert "f" not in seen
+    monkeypatch.setattr(os, "fsync", fsync)
+    seen.add("g")
+    seen.close()
+    assert (folder / "acknowledged.ids").read_text() == "e\ng\n"
+
+
+def test_a_message_is_handed_on_when_the_file_of_ids_cannot_be_rewritten(tmp_path, monkeypatch):
+    async def run():
+        monkeypatch.setattr(os, "replace", full)
+        receiver = Receiver(f"unix://{tmp_path}/a", folder=tmp_path / "ids", dedup_window=2)
+        async with receiver, Sender(receiver.url, timing=PATIENT) as sender:
+            for number in range(8):
+                await sender.send(number, id=f"m{number}")
+            assert [(await receiver.receive(5)).value for _ in range(8)] == list(range(8))
+            await sender.flush(5)
+
+    asyncio.run(run())
+
+
 def test_an_id_that_several_connections_ask_for_is_taken_once_and_all_are_told():
     class Owner:
         def __init__(self, peer):
