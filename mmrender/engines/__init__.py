@@ -10,6 +10,7 @@ from mmrender._lazy import at_first_use
 
 if TYPE_CHECKING:
     from mmrender.engines.client import InferenceEngineClient
+    from mmrender.engines.fleet_backend import FleetBackend
     from mmrender.engines.http_engine import HTTPEngine
     from mmrender.engines.interface import (
         InferenceEngineInput,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClientPolicy",
     "EngineServer",
+    "FleetBackend",
     "HTTPEngine",
     "InferenceEngineClient",
     "InferenceEngineInput",
@@ -39,6 +41,7 @@ __all__ = [
 _HOMES: Final = {
     "ClientPolicy": "policy",
     "EngineServer": "server",
+    "FleetBackend": "fleet_backend",
     "HTTPEngine": "http_engine",
     "InferenceEngineClient": "client",
     "InferenceEngineInput": "interface",
