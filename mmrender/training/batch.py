@@ -14,8 +14,8 @@ from mmrender.errors import BatchError
 from mmrender.training._torch import torch
 from mmrender.training.families import ModelFamily
 from mmrender.training.joining import joined_fields
-from mmrender.training.padding import ALIGNED, filler_experts, padding_rows
-from mmrender.training.tensor_list import TensorList
+from mmrender.training.padding import ALIGNED, check_multiple, filler_experts, padding_rows
+from mmrender.training.tensor_list import TensorList, row_places
 
 PaddingSide: TypeAlias = Literal["left", "right"]
 
@@ -127,6 +127,7 @@ class TrainingBatch:
         if tuple(values.shape[:2]) != (len(self), self.width):
             raise BatchError(
                 "a tensor is not aligned to the batch",
+                where="values",
                 expected=f"{[len(self), self.width]} first",
                 got=str(list(values.shape)),
             )
@@ -141,9 +142,10 @@ class TrainingBatch:
         """Return the rows of these indices, in their order; a copy.
 
         Raises:
+            BatchError: An index is no integer, such as one of a mask.
             IndexError: There is no such row.
         """
-        places = [range(len(self))[index] for index in indices]
+        places = row_places(indices, len(self))
         gather = torch.tensor(places, dtype=torch.int64, device=self.input_ids.device)
         segments = tuple(self.segments[place] for place in places)
         return self._taken(segments, lambda t, dim: t.index_select(dim, gather), places)
@@ -191,7 +193,12 @@ class TrainingBatch:
         return batches
 
     def trim(self, multiple: int = 1) -> TrainingBatch:
-        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`."""
+        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`.
+
+        Raises:
+            BatchError: `multiple` is not positive.
+        """
+        check_multiple(multiple)
         used = max((self._used(row) for row in range(len(self))), default=0)
         width = min(self.width, -(-used // multiple) * multiple)
         cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
@@ -253,7 +260,11 @@ class TrainingBatch:
         fields = {
             name: rows.to(device, dtype, non_blocking=non_blocking) for name, rows in self.fields.items()
         }
-        return self._map(lambda t, _: t.to(device=device or t.device, non_blocking=non_blocking), fields)
+        # Not `or`: a device may be given by number, and the first one is 0.
+        return self._map(
+            lambda t, _: t.to(device=t.device if device is None else device, non_blocking=non_blocking),
+            fields,
+        )
 
     def pin_memory(self) -> TrainingBatch:
         """Return the batch in page-locked memory, as a data loader of torch asks for."""

@@ -113,9 +113,7 @@ class ModelFamily:
             mrope=mrope,
             feature_token_ids=_feature_tokens(settings),
             image_blocks=model_type in _IMAGE_BLOCKS,
-            sliding_window=text.get("sliding_window") or _IMAGE_BLOCKS[model_type]
-            if model_type in _IMAGE_BLOCKS
-            else None,
+            sliding_window=_window(model_type, text),
             recurrent=model_type in _RECURRENT or "linear_attention" in (text.get("layer_types") or ()),
         )
 

@@ -31,7 +31,8 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
     scaled = logits[:, :-1].float() / temperature
     targets = batch.input_ids[:, 1:, None]
     found = scaled.gather(-1, targets)[..., 0] - scaled.logsumexp(-1)
-    return torch.nn.functional.pad(found, (1, 0)) * predicted(batch)
+    # Not a product: what the model says at padding may be infinite or no number.
+    return torch.where(predicted(batch), torch.nn.functional.pad(found, (1, 0)), 0.0)
 
 
 def predicted(batch: TrainingBatch) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from mmrender.errors import BatchError
 from mmrender.training._torch import torch
 from mmrender.training.tensor_list import TensorList
 
@@ -21,6 +22,21 @@ ALIGNED: Final[Mapping[str, Any]] = {
     "rewards": 0.0,
 }
 """Tensors `(rows, width)` and what stands where there is no token; `input_ids` has the pad token there."""
+
+
+def check_multiple(multiple: int) -> None:
+    """Refuse a number that no width can be a multiple of.
+
+    Raises:
+        BatchError: It is not positive.
+    """
+    if multiple < 1:
+        raise BatchError(
+            "a width is a multiple of a positive number",
+            where="multiple",
+            expected="1 or more",
+            got=str(multiple),
+        )
 
 
 def filler_experts(experts: Any) -> Any:

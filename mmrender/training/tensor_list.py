@@ -6,13 +6,41 @@ A row without images is `empty(0, *trailing)`, never None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, overload
 
 from mmrender.errors import BatchError
 from mmrender.training._torch import torch
+
+
+def row_places(indices: Iterable[Any], count: int) -> list[int]:
+    """Return which of `count` rows are meant, counted from the first one.
+
+    Raises:
+        BatchError: An index is no integer. Booleans are none, though Python counts them as 0 and 1: a mask
+            would silently name the first two rows.
+        IndexError: There is no such row.
+    """
+    places = []
+    for number, index in enumerate(indices):
+        mask = isinstance(index, bool) or str(getattr(index, "dtype", "")) in ("bool", "torch.bool")
+        try:
+            place = None if mask else operator.index(index)
+        except TypeError:
+            place = None
+        if place is None:
+            raise BatchError(
+                "rows are taken by their numbers",
+                where=f"indices[{number}]",
+                expected="an integer",
+                got=repr(index)[:80],
+                remedy="In place of a mask give the numbers of the rows where it holds",
+            )
+        places.append(range(count)[place])
+    return places
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -32,7 +60,11 @@ class TensorList:
 
     def __post_init__(self) -> None:
         if self.values.ndim == 0 or any(length < 0 for length in self.lengths):
-            raise BatchError("rows have lengths of zero or more", got=f"{self.values.shape}, {self.lengths}")
+            raise BatchError(
+                "rows have lengths of zero or more",
+                where="lengths" if self.values.ndim else "values",
+                got=str(self.lengths) if self.values.ndim else "a tensor without dimensions",
+            )
         if sum(self.lengths) != self.values.shape[0]:
             raise BatchError(
                 "the lengths do not add up to the values",
@@ -109,6 +141,7 @@ class TensorList:
         """Return one row as a view; or a list of rows, a view for a slice without a step.
 
         Raises:
+            BatchError: An index is no integer, such as one of a mask.
             IndexError: There is no such row.
         """
         if isinstance(index, slice):
@@ -117,9 +150,9 @@ class TensorList:
                 return self.select(range(start, stop, step))
             stop, offsets = max(start, stop), self.offsets
             return TensorList(self.values[offsets[start] : offsets[stop]], self.lengths[start:stop])
-        if isinstance(index, Sequence):
+        if isinstance(index, Sequence) or getattr(index, "ndim", 0):
             return self.select(index)
-        place = range(len(self))[index]
+        (place,) = row_places([index], len(self))
         start = self.offsets[place]
         return self.values[start : start + self.lengths[place]]
 
@@ -171,9 +204,10 @@ class TensorList:
         """Return the rows of these indices, in their order; a copy.
 
         Raises:
+            BatchError: An index is no integer, such as one of a mask.
             IndexError: There is no such row.
         """
-        rows = [self[int(index)] for index in indices]
+        rows = [self[place] for place in row_places(indices, len(self))]
         if not rows:
             return self[:0]
         return TensorList(torch.cat(rows), tuple(row.shape[0] for row in rows))
@@ -207,7 +241,8 @@ class TensorList:
             device, dtype = None, device
         if dtype is not None and not self.values.is_floating_point():
             dtype = None
-        target = {"device": device or self.device, "dtype": dtype or self.dtype}
+        # Not `or`: a device may be given by number, and the first one is 0.
+        target = {"device": self.device if device is None else device, "dtype": dtype or self.dtype}
         return TensorList(self.values.to(**target, non_blocking=non_blocking), self.lengths)
 
     def contiguous(self) -> TensorList:

@@ -205,6 +205,35 @@ def test_logprobs_of_a_batch() -> None:
         assert float(got[0, place]) == pytest.approx(wanted, abs=1e-5)
 
 
+def test_what_the_model_says_at_padding_does_not_matter() -> None:
+    batch = batch_of(sample(text=3), sample(text=5), padding_side="left")
+    logits = torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(0))
+    expected = token_logprobs(logits, batch)
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        logits[0, :2] = broken
+        got = token_logprobs(logits, batch)
+        assert got[0, :3].tolist() == [0.0] * 3
+        assert torch.equal(got, expected)
+
+
+def test_a_device_may_be_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Any] = []
+
+    def recorded(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        devices.append(kwargs["device"])
+        return self
+
+    batch = batch_of(sample([ITEM]))
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    batch.to(0)
+    collate([sample([ITEM])], FAMILY, pad_token_id=PAD_ID, device=0)
+    collate_mm_kwargs([sample([ITEM])], FAMILY, device=0)
+    assert set(devices) == {0}
+    devices.clear()
+    batch.to()
+    assert set(devices) == {torch.device("cpu")}
+
+
 def test_whole_masks() -> None:
     batch = batch_of(sample(text=2), sample(text=3), rows=[[0, 1]], multiple=6)
     assert block_diagonal_mask(batch)[0, 0].int().tolist() == [
@@ -420,7 +449,7 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
         ),
         (
             lambda: batch_of(GOOD).split(torch.zeros(1, 11)),
-            "a tensor is not aligned to the batch - expected [1, 12] first, got [1, 11]",
+            "values: a tensor is not aligned to the batch - expected [1, 12] first, got [1, 11]",
         ),
         (
             lambda: token_logprobs(torch.zeros(1, 11, 5), batch_of(GOOD)),
@@ -445,6 +474,15 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
             "expected torch.float32 ['...', 3, 6, 6], got torch.float32 ['...', 3, 8, 8]",
         ),
         (lambda: TrainingBatch.cat([]), "batches: no batches to join"),
+        (
+            lambda: batch_of(GOOD).select([True]),
+            "indices[0]: rows are taken by their numbers - expected an integer, got True. "
+            "In place of a mask give the numbers of the rows where it holds",
+        ),
+        (
+            lambda: batch_of(GOOD).trim(0),
+            "multiple: a width is a multiple of a positive number - expected 1 or more, got 0",
+        ),
         (lambda: batch_of(GOOD).chunk(0), "parts: a batch is cut into one part or more - got 0"),
         (
             lambda: batch_of(sample(), GOOD).micro_batches(11),

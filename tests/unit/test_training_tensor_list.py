@@ -58,6 +58,30 @@ def test_to_casts_floats_only() -> None:
     assert made().to(dtype=torch.float16).dtype == torch.float16
 
 
+def test_a_device_may_be_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Any] = []
+
+    def recorded(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        devices.append(kwargs["device"])
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    made_here = TensorList(torch.zeros(2, 3), (2,))
+    made_here.to(0)
+    made_here.to()
+    assert devices == [0, torch.device("cpu")]
+
+
+def test_indices_of_numpy_and_torch() -> None:
+    rows = made()
+    for places in (np.array([2, -1]), torch.tensor([2, -1]), (np.int64(2), 3)):
+        assert rows.select(places) == rows[places] == rows[[2, 3]]
+    assert torch.equal(rows[np.int64(2)], rows[2])
+    for index in ([4], [-5]):
+        with pytest.raises(IndexError):
+            rows.select(index)
+
+
 def test_cat_of_lists_with_images_and_without() -> None:
     rows, none = made(), TensorList.empty(2)
     joined = TensorList.cat([none, rows, none])
@@ -148,6 +172,32 @@ def test_a_pickled_slice_leaves_the_rest_behind() -> None:
         (
             lambda: TensorList(torch.zeros(3, 4), (1, 1)),
             "lengths: the lengths do not add up to the values - expected 3, got 2",
+        ),
+        (
+            lambda: TensorList(torch.zeros(1), (2, -1)),
+            "lengths: rows have lengths of zero or more - got (2, -1)",
+        ),
+        (
+            lambda: TensorList(torch.tensor(1), (1,)),
+            "values: rows have lengths of zero or more - got a tensor without dimensions",
+        ),
+        *[
+            (
+                lambda mask=mask: made().select(mask),
+                f"indices[0]: rows are taken by their numbers - expected an integer, got {mask[0]!r}. "
+                "In place of a mask give the numbers of the rows where it holds",
+            )
+            for mask in (
+                [False, True, False, True],
+                np.array([False, True, False, True]),
+                torch.tensor([False, True, False, True]),
+                [1.0],
+            )
+        ],
+        (
+            lambda: made()[True],
+            "indices[0]: rows are taken by their numbers - expected an integer, got True. "
+            "In place of a mask give the numbers of the rows where it holds",
         ),
         (lambda: TensorList.cat([]), "lists: no lists to join"),
         (lambda: made().chunk(0), "chunks: a list is cut into one part or more - got 0"),
