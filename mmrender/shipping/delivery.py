@@ -16,11 +16,14 @@ class Delivery:
 
     Attributes:
         id: The id under which the receiver tells it from others.
+        error: Why it failed.
+        told: Whether awaiting it has raised the error, which `Sender.flush` then leaves out.
     """
 
     def __init__(self, id: str) -> None:
         self.id = id
         self.error: ShippingError | None = None
+        self.told = False
         self._done = asyncio.Event()
 
     @property
@@ -41,7 +44,12 @@ class Delivery:
 
     async def _wait(self) -> None:
         await self._done.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a message that has failed."""
         if self.error is not None:
+            self.told = True
             raise self.error
 
     def __await__(self) -> Generator[Any, None, None]:

@@ -8,6 +8,7 @@ from typing import Any
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError, ShippingProtocolError
 from mmrender.shipping.bell import Bell
 from mmrender.shipping.delivery import Delivery
+from mmrender.shipping.failures import Failures
 from mmrender.shipping.messages import Welcome
 
 
@@ -42,7 +43,7 @@ class Counts:
     resent: int = 0
     refused: int = 0
     lost: int = 0
-    failures: list[ShippingError] = field(default_factory=list)
+    failures: Failures = field(default_factory=Failures)
 
 
 class Outbox:
@@ -99,14 +100,14 @@ class Outbox:
         self._waiting = sorted(entry.seq for entry in self._entries.values() if not entry.sent)
 
     def disconnected(self) -> None:
-        """End a connection: what was on its way is to be sent again, or is lost."""
+        """End a connection: what was on its way is to be sent again, or is lost, which `flush` tells."""
         self._bounds = None
         self._window.clear()
         self._missing.clear()
         for entry in list(self._entries.values()):
             if entry.sent and not self.resend:
                 self.counts.lost += 1
-                self._settle(entry.seq, _lost(entry.delivery.id))
+                self._drop(entry, _lost(entry.delivery.id))
             entry.sent = False
 
     def next(self) -> Outgoing | None:
@@ -178,9 +179,10 @@ class Outbox:
 
     def fail(self, seq: int, error: ShippingError) -> None:
         """Drop a message, and keep the error for `flush`."""
-        if self._settle(seq, error):
+        entry = self._entries.get(seq)
+        if entry is not None:
             self.counts.refused += 1
-            self.counts.failures.append(error)
+            self._drop(entry, error)
 
     def fail_all(self, error: ShippingError) -> None:
         """Drop everything, and keep the error for `flush`."""
@@ -198,6 +200,10 @@ class Outbox:
         bounds = self._bounds
         fits = bounds is not None and used + entry.num_bytes <= bounds.window_bytes
         return fits or not any(seq < entry.seq for seq in self._window)
+
+    def _drop(self, entry: Outgoing, error: ShippingError) -> None:
+        self._settle(entry.seq, error)
+        self.counts.failures.add(entry.delivery)
 
     def _settle(self, seq: int, error: ShippingError | None) -> bool:
         entry = self._entries.pop(seq, None)

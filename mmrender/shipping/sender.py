@@ -177,12 +177,15 @@ class Sender:
     async def flush(self, timeout: float | None = None) -> None:
         """Wait until everything that was given is acknowledged.
 
+        A message that failed is reported unless its `Delivery` was awaited and has raised. Of several, the
+        first is raised, once; `stats` counts all.
+
         Args:
             timeout: Seconds; None waits for ever.
 
         Raises:
-            ShippingProtocolError: The receiver could not use a message; raised once, others are dropped too.
-            ShippingConnectionError: It took too long.
+            ShippingProtocolError: The receiver could not use a message.
+            ShippingConnectionError: It took too long, or a message that is sent at most once may be lost.
             ShippingSecurityError: The receiver does not let us in.
         """
         empty = self._outbox.bell.wait_until(lambda: not len(self._outbox) or self._over())
@@ -192,9 +195,9 @@ class Sender:
             raise self._unreached(f"{len(self._outbox)} messages after {timeout:g} s") from (
                 self._connections.last_error or error
             )
-        failures, self._outbox.counts.failures = self._outbox.counts.failures, []
-        if failures:
-            raise failures[0]
+        failure = self._outbox.counts.failures.take()
+        if failure is not None:
+            raise failure
         if self._connections.fatal is not None:
             raise self._connections.fatal
 
@@ -210,7 +213,7 @@ class Sender:
         if self._closed:
             return
         try:
-            if timeout != 0 and len(self._outbox) + len(self._outbox.counts.failures):
+            if timeout != 0 and (len(self._outbox) or self._outbox.counts.failures):
                 await self.flush(timeout)
         finally:
             self._closed = True
