@@ -10,12 +10,13 @@ from typing import Any, Literal, TypeAlias
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.item import TensorDtype
+from mmrender.rollout.digest import digest_of
 from mmrender.rollout.environment import Environment
 from mmrender.rollout.episode import run_episode
 from mmrender.rollout.metrics import rollout_metrics
 from mmrender.rollout.renderer_client import RendererClient
 from mmrender.rollout.rows import Row, TensorKind, image_tensors, rows_of
-from mmrender.rollout.shelf import TrajectoryShelf, batch_file
+from mmrender.rollout.shelf import ASKED, TrajectoryShelf, batch_file
 from mmrender.rollout.types import EnvironmentClass, GeneratorInput, GeneratorOutput, TrajectoryID
 from mmrender.trajectory.tree import Trajectory
 
@@ -32,6 +33,7 @@ class _Rollout:
 
     name: TrajectoryID
     prompt: Sequence[Any]
+    kind: EnvironmentClass
     make: Callable[[], Environment]
     extras: Mapping[str, Any]
 
@@ -53,7 +55,8 @@ class VLMGenerator:
         dtype: Of `pixel_values`.
         failures: What becomes of a rollout that fails.
         save_to: Folder in which each rollout is saved when it ends, in a file for each phase and step of
-            `batch_metadata`. A rollout of that name that is there and has not failed is not repeated.
+            `batch_metadata`. A rollout that is there and has not failed is not repeated if its name, prompt,
+            environment, extras, sampling parameters and bounds are the same. The weights are not looked at.
         progress: Whether to show a progress bar. Needs the `cli` extra.
     """
 
@@ -132,12 +135,14 @@ class VLMGenerator:
         self, rollout: _Rollout, sampling: Mapping[str, Any], shelf: TrajectoryShelf | None
     ) -> Trajectory:
         """One rollout to its end, or as it was saved."""
-        name = rollout.name.to_string()
-        saved = shelf.get(name) if shelf is not None else None
-        if saved is not None:
-            return saved
-        trajectory = Trajectory(name)
+        trajectory = Trajectory(rollout.name.to_string())
         try:
+            if shelf is not None:
+                asked = await asyncio.to_thread(self._asked, rollout, sampling)
+                saved = shelf.get(trajectory.trajectory_id, asked)
+                if saved is not None:
+                    return saved
+                trajectory.extra[ASKED] = asked
             await run_episode(
                 self.client,
                 rollout.make(),
@@ -151,13 +156,26 @@ class VLMGenerator:
         except Exception as error:
             if self.failures == "raise":
                 raise
-            trajectory.error = f"{type(error).__name__}: {error}"
-            # Errors of ours say what and where; of others one wants to see the place.
-            ours = isinstance(error, MMRenderError)
-            _log.warning("rollout %s failed: %s", name, trajectory.error, exc_info=not ours)
+            _note_failure(trajectory, error)
         if shelf is not None:
-            await asyncio.to_thread(shelf.put, trajectory)
+            await self._save(trajectory, shelf)
         return trajectory
+
+    async def _save(self, trajectory: Trajectory, shelf: TrajectoryShelf) -> None:
+        try:
+            await asyncio.to_thread(shelf.put, trajectory)
+        except OSError:
+            raise  # a full disk is no matter of this rollout
+        except Exception as error:
+            if self.failures == "raise":
+                raise
+            _note_failure(trajectory, error)
+
+    def _asked(self, rollout: _Rollout, sampling: Mapping[str, Any]) -> str:
+        """Digest of what decides a rollout, except for weights; an environment with a name goes by it."""
+        every_turn = {**self.client.sampling_params, **sampling}
+        bounds = (self.max_turns, self.max_length)
+        return digest_of(rollout.prompt, rollout.kind, rollout.extras, every_turn, bounds)
 
     def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:
         prompts = batch.get("prompts")
@@ -180,8 +198,8 @@ class VLMGenerator:
         if len({name.to_string() for name in names}) != count:
             raise InputError("two rollouts have one name", where="input_batch['trajectory_ids']")
         return [
-            _Rollout(names[index], prompts[index], self._maker(classes[index], index), extras[index] or {})
-            for index in range(count)
+            _Rollout(names[index], prompts[index], kind, self._maker(kind, index), extras[index] or {})
+            for index, kind in enumerate(classes)
         ]
 
     def _maker(self, kind: EnvironmentClass, index: int) -> Callable[[], Environment]:
@@ -216,6 +234,14 @@ class VLMGenerator:
             image_grid_thw=images[1] if images is not None else None,
             errors=[row.error for row in rows],
         )
+
+
+def _note_failure(trajectory: Trajectory, error: Exception) -> None:
+    described = f"{type(error).__name__}: {error}"
+    trajectory.error = trajectory.error or described
+    # Errors of ours say what and where; of others one wants to see the place.
+    trace = None if isinstance(error, MMRenderError) else error
+    _log.warning("rollout %s failed: %s", trajectory.trajectory_id, described, exc_info=trace)
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from mmrender.rollout.types import BatchMetadata
 from mmrender.trajectory.saving import TrajectoryReader, TrajectoryWriter
 from mmrender.trajectory.tree import Trajectory
+
+ASKED: Final = "asked"
+"""Key of a trajectory's `extra`: digest of what it was asked with."""
 
 
 class TrajectoryShelf:
@@ -23,13 +26,13 @@ class TrajectoryShelf:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._saved: dict[str, Trajectory] = {}
+        self._saved: dict[tuple[str, str | None], Trajectory] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         # Opened first: that cuts off a record which a crash has torn.
         self._file = TrajectoryWriter(path)
         if len(self._file):
             for record in TrajectoryReader(path):
-                self._saved.update({each.trajectory_id: each for each in record})
+                self._saved.update({(each.trajectory_id, each.extra.get(ASKED)): each for each in record})
 
     def __enter__(self) -> Self:
         return self
@@ -39,9 +42,9 @@ class TrajectoryShelf:
     ) -> None:
         self._file.close()
 
-    def get(self, trajectory_id: str) -> Trajectory | None:
-        """The rollout of that name as it was saved last; None where it is not there, or had failed."""
-        found = self._saved.get(trajectory_id)
+    def get(self, trajectory_id: str, asked: str) -> Trajectory | None:
+        """The rollout of that name and digest as saved last; None if it is not there, or had failed."""
+        found = self._saved.get((trajectory_id, asked))
         return found if found is not None and found.error is None else None
 
     def put(self, trajectory: Trajectory) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmrender.client.local import LocalBackend
-from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError
+from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError, TrajectoryError
 from mmrender.messages import Message
 from mmrender.renderer import Renderer
 from mmrender.rollout.environment import Observation
@@ -269,6 +269,45 @@ def test_a_broken_off_batch_is_taken_up_again(renderer, tmp_path):
     other, _, third, _ = scripted(renderer, scripts=scripts, save_to=tmp_path)
     generate(other, {**batch, "batch_metadata": BatchMetadata(13, "eval")})
     assert len(third.requests) == 6
+
+
+def test_what_was_asked_otherwise_is_not_taken_from_the_folder(renderer, tmp_path):
+    """Names alone say little: unless given they are counted, and the same in every batch."""
+    changes = [
+        {},
+        {"prompts": [[{"role": "system", "content": "Be brief."}]]},
+        {"env_extras": [{"picture": 3}]},
+        {"sampling_params": {"seed": 2}},
+        {"env_classes": ["1"]},
+    ]
+    rows = []
+    for answer in ("Yes.", "No."):
+        for change in changes:
+            scripts = [(ends(1.0),), (ends(2.0),)]
+            generator, batch, backend, _ = scripted(renderer, answer, scripts=scripts, save_to=tmp_path)
+            first = {key: value[:1] for key, value in batch.items()}
+            rows.append(generate(generator, {**first, "sampling_params": {"seed": 1}, **change}))
+            assert len(backend.requests) == (1 if answer == "Yes." else 0)
+    assert [row["response_ids"] for row in rows[5:]] == [row["response_ids"] for row in rows[:5]]
+    assert len({str(row["prompt_token_ids"]) for row in rows[:2]}) == 2
+    generator, batch, backend, _ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path, max_turns=3)
+    generate(generator, {**batch, "sampling_params": {"seed": 1}})
+    assert len(backend.requests) == 1
+
+
+def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
+    scripts = [(ends(1.0),), (ends(1.0, odd=object()),), (ends(1.0),)]
+    generator, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
+    out = generate(generator, batch)
+    assert [error is None for error in out["errors"]] == [True, False, True]
+    assert out["errors"][1].startswith("TrajectoryError: ")
+    assert "a trajectory cannot be stored" in out["errors"][1]
+    assert set(out["loss_masks"][1]) == {0}
+    assert [record.message for record in caplog.records] == [f"rollout 1_0 failed: {out['errors'][1]}"]
+    assert len(load_trajectories(tmp_path / "train-0.mmc")) == 2
+    strict, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path / "strict", failures="raise")
+    with pytest.raises(TrajectoryError, match="a trajectory cannot be stored"):
+        generate(strict, batch)
 
 
 def test_a_progress_bar(renderer, capsys):
