@@ -10,6 +10,7 @@ from mmrender.errors import BatchError
 from mmrender.token_types import mm_token_type_ids
 from mmrender.training.batch import Segment
 from mmrender.training.families import ModelFamily
+from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 
 _OPTIONAL = ("advantages", "rewards", "routed_experts")
@@ -125,7 +126,7 @@ def _check_experts(sample: TrainingSample, name: str, first: TrainingSample, fir
 
 
 def placed_experts(
-    places: Sequence[tuple[int, Segment, TrainingSample]], shape: tuple[int, int]
+    places: Sequence[tuple[int, Segment, TrainingSample]], shape: tuple[int, int], like: RoutedExperts
 ) -> npt.NDArray[Any]:
     """Return router choices `(rows, width, layers, top_k)`, of uint8 where they fit it, else int32.
 
@@ -134,10 +135,11 @@ def placed_experts(
     Args:
         places: `(row, segment, sample)`, each sample with router choices.
         shape: `(rows, width)`.
+        like: Router choices that say the form where no sample is placed.
     """
     found = [(row, span, sample.routed_experts.data) for row, span, sample in places if sample.routed_experts]
-    layers, top_k = found[0][2].shape[1:]
-    narrow = all(data.dtype == np.uint8 for _, _, data in found)
+    _, layers, top_k = like.shape
+    narrow = all(data.dtype == np.uint8 for data in [data for _, _, data in found] or [like.data])
     out = np.empty((*shape, layers, top_k), np.uint8 if narrow else np.int32)
     out[...] = np.arange(top_k)
     for row, span, data in found:

@@ -16,6 +16,7 @@ from mmrender.training.batch import PaddingSide, Rows, Segment, TrainingBatch
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import Fields, collate_fields
 from mmrender.training.mm_kwargs import name_of
+from mmrender.training.padding import check_multiple
 from mmrender.training.placing import placed_items
 from mmrender.training.positions import mrope_position_ids
 from mmrender.trajectory.sample import TrainingSample
@@ -38,7 +39,8 @@ def collate(
     """Build a batch; the images are expanded straight into it.
 
     Args:
-        samples: What to train on.
+        samples: What to train on. Those in no row still say, where all rows are empty, which of advantages,
+            rewards and router choices the batch has.
         family: What the model takes.
         pad_token_id: What fills rows; not the token of an image.
         rows: Indices of the samples to pack into each row, as `first_fit_decreasing` gives them. An empty
@@ -55,18 +57,22 @@ def collate(
     Raises:
         BatchError: There is no sample and no row; samples differ in what they hold; something is not aligned
             to their tokens; placeholders and items do not match; an image's token stands outside of the
-            placeholders; a row is longer than `width`; or a sample stands in two rows.
+            placeholders; a row is longer than `width`; a sample stands in two rows; or an option has no such
+            value.
     """
     names = [name_of(sample, index) for index, sample in enumerate(samples)]
     packed = rows is not None
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     _check_rows(rows, len(samples))
+    _check_form(padding_side, multiple)
     layout = _Layout.of(samples, names, rows, width=width, multiple=multiple, side=padding_side)
     items = [[placed_items(samples[index], names[index]) for index in row] for row in rows]
     check_samples([(sample, span.sample_id) for _, span, sample in layout.places], family, pad_token_id)
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     fields = collate_fields(items, family, dtype=dtype, pin_memory=pin, executor=executor)
-    arrays = _arrays(layout, pad_token_id)
+    arrays = _arrays(
+        layout, pad_token_id, layout.places[0][2] if layout.places else next(iter(samples), None)
+    )
     arrays["positions"] = _positions(arrays["token_types"], layout.segments, fields, family)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if pin:
@@ -138,6 +144,17 @@ def _check_rows(rows: Sequence[Sequence[int]], count: int) -> None:
             seen.add(index)
 
 
+def _check_form(padding_side: str, multiple: int) -> None:
+    if padding_side not in ("left", "right"):
+        raise BatchError(
+            "rows are filled on one side",
+            where="padding_side",
+            expected="left or right",
+            got=repr(padding_side),
+        )
+    check_multiple(multiple)
+
+
 def _width(lengths: Sequence[int], width: int | None, multiple: int) -> int:
     longest = max(1, *lengths) if lengths else 1
     if width is not None and longest > width:
@@ -151,8 +168,11 @@ def _width(lengths: Sequence[int], width: int | None, multiple: int) -> int:
     return -(-(width or longest) // multiple) * multiple
 
 
-def _arrays(layout: _Layout, pad_token_id: int) -> dict[str, npt.NDArray[Any]]:
-    """Return what is aligned to tokens, `(rows, width)`, router choices `(rows, width, layers, top_k)`."""
+def _arrays(layout: _Layout, pad_token_id: int, first: TrainingSample | None) -> dict[str, npt.NDArray[Any]]:
+    """Return what is aligned to tokens, `(rows, width)`, router choices `(rows, width, layers, top_k)`.
+
+    The first sample says which optional arrays there are, also where no sample is placed.
+    """
     shape = (len(layout.segments), layout.width)
     out: dict[str, npt.NDArray[Any]] = {
         "input_ids": np.full(shape, pad_token_id, np.int64),
@@ -161,7 +181,6 @@ def _arrays(layout: _Layout, pad_token_id: int) -> dict[str, npt.NDArray[Any]]:
         "logprobs": np.zeros(shape, np.float32),
         "token_types": np.zeros(shape, np.int64),
     }
-    first = layout.places[0][2] if layout.places else None
     given = [name for name in ("advantages", "rewards") if getattr(first, name, None) is not None]
     out |= {name: np.zeros(shape, np.float32) for name in given}
     for row, span, sample in layout.places:
@@ -175,7 +194,7 @@ def _arrays(layout: _Layout, pad_token_id: int) -> dict[str, npt.NDArray[Any]]:
         if not spans:
             out["attention_mask"][row, 0 if layout.side == "right" else -1] = True
     if first is not None and first.routed_experts is not None:
-        out["routed_experts"] = placed_experts(layout.places, shape)
+        out["routed_experts"] = placed_experts(layout.places, shape, first.routed_experts)
     return out
 
 

@@ -124,6 +124,9 @@ def collate_micro_batch(
 ) -> TrainingBatch:
     """Build one micro-batch of a plan: a packed row.
 
+    An empty one is a padding row, with advantages, rewards and router choices where the samples have them, so
+    that all ranks compute alike.
+
     Args:
         samples: Those that the plan was made for.
         micro_batch: Which of them.
@@ -146,4 +149,6 @@ def collate_micro_batch(
                 remedy="Make one with smallest_dummy or blank_dummy",
             )
         held.append(dummy)
-    return collate(held, family, pad_token_id=pad_token_id, rows=[list(range(len(held)))], **options)
+    rows = [list(range(len(held)))]
+    # A sample in no row lends an empty micro-batch its form.
+    return collate(held or samples[:1], family, pad_token_id=pad_token_id, rows=rows, **options)

@@ -79,9 +79,15 @@ def mrope_position_ids(
         segments: `(start, length)` of the sequences in each row; one that fills the row where not given.
 
     Raises:
-        BatchError: Grids and runs of feature tokens do not match one for one, or a segment leaves its row.
+        BatchError: Grids and runs of feature tokens do not match one for one, a grid is not divisible by the
+            merge, a segment leaves its row, or an argument has another shape.
     """
     types = np.asarray(token_types)
+    if types.ndim != 2:
+        got = str(list(types.shape))
+        raise BatchError(
+            "token types are one row each", where="token_types", expected="[rows, width]", got=got
+        )
     rows, width = types.shape
     spans = _flat_segments(segments, rows, width)
     owner = np.full(rows * width, -1, np.int64)  # the segment that each token belongs to
@@ -116,7 +122,9 @@ def _flat_segments(
     if segments is None:
         segments = [[(0, width)]] * rows
     if len(segments) != rows:
-        raise BatchError("segments are given per row", expected=f"{rows} rows", got=str(len(segments)))
+        raise BatchError(
+            "segments are given per row", where="segments", expected=f"{rows} rows", got=str(len(segments))
+        )
     flat: list[tuple[int, int]] = []
     for row, spans in enumerate(segments):
         end = 0
@@ -159,6 +167,15 @@ def _merged(modality: str, grids: Any, seconds: Any, rope: MRope) -> tuple[IntAr
             "a grid makes no token",
             where=f"{name}[{index}]",
             expected=f"(t, h, w) of at least (1, {rope.merge}, {rope.merge})",
+            got=str(array[index].tolist()),
+        )
+    uneven = np.flatnonzero((array[:, 1:] % rope.merge).any(1))
+    if len(uneven):
+        index = int(uneven[0])
+        raise BatchError(
+            "a grid cannot be merged whole",
+            where=f"{name}[{index}]",
+            expected=f"height and width divisible by {rope.merge}",
             got=str(array[index].tolist()),
         )
     if modality == "video" and rope.frames_apart:

@@ -68,6 +68,7 @@ def check_kept_apart(batch: TrainingBatch) -> None:
     if mixing and _KEPT_APART.get() != batch.segments:
         raise BatchError(
             f"the recurrent layers of {batch.family.model_type} would run from one sample into the next",
+            where=f"row {next(row for row, held in enumerate(batch.segments) if len(held) > 1)}",
             expected="a block `with recurrent_segments(model, batch)` around this call and the forward",
             remedy="Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds",
         )

@@ -150,9 +150,10 @@ class TensorList:
                 return self.select(range(start, stop, step))
             stop, offsets = max(start, stop), self.offsets
             return TensorList(self.values[offsets[start] : offsets[stop]], self.lengths[start:stop])
-        if isinstance(index, Sequence) or getattr(index, "ndim", 0):
-            return self.select(index)
-        (place,) = row_places([index], len(self))
+        given: Any = index
+        if isinstance(given, Sequence) or bool(getattr(given, "ndim", 0)):  # arrays are no sequences
+            return self.select(given)
+        (place,) = row_places([given], len(self))
         start = self.offsets[place]
         return self.values[start : start + self.lengths[place]]
 

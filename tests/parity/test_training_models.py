@@ -178,7 +178,7 @@ def test_without_segments_a_recurrent_model_would_mix_samples(folder: Path) -> N
     with pytest.raises(BatchError) as caught:
         batch.model_inputs()
     assert str(caught.value) == (
-        "the recurrent layers of qwen3_5 would run from one sample into the next - "
+        "row 0: the recurrent layers of qwen3_5 would run from one sample into the next - "
         "expected a block `with recurrent_segments(model, batch)` around this call and the forward. "
         "Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds"
     )

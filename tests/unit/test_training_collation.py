@@ -288,6 +288,29 @@ def test_plans_keep_modalities_together_and_share_the_work() -> None:
         plan_steps(samples, FAMILY, ranks=0, max_tokens=40)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_empty_micro_batch_has_what_the_others_have(wide: bool) -> None:
+    samples = [sample([ITEM], experts=True)]
+    if wide:
+        data = samples[0].routed_experts.data.astype(np.uint16)
+        samples = [replace(samples[0], routed_experts=RoutedExperts(data))]
+    full, empty = (
+        collate_micro_batch(samples, MicroBatch(held), FAMILY, pad_token_id=PAD_ID) for held in ((0,), ())
+    )
+    assert empty.segments == ((),)
+    for name in ("advantages", "rewards", "routed_experts"):
+        assert getattr(empty, name).dtype == getattr(full, name).dtype
+        assert getattr(empty, name).shape == (1, 1, *getattr(full, name).shape[2:])
+    assert not empty.advantages.any()
+    assert not empty.rewards.any()
+    assert empty.routed_experts[0, 0].tolist() == [[0, 1, 2]] * 2
+    assert not empty.loss_mask.any()
+    joined = TrainingBatch.cat([full, empty])
+    assert joined.routed_experts.dtype == full.routed_experts.dtype
+    bare = collate_micro_batch([sample()], MicroBatch(()), FAMILY, pad_token_id=PAD_ID)
+    assert (bare.advantages, bare.rewards, bare.routed_experts) == (None, None, None)
+
+
 def test_a_dummy_joins_no_row_that_has_no_room_for_it() -> None:
     samples = [sample([ITEM], 4), *[sample(text=38, name=str(index)) for index in range(3)]]
     plan = plan_steps(samples, FAMILY, ranks=2, max_tokens=40, dummy_tokens=4)
@@ -423,6 +446,22 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
         (
             lambda: batch_of(GOOD, rows=[[0, 1]]),
             "rows[0]: there is no such sample - expected each of 0..0 once, got 1",
+        ),
+        (
+            lambda: batch_of(GOOD, padding_side="centre"),
+            "padding_side: rows are filled on one side - expected left or right, got 'centre'",
+        ),
+        (
+            lambda: batch_of(GOOD, multiple=0),
+            "multiple: a width is a multiple of a positive number - expected 1 or more, got 0",
+        ),
+        (
+            lambda: batch_of(
+                GOOD, GOOD, sample(), family=replace(FAMILY, recurrent=True), rows=[[2], [0, 1]]
+            ).model_inputs(),
+            "row 1: the recurrent layers of qwen3_vl would run from one sample into the next - expected a block "
+            "`with recurrent_segments(model, batch)` around this call and the forward. "
+            "Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds",
         ),
         (
             lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),

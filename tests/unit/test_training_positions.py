@@ -90,13 +90,24 @@ def test_of_nothing() -> None:
         ),
         (
             [[1]],
+            {"image_grid_thw": [[1, 2, 2], [1, 4, 5]]},
+            "image_grid_thw[1]: a grid cannot be merged whole - expected height and width divisible by 2, "
+            "got [1, 4, 5]",
+        ),
+        (
+            [[[1]]],
+            {"image_grid_thw": [[1, 2, 2]]},
+            "token_types: token types are one row each - expected [rows, width], got [1, 1, 1]",
+        ),
+        (
+            [[1]],
             {"image_grid_thw": [1, 2, 2]},
             "image_grid_thw: grids have three numbers each - expected [n, 3], got [3]",
         ),
         (
             [[0, 0]],
             {"segments": [[(0, 2)], []]},
-            "segments are given per row - expected 1 rows, got 2",
+            "segments: segments are given per row - expected 1 rows, got 2",
         ),
         (
             [[0, 0]],
