@@ -121,17 +121,24 @@ def _logprobs(parts: Sequence[Part], mask: npt.NDArray[np.bool_], required: bool
 
 
 def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | None:
-    """Place rewards: those of tokens on their tokens, one of a whole step on its last token."""
+    """Place rewards: those of tokens on their tokens, one of a whole step on its last sampled token.
+
+    A step that sampled nothing has its reward on the last token sampled before it; where nothing was, on its
+    own last token, which no loss mask marks and no later token is credited for. One reward of a step that the
+    sequence holds in part is left out: it was given for another ending.
+    """
     if all(part.step.reward is None for part in parts):
         return None
+    last = -1
     rewards = np.zeros(length, np.float32)
     for part in parts:
         reward: Any = part.step.reward
         start, stop = part.sampled
+        last = stop - 1 if stop > start else last
         if isinstance(reward, np.ndarray):
             rewards[start:stop] = reward[: stop - start]
         elif reward is not None and part.whole and part.stop:
-            rewards[part.stop - 1] += reward
+            rewards[last if last >= 0 else part.stop - 1] += reward
     return rewards
 
 

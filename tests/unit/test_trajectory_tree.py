@@ -188,6 +188,37 @@ def test_samples_hold_rewards_and_versions():
     assert (alone.loss_mask.nonzero()[0].tolist(), alone.sample_id) == ([20, 21], "t/step-2")
 
 
+def test_the_reward_of_a_step_that_sampled_nothing_stands_on_what_was_sampled_before():
+    trajectory = rollout()
+    second = trajectory.steps[1]
+    third = trajectory.append(
+        [*second.token_ids.tolist(), 5], [], logprobs=[], multi_modal_data=second.multi_modal_data, reward=2
+    )
+    second.reward = 0.5
+    (sample,) = trajectory.samples()
+    assert sample.rewards.nonzero()[0].tolist() == [18]
+    assert sample.rewards[18] == 2.5
+    assert step_sample(third).rewards.tolist() == sample.rewards.tolist()
+
+
+def test_where_nothing_was_sampled_a_reward_stands_at_the_end_of_the_prompt():
+    trajectory = Trajectory()
+    trajectory.append([1, 2], [], logprobs=[], reward=-1)
+    trajectory.append([1, 2, 3], [4], logprobs=[-1], reward=1)
+    (sample,) = trajectory.samples()
+    assert sample.rewards.tolist() == [0, -1, 0, 1]
+
+
+def test_a_step_cut_in_its_completion_keeps_the_rewards_of_the_tokens_it_keeps():
+    trajectory = rollout()
+    trajectory.append([*PROMPT, 20], [25], logprobs=[-5], multi_modal_data=SHOWS_A, reward=1)
+    first = trajectory.steps[0]
+    for reward, kept in ((7, 0), ([0.5, 0.25], 0.5)):
+        first.reward = reward
+        assert trajectory.branches()[1].sample().rewards[9:].tolist() == [kept, 1]
+        assert trajectory.branches()[0].sample().rewards.sum() == np.sum(reward)
+
+
 def test_logprobs_are_required_unless_waived():
     trajectory = Trajectory("t")
     trajectory.append([1], [2, 3])
