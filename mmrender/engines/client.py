@@ -125,8 +125,12 @@ class InferenceEngineClient:
         self._fleet.add(engine)
 
     async def remove_engine(self, name: str) -> InferenceEngineInterface:
-        """Give an engine no more work, wait until it has done what it has, and return it."""
+        """Give an engine no more work, wait until it has done what it has, and return it.
+
+        Under a pause it is resumed, and what it has is asked again elsewhere.
+        """
         member = self._fleet.remove(name)
+        await self._pauser.leave(member)
         await quiet([member])
         return member.engine
 
@@ -214,15 +218,17 @@ class InferenceEngineClient:
 
         Raises:
             EngineStateError: It is paused already.
-            EngineUnsupportedError: An engine cannot freeze requests. Nothing is paused then.
+            EngineUnsupportedError: An engine cannot freeze requests, or cannot clear its cache. Nothing is
+                paused then.
         """
         await self._pauser.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Go on with everything.
+        """Go on with everything. An engine that does not resume is ejected, and comes back once it does.
 
         Raises:
             EngineStateError: It is not paused.
+            EngineError: No engine resumes. The client stays paused.
         """
         await self._pauser.resume()
 

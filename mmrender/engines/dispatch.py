@@ -112,7 +112,8 @@ class Dispatcher:
             )
             await member.slots.acquire()
             call = Call(self.policy.attempt_timeout)
-            if member.ill is None and self.gate.enter(member, call):
+            is_there = member.ill is None and not member.removed
+            if is_there and self.gate.enter(member, call):
                 return member, call
             member.slots.release()
 

@@ -69,6 +69,7 @@ class Fleet:
             raise InputError("the last engine cannot be removed", where="name", got=repr(name))
         rest = dict(self.members)
         member = rest.pop(name)
+        member.removed = True  # those who wait for a place there choose anew
         self.members = rest
         self.router = Router(rest, self.policy)
         return member

@@ -29,6 +29,9 @@ class LocalEngine(HTTPEngine):
         """End every request before its next token."""
         self._local.abort_all()
 
+    async def reset_prefix_cache(self) -> None:
+        """Return: keys and values of a prompt go with its completion."""
+
     async def weight_version(self) -> str | None:
         """Name of the model's weights."""
         return self._local.weight_version

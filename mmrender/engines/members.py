@@ -93,6 +93,7 @@ class Member:
         quiet: Told when one of them ends.
         ill: Why it gets no work; None while it does.
         failures: Failures in a row.
+        removed: Whether it was taken out of the client.
         suspected: Whether it is just being asked for its health because of them.
         weights: How many weight updates of the client it has received.
     """
@@ -105,6 +106,7 @@ class Member:
         self.quiet = Signal()
         self.ill: str | None = None
         self.failures = 0
+        self.removed = False
         self.suspected = False
         self.weights = 0
 

@@ -1,6 +1,7 @@
 """Pausing and resuming all engines, exactly: when a pause returns, no request of this client runs."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -9,7 +10,15 @@ from mmrender.engines.gate import Gate
 from mmrender.engines.interface import InferenceEngineInterface, PauseMode
 from mmrender.engines.members import Call, Ending, Member
 from mmrender.engines.policy import ClientPolicy
-from mmrender.errors import EngineConnectionError, EngineError, EngineTimeoutError, EngineUnsupportedError
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    EngineStateError,
+    EngineTimeoutError,
+    EngineUnsupportedError,
+)
+
+_log = logging.getLogger("mmrender.engines")
 
 _FIRST_LOOK = 0.05
 """Seconds after which requests that reached an engine behind its pause are aborted once more."""
@@ -35,7 +44,8 @@ class Pauser:
 
         Raises:
             EngineStateError: The client is paused already, or about to change state.
-            EngineUnsupportedError: An engine cannot be paused so. Nothing is paused then.
+            EngineUnsupportedError: An engine cannot be paused so, or cannot forget cached prefixes. Nothing
+                is paused then.
             EngineError: An engine refused. Nothing is paused then.
         """
         self._gate.move("open", "pausing", "the client is paused already")
@@ -49,6 +59,7 @@ class Pauser:
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
         members = list(self._fleet.well().values())
+        told = [member for member in members if _can_be_told(member.engine, mode)]
         if mode == "wait":
             # Before engines are told: a request that reaches one behind its pause would never end.
             await quiet(members)
@@ -56,80 +67,126 @@ class Pauser:
             for member in members:
                 for call in list(member.calls):
                     call.hold()
-        await self._each(members, lambda engine: _pause_one(engine, mode, clear_cache))
+        self._paused = list(told)  # from here on, since a pause that fails may have reached its server
+        await self._each(told, lambda engine: _pause_one(engine, mode, clear_cache))
         if mode == "abort":
             await abort_calls(members, self._policy.pause_timeout, "paused")
+        if clear_cache and mode != "keep":
+            await self._each(
+                [each for each in members if each not in told], lambda engine: engine.reset_prefix_cache()
+            )
 
     async def resume(self) -> None:
-        """Go on.
+        """Go on. An engine that does not resume is ejected, and comes back once it does.
 
         Raises:
             EngineStateError: The client is not paused.
-            EngineError: An engine does not resume. The client stays paused.
+            EngineError: No engine resumes. The client stays paused.
         """
         self._gate.move("paused", "resuming", "the client is not paused")
         try:
-            await self._each(list(self._paused), _resume_one, forget=True)
+            await self._resume_all()
         except BaseException:
             self._gate.move("resuming", "paused", "the client changed state")
             raise
-        for member in self._fleet.members.values():
-            for call in list(member.calls):
-                call.go_on()
+        self._go_on()
         self._gate.move("resuming", "open", "the client changed state")
 
+    async def _resume_all(self) -> None:
+        members = list(self._paused)
+        results = await asyncio.gather(*[self._resume_one(each) for each in members], return_exceptions=True)
+        refused: dict[Member, EngineError] = {}
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, EngineConnectionError):
+                self._eject(member, result)
+            elif isinstance(result, EngineError):
+                refused[member] = result
+            elif result is not None:
+                raise result
+        if refused and not set(self._fleet.well().values()) - refused.keys():
+            member, error = next(iter(refused.items()))
+            error.add_note(f"engine {member.name}")
+            raise error
+        for member, error in refused.items():
+            self._eject(member, error)
+
+    async def _resume_one(self, member: Member) -> None:
+        await member.engine.resume_generation()
+        self._forget(member)
+
+    async def leave(self, member: Member) -> None:
+        """Let an engine that was taken out run again, without what the pause has frozen on it."""
+        if member not in self._paused:
+            return
+        self._forget(member)
+        for call in list(member.calls):
+            call.end("ejected")  # it is asked again elsewhere
+        try:
+            await member.engine.resume_generation()
+        except EngineError as error:
+            _log.warning("engine %s was taken out and does not resume: %s", member.name, error)
+
     async def _each(
-        self,
-        members: Sequence[Member],
-        action: Callable[[InferenceEngineInterface], Awaitable[bool]],
-        *,
-        forget: bool = False,
+        self, members: Sequence[Member], action: Callable[[InferenceEngineInterface], Awaitable[None]]
     ) -> None:
         """Act on all engines at once. One that is gone is ejected; another error is raised in the end."""
         results = await asyncio.gather(*[action(member.engine) for member in members], return_exceptions=True)
         problem: BaseException | None = None
         for member, result in zip(members, results, strict=True):
             if isinstance(result, EngineConnectionError):
-                self._fleet.eject(member, str(result))
-            elif isinstance(result, BaseException):
+                self._eject(member, result)
+            elif result is not None:
                 result.add_note(f"engine {member.name}")
                 problem = problem or result
-                continue
-            if forget:
-                self._paused.remove(member)
-            elif result is True:
-                self._paused.append(member)
         if problem is not None:
             raise problem
 
     async def _undo(self) -> None:
+        """Resume every engine that was told to pause, whatever it answered."""
         members, self._paused = self._paused, []
-        await asyncio.gather(*[_resume_one(each.engine) for each in members], return_exceptions=True)
+        results = await asyncio.gather(
+            *[member.engine.resume_generation() for member in members], return_exceptions=True
+        )
+        for member, result in zip(members, results, strict=True):
+            if result is not None and not isinstance(result, EngineStateError | EngineUnsupportedError):
+                self._eject(member, result)  # it may still be paused; whoever takes it back resumes it
+        self._go_on()
+
+    def _go_on(self) -> None:
         for member in self._fleet.members.values():
             for call in list(member.calls):
                 call.go_on()
 
+    def _eject(self, member: Member, error: BaseException) -> None:
+        self._forget(member)
+        self._fleet.eject(member, str(error))
 
-async def _pause_one(engine: InferenceEngineInterface, mode: PauseMode, clear_cache: bool) -> bool:
-    """Pause an engine; False where it is left as it is, since this client holds back all work for it."""
+    def _forget(self, member: Member) -> None:
+        self._paused = [each for each in self._paused if each is not member]
+
+
+def _can_be_told(engine: InferenceEngineInterface, mode: PauseMode) -> bool:
+    """Whether an engine is paused; else it is left as it is, since this client holds back all work for it.
+
+    Raises:
+        EngineUnsupportedError: It would have to freeze requests, and cannot.
+    """
     modes = engine.pause_modes
-    if mode in modes:
-        await engine.pause_generation(mode, clear_cache=clear_cache)
-        return True
-    if mode == "keep":
+    if mode == "keep" and "keep" not in modes:
         raise EngineUnsupportedError(
             "the engine cannot freeze requests", where=engine.name, remedy="Pause with 'abort' or 'wait'"
         )
-    if "keep" in modes and mode == "wait":
-        # Nothing of this client runs there any more, so freezing is the same.
-        await engine.pause_generation("keep", clear_cache=clear_cache)
-        return True
-    return False
+    return mode in modes or (mode == "wait" and "keep" in modes)
 
 
-async def _resume_one(engine: InferenceEngineInterface) -> bool:
-    await engine.resume_generation()
-    return True
+async def _pause_one(engine: InferenceEngineInterface, mode: PauseMode, clear_cache: bool) -> None:
+    if mode in engine.pause_modes:
+        await engine.pause_generation(mode, clear_cache=clear_cache)
+        return
+    # Nothing of this client runs there any more, so freezing is the same, but for the cache: it is kept then.
+    if clear_cache:
+        await engine.reset_prefix_cache()
+    await engine.pause_generation("keep", clear_cache=False)
 
 
 async def quiet(members: Sequence[Member]) -> None:

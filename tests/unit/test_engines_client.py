@@ -599,6 +599,171 @@ def test_a_pause_from_another_thread_and_its_event_loop():
     assert outputs[0]["response_ids"] == [sampled(prompt, 150).completion_ids for prompt in prompts]
 
 
+class Deaf(ScriptedEngine):
+    """Carries a call out, and says that it has not."""
+
+    deaf: frozenset[str] = frozenset()
+
+    async def pause_generation(self, mode="abort", *, clear_cache=True):
+        await super().pause_generation(mode, clear_cache=clear_cache)
+        if "pause" in self.deaf:
+            raise EngineStatusError("the server answered 500", status=500)
+        if "slow pause" in self.deaf:
+            await asyncio.Event().wait()
+
+    async def resume_generation(self):
+        if "resume" in self.deaf:
+            raise EngineStatusError("the server answered 500", status=500)
+        await super().resume_generation()
+
+
+def deaf_and_well(*deaf, **options):
+    engine, well = Deaf("deaf"), ScriptedEngine("well", **options)
+    engine.deaf = frozenset(deaf)
+    return engine, well, InferenceEngineClient([engine, well], policy=PATIENT)
+
+
+def test_a_pause_that_failed_behind_its_effect_is_undone():
+    async def scenario():
+        engine, well, client = deaf_and_well("pause")
+        with pytest.raises(EngineStatusError):
+            await client.pause_generation("abort")
+        assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
+
+    run(scenario())
+
+
+def test_a_pause_that_is_given_up_is_undone():
+    async def scenario():
+        engine, well, client = deaf_and_well("slow pause")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await client.pause_generation("keep")
+        assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
+
+    run(scenario())
+
+
+def test_an_engine_whose_pause_cannot_be_undone_is_ejected_until_it_resumes():
+    async def scenario():
+        engine, well, client = deaf_and_well("pause", "resume")
+        with pytest.raises(EngineStatusError):
+            await client.pause_generation("abort")
+        assert well.paused is None
+        assert client.members["deaf"].ill == "the server answered 500"
+        engine.deaf = frozenset()
+        await client.check_health()
+        assert (engine.paused, client.members["deaf"].ill) == (None, None)
+
+    run(scenario())
+
+
+def test_an_engine_that_does_not_resume_does_not_stop_the_others():
+    async def scenario():
+        engine, well, client = deaf_and_well("resume")
+        await client.pause_generation("keep")
+        await client.resume_generation()
+        assert (client.is_paused, well.paused) == (False, None)
+        assert client.members["deaf"].ill == "the server answered 500"
+        await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
+        engine.deaf = frozenset()
+        await client.check_health()
+        assert (engine.paused, client.members["deaf"].ill) == (None, None)
+
+    run(scenario())
+
+
+def test_where_no_engine_resumes_the_client_stays_paused():
+    async def scenario():
+        engine = Deaf("deaf")
+        engine.deaf = frozenset({"resume"})
+        client = InferenceEngineClient([engine], policy=PATIENT)
+        await client.pause_generation("keep")
+        with pytest.raises(EngineStatusError) as caught:
+            await client.resume_generation()
+        assert caught.value.__notes__ == ["engine deaf"]
+        assert client.is_paused
+        engine.deaf = frozenset()
+        await client.resume_generation()
+        assert (engine.paused, client.is_paused) == (None, False)
+
+    run(scenario())
+
+
+def test_an_engine_that_leaves_under_a_pause_runs_again_and_its_work_goes_elsewhere():
+    async def scenario():
+        case = setup(count=2, policy=PATIENT.replace(attempt_timeout=None))
+        prompts = [[2, n] for n in range(2, 14)]
+        generating = asyncio.create_task(
+            case.client.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS})
+        )
+        await turns(6)
+        await case.client.pause_generation("keep")
+        gone = await case.client.remove_engine("engine0")
+        assert gone.asked
+        assert (gone.paused, gone.running) == (None, [])
+        await case.client.resume_generation()
+        output = await generating
+        assert output["response_ids"] == [sampled(prompt, 12).completion_ids for prompt in prompts]
+
+    run(scenario())
+
+
+def test_who_waits_for_a_place_on_an_engine_that_leaves_goes_elsewhere():
+    async def scenario():
+        case = setup(count=2, policy=PATIENT.replace(concurrency=1, attempt_timeout=None))
+        prompts = [[2, n] for n in range(2, 14)]
+        generating = asyncio.create_task(
+            case.client.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS})
+        )
+        await turns(6)
+        gone = await case.client.remove_engine("engine0")
+        await generating
+        assert len(gone.asked) == 1
+        assert len(case.engines[1].asked) == 11
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("modes", "mode", "clear_cache", "told"),
+    [
+        (("abort", "keep"), "wait", True, ["reset", "pause keep"]),
+        (("abort", "keep"), "wait", False, ["pause keep"]),
+        ((), "wait", True, ["reset"]),
+        ((), "abort", True, ["reset"]),
+        ((), "abort", False, []),
+        (("abort", "keep", "wait"), "abort", True, ["pause abort"]),
+        (("abort", "keep", "wait"), "keep", True, ["pause keep"]),
+    ],
+)
+def test_caches_are_cleared_where_the_pause_itself_does_not(modes, mode, clear_cache, told):
+    async def scenario():
+        engine = ScriptedEngine(pause_modes=modes)
+        client = InferenceEngineClient([engine], policy=PATIENT)
+        await client.pause_generation(mode, clear_cache=clear_cache)
+        assert engine.controls == told
+
+    run(scenario())
+
+
+def test_a_cache_that_cannot_be_cleared_is_said():
+    class Keeping(ScriptedEngine):
+        async def reset_prefix_cache(self):
+            raise EngineUnsupportedError("no such call", where=self.name)
+
+    async def scenario():
+        engine = Keeping("keeping", pause_modes=())
+        client = InferenceEngineClient([engine], policy=PATIENT)
+        with pytest.raises(EngineUnsupportedError, match=r"^keeping: no such call\n"):
+            await client.pause_generation("abort")
+        assert not client.is_paused
+        await client.pause_generation("abort", clear_cache=False)
+        await client.resume_generation()
+
+    run(scenario())
+
+
 # --- control ---
 
 
