@@ -10,17 +10,17 @@ class Failures:
     """Deliveries that failed, in order, less those whose error somebody was told.
 
     Args:
-        most: Most to keep. Of those beyond, the error of the first is kept; it is told in any case.
+        most: Most to keep. Of those beyond, the error of the first is kept as that of the sender.
     """
 
     def __init__(self, most: int = MAX_FAILURES) -> None:
         self._most = most
         self._untold: list[Delivery] = []
-        self._beyond: ShippingError | None = None
+        self._general: ShippingError | None = None
 
     def __bool__(self) -> bool:
         self._forget_told()
-        return bool(self._untold) or self._beyond is not None
+        return bool(self._untold) or self._general is not None
 
     def add(self, delivery: Delivery) -> None:
         """Note one that has failed."""
@@ -28,14 +28,18 @@ class Failures:
             self._forget_told()
         if len(self._untold) < self._most:
             self._untold.append(delivery)
-        elif self._beyond is None:
-            self._beyond = delivery.error
+        elif delivery.error is not None:
+            self.add_general(delivery.error)
+
+    def add_general(self, error: ShippingError) -> None:
+        """Note an error of the sender as a whole, which is told even where deliveries have raised it."""
+        self._general = self._general or error
 
     def take(self) -> ShippingError | None:
         """Give the first error that nobody was told, and forget all."""
         self._forget_told()
-        error = self._untold[0].error if self._untold else self._beyond
-        self._untold, self._beyond = [], None
+        error = self._untold[0].error if self._untold else self._general
+        self._untold, self._general = [], None
         return error
 
     def _forget_told(self) -> None:

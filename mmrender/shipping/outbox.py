@@ -186,8 +186,10 @@ class Outbox:
 
     def fail_all(self, error: ShippingError) -> None:
         """Drop everything, and keep the error for `flush`."""
+        if self._entries:
+            self.counts.failures.add_general(error)
         for seq in list(self._entries):
-            self.fail(seq, error)
+            self.counts.refused += self._settle(seq, error)
 
     def close(self) -> None:
         """Drop everything, since the sender is closed."""
