@@ -60,11 +60,13 @@ def trim_to_length(
 ) -> RenderedTokens | TrainingSample:
     """Return a prompt or sample of at most `max_tokens` tokens, cut where no image is cut.
 
-    Everything that is aligned to the tokens is cut with them: attribution, masks, rewards, router choices,
-    the sidecar. What fits is returned as it is. `text` and `roles` of a rendered prompt stay whole.
+    Everything that is aligned to the tokens is cut with them: attribution, masks, advantages, router choices,
+    the sidecar. Rewards of tokens that are cut are added to that of the last token left to train on, as a
+    reward of a whole step stands on its end: their sum stays. What fits is returned as it is. `text` and
+    `roles` of a rendered prompt stay whole.
 
     Raises:
-        TrajectoryError: `max_tokens` is negative.
+        TrajectoryError: `max_tokens` is negative, or rewards are cut and no token is left to train on.
     """
     if len(prompt) <= max_tokens:
         return prompt
@@ -92,11 +94,30 @@ def _trim_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -
         loss_mask=sample.loss_mask[:length],
         logprobs=sample.logprobs[:length],
         multi_modal_data=sidecar,
-        rewards=_cut(sample.rewards, length),
+        rewards=_moved_rewards(sample, length),
         advantages=_cut(sample.advantages, length),
         routed_experts=experts,
         weight_versions=tuple(versions),
     )
+
+
+def _moved_rewards(sample: TrainingSample, length: int) -> npt.NDArray[np.float32] | None:
+    """Return the rewards of the kept tokens, those of the others added to the last one that is trained on."""
+    if sample.rewards is None or not sample.rewards[length:].any():
+        return _cut(sample.rewards, length)
+    trained = np.flatnonzero(sample.loss_mask[:length])
+    if not len(trained):
+        place = length + int(np.flatnonzero(sample.rewards[length:])[-1])
+        raise TrajectoryError(
+            "a reward is cut off, and no token is left that it could train",
+            where=f"{sample.sample_id or 'sample'}.rewards[{place}]",
+            expected=f"a token of the loss mask among the first {length}",
+            got="none",
+            remedy="Leave the sample out, or allow more tokens",
+        )
+    rewards = sample.rewards[:length].copy()
+    rewards[trained[-1]] += sample.rewards[length:].sum()
+    return rewards
 
 
 def _cut(values: npt.NDArray[np.float32] | None, length: int) -> npt.NDArray[np.float32] | None:

@@ -2,15 +2,18 @@
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmcodecs
+from mmrender.errors import TrajectoryError
 from mmrender.training import (
     ModelFamily,
     TrainingBatch,
@@ -183,7 +186,6 @@ def test_truncation_cuts_at_whole_images(given_samples: Any, data: Any) -> None:
     _, samples = given_samples
     for one in samples:
         limit = data.draw(st.integers(2, len(one) + 3))
-        cut = truncate(one, limit)
         ranges = one.multi_modal_data.mm_placeholders.get("image", [])
         allowed = [
             stop
@@ -191,6 +193,11 @@ def test_truncation_cuts_at_whole_images(given_samples: Any, data: Any) -> None:
             if stop <= limit
             and not any(found.offset < stop < found.offset + found.length for found in ranges)
         ]
+        if one.rewards is not None and not one.loss_mask[: max(allowed)].any():
+            with pytest.raises(TrajectoryError, match="no token is left that it could train"):
+                truncate(one, limit)
+            one = replace(one, rewards=None)
+        cut = truncate(one, limit)
         assert len(cut) == max(allowed)
         kept = [index for index, found in enumerate(ranges) if found.offset + found.length <= len(cut)]
         sidecar = cut.multi_modal_data
@@ -199,7 +206,12 @@ def test_truncation_cuts_at_whole_images(given_samples: Any, data: Any) -> None:
             assert list(getattr(sidecar, name).get("image", [])) == [whole[index] for index in kept]
         for name in ALIGNED:
             values = getattr(cut, name)
-            if values is not None:
+            if name == "rewards" and values is not None:
+                last = int(np.flatnonzero(cut.loss_mask)[-1])
+                np.testing.assert_array_equal(values[:last], one.rewards[:last])
+                np.testing.assert_array_equal(values[last + 1 :], one.rewards[last + 1 : len(cut)])
+                assert values.sum() == pytest.approx(one.rewards.sum(), rel=1e-5)
+            elif values is not None:
                 np.testing.assert_array_equal(values, getattr(one, name)[: len(cut)])
 
 

@@ -337,7 +337,7 @@ def test_cost_counts_attention() -> None:
 
 
 def test_truncation() -> None:
-    base = replace(sample([ITEM, ITEM], experts=True), weight_versions=(
+    base = replace(sample([ITEM, ITEM], experts=True), rewards=None, weight_versions=(
         WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 14), WeightVersionSpan("c", 14, 20),
     ))  # fmt: skip
     assert truncate(base, 99) is base
@@ -349,7 +349,7 @@ def test_truncation() -> None:
     batch_of(cut)
     assert truncate(base, 7).multi_modal_data == MultiModalData()
     with pytest.raises(BatchError) as caught:
-        truncate(sample([ITEM], text=0, name="s"), 3)
+        truncate(sample([ITEM], text=0, name="s", experts=True), 3)
     message = (
         "s: nothing is left of a sample - expected room for a token before the first image, got max_tokens=3"
     )

@@ -80,10 +80,46 @@ def test_samples_are_cut_in_everything():
     )
     cut = trim_to_length(sample, 12)
     assert (len(cut), cut.sample_id, cut.advantages) == (10, "t/0", None)
-    assert cut.rewards.shape == cut.loss_mask.shape == (10,)
+    assert cut.loss_mask.shape == (10,)
+    assert cut.rewards.tolist() == [1.0] * 9 + [9.0]
     assert (cut.routed_experts.start, cut.routed_experts.stop) == (2, 10)
     assert cut.weight_versions == (("a", 0, 9), ("b", 9, 10))
     assert trim_to_length(sample, 2).routed_experts is None
+
+
+def rewarded(rewards, trained):
+    count = len(rewards)
+    mask = np.isin(np.arange(count), trained)
+    return TrainingSample(
+        np.arange(count, dtype=np.int32),
+        mask,
+        np.where(mask, np.float32(-1), np.float32(0)),
+        rewards=np.array(rewards, np.float32),
+        advantages=np.ones(count, np.float32),
+        sample_id="t/0",
+    )
+
+
+def test_the_rewards_of_cut_tokens_go_to_the_last_token_that_is_trained_on():
+    sample = rewarded([0, 0, 0.25, 0, 0, 0, -0.5, 2], trained=[2, 3, 6, 7])
+    for limit in (4, 5, 6):
+        cut = trim_to_length(sample, limit)
+        assert cut.rewards.tolist() == [0, 0, 0.25, 1.5, 0, 0][:limit]
+        assert cut.advantages.tolist() == [1] * limit
+    assert trim_to_length(sample, 7).rewards.tolist() == [0, 0, 0.25, 0, 0, 0, 1.5]
+    assert trim_to_length(sample, 3).rewards.tolist() == [0, 0, 1.75]
+    assert sample.rewards.tolist() == [0, 0, 0.25, 0, 0, 0, -0.5, 2]
+
+
+def test_a_reward_that_nothing_is_left_for_is_refused():
+    with pytest.raises(TrajectoryError) as error:
+        trim_to_length(rewarded([0, 0, 0, 3, 0], trained=[3, 4]), 3)
+    assert str(error.value) == (
+        "t/0.rewards[3]: a reward is cut off, and no token is left that it could train - "
+        "expected a token of the loss mask among the first 3, got none. "
+        "Leave the sample out, or allow more tokens"
+    )
+    assert trim_to_length(rewarded([0, 1, 0, 0, 0], trained=[3, 4]), 3).rewards.tolist() == [0, 1, 0]
 
 
 def test_a_negative_length_is_refused():
