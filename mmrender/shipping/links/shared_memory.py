@@ -51,8 +51,7 @@ class SharedMemoryLink(StreamLink):
         pool: Where payloads that come through the socket are received into.
         max_bytes: Most shared memory, in either direction.
         max_head_bytes: Bound on the first frame, which is copied before it is read: what is being checked
-        must
-            not change meanwhile.
+            must not change meanwhile.
     """
 
     def __init__(
