@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -15,6 +15,7 @@ from mmrender.shipping.sender import Sender
 from mmrender.shipping.stats import ReceiverStats, SenderStats
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class LoopThread:
@@ -24,6 +25,8 @@ class LoopThread:
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._closing = asyncio.Event()
+        self._open = True
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -37,16 +40,19 @@ class LoopThread:
         future = self.start(work)
         try:
             return future.result(timeout)
+        except CancelledError as error:
+            raise _closed() from error
         except BaseException:
             future.cancel()
             raise
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine there."""
-        if not self._thread.is_alive():
-            work.close()
-            raise ShippingClosedError("this end is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:  # the loop runs all that it is given before it is told to end, and ends it then
+            if self._open:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise _closed()
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a plain function there."""
@@ -57,10 +63,12 @@ class LoopThread:
         return self.run(work())
 
     def close(self) -> None:
-        """End the thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+        """End the thread; whoever waits for it is told that it is closed."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
 
     def _serve(self) -> None:
         with self._runner:
@@ -68,6 +76,10 @@ class LoopThread:
 
     async def _wait(self) -> None:
         await self._closing.wait()
+
+
+def _closed() -> ShippingClosedError:
+    return ShippingClosedError("this end is closed")
 
 
 class BlockingDelivery:
@@ -88,7 +100,7 @@ class BlockingDelivery:
         return self._delivery.acknowledged
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the acknowledgement.
+        """Wait for the acknowledgement; what is known already is told also after the sender was closed.
 
         Raises:
             TimeoutError: It did not come in time.
@@ -98,7 +110,14 @@ class BlockingDelivery:
         async def wait() -> None:
             await self._delivery
 
-        self._thread.run(wait(), timeout)
+        if not self._delivery.done:
+            try:
+                self._thread.run(wait(), timeout)
+            except ShippingClosedError:
+                # The thread may have ended in between, after it had settled the message.
+                if not self._delivery.done:
+                    raise
+        self._delivery.check()
 
 
 class _Blocking(Generic[T]):
@@ -135,6 +154,12 @@ class _Blocking(Generic[T]):
         """End."""
         raise NotImplementedError
 
+    def _stats(self, read: Callable[[], S]) -> S:
+        try:
+            return self._thread.call(read)
+        except ShippingClosedError:  # no thread changes them any more
+            return read()
+
 
 class BlockingSender(_Blocking[Sender]):
     """`Sender` for threads; any number of them may use one.
@@ -149,8 +174,8 @@ class BlockingSender(_Blocking[Sender]):
 
     @property
     def stats(self) -> SenderStats:
-        """Figures so far."""
-        return self._thread.call(lambda: self.end.stats)
+        """Figures so far, also once it is closed."""
+        return self._stats(lambda: self.end.stats)
 
     def open(self, timeout: float | None = 30.0) -> None:
         """As `Sender.connect`."""
@@ -205,8 +230,8 @@ class BlockingReceiver(_Blocking[Receiver]):
 
     @property
     def stats(self) -> ReceiverStats:
-        """Figures so far."""
-        return self._thread.call(lambda: self.end.stats)
+        """Figures so far, also once it is closed."""
+        return self._stats(lambda: self.end.stats)
 
     def open(self) -> None:
         """As `Receiver.open`."""

@@ -1,5 +1,6 @@
 """Both ends in threads: the same protocol, plain calls."""
 
+import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,15 @@ import pytest
 from mmcodecs import UnsupportedTypeError
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping import BlockingReceiver, BlockingSender
+from mmrender.shipping.blocking import LoopThread
 from shipping_cases import is_message, message
 
 
 @pytest.mark.parametrize("scheme", ["unix", "tcp", "zmq+tcp", "shm"])
 def test_a_trainer_thread_takes_what_worker_threads_send(scheme, tmp_path):
-    url = {"unix": f"unix://{tmp_path}/a", "shm": f"shm://blocking-{os.getpid()}"}.get(scheme, f"{scheme}://127.0.0.1:0")
+    url = {"unix": f"unix://{tmp_path}/a", "shm": f"shm://blocking-{os.getpid()}"}.get(
+        scheme, f"{scheme}://127.0.0.1:0"
+    )
     threads = threading.active_count()
     with BlockingReceiver(url) as receiver, BlockingSender(receiver.url) as sender:
         with ThreadPoolExecutor(3) as workers:
@@ -83,3 +87,70 @@ def test_errors_come_through_and_threads_end(tmp_path):
     with pytest.raises(ShippingClosedError, match="this end is closed"):
         sender.send(3)
     assert threading.active_count() == threads
+
+
+def test_what_is_known_is_told_after_closing(tmp_path):
+    receiver = BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit")
+    receiver.open()
+    sender = BlockingSender(receiver.url)
+    sender.open()
+    acknowledged, unknown = sender.send(1), sender.send(2)
+    receiver.receive(10).ack()
+    acknowledged.wait(10)
+    sender.close(0)
+    receiver.close()
+    acknowledged.wait()
+    assert acknowledged.acknowledged
+    with pytest.raises(ShippingClosedError) as caught:
+        unknown.wait()
+    assert str(caught.value) == "the sender was closed before this was acknowledged"
+    assert not unknown.acknowledged
+    assert sender.stats.acknowledged == 1
+    assert receiver.stats.queued == 1
+
+
+def test_a_loss_that_a_delivery_has_told_is_not_told_again_by_closing(tmp_path):
+    receiver = BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit")
+    receiver.open()
+    sender = BlockingSender(receiver.url, delivery="at-most-once")
+    sender.open()
+    told, untold = sender.send(1), sender.send(2)
+    assert [receiver.receive(10).value for _ in range(2)] == [1, 2]
+    receiver.close()
+    with pytest.raises(ShippingConnectionError, match="sent at most once"):
+        told.wait(10)
+    with pytest.raises(ShippingConnectionError, match=untold.id):
+        sender.close()
+    assert sender.stats.lost == 2
+    with pytest.raises(ShippingConnectionError, match=untold.id):
+        untold.wait()
+
+
+def test_threads_that_wait_while_the_sender_closes_are_told(tmp_path):
+    with BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit") as receiver:
+        sender = BlockingSender(receiver.url)
+        sender.open()
+        deliveries = [sender.send(number) for number in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            waits = [pool.submit(delivery.wait) for delivery in deliveries]
+            sender.close(0)
+            for wait in waits:
+                assert isinstance(wait.exception(10), ShippingClosedError)
+
+
+def test_work_that_a_closing_thread_was_given_ends():
+    thread = LoopThread("test")
+    with ThreadPoolExecutor(1) as pool:
+        began = threading.Event()
+
+        async def wait_for_ever() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        work = pool.submit(lambda: thread.run(wait_for_ever()))
+        assert began.wait(10)
+        thread.close()
+        assert str(work.exception(10)) == "this end is closed"
+    thread.close()
+    with pytest.raises(ShippingClosedError, match="this end is closed"):
+        thread.run(wait_for_ever())
