@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -70,8 +70,12 @@ class Tokenizer:
         }
         self._first, self._rest = _twins(engine)
         self._memo: OrderedDict[tuple[bool, str], Run] = OrderedDict()
-        self._memo_left = memo_characters
+        self._memo_left = self._memo_characters = memo_characters
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The memo is filled anew where it arrives.
+        return partial(type(self), memo_characters=self._memo_characters), (self._engine,)
 
     @classmethod
     def load(cls, model: ModelDir) -> "Tokenizer":

@@ -6,6 +6,7 @@ they are. Each sequence is computed by itself, so equal seeds give equal tokens 
 """
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Iterable
@@ -29,6 +30,8 @@ from mmrender.errors import (
 )
 from mmrender.model_dir import find_model
 from mmrender.tokenizer import Tokenizer
+
+_numbers = itertools.count(1)
 
 
 class LocalBackend:
@@ -74,6 +77,7 @@ class LocalBackend:
             "max_concurrency": max_concurrency,
             "dtype": dtype,
             "device": device,
+            "tokenizer": tokenizer,
             "weight_version": weight_version,
         }
         self._dtype, self._device = dtype, device
@@ -82,6 +86,7 @@ class LocalBackend:
         self._weight_version = weight_version
         self._lock = threading.Lock()
         self._turns = TurnTaker(max_concurrency)
+        self._transport = NoTransport()
         self._running: dict[str, LocalSequence] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,7 +131,7 @@ class LocalBackend:
     @property
     def transport(self) -> "NoTransport":
         """What stands in the place of the way to a server, for callers that need one."""
-        return NoTransport()
+        return self._transport
 
     # --- control ---
 
@@ -224,6 +229,18 @@ class NoTransport:
     """A transport to nowhere: `LocalBackend` sends nothing."""
 
     base_url: Final = "local:"
+
+    def __init__(self) -> None:
+        self._number = next(_numbers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The number counts in one process only.
+        return NoTransport, ()
+
+    @property
+    def server_key(self) -> str:
+        """What is learnt of one model in this process does not hold for another."""
+        return f"{self.base_url}#{self._number}"
 
     async def request(self, method: str, path: str, **options: Any) -> Reply:
         """Refuse.

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import tokenizers
 
 from mmrender.client.backend import EngineRequest, RendererBackend
 from mmrender.client.local import LocalBackend
@@ -13,6 +14,7 @@ from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.transport import Transport
 from mmrender.demo.conversation import load_pictures
 from mmrender.demo.proofs import model_inputs
+from mmrender.engines.local_engine import LocalEngine
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
@@ -24,6 +26,7 @@ from mmrender.errors import (
 )
 from mmrender.media.item import MultiModalData
 from mmrender.renderer import Renderer
+from mmrender.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 
@@ -311,6 +314,16 @@ def test_of_a_directory_it_can_be_sent(backend, prompts, tiny_model):
         pickle.dumps(LocalBackend(backend.model))
 
 
+def test_a_given_tokenizer_travels_along(tiny_model, prompts, renderer):
+    engine = tokenizers.Tokenizer.from_file(f"{tiny_model}/tokenizer.json")
+    engine.normalizer = tokenizers.normalizers.Lowercase()
+    sent = LocalBackend(tiny_model, tokenizer=Tokenizer(engine))
+    guided = request(prompts["text"], structured_outputs={"choice": ["LEFT"]}, max_tokens=8)
+    said = [generate(each, guided) for each in (sent, pickle.loads(pickle.dumps(sent)))]
+    assert said[0] == said[1]
+    assert renderer.decode(said[1].completion_ids[:-1]) == "left"
+
+
 def test_around_a_loaded_model(backend, prompts):
     around = LocalBackend(backend.model)
     assert generate(around, request(prompts["image"])) == generate(backend, request(prompts["image"]))
@@ -400,6 +413,20 @@ def test_prompts_that_are_refused(backend, prompts):
         generate(backend, replace(request(image), multi_modal_data=fewer))
     with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
         generate(backend, replace(request(image), routed_experts=True))
+
+
+def test_what_is_learnt_of_one_model_does_not_hold_for_another(tiny_model):
+    one, other = (LocalBackend(tiny_model, max_model_len=length) for length in (100, 200))
+
+    async def limits(engines):
+        return [await engine.max_prompt_len() for engine in engines]
+
+    engines = [LocalEngine(one), LocalEngine(other)]
+    assert asyncio.run(limits(engines)) == [99, 199]
+    arrived = pickle.loads(pickle.dumps(engines))
+    keys = {engine.transport.server_key for engine in [*engines, *arrived]}
+    assert len(keys) == 4
+    assert one.transport.server_key == engines[0].transport.server_key
 
 
 def test_there_is_no_server(backend):
