@@ -9,8 +9,8 @@ def truncate(sample: TrainingSample, max_tokens: int) -> TrainingSample:
     """Return the sample's first tokens, at most `max_tokens` of them.
 
     A cut that would fall within an image's placeholder falls before it, whatever the family: nothing is read
-    but the placeholder ranges. Items after the cut are left out with their ranges and hashes. Rewards after it
-    are added to that of the last token left to train on; see `mmrender.trajectory.trim_to_length`.
+    but the placeholder ranges. Items after the cut are left out with their ranges and hashes. Rewards after
+    it are added to that of the last token left to train on; see `mmrender.trajectory.trim_to_length`.
 
     Raises:
         BatchError: Nothing would be left.
