@@ -1,7 +1,7 @@
 """Whether a conversation goes on from an earlier one.
 
 Messages are compared as what they say, since what a client library echoes differs in form: tool arguments as
-parsed JSON, empty as absent, a text as its one text part.
+parsed JSON, where 1 and 1.0 are one number and true is none, empty as absent, a text as its one text part.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def same_message(later: Message, earlier: Message) -> bool:
         and _same_reasoning(later, earlier)
         and _same_calls(later.tool_calls, earlier.tool_calls)
         and _same_parts(_parts(later), _parts(earlier))
-        and _set(later.extra) == _set(earlier.extra)
+        and _same_json(_set(later.extra), _set(earlier.extra))
     )
 
 
@@ -54,10 +54,21 @@ def _reasoning(message: Message) -> str:
 def _same_calls(later: Sequence[ToolCall], earlier: Sequence[ToolCall]) -> bool:
     return len(later) == len(earlier) and all(
         one.name == other.name
-        and one.arguments == other.arguments
+        and _same_json(one.arguments, other.arguments)
         and (not one.id or not other.id or one.id == other.id)
         for one, other in zip(later, earlier, strict=True)
     )
+
+
+def _same_json(later: Any, earlier: Any) -> bool:
+    """Whether two values are the same in JSON; to Python, true is 1 and false is 0."""
+    if isinstance(later, bool) or isinstance(earlier, bool):
+        return later is earlier
+    if isinstance(later, dict) and isinstance(earlier, dict):
+        return later.keys() == earlier.keys() and all(_same_json(later[key], earlier[key]) for key in later)
+    if isinstance(later, list | tuple) and isinstance(earlier, list | tuple):
+        return len(later) == len(earlier) and all(map(_same_json, later, earlier))
+    return bool(later == earlier)
 
 
 def _parts(message: Message) -> list[Part]:

@@ -62,7 +62,7 @@ class GeneratorOutput(TypedDict):
         response_ids: Everything after it: what was sampled, and the observations between.
         rewards: One for each token of the response.
         loss_masks: 1 for sampled tokens, 0 for observations and for rows that are not to be trained on.
-        stop_reasons: Why the rollout ended, see `Episode`.
+        stop_reasons: Why the rollout ended, as `mmrender.rollout.episode.StopReason`.
         rollout_metrics: Means over the batch, by name.
         rollout_logprobs: What the sampler said; 0.0 on observations.
         trajectory_ids: Which rollout a row belongs to.

@@ -33,6 +33,10 @@ SAME = [
         {"role": "assistant", "content": None, "tool_calls": [call({"b": [2], "a": 1}, id="call-1")]},
     ),
     (
+        {"role": "assistant", "tool_calls": [call('{"a": 1.0, "b": [true, null, {"c": 2}]}')]},
+        {"role": "assistant", "tool_calls": [call({"a": 1, "b": [True, None, {"c": 2.0}]})]},
+    ),
+    (
         {"role": "assistant", "content": "x", "reasoning_content": "why"},
         {
             "role": "assistant",
@@ -59,9 +63,21 @@ OTHER = [
         {"role": "assistant", "content": "x", "reasoning_content": "why"},
     ),
     ({"role": "assistant", "content": "x", "reasoning_content": "why"}, {"role": "assistant", "content": "x"}),
-    (
-        {"role": "assistant", "tool_calls": [call({"a": 1})]},
-        {"role": "assistant", "tool_calls": [call({"a": 2})]},
+    *(
+        (
+            {"role": "assistant", "tool_calls": [call({"a": later})]},
+            {"role": "assistant", "tool_calls": [call({"a": earlier})]},
+        )
+        for later, earlier in [
+            (1, 2),
+            (True, 1),
+            (0.0, False),
+            ([1, {"b": True}], [1, {"b": 1}]),
+            ([1], [1, 1]),
+            ({"b": 1}, {"c": 1}),
+            (None, False),
+            ("1", 1),
+        ]
     ),
     ({"role": "assistant", "tool_calls": [call({})]}, {"role": "assistant", "tool_calls": [call({}), call({})]}),
     (
