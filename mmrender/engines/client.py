@@ -60,6 +60,8 @@ class InferenceEngineClient:
         self._name = name
         self._gate = Gate()
         self._fleet = Fleet(engines, self.policy, self._gate)
+        for engine in engines:
+            self._introduce(engine)
         self._fan_out = FanOut(self._fleet)
         self._dispatcher = Dispatcher(self._fleet, self._gate, self.policy)
         self._pauser = Pauser(self._fleet, self._gate, self.policy)
@@ -123,6 +125,16 @@ class InferenceEngineClient:
     def add_engine(self, engine: InferenceEngineInterface) -> None:
         """Add an engine that has the same weights; few sessions move to it."""
         self._fleet.add(engine)
+        self._introduce(engine)
+
+    def learn_tokens(self, renderer: Any) -> None:
+        """Tell engines that have no renderer of their own what ids prompts may hold."""
+        for engine in self.engines:
+            _tell_tokens(engine, renderer)
+
+    def _introduce(self, engine: InferenceEngineInterface) -> None:
+        if self.renderer is not None:
+            _tell_tokens(engine, self.renderer)
 
     async def remove_engine(self, name: str) -> InferenceEngineInterface:
         """Give an engine no more work, wait until it has done what it has, and return it.
@@ -333,6 +345,12 @@ class InferenceEngineClient:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+
+def _tell_tokens(engine: InferenceEngineInterface, renderer: Any) -> None:
+    learn = getattr(engine, "learn_tokens", None)
+    if learn is not None:
+        learn(renderer)
 
 
 async def _told(member: Member) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from mmrender.client.backend import EngineRequest, EngineResponse, RendererBackend
-from mmrender.client.collapse import can_collapse, collapse, placeholder_ids_of
+from mmrender.client.collapse import can_collapse, collapse, media_token_ids_of, placeholder_ids_of
 from mmrender.client.limits import LIMITS
 from mmrender.client.resolve import as_transport
 from mmrender.client.transport import Transport
@@ -46,7 +46,7 @@ class HTTPEngine:
         tp_size: Ranks that share each layer.
         pp_size: Pipeline stages.
         dp_size: Replicas behind the URL.
-        vocab_size: Ids at or above it are refused; the renderer's by default.
+        vocab_size: Ids at or above it are refused; the renderer's, or that of the client, by default.
 
     Raises:
         InputError: There are no routes for the backend, or the URL cannot be used.
@@ -75,8 +75,11 @@ class HTTPEngine:
         self._name = name or self.transport.base_url
         self._routes = routes or _routes_of(backend)
         self._sizes = (tp_size, pp_size, dp_size)
-        self._vocab_size = vocab_size if vocab_size is not None else _vocab_size(renderer)
-        self._placeholder_ids = placeholder_ids_of(renderer)
+        self._vocab_size = vocab_size
+        self._tokens_of: Any = None
+        self._placeholder_ids: Mapping[str, int] = {}
+        if renderer is not None:
+            self.learn_tokens(renderer)
         self._controller = Controller(self._routes, self.transport, self.worker, self._name)
         self._paused: bool | None = False
 
@@ -107,6 +110,15 @@ class HTTPEngine:
     def dp_size(self) -> int:
         """Replicas."""
         return self._sizes[2]
+
+    def learn_tokens(self, renderer: Any) -> None:
+        """Take from a renderer what ids prompts may hold, where the engine has no renderer of its own."""
+        if self._tokens_of is not None:
+            return
+        self._tokens_of = renderer
+        self._placeholder_ids = placeholder_ids_of(renderer)
+        if self._vocab_size is None:
+            self._vocab_size = getattr(renderer, "vocab_size", None)
 
     # --- sampling ---
 
@@ -154,8 +166,9 @@ class HTTPEngine:
             extra_headers=options.get("extra_headers") or {},
             vocab_size=self._vocab_size,
             collapsed_ids=self._collapsed(work),
+            media_token_ids=media_token_ids_of(self._tokens_of, work.multi_modal_data),
             routed_experts=bool(options.get("routed_experts")),
-            eos_token_ids=None if self.renderer is None else self.renderer.get_stop_token_ids(),
+            eos_token_ids=_stop_token_ids(self._tokens_of),
         )
 
     def _collapsed(self, work: Work) -> Sequence[int] | None:
@@ -308,9 +321,9 @@ def _routes_of(backend: RendererBackend) -> RouteTable:
     return TABLES[backend.name]
 
 
-def _vocab_size(renderer: Any) -> int | None:
-    tokenizer = getattr(renderer, "tokenizer", None)
-    return None if tokenizer is None else tokenizer.vocab_size
+def _stop_token_ids(renderer: Any) -> Sequence[int] | None:
+    stops = getattr(renderer, "get_stop_token_ids", None)
+    return None if stops is None else stops()
 
 
 def _listed(tags: Sequence[str] | None) -> list[str] | None:

@@ -28,6 +28,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     InputError,
 )
+from mmrender.media.item import Repeat
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
 OK = lambda asked: {}  # noqa: E731
@@ -571,3 +572,54 @@ def test_a_text_stream_that_breaks_behind_its_last_token_has_ended(budget, chunk
     assert "".join(choice["text"] for choice in choices) == "ab"
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [reason]
     assert len(transport.asked) == 1
+
+
+class Knowing:
+    """What of a renderer says which ids there are."""
+
+    vocab_size = 100
+
+    class tokenizer:  # noqa: N801
+        vocab_size = 90  # without what was added to it
+
+        @staticmethod
+        def token_id(text):
+            return {"<pad>": 7}.get(text)
+
+    def get_stop_token_ids(self):
+        return [2]
+
+    def decode(self, ids):
+        return ""
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested, later):
+    """An id that the model has no embedding for kills the engine; only the client has the renderer."""
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(CHUNKS)})
+    inner = InferenceEngineClient([engine], policy=PATIENT) if nested else engine
+    others = [engine_of("vllm")[0]] if later else [inner]
+    client = InferenceEngineClient(others, renderer=Knowing(), policy=PATIENT)
+    if later:
+        other = HTTPEngine(VLLMBackend(), transport, model="m", name="other")
+        client.add_engine(other)
+        run(client.remove_engine("e"))
+    for bad in (100, 5000):
+        with pytest.raises(InputError) as caught:
+            run(client.complete([1, bad], PARAMS))
+        assert str(caught.value) == (
+            f"prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got {bad}"
+        )
+    assert not transport.asked
+
+
+def test_what_a_renderer_knows_goes_with_every_request():
+    backend = Echo()
+    engine = HTTPEngine(backend, MemoryTransport(), model="m")
+    client = InferenceEngineClient([engine], renderer=Knowing(), policy=PATIENT)
+    images = sidecar("a")
+    images.mm_items["image"][0].expansion = (Repeat("<pad>", 1),)
+    run(client.complete([5, 6], PARAMS, multi_modal_data=images))
+    (request,) = backend.requests
+    assert (request.vocab_size, request.media_token_ids, request.eos_token_ids) == (100, {"<pad>": 7}, [2])
