@@ -332,7 +332,8 @@ def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_els
             sender = some_pair.sender(receiver)
             await sender.connect()
             deliveries = [
-                await sender.send(value, id=value) for value in ("good 1", "bad", "good 2", "good 3")
+                await sender.send(value, id=value)
+                for value in ("good 1", "bad", "good 2", "bad too", "good 3")
             ]
             got = await take(receiver, 3)
             assert [each.value for each in got] == ["good 1", "good 2", "good 3"]
@@ -342,12 +343,12 @@ def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_els
                 f"message 'bad' to {receiver.url}: the receiver cannot use this message - "
                 "got steps[1]: it does not hold together"
             )
-            for delivery in (deliveries[0], deliveries[2], deliveries[3]):
+            for delivery in (deliveries[0], deliveries[2], deliveries[4]):
                 await asyncio.wait_for(delivery, 10)
-            with pytest.raises(ShippingProtocolError, match="cannot use this message"):
-                await sender.aclose()
-            assert sender.stats.refused == 1
-            assert receiver.stats.refused == 1
+            with pytest.raises(ShippingProtocolError, match="'bad too' to .*cannot use this message"):
+                await sender.aclose()  # the other one was raised above
+            assert sender.stats.refused == 2
+            assert receiver.stats.refused == 2
             assert "a message that cannot be used" in str(receiver.errors[0])
 
     asyncio.run(run())
@@ -361,6 +362,7 @@ def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
         async with receiver, some_pair.sender(receiver) as sender:
             long = await sender.send(np.zeros(200_000, np.uint8), id="long")
             await sender.send("short")
+            await sender.send(np.zeros(200_000, np.uint8), id="too")
             with pytest.raises(ShippingProtocolError) as caught:
                 await long
             assert str(caught.value) == (
@@ -369,8 +371,8 @@ def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
                 "Give the receiver limits=Limits(max_bytes=...), or ship it in pieces"
             )
             assert [each.value for each in await take(receiver, 1)] == ["short"]
-            with pytest.raises(ShippingProtocolError, match="longer than the receiver takes"):
-                await sender.flush(10)
+            with pytest.raises(ShippingProtocolError, match="'too' to .*longer than the receiver takes"):
+                await sender.flush(10)  # the other one was raised above
             await sender.flush(10)
 
     asyncio.run(run())
