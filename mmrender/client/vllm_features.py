@@ -129,7 +129,7 @@ def encode_item(entry: Placed, form: WireForm) -> PlainText:
     """Encode one item as vLLM's base64 text, after a check that its tensors fit together and their range.
 
     Raises:
-        PlaceholderError: Patches, grid and range do not fit.
+        PlaceholderError: Patches, grid and range do not fit, or pixels are of another dtype than `form` says.
         EngineUnsupportedError: As `item_tensors`.
     """
     tensors = item_tensors(entry.item, form.pixels)
@@ -140,7 +140,7 @@ def encode_item(entry: Placed, form: WireForm) -> PlainText:
             array,
             tensors["image_grid_thw"],
             width=entry.item.layout.features,
-            dtype=array.dtype.name,
+            dtype="uint16" if form.pixels == "bfloat16" else form.pixels,  # numpy holds its bits so
             merge_size=entry.item.layout.merge,
             num_embeds=entry.range.num_embeds,
             where=entry.where,

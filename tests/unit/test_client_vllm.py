@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
+from item_cases import patch_item
 from mmcodecs.tensors import RawTensor
 from mmcodecs.vllm_batch import collate_items
 from mmcodecs.vllm_fields import layout_of
@@ -17,10 +18,11 @@ from mmcodecs.vllm_items import (
     decode_mm_kwargs_item,
     encode_mm_kwargs_item,
 )
+from mmrender.client.checks import Placed
 from mmrender.client.memory import DROPPED, Answer, MemoryTransport
 from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
-from mmrender.client.vllm_features import item_tensors
+from mmrender.client.vllm_features import PIXEL_DTYPES, WireForm, encode_item, item_tensors
 from mmrender.client.vllm_handshake import RENDER_PATH
 from mmrender.client.vllm_state import ServerState, state_of
 from mmrender.errors import (
@@ -36,6 +38,7 @@ from mmrender.errors import (
 )
 from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat
 from mmrender.media.processors.huggingface import ProcessedItem
+from mmrender.media.processors.patches import PatchItem
 from mmrender.renderer import Renderer
 from vllm_contract import blocks, contract_request, one_image, text_prompt, three_images
 
@@ -715,3 +718,21 @@ def test_a_list_of_models_that_cannot_be_read():
         asyncio.run(
             VLLMBackend().resolve_max_prompt_len("m", MemoryTransport({"GET /v1/models": {"data": 1}}))
         )
+
+
+class AlwaysFloat32(PatchItem):
+    def tensors(self, dtype="float32", *, framework="numpy"):
+        return super().tensors("float32", framework=framework)
+
+
+@pytest.mark.parametrize("pixels", PIXEL_DTYPES)
+def test_pixels_are_of_the_kind_that_the_server_takes(pixels):
+    item = patch_item()
+    tokens = int(np.prod(item.grid)) // item.layout.merge**2
+    form = WireForm(LAYOUT, pixels)
+    assert encode_item(Placed("image[0]", "image", PlaceholderRange(0, tokens), item), form)
+    if pixels in ("float32", "uint8"):
+        return
+    other = AlwaysFloat32(**{each.name: getattr(item, each.name) for each in dataclasses.fields(item)})
+    with pytest.raises(PlaceholderError, match=r"^image\[0\].pixel_values: .* got float32 \["):
+        encode_item(Placed("image[0]", "image", PlaceholderRange(0, tokens), other), form)
