@@ -345,7 +345,7 @@ def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_els
             )
             for delivery in (deliveries[0], deliveries[2], deliveries[4]):
                 await asyncio.wait_for(delivery, 10)
-            with pytest.raises(ShippingProtocolError, match="'bad too' to .*cannot use this message"):
+            with pytest.raises(ShippingProtocolError, match=r"'bad too' to .*cannot use this message"):
                 await sender.aclose()  # the other one was raised above
             assert sender.stats.refused == 2
             assert receiver.stats.refused == 2
@@ -371,7 +371,7 @@ def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
                 "Give the receiver limits=Limits(max_bytes=...), or ship it in pieces"
             )
             assert [each.value for each in await take(receiver, 1)] == ["short"]
-            with pytest.raises(ShippingProtocolError, match="'too' to .*longer than the receiver takes"):
+            with pytest.raises(ShippingProtocolError, match=r"'too' to .*longer than the receiver takes"):
                 await sender.flush(10)  # the other one was raised above
             await sender.flush(10)
 
