@@ -3,6 +3,8 @@
 import asyncio
 import pickle
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from mmrender.client import dynamo
 from mmrender.client.backend import EngineRequest, RendererBackend, Usage
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.engines.client import InferenceEngineClient
+from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,
@@ -297,6 +301,40 @@ def test_a_stop_that_no_known_token_explains_was_an_abort(sampling, eos, expecte
     asked = request(sampling_params={**GREEDY, **sampling}, eos_token_ids=eos)
     response = recording.replay(with_modes("abort"), asked)
     assert response.finish_reason == expected
+
+
+@dataclass
+class Stops:
+    """What an engine asks of a renderer."""
+
+    ids: list[int]
+
+    def get_stop_token_ids(self) -> list[int]:
+        return self.ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("renderer", "asked"), [(None, 1), (Stops([7]), 1), (Stops([8]), 2)], ids=["unknown", "end", "abort"]
+)
+def test_an_engine_goes_on_behind_an_abort_and_never_behind_an_end(renderer, asked):
+    """The model's own end is not among the caller's stop tokens."""
+
+    def reply(_: Any) -> Any:
+        ids = [6, 7] if len(transport.asked) == 1 else [9, 8]
+        sampled = {"completion_token_ids": ids, "completion_logprobs": [-1.0, -1.0]}
+        return {"id": "x", "choices": [{"finish_reason": "stop"}], "nvext": {"engine_data": sampled}}
+
+    transport = MemoryTransport({"POST /v1/chat/completions": reply})
+    engine = HTTPEngine(DynamoBackend(), transport, model="m", renderer=renderer)
+    batch = {"prompt_token_ids": [PROMPT], "sampling_params": {"max_tokens": 8, "stop_token_ids": [1013]}}
+    output = asyncio.run(InferenceEngineClient([engine]).generate(batch))
+    assert output["response_ids"] == [[6, 7] if asked == 1 else [6, 7, 9, 8]]
+    assert output["stop_reasons"] == ["stop"]
+    prompts = [each.json["nvext"]["token_data"] for each in transport.of_path("/v1/chat/completions")]
+    assert prompts == [PROMPT, [*PROMPT, 6, 7]][:asked]
 
 
 def test_alternatives_name_their_tokens():
