@@ -79,8 +79,16 @@ _states: WeakKeyDictionary[Transport, ServerState] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
+def _beneath(transport: Transport) -> Transport:
+    """The transport that one made for a single request stands on, as its attribute `beneath`."""
+    while (inner := getattr(transport, "beneath", None)) is not None:
+        transport = inner
+    return transport
+
+
 def state_of(transport: Transport) -> ServerState:
     """What is known about the server of a transport."""
+    transport = _beneath(transport)
     with _lock:
         state = _states.get(transport)
         if state is None:
@@ -91,4 +99,4 @@ def state_of(transport: Transport) -> ServerState:
 def forget(transport: Transport) -> None:
     """Forget what is known about a server."""
     with _lock:
-        _states.pop(transport, None)
+        _states.pop(_beneath(transport), None)

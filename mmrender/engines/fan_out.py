@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from mmrender.engines.fleet import Fleet
 from mmrender.engines.interface import InferenceEngineInterface
-from mmrender.engines.members import Member
+from mmrender.engines.members import FAILED, Member
 from mmrender.errors import EngineUnavailableError
 
 
@@ -31,14 +31,18 @@ class FanOut:
                 raise result
 
     async def all_present(self) -> list[Member]:
-        """Every engine, once each is known to serve.
+        """Every engine, once each is known to serve; where all failed in an update, all may try again.
 
         Raises:
             EngineUnavailableError: One is ejected and does not come back.
         """
         await self._fleet.revive()
         members = list(self._fleet.members.values())
-        ill = [f"{member.name}: {member.ill}" for member in members if member.ill is not None]
+        ill = [
+            f"{member.name}: {member.ill}"
+            for member in members
+            if member.ill is not None and not (member.weights == FAILED and await self._fleet.answers(member))
+        ]
         if ill:
             raise EngineUnavailableError(
                 "weights are sent to all engines at once, and some are not there",
@@ -75,6 +79,10 @@ class FanOut:
             if not isinstance(result, BaseException):
                 member.weights = self._fleet.weights
                 continue
+            if all(failed) and member.weights in (FAILED, self._fleet.weights):
+                member.weights = FAILED
+            else:  # it misses one that others have
+                member.weights = self._fleet.weights - 1
             self._fleet.eject(member, f"it missed a weight update: {result}")
             result.add_note(f"engine {member.name}")
         problems = [result for result in results if isinstance(result, BaseException)]

@@ -143,6 +143,15 @@ class Fleet:
         member.failures = 0
         return True
 
+    async def answers(self, member: Member) -> bool:
+        """Whether an engine says that it serves, whatever its weights."""
+        try:
+            async with asyncio.timeout(self.policy.health_timeout):
+                await member.engine.check_health()
+        except (EngineError, TimeoutError):
+            return False
+        return True
+
     def eject(self, member: Member, reason: str) -> None:
         """Give an engine no more work, and end what it has: it is asked again elsewhere."""
         if member.ill is None:

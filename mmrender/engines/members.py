@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.engines.loops import Signal, Slots
@@ -11,6 +11,10 @@ from mmrender.errors import EngineTimeoutError, EngineUnavailableError
 Result = TypeVar("Result")
 Ending: TypeAlias = Literal["paused", "aborted", "ejected"]
 """Why a client ends a request of its own accord."""
+
+
+FAILED: Final = -1
+"""Stands for the count of weight updates of an engine that may have half of one."""
 
 
 class EndedError(Exception):
@@ -95,7 +99,7 @@ class Member:
         failures: Failures in a row.
         removed: Whether it was taken out of the client.
         suspected: Whether it is just being asked for its health because of them.
-        weights: How many weight updates of the client it has received.
+        weights: How many weight updates of the client it has received; `FAILED` after one that failed on all.
     """
 
     def __init__(self, engine: InferenceEngineInterface, concurrency: int | None) -> None:

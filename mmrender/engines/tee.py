@@ -29,17 +29,20 @@ class TeeTransport:
         on_tokens: Told of the tokens of its generate requests, once checked; its method `ended`, where it has
             one, is told why they ended.
         vocab_size: Ids at or above it are refused; None where it is not known.
+
+    Attributes:
+        beneath: The way to the server, by which others know what is known about it.
     """
 
     def __init__(self, transport: Transport, on_tokens: OnTokens, vocab_size: int | None = None) -> None:
-        self._transport = transport
+        self.beneath = transport
         self._on_tokens = on_tokens
         self._vocab_size = vocab_size
 
     @property
     def base_url(self) -> str:
         """Root of the server."""
-        return self._transport.base_url
+        return self.beneath.base_url
 
     async def request(
         self,
@@ -53,11 +56,11 @@ class TeeTransport:
     ) -> Reply:
         """Send a request; generate requests as streams."""
         if path != GENERATE_PATH:
-            return await self._transport.request(
+            return await self.beneath.request(
                 method, path, json=json, headers=headers, timeout=timeout, idempotent=idempotent
             )
         streamed = {**json, "stream": True, "stream_options": {"include_usage": True}}
-        lines = self._transport.stream(method, path, json=streamed, headers=headers)
+        lines = self.beneath.stream(method, path, json=streamed, headers=headers)
         whole = Whole(self._vocab_size)
         try:
             async for chunk in events(lines, where=f"{self.base_url}{path}"):
@@ -78,11 +81,11 @@ class TeeTransport:
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
         """Pass a stream on as it is."""
-        return self._transport.stream(method, path, json=json, headers=headers)
+        return self.beneath.stream(method, path, json=json, headers=headers)
 
     async def aclose(self) -> None:
         """Close the transport."""
-        await self._transport.aclose()
+        await self.beneath.aclose()
 
 
 class Whole:

@@ -312,6 +312,50 @@ def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
     run(scenario())
 
 
+@pytest.mark.parametrize("way", ["load", "transfer"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later_one(count, way):
+    """Also where all have failed: what they hold may be half of the one and half of the other."""
+
+    class Failing(ScriptedEngine):
+        fails = True
+
+        async def load_weights(self, path, *, weight_version=None):
+            if self.fails:
+                raise EngineStatusError("the server answered 500", status=500)
+            await super().load_weights(path, weight_version=weight_version)
+
+        async def update_named_weights(self, request):
+            if self.fails:
+                raise EngineStatusError("the server answered 500", status=500)
+            await super().update_named_weights(request)
+
+    update = {"names": [], "dtypes": [], "shapes": []}
+    carry_out = {
+        "load": lambda client: client.load_weights("/weights"),
+        "transfer": lambda client: client.update_named_weights(update),
+    }[way]
+
+    async def scenario():
+        engines = [Failing(f"engine{index}") for index in range(count)]
+        client = InferenceEngineClient(engines, policy=PATIENT.replace(attempts=2))
+        with pytest.raises(EngineStatusError):
+            await carry_out(client)
+        with pytest.raises(EngineUnavailableError):
+            await client.check_health()
+        with pytest.raises(EngineUnavailableError):
+            await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
+        assert not any(engine.asked for engine in engines)
+        for engine in engines:
+            engine.fails = False
+        await carry_out(client)
+        await client.check_health()
+        await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
+        assert [member.ill for member in client.members.values()] == [None] * count
+
+    run(scenario())
+
+
 def test_an_engine_that_came_back_with_other_weights_stays_out():
     async def scenario():
         case = setup(count=2)

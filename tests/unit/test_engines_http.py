@@ -14,6 +14,7 @@ from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.memory import DROPPED, Answer, MemoryTransport
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.vllm import VLLMBackend
+from mmrender.client.vllm_state import forget, state_of
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import InferenceEngineInterface
@@ -623,3 +624,14 @@ def test_what_a_renderer_knows_goes_with_every_request():
     run(client.complete([5, 6], PARAMS, multi_modal_data=images))
     (request,) = backend.requests
     assert (request.vocab_size, request.media_token_ids, request.eos_token_ids) == (100, {"<pad>": 7}, [2])
+
+
+def test_what_is_known_about_a_server_outlives_a_streamed_request():
+    """Else every streamed request asks for the handshake again, and sends images that the server has."""
+    inner, other = MemoryTransport(), MemoryTransport()
+    state = state_of(TeeTransport(inner, print))
+    state.remember(["image"])
+    assert state_of(TeeTransport(TeeTransport(inner, print), print)) is state is state_of(inner)
+    assert state_of(other) is not state
+    forget(TeeTransport(inner, print))
+    assert state_of(inner).seen(["image"]) == set()
