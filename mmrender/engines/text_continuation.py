@@ -71,6 +71,11 @@ class TextContinuation:
         self._last: dict[str, Any] = {}
         self._token_ids: list[int] | None = []
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the body asks for logprobs."""
+        return bool(self.body.get("logprobs"))
+
     def _budget(self) -> dict[str, int]:
         return {} if self.budget is None else {self.budget_key: self.budget - self.tokens}
 
@@ -96,7 +101,7 @@ class TextContinuation:
     def _finish(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
         if self.can_continue:
             entries, tokens = self._entries(choice), _count(reply)
-            if self.body.get("logprobs") not in (None, False):
+            if self.wants_logprobs:
                 if len(entries) != tokens:
                     raise _uneven(tokens, len(entries))
                 check_finite(self._numbers(choice))

@@ -58,8 +58,8 @@ class ChatContinuation(TextContinuation):
 
     def _answer(self) -> dict[str, Any]:
         message = {**(self._last.get("message") or {}), "role": "assistant", "content": self.text}
-        wanted = self.body.get("logprobs")
-        return {"message": message, "logprobs": {"content": self._logprobs} if wanted else None}
+        logprobs = {"content": self._logprobs} if self.wants_logprobs else None
+        return {"message": message, "logprobs": logprobs}
 
     def _nothing(self) -> dict[str, Any]:
         message = {"role": "assistant", "content": ""}
@@ -76,6 +76,11 @@ class CompletionContinuation(TextContinuation):
         self.in_tokens = not isinstance(body["prompt"], str)
         self._wanted = body.get("logprobs")
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the body asks for logprobs; 0 of them means those of the sampled tokens alone."""
+        return self._wanted is not None and self._wanted is not False
+
     def _clear(self) -> None:
         super()._clear()
         self._parts: dict[str, list[Any]] = {}
@@ -85,7 +90,7 @@ class CompletionContinuation(TextContinuation):
         body = {**self.body, **self._budget()}
         if not self.can_continue:
             return body
-        body["logprobs"] = self._wanted or 1
+        body["logprobs"] = self._wanted if self.wants_logprobs else 1
         if self.in_tokens:
             body["return_token_ids"] = True
             body["prompt"] = [*self.body["prompt"], *(self._token_ids or ())]
@@ -126,7 +131,7 @@ class CompletionContinuation(TextContinuation):
                 self._parts.setdefault(name, []).extend(moved)
 
     def _answer(self) -> dict[str, Any]:
-        return {"text": self.text, "logprobs": self._parts if self._wanted is not None else None}
+        return {"text": self.text, "logprobs": self._parts if self.wants_logprobs else None}
 
     def result(self) -> dict[str, Any]:
         """The whole reply; token ids only where they were asked for."""

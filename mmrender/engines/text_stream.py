@@ -27,7 +27,7 @@ class ChunkMerger:
         self._chat = isinstance(continuation, ChatContinuation)
         options = continuation.body.get("stream_options") or {}
         self._wants_usage = bool(options.get("include_usage"))
-        self._wants_logprobs = continuation.body.get("logprobs") not in (None, False)
+        self._wants_logprobs = continuation.wants_logprobs
         self._head: dict[str, Any] = {}
         self._held: list[dict[str, Any]] = []
         self._held_tokens = 0

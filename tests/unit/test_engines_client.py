@@ -189,6 +189,35 @@ def test_a_client_of_clients():
     assert output["response_ids"] == [sampled([2, 9], 12).completion_ids]
 
 
+@pytest.mark.parametrize(("asked", "sent", "given"), [(0, 0, True), (2, 2, True), (None, 1, False)])
+def test_logprobs_of_the_sampled_tokens_alone_are_logprobs(asked, sent, given):
+    """`logprobs: 0` of a text completion asks for no alternatives, and for logprobs all the same."""
+    told = []
+
+    class Noting(ScriptedEngine):
+        async def completion(self, request_payload):
+            told.append(request_payload["json"]["logprobs"])
+            return await super().completion(request_payload)
+
+        async def stream_completion(self, request_payload):
+            told.append(request_payload["json"]["logprobs"])
+            async for chunk in super().stream_completion(request_payload):
+                yield chunk
+
+    async def scenario():
+        client = InferenceEngineClient([Noting()], policy=PATIENT)
+        body = {"prompt": "abc", "max_tokens": 6, "logprobs": asked}
+        (choice,) = (await client.completion({"json": body}))["choices"]
+        chunks = [each["choices"][0] async for each in client.stream_completion({"json": body})]
+        assert told == [sent, sent]
+        assert (choice["logprobs"] is not None) == given
+        assert any(each["logprobs"] for each in chunks) == given
+        if given:
+            assert len(choice["logprobs"]["token_logprobs"]) == 6
+
+    run(scenario())
+
+
 # --- failures ---
 
 
