@@ -37,7 +37,8 @@ class HTTPEngine:
 
     Args:
         backend: The server's wire, such as `VLLMBackend()`.
-        server: The way to it: a transport, a URL, or what else `as_transport` takes.
+        server: The way to it: a transport, which stays the caller's to close, a URL, or what else
+            `as_transport` takes.
         model: Name under which it knows the model.
         name: Names the engine; the URL by default.
         control: The way to the worker, for engines whose control routes are there.
@@ -68,8 +69,10 @@ class HTTPEngine:
         vocab_size: int | None = None,
     ) -> None:
         self.backend = backend
-        self.transport: Transport = as_transport(server)
-        self.worker: Transport | None = None if control is None else as_transport(control)
+        self.transport = _own_transport(server)
+        self.worker = None if control is None else _own_transport(control)
+        ways = ((self.transport, server), (self.worker, control))
+        self._own = [way for way, given in ways if way is not None and way is not given]
         self.model = model
         self.renderer = renderer
         self._name = name or self.transport.base_url
@@ -303,10 +306,20 @@ class HTTPEngine:
         await self._controller.call("health")
 
     async def teardown(self) -> None:
-        """Close this event loop's connections; the server runs on."""
-        await self.transport.aclose()
-        if self.worker is not None:
-            await self.worker.aclose()
+        """Close the engine's own connections of this event loop; the server runs on."""
+        for transport in self._own:
+            await transport.aclose()
+
+
+def _own_transport(server: Any) -> Transport:
+    """The transport that was given, or one of the engine's own to what else names a server."""
+    transport: Transport = as_transport(server)
+    if transport is server:
+        return transport
+    from mmrender.client.http import HTTPTransport
+
+    # `as_transport` gives everyone in the process the same, whose connections are not ours to close.
+    return HTTPTransport(transport.config) if isinstance(transport, HTTPTransport) else transport
 
 
 def _routes_of(backend: RendererBackend) -> RouteTable:

@@ -11,7 +11,9 @@ import pytest
 from engine_cases import PATIENT, sidecar
 from mmrender.client.backend import EngineRequest, EngineResponse, Usage
 from mmrender.client.dynamo import DynamoBackend
+from mmrender.client.http import HTTPTransport
 from mmrender.client.memory import DROPPED, Answer, MemoryTransport
+from mmrender.client.resolve import as_transport
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_state import forget, state_of
@@ -635,3 +637,31 @@ def test_what_is_known_about_a_server_outlives_a_streamed_request():
     assert state_of(other) is not state
     forget(TeeTransport(inner, print))
     assert state_of(inner).seen(["image"]) == set()
+
+
+def test_teardown_closes_what_is_the_engines_own():
+    url = "http://127.0.0.1:9"
+    closed = []
+    aclose = HTTPTransport.aclose
+
+    async def noted(self):
+        closed.append(self)
+        await aclose(self)
+
+    async def scenario(monkey):
+        shared, given = as_transport(url), MemoryTransport()
+        monkey.setattr(HTTPTransport, "aclose", noted)
+        engine = HTTPEngine(VLLMBackend(), url, model="m", control=url)
+        assert shared not in (engine.transport, engine.worker)
+        copy = pickle.loads(pickle.dumps(engine))
+        for each in (engine, copy):
+            closed.clear()
+            await each.teardown()
+            assert closed == [each.transport, each.worker]
+        closed.clear()
+        await HTTPEngine(VLLMBackend(), given, model="m").teardown()
+        await HTTPEngine(VLLMBackend(), shared, model="m").teardown()
+        assert (given.closed, closed) == (0, [])
+
+    with pytest.MonkeyPatch.context() as monkey:
+        run(scenario(monkey))
