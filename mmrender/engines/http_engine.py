@@ -313,13 +313,14 @@ class HTTPEngine:
 
 def _own_transport(server: Any) -> Transport:
     """The transport that was given, or one of the engine's own to what else names a server."""
-    transport: Transport = as_transport(server)
-    if transport is server:
-        return transport
-    from mmrender.client.http import HTTPTransport
+    transport = as_transport(server)
+    if transport is not server:
+        from mmrender.client.http import HTTPTransport
 
-    # `as_transport` gives everyone in the process the same, whose connections are not ours to close.
-    return HTTPTransport(transport.config) if isinstance(transport, HTTPTransport) else transport
+        # `as_transport` gives everyone in the process the same, whose connections are not ours to close.
+        if isinstance(transport, HTTPTransport):
+            return HTTPTransport(transport.config)
+    return transport
 
 
 def _routes_of(backend: RendererBackend) -> RouteTable:

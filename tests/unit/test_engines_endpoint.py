@@ -352,9 +352,16 @@ def test_chat_is_rendered_sampled_and_read_here(renderer):
         reply = caller.chat.completions.create(
             **asked, seed=5, extra_body={"return_token_ids": True, "top_k": 4}
         )
+        plain = {**asked, "top_logprobs": None}
         chunks = list(
-            caller.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            caller.chat.completions.create(
+                **plain,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"return_token_ids": True},
+            )
         )
+        with_others = list(caller.chat.completions.create(**asked, stream=True))
         models = caller.models.list().data
     assert models[0].max_model_len == 501
     for choice in reply.choices:
@@ -369,7 +376,7 @@ def test_chat_is_rendered_sampled_and_read_here(renderer):
     assert reply.usage.completion_tokens == 2 * len(ids)
     assert reply.usage.prompt_tokens_details.cached_tokens == 1
     params = [batch["sampling_params"] for batch in engine.asked]
-    assert [each.get("seed") for each in params] == [5, 6, None, None]
+    assert [each.get("seed") for each in params] == [5, 6, None, None, None, None]
     assert params[0]["top_k"] == 4
     assert params[0]["max_tokens"] == 501 - len(prompt)
     assert set(renderer.get_stop_token_ids()) <= set(params[0]["stop_token_ids"])
@@ -379,6 +386,13 @@ def test_chat_is_rendered_sampled_and_read_here(renderer):
         assert sum(choice.delta.content is not None for choice in mine) > 3
         assert sum(len(choice.logprobs.content) for choice in mine if choice.logprobs) == len(ids)
         assert [choice.finish_reason for choice in mine if choice.finish_reason] == ["stop"]
+        told = [token for choice in mine for token in getattr(choice, "token_ids", None) or ()]
+        assert told == ids
+        others = [c.choices[0] for c in with_others if c.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in others) == "A cow, I think 🐄."
+        entries = [entry for choice in others if choice.logprobs for entry in choice.logprobs.content]
+        assert entries == reply.choices[index].logprobs.content
+    assert [c.prompt_token_ids for c in chunks if hasattr(c, "prompt_token_ids")] == [prompt]
     assert chunks[-1].usage.completion_tokens == 2 * len(ids)
 
 

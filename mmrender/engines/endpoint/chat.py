@@ -84,21 +84,47 @@ class TokenChat:
         writer = DeltaWriter(
             lambda ids: self._parse(request, prompt, ids), has_tools=request.tools is not None
         )
-        emit(chunk_of(head, index, {"role": "assistant", "content": ""}))
+        first = chunk_of(head, index, {"role": "assistant", "content": ""})
+        if request.wants_token_ids and index == 0:
+            first["prompt_token_ids"] = prompt.ids
+        emit(first)
 
-        def on_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        def on_tokens(
+            token_ids: Sequence[int],
+            logprobs: Sequence[float],
+            top: Sequence[Sequence[tuple[int, float]]] | None = None,
+        ) -> None:
             for delta in writer.add(token_ids):
                 emit(chunk_of(head, index, delta))
-            if request.wants_logprobs:
-                emit(chunk_of(head, index, {}, logprobs_of(token_ids, logprobs, self._renderer.decode)))
+            if request.wants_logprobs or request.wants_token_ids:
+                emit(self._tokens_chunk(turn, index, token_ids, logprobs, top))
 
-        response = await self._sampled(request, prompt, params, session, on_tokens)
+        if request.wants_alternatives:  # which come with whole completions only
+            response = await self._sampled(request, prompt, params, session)
+            on_tokens(response.completion_ids, response.logprobs, response.top_logprobs)
+        else:
+            response = await self._sampled(request, prompt, params, session, on_tokens)
         parsed = await self._read(request, prompt, response.completion_ids)
         for delta in writer.end(parsed):
             emit(chunk_of(head, index, delta))
         last = choice_of(index, request, response, parsed, self._renderer.decode)
         emit(chunk_of(head, index, {}, None, last["finish_reason"]))
         return response
+
+    def _tokens_chunk(
+        self,
+        turn: "_Turn",
+        index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: Sequence[Sequence[tuple[int, float]]] | None,
+    ) -> dict[str, Any]:
+        """What was asked to be told of the tokens themselves."""
+        request = turn.request
+        told = None
+        if request.wants_logprobs:
+            told = logprobs_of(token_ids, logprobs, self._renderer.decode, top)
+        return chunk_of(turn.head, index, {}, told, token_ids=token_ids if request.wants_token_ids else None)
 
     # --- steps ---
 

@@ -111,8 +111,16 @@ def usage_of(responses: Sequence[EngineResponse]) -> dict[str, Any]:
 
 
 def chunk_of(
-    head: ChatHead, index: int, delta: Mapping[str, Any], logprobs: Any = None, reason: str | None = None
+    head: ChatHead,
+    index: int,
+    delta: Mapping[str, Any],
+    logprobs: Any = None,
+    reason: str | None = None,
+    *,
+    token_ids: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """One chunk of a stream."""
     choice = {"index": index, "delta": dict(delta), "logprobs": logprobs, "finish_reason": reason}
+    if token_ids is not None:
+        choice["token_ids"] = list(token_ids)
     return head.reply("chat.completion.chunk", choices=[choice])

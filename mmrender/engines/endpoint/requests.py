@@ -38,6 +38,11 @@ class ChatRequest:
     cache_salt: str | None
     priority: int | None
 
+    @property
+    def wants_alternatives(self) -> bool:
+        """Whether to answer with other tokens than those sampled; a stream then comes in one piece."""
+        return bool(self.params.get("logprobs"))
+
 
 IGNORED: Final = frozenset(
     {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
