@@ -5,6 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from mmrender.errors import TrajectoryError
 from mmrender.rollout.types import BatchMetadata
 from mmrender.trajectory.saving import TrajectoryReader, TrajectoryWriter
 from mmrender.trajectory.tree import Trajectory
@@ -26,6 +27,7 @@ class TrajectoryShelf:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
+        self._closed = False
         self._saved: dict[tuple[str, str | None], Trajectory] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         # Opened first: that cuts off a record which a crash has torn.
@@ -40,7 +42,10 @@ class TrajectoryShelf:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        # A thread may still be writing a rollout whose batch has been broken off.
+        with self._lock:
+            self._closed = True
+            self._file.close()
 
     def get(self, trajectory_id: str, asked: str) -> Trajectory | None:
         """The rollout of that name and digest as saved last; None if it is not there, or had failed."""
@@ -51,10 +56,14 @@ class TrajectoryShelf:
         """Save a rollout that has ended, or failed.
 
         Raises:
-            TrajectoryError: Its `extra` holds something that cannot be stored.
+            TrajectoryError: Its `extra` holds something that cannot be stored, or the batch has ended.
             OSError: Writing failed.
         """
         with self._lock:
+            if self._closed:
+                raise TrajectoryError(
+                    "the batch that the rollout belongs to has ended", where=trajectory.trajectory_id
+                )
             self._file.append(trajectory)
 
 

@@ -16,8 +16,10 @@ from mmrender.rollout.episode import spread_seed
 from mmrender.rollout.find_cell import FindCell, FindCellSettings
 from mmrender.rollout.generator import VLMGenerator
 from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.shelf import TrajectoryShelf
 from mmrender.rollout.types import BatchMetadata, GeneratorInterface, TrajectoryID
 from mmrender.trajectory.saving import load_trajectories
+from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 
 
@@ -394,3 +396,13 @@ def test_the_example_environment_end_to_end(tiny_model, renderer):
         ).logits[0]
     assert bool(torch.isfinite(logits).all())
     assert sum(out["loss_masks"][row]) < len(out["loss_masks"][row])
+
+
+def test_a_rollout_that_ends_after_its_batch_is_not_half_written(tmp_path):
+    path = tmp_path / "late.mmc"
+    with TrajectoryShelf(path) as shelf:
+        shelf.put(Trajectory("in-time"))
+    with pytest.raises(TrajectoryError) as caught:
+        shelf.put(Trajectory("late"))
+    assert str(caught.value) == "late: the batch that the rollout belongs to has ended"
+    assert [each.trajectory_id for each in load_trajectories(path)] == ["in-time"]
