@@ -97,7 +97,7 @@ bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	@$(BIN)/python tools/servers/environments.py vllm $@ || { echo "no environment for vLLM: it needs Python 3.11 and \
 	pip with a package index; or name a ready one: make integration-vllm MMRENDER_VLLM_ENV=DIR" >&2; exit 1; }
 
-integration-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## drive a real vLLM on the CPU: 3 starts
+integration-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## drive a real vLLM on the CPU: six minutes, 2.2 GB
 	MMRENDER_TIERS=vllm OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration
 
 integration-sglang: $(MAIN_STAMP) ## drive a real SGLang on the CPU: 1 start, 2.3 GB
