@@ -6,8 +6,8 @@ image is sent once, by itself, as vLLM's own cache takes an image's processing n
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import blake3
@@ -15,6 +15,8 @@ import msgspec
 import pybase64
 
 from mmrender.client.resolve import as_transport
+from mmrender.client.vllm_handshake import RENDER_PATH
+from mmrender.engines.together import together
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
 from mmrender.media.item import PlaceholderRange
 from mmrender.media.policy import MediaPolicy
@@ -28,10 +30,6 @@ from mmrender.remote.chunks import (
     image_bytes,
 )
 from mmrender.remote.served import MODALITY, ServedImage, read_served_image
-
-T = TypeVar("T")
-
-RENDER_PATH: Final = "/v1/chat/completions/render"
 
 
 class _Card(msgspec.Struct):
@@ -92,7 +90,9 @@ class VLLMRenderer:
             EngineError: The server could not be reached, refused, or gave an answer that cannot be used.
         """
         checked = [check_input(given, f"inputs[{index}]") for index, given in enumerate(inputs)]
-        return await _all(self._render(given, f"inputs[{index}]") for index, given in enumerate(checked))
+        return await together(
+            [self._render(given, f"inputs[{index}]") for index, given in enumerate(checked)]
+        )
 
     async def aclose(self) -> None:
         """Close the transport's connections of the running event loop."""
@@ -104,8 +104,8 @@ class VLLMRenderer:
             for index, chunk in enumerate(given.chunks)
             if not isinstance(chunk, EncodedTextChunk)
         }
-        served = await _all(
-            self._served(chunk, f"{where}.chunks[{index}]") for index, chunk in chunks.items()
+        served = await together(
+            [self._served(chunk, f"{where}.chunks[{index}]") for index, chunk in chunks.items()]
         )
         return _spliced(given, dict(zip(chunks, served, strict=True)))
 
@@ -202,18 +202,6 @@ class _ImageCache:
         while self._nbytes > self._max_bytes:
             _, dropped = self._images.popitem(last=False)
             self._nbytes -= dropped.nbytes
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; when one fails the others are cancelled, and its error is raised as it is."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 def _base_of(model_name: str, body: bytes | memoryview) -> str:
