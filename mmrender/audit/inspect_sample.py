@@ -46,9 +46,9 @@ def _shifted_ranges(sample: TrainingSample) -> Iterator[Finding]:
     pads = _pad_ids(sample)
     for modality, index, found in _entries(sample.multi_modal_data):
         pad = pads.get(modality)
-        if pad is None or _misses(sample.token_ids, found, pad) == 0:
+        misses = 0 if pad is None else _misses(sample.token_ids, found, pad)
+        if pad is None or not misses:
             continue
-        misses = _misses(sample.token_ids, found, pad)
         shift = next(
             (
                 by

@@ -1,6 +1,7 @@
 """An audit: what the trainer would see is run through its model and set beside what the sampler said."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from mmrender.audit.causes import find_cause
 from mmrender.audit.compare import Comparison, compare
@@ -43,33 +44,30 @@ def audit(
     findings: list[Finding] = []
     comparisons: list[Comparison] = []
     unread: list[Unread] = []
-    faulty: set[int] = set()
+    departing: list[Comparison] = []
     for index, sample in enumerate(samples):
-        found = inspect_sample(sample)
-        if found:
-            faulty.add(index)
-        findings += found
+        faults = inspect_sample(sample)
+        findings += faults
         try:
-            comparisons.append(compare(sample, trainer.logprobs(sample)))
+            compared = compare(sample, trainer.logprobs(sample))
         except MMRenderError as error:
             unread.append(Unread(sample.sample_id or f"samples[{index}]", str(error)))
-    blamed = {id(samples[index]) for index in faulty}
-    departing = sorted(
-        [found for found in comparisons if found.largest > tolerance and id(found.sample) not in blamed],
-        key=lambda compared: -compared.largest,
-    )
-    if departing and explain:
-        low_precision = trainer.low_precision()
-        known = [*items_of(samples), *others]
-        findings += [
-            find_cause(
-                compared,
-                tolerance,
-                trainer.logprobs,
-                others=known,
-                low_precision=low_precision.logprobs,
-                own_positions=trainer.own_positions,
-            )
-            for compared in departing[:explain]
-        ]
+            continue
+        comparisons.append(compared)
+        if compared.largest > tolerance and not faults:
+            departing.append(compared)
+    departing.sort(key=lambda compared: -compared.largest)
+    low_precision = cache(trainer.low_precision)  # a copy of the model, made only where it is asked for
+    known = [*items_of(samples), *others]
+    findings += [
+        find_cause(
+            compared,
+            tolerance,
+            trainer.logprobs,
+            others=known,
+            low_precision=lambda sample: low_precision().logprobs(sample),
+            own_positions=trainer.own_positions,
+        )
+        for compared in departing[:explain]
+    ]
     return AuditReport(tuple(comparisons), tuple(findings), tuple(unread), tolerance, decode)
