@@ -20,7 +20,7 @@ from mmrender.engines.interface import (
 from mmrender.engines.members import Member
 from mmrender.engines.pausing import Pauser, abort_calls, quiet
 from mmrender.engines.policy import ClientPolicy
-from mmrender.engines.seeds import seeded
+from mmrender.engines.seeds import several
 from mmrender.engines.text_path import TextCompleter
 from mmrender.engines.together import together
 from mmrender.engines.tokens_path import TokenCompleter
@@ -174,12 +174,7 @@ class InferenceEngineClient:
         A `seed` is raised by one from sample to sample; with one seed they would all be the same.
         """
         return await self.generate(
-            {
-                "prompt_token_ids": [prompt_token_ids] * num_samples,
-                "multi_modal_data": [multi_modal_data] * num_samples,
-                "sampling_params": seeded(sampling_params, num_samples),
-                "session_ids": [session_id] * num_samples,
-            }
+            several(prompt_token_ids, num_samples, sampling_params, multi_modal_data, session_id)
         )
 
     async def complete(

@@ -21,7 +21,7 @@ from mmrender.engines.interface import (
 )
 from mmrender.engines.openai_bodies import opened
 from mmrender.engines.routes import TABLES, RouteTable
-from mmrender.engines.seeds import seeded
+from mmrender.engines.seeds import several
 from mmrender.engines.sse import events
 from mmrender.engines.tee import TeeTransport
 from mmrender.engines.together import together
@@ -142,12 +142,7 @@ class HTTPEngine:
     ) -> InferenceEngineOutput:
         """Sample several independent completions of one prompt."""
         return await self.generate(
-            {
-                "prompt_token_ids": [prompt_token_ids] * num_samples,
-                "multi_modal_data": [multi_modal_data] * num_samples,
-                "sampling_params": seeded(sampling_params, num_samples),
-                "session_ids": [session_id] * num_samples,
-            }
+            several(prompt_token_ids, num_samples, sampling_params, multi_modal_data, session_id)
         )
 
     async def _complete(self, work: Work) -> EngineResponse:
