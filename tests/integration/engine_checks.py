@@ -1,5 +1,6 @@
 """What every engine's tier compares with: conversations, the engine's own chat route, and Transformers."""
 
+import asyncio
 import base64
 import io
 from functools import lru_cache
@@ -11,6 +12,7 @@ from PIL import Image
 
 from integration.engine_server import EngineServer
 from mmrender.client.generation import Generation
+from mmrender.client.http import HTTPTransport
 from mmrender.media.item import MultiModalData
 from mmrender.renderer import Renderer
 
@@ -142,3 +144,17 @@ async def roll_out(renderer: Renderer, ask: Any, turns: int = 4) -> list[Generat
         assert bridged.token_ids[: len(sampled)] == sampled
         rendered = bridged
     return done
+
+
+def connected(server: EngineServer, work: Any, wrap: Any = None) -> Any:
+    """Run `await work(transport)` over a transport of its own, which `wrap` may put another around."""
+
+    async def run() -> Any:
+        transport = HTTPTransport(server.base_url)
+        way = transport if wrap is None else wrap(transport)
+        try:
+            return await work(way)
+        finally:
+            await transport.aclose()
+
+    return asyncio.run(run())

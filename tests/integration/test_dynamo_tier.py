@@ -17,6 +17,7 @@ from integration.engine_checks import (
     MODEL,
     assert_reference,
     chat_answer,
+    connected,
     conversations,
     picture,
     roll_out,
@@ -27,7 +28,6 @@ from mmcodecs.vllm_items import decode_mm_kwargs_item
 from mmrender import Renderer, generate
 from mmrender.client.backend import EngineRequest
 from mmrender.client.dynamo import DynamoBackend
-from mmrender.client.http import HTTPTransport
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -53,19 +53,6 @@ def server(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def renderer(tiny_model):
     return Renderer.from_pretrained(tiny_model)
-
-
-def connected(server, work):
-    """Run `await work(transport)` over a transport of its own."""
-
-    async def run():
-        transport = HTTPTransport(server.base_url)
-        try:
-            return await work(transport)
-        finally:
-            await transport.aclose()
-
-    return asyncio.run(run())
 
 
 def ask(server, renderer, **call):

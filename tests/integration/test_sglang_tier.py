@@ -16,6 +16,7 @@ from integration.engine_checks import (
     MODEL,
     assert_reference,
     chat_answer,
+    connected,
     conversations,
     picture,
     reference_logprobs,
@@ -26,7 +27,6 @@ from integration.engine_server import needs_tier
 from integration.sglang_server import start_sglang
 from mmrender import Renderer, generate
 from mmrender.client.backend import EngineRequest
-from mmrender.client.http import HTTPTransport
 from mmrender.client.sglang import SGLangBackend
 from mmrender.errors import (
     EngineConnectionError,
@@ -55,19 +55,6 @@ def server(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def renderer(tiny_model):
     return Renderer.from_pretrained(tiny_model)
-
-
-def connected(server, work):
-    """Run `await work(transport)` over a transport of its own."""
-
-    async def run():
-        transport = HTTPTransport(server.base_url)
-        try:
-            return await work(transport)
-        finally:
-            await transport.aclose()
-
-    return asyncio.run(run())
 
 
 def ask(server, renderer, **call):

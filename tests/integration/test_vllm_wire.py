@@ -16,6 +16,7 @@ from integration.engine_checks import (
     MODEL,
     assert_reference,
     chat_answer,
+    connected,
     conversations,
     picture,
     roll_out,
@@ -25,7 +26,6 @@ from integration.engine_server import needs_tier
 from mmrender import Renderer, generate
 from mmrender.client.backend import EngineRequest
 from mmrender.client.encoding import encode
-from mmrender.client.http import HTTPTransport
 from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
 from mmrender.client.vllm_state import state_of
@@ -95,15 +95,7 @@ class Counted:
 
 def running(server, work):
     """Run `await work(transport)` over a transport of its own that counts."""
-
-    async def run():
-        transport = Counted(HTTPTransport(server.base_url))
-        try:
-            return await work(transport)
-        finally:
-            await transport.aclose()
-
-    return asyncio.run(run())
+    return connected(server, work, Counted)
 
 
 def ask(server, renderer, **call):
