@@ -45,9 +45,9 @@ from mmrender.client.encoding import encode  # noqa: E402
 from mmrender.client.generation import Generation  # noqa: E402
 from mmrender.client.transport import Reply  # noqa: E402
 from mmrender.client.vllm import VLLMBackend  # noqa: E402
-from mmrender.demo.model import build_tiny_model  # noqa: E402
 from mmrender.errors import EngineStatusError  # noqa: E402
-from mmrender.rendered import RenderedTokens  # noqa: E402
+from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402
+from mmrender.tokens.rendered import RenderedTokens  # noqa: E402
 
 SHARED_MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 SHARED_IMAGES = ROOT.parent / "shared" / "images"

@@ -37,7 +37,7 @@ from mmrender.engines.policy import ClientPolicy  # noqa: E402
 from mmrender.engines.ring import HashRing, session_text  # noqa: E402
 from mmrender.engines.scripted import ScriptedEngine  # noqa: E402
 from mmrender.engines.work import joined, split  # noqa: E402
-from mmrender.media.item import MultiModalData, PlaceholderRange  # noqa: E402
+from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
 
 IN_FLIGHT = (1, 64, 512)
 ENGINES = 8

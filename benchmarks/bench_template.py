@@ -27,10 +27,10 @@ from transformers.utils.chat_template_utils import (  # noqa: E402
 )
 
 from mmrender.content import normalize_messages  # noqa: E402
-from mmrender.model_dir import ModelDir  # noqa: E402
+from mmrender.model.files import ModelDir  # noqa: E402
+from mmrender.probing.profile import Prober  # noqa: E402
 from mmrender.template.chat import ChatTemplate  # noqa: E402
 from mmrender.template.loader import choose_template, load_templates, special_tokens  # noqa: E402
-from mmrender.template.profile import Prober  # noqa: E402
 
 ROUNDS = (1, 8)
 

@@ -18,7 +18,7 @@ from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import Transport
 from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_call import GenerateCall
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 
 Call = Callable[[], Awaitable[Any]]
 

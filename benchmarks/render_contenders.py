@@ -14,10 +14,10 @@ from PIL import Image
 
 from mmrender import Renderer
 from mmrender.media.cache import MediaCache
-from mmrender.media.item import TensorDtype
 from mmrender.media.processors.base import ImageBackend
-from mmrender.rendered import RenderedTokens
+from mmrender.spans import TensorDtype
 from mmrender.testing.reference_renderer import ReferenceRenderer
+from mmrender.tokens.rendered import RenderedTokens
 
 Messages = Sequence[dict[str, Any]]
 

@@ -11,14 +11,14 @@ from mmrender._version import __version__
 if TYPE_CHECKING:
     from mmrender.client.generate import generate
     from mmrender.errors import MMRenderError
-    from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
     from mmrender.media.policy import MediaPolicy
     from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall, VideoPart
     from mmrender.pool.pool import RendererPool
     from mmrender.protocols import MultimodalRenderer, RendererProtocol, is_multimodal
-    from mmrender.rendered import RenderedTokens, TokenSpan
     from mmrender.renderer import Renderer
     from mmrender.rollout.renderer_client import RendererClient
+    from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
+    from mmrender.tokens.rendered import RenderedTokens, TokenSpan
     from mmrender.trajectory.sample import TrainingSample
     from mmrender.trajectory.tree import Trajectory
 
@@ -51,20 +51,20 @@ __all__ = [
 _HOMES: Final = {
     "ImagePart": "messages",
     "MMRenderError": "errors",
-    "MediaItem": "media.item",
+    "MediaItem": "spans",
     "MediaPolicy": "media.policy",
     "Message": "messages",
-    "MultiModalData": "media.item",
+    "MultiModalData": "spans",
     "MultimodalRenderer": "protocols",
-    "PlaceholderRange": "media.item",
-    "RenderedTokens": "rendered",
+    "PlaceholderRange": "spans",
+    "RenderedTokens": "tokens.rendered",
     "Renderer": "renderer",
     "RendererClient": "rollout.renderer_client",
     "RendererPool": "pool.pool",
     "RendererProtocol": "protocols",
     "TextPart": "messages",
     "ThinkingPart": "messages",
-    "TokenSpan": "rendered",
+    "TokenSpan": "tokens.rendered",
     "ToolCall": "messages",
     "TrainingSample": "trajectory.sample",
     "Trajectory": "trajectory.tree",

@@ -13,7 +13,7 @@ from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
     from mmrender.client.backends import BackendName
-    from mmrender.rendered import RenderedTokens
+    from mmrender.tokens.rendered import RenderedTokens
 
 try:
     import typer

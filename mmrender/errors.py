@@ -53,59 +53,11 @@ that order, so a program can act on the parts and a person can read the sentence
 
 from typing import Self
 
-
-class MMRenderError(Exception):
-    """Base of the tree.
-
-    Args:
-        problem: What is wrong, as one clause.
-        where: Path of the offending value, such as `messages[2].content[1]`.
-        expected: What would have been accepted.
-        got: What came instead.
-        remedy: What the caller can do about it.
-    """
-
-    def __init__(
-        self,
-        problem: str,
-        *,
-        where: str | None = None,
-        expected: str | None = None,
-        got: str | None = None,
-        remedy: str | None = None,
-    ) -> None:
-        self.problem = problem
-        self.where = where
-        self.expected = expected
-        self.got = got
-        self.remedy = remedy
-        super().__init__(problem)
-
-    def __str__(self) -> str:
-        text = f"{self.where}: {self.problem}" if self.where else self.problem
-        if self.expected is not None and self.got is not None:
-            text += f" - expected {self.expected}, got {self.got}"
-        elif self.expected is not None:
-            text += f" - expected {self.expected}"
-        elif self.got is not None:
-            text += f" - got {self.got}"
-        return f"{text}. {self.remedy}" if self.remedy else text
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only fields do not survive the default pickling of exceptions between processes.
-        return _rebuild, (type(self), self.__dict__.copy())
-
-    def at(self, where: str) -> Self:
-        """Fill in `where` if it is not known yet, and return the error itself."""
-        if self.where is None:
-            self.where = where
-        return self
+from mmcodecs.errors import DetailedError
 
 
-def _rebuild(cls: type[MMRenderError], state: dict[str, object]) -> MMRenderError:
-    error = cls.__new__(cls, state["problem"])
-    error.__dict__.update(state)
-    return error
+class MMRenderError(DetailedError):
+    """Base of the tree."""
 
 
 class InputError(MMRenderError, ValueError):

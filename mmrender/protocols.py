@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
-from mmrender.bridge import TokenIds
+from mmrender.bridge.bridge import TokenIds
 from mmrender.media.resolve import MediaResolver
-from mmrender.rendered import RenderedTokens
+from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse

@@ -7,34 +7,34 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mmrender.bridge import Bridge, History, NotBridged, TokenIds
+from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.content import attach_media, normalize_messages, normalize_tools
 from mmrender.errors import RenderError
-from mmrender.loading import load_media, load_template_set
 from mmrender.media.cache import MediaCache
-from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import ImageBackend
 from mmrender.media.resolve import MediaResolver
-from mmrender.memo import RenderMemo, conversation_key
 from mmrender.messages import Role
-from mmrender.model_dir import find_model
-from mmrender.per_template import PerTemplate
-from mmrender.placement import MediaPlace
-from mmrender.rendered import RenderedTokens
-from mmrender.rendering import Rendering, resolve_places
+from mmrender.model.files import find_model
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.probing.loading import load_media, load_template_set
+from mmrender.probing.per_template import PerTemplate
+from mmrender.probing.profile import TemplateProfile
+from mmrender.probing.template_set import TemplateSet
+from mmrender.rendering.memo import RenderMemo, conversation_key
+from mmrender.rendering.placement import MediaPlace
+from mmrender.rendering.render import Rendering, resolve_places
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr
-from mmrender.template_set import TemplateSet
-from mmrender.tokenizer import Tokenizer
-from mmrender.tokens import DEFAULT_RULES, SpecialTokenRule, TokenWriter
+from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
+from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse, ResponseParser
 
-_log = logging.getLogger("mmrender.bridge")
+_log = logging.getLogger("mmrender.bridge.bridge")
 
 SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Role, SpecialTokenRule]
 
@@ -47,7 +47,7 @@ class Renderer:
         tokenizer: The model's tokenizer.
         media: What turns media parts into items, or None for a text-only model.
         content_special_tokens: What a special token in content is, for all roles or by role; see
-            `mmrender.tokens.DEFAULT_RULES` for what roles that are not named follow.
+            `mmrender.tokens.encode.DEFAULT_RULES` for what roles that are not named follow.
         tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by

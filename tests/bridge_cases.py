@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.tokens.rendered import RenderedTokens
 
 Messages = Sequence[dict[str, Any]]
 

@@ -44,6 +44,6 @@ def shared_images() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demonstration's model directory, weights included."""
-    from mmrender.demo.model import build_tiny_model
+    from mmrender.testing.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -197,7 +197,7 @@ def largest_by_batch(trainer, samples, rows_of):
 def plant(name, sample, donor, pad):
     """A fault between sampler and trainer, in one sample that has an image."""
     from mmrender.audit.variations import ChangedItem, sampled_runs
-    from mmrender.media.item import MultiModalData
+    from mmrender.spans import MultiModalData
 
     sidecar = sample.multi_modal_data
     items = [*sidecar.mm_items["image"]]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.policy import ClientPolicy
 from mmrender.engines.scripted import Asked, Fault, ScriptedEngine
-from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.spans import MultiModalData, PlaceholderRange
 
 PATIENT = ClientPolicy(
     attempts=60,

@@ -19,8 +19,8 @@ from PIL import Image
 from mmrender import Renderer
 from mmrender.client.backend import EngineRequest, EngineResponse
 from mmrender.client.memory import Answer, MemoryTransport
-from mmrender.demo.model import build_tiny_model
-from mmrender.rendered import RenderedTokens
+from mmrender.testing.tiny_model import build_tiny_model
+from mmrender.tokens.rendered import RenderedTokens
 
 DATA = Path(__file__).parent / "data" / "engines"
 LARGE = 4096

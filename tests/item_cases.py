@@ -6,7 +6,6 @@ import numpy as np
 from PIL import Image
 
 from mmrender.media.identity import media_identity
-from mmrender.media.item import MediaItem, Repeat, Text
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.load import LoadedImage
 from mmrender.media.processors.arithmetic import PixelArithmetic
@@ -14,6 +13,7 @@ from mmrender.media.processors.compact import Floats, Integers, Levels, compacte
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.spans import MediaItem, Repeat, Text
 
 ARITHMETIC = PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil")
 PROCESSOR = PatchProcessor(

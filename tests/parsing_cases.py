@@ -13,11 +13,11 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
 from mmrender.messages import Message
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import ResponseParser, build_parser
 from mmrender.parsing.probes import TurnProber
+from mmrender.probing.profile import Prober
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.profile import Prober
-from mmrender.tokenizer import Tokenizer
 
 HEAD = """{%- for m in messages %}{{- '<|turn|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"""
 TAIL = """{%- else %}{{- m.content }}{%- endif %}{{- '<|end|>' }}{%- endfor %}

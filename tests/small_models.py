@@ -29,14 +29,14 @@ from tokenizers import (
 )
 
 from mmrender.media.cache import MediaCache
-from mmrender.media.item import Expansion, Repeat, Text
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import Geometry, Prepared
 from mmrender.media.resolve import MediaResolver
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.probing.template_set import TemplateSet
 from mmrender.renderer import Renderer
-from mmrender.template_set import TemplateSet
-from mmrender.tokenizer import Tokenizer
+from mmrender.spans import Expansion, Repeat, Text
 
 TEMPLATES = Path(__file__).parent / "templates"
 NOW = datetime.datetime(2026, 7, 26, 9, 5, tzinfo=datetime.UTC)

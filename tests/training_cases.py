@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.media.load import load_image
 from mmrender.media.processors.arithmetic import PixelArithmetic
 from mmrender.media.processors.compact import compacted
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily, TrainingBatch
 from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample

@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 
 from adapter_models import gemma3 as gemma3_directory
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.media.load import load_image
 from mmrender.media.processors.arithmetic import PixelArithmetic
 from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily
 from mmrender.trajectory.sample import TrainingSample
 from training_processors import idefics3 as idefics3_directory

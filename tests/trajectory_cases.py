@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.spans import MultiModalData, PlaceholderRange
 
 PAD = 9
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from item_cases import patch_item, processed_item, reference_item
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.sidecars import same_item
 

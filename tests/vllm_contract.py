@@ -18,8 +18,8 @@ from PIL import Image
 from mmrender.client.backend import EngineRequest
 from mmrender.client.collapse import collapse
 from mmrender.client.encoding import encode
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.tokens.rendered import RenderedTokens
 
 DATA = Path(__file__).resolve().parent / "data" / "engines" / "vllm"
 GREEDY = {"temperature": 0.0, "max_tokens": 4}

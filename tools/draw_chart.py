@@ -1,4 +1,4 @@
-"""Draw the chart that the demonstration shows a model: `mmrender/demo/data/chart.png`.
+"""Draw the chart that the demonstration shows a model: `mmrender/testing/data/chart.png`.
 
 Run it with `.venv/bin/python tools/draw_chart.py` after changing it. The figures are made up.
 """

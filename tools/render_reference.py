@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from conversation import IMAGE_TOKEN, MESSAGES, load_picture, print_result
-from mmrender.demo.model import build_tiny_model
+from mmrender.testing.tiny_model import build_tiny_model
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from mmrender.client.local import LocalBackend
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import ShippingClosedError
 from mmrender.media.cache import MediaCache
 from mmrender.pool import RendererPool
@@ -33,6 +32,7 @@ from mmrender.rollout.episode import run_episode
 from mmrender.rollout.find_cell import FindCell, FindCellSettings
 from mmrender.rollout.renderer_client import RendererClient
 from mmrender.shipping import Receiver, Sender
+from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.trajectory.tree import Trajectory
 
 SETTINGS = FindCellSettings(grid=3, distractors=2, view_pixels=128, max_turns=5, holds_to_choices=True)

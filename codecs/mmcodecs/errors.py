@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from typing import Self
 
 
-class CodecError(ValueError):
-    """Base of the tree.
+class DetailedError(Exception):
+    """An error that says what is wrong, where, what was expected, what came, and what to do.
 
     Args:
         problem: What is wrong, as one clause.
@@ -52,12 +52,8 @@ class CodecError(ValueError):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.problem}" if self.where else self.problem
-        parts = []
-        if self.expected is not None:
-            parts.append(f"expected {self.expected}")
-        if self.got is not None:
-            parts.append(f"got {self.got}")
-        if parts:
+        pairs = (("expected", self.expected), ("got", self.got))
+        if parts := [f"{name} {value}" for name, value in pairs if value is not None]:
             text += f" - {', '.join(parts)}"
         return f"{text}. {self.remedy}" if self.remedy else text
 
@@ -70,6 +66,10 @@ class CodecError(ValueError):
         if self.where is None:
             self.where = where
         return self
+
+
+class CodecError(DetailedError, ValueError):
+    """Base of the tree."""
 
     def under(self, step: str) -> Self:
         """Put one more step (`.name` or `[3]`) in front of the path, and return the error itself."""

@@ -8,7 +8,7 @@ from mmrender.audit.compare import Comparison, Float32Array, ImagePlace, compare
 from mmrender.audit.finding import Finding
 from mmrender.audit.variations import Variation, id_variations, image_variations
 from mmrender.errors import MMRenderError
-from mmrender.media.item import MediaItem
+from mmrender.spans import MediaItem
 from mmrender.trajectory.sample import TrainingSample
 
 LogProbs = Callable[[TrainingSample], Float32Array]

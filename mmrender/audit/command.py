@@ -12,8 +12,8 @@ from mmrender.errors import InputError, ModelError
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.processors.base import ImageBackend
 from mmrender.media.processors.registry import load_processor
-from mmrender.model_dir import find_model
-from mmrender.tokenizer import Tokenizer
+from mmrender.model.files import find_model
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.training import ProcessorLoader, resolve_references
 from mmrender.trajectory import TrainingSample, load_trajectories
 

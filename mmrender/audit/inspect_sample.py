@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.finding import Finding
-from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory.sample import TrainingSample
 
 _MOST_SHIFT = 8

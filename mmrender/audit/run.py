@@ -11,7 +11,7 @@ from mmrender.audit.report import AuditReport, Decode, Unread
 from mmrender.audit.trainer import TrainerModel
 from mmrender.audit.variations import items_of
 from mmrender.errors import MMRenderError
-from mmrender.media.item import MediaItem
+from mmrender.spans import MediaItem
 from mmrender.trajectory.sample import TrainingSample
 
 DEFAULT_TOLERANCE = 1e-2

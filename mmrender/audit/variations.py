@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mmrender.audit.compare import ImagePlace
 from mmrender.audit.finding import Cause
-from mmrender.media.item import Expansion, Framework, MediaItem, MultiModalData, TensorDtype
 from mmrender.messages import Modality
+from mmrender.spans import Expansion, Framework, MediaItem, MultiModalData, TensorDtype
 from mmrender.trajectory.sample import TrainingSample
 
 Float32Array = npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from mmrender.client.transport import Transport
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]

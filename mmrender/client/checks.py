@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import EngineUnsupportedError, InputError, PlaceholderError
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 

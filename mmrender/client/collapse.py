@@ -5,7 +5,7 @@ from typing import Any
 
 from mmrender.client.checks import Placed, check_range, placed_items
 from mmrender.errors import PlaceholderError
-from mmrender.media.item import MultiModalData, Repeat, Text
+from mmrender.spans import MultiModalData, Repeat, Text
 
 
 def collapse(

@@ -15,9 +15,9 @@ from mmrender.client.prompts import Prompt, TokenIds, given_prompt, is_async, re
 from mmrender.client.sampling import check_sampling_params, with_max_tokens, with_stop_token_ids
 from mmrender.client.transport import Transport
 from mmrender.errors import EngineConnectionError, EngineError, PromptTooLongError
-from mmrender.media.item import MultiModalData
 from mmrender.protocols import TurnRenderer
-from mmrender.rendered import RenderedTokens
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse

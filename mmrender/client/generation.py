@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mmrender.client.backend import EngineResponse, Usage
-from mmrender.media.item import MultiModalData
 from mmrender.messages import Message
-from mmrender.rendered import RenderedTokens
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 if TYPE_CHECKING:

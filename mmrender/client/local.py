@@ -28,8 +28,8 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.model_dir import find_model
-from mmrender.tokenizer import Tokenizer
+from mmrender.model.files import find_model
+from mmrender.model.tokenizer import Tokenizer
 
 _numbers = itertools.count(1)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrender.errors import EngineUnsupportedError, MissingDependencyError, ModelError
-from mmrender.media.item import MultiModalData
-from mmrender.token_types import mm_token_type_ids
+from mmrender.spans import MultiModalData
+from mmrender.tokens.token_types import mm_token_type_ids
 
 _PAD_SETTINGS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 

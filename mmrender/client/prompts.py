@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import InputError, PlaceholderError
-from mmrender.media.item import MultiModalData
 from mmrender.protocols import AsyncRenderer, TurnRenderer
-from mmrender.rendered import RenderedTokens
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 

@@ -19,10 +19,10 @@ from mmrender.client.checks import Placed
 from mmrender.client.encoding import PlainText
 from mmrender.client.item_checks import check_patches
 from mmrender.errors import EngineUnsupportedError
-from mmrender.media.item import MediaItem
 from mmrender.media.processors.compact import Levels
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchItem
+from mmrender.spans import MediaItem
 
 PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
 """What pixels are on the wire: levels that the server normalises itself, or normalised values."""

@@ -24,9 +24,9 @@ from mmrender.client.transport import Reply, Transport
 from mmrender.client.vllm_features import PIXEL_DTYPES, WireForm, item_tensors, layout_for
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
 from mmrender.media.encoded import EncodedImage, encoded_image
-from mmrender.media.item import MediaItem
 from mmrender.media.item_expand import tensor_specs
 from mmrender.media.processors.patches import PatchItem
+from mmrender.spans import MediaItem
 
 RENDER_PATH: Final = "/v1/chat/completions/render"
 _TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}

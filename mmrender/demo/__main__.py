@@ -18,10 +18,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 from mmrender._version import __version__
 from mmrender.client.local import LocalBackend
 from mmrender.demo.conversation import Conversation, three_turns
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import MissingDependencyError, MMRenderError
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.testing.tiny_model import build_tiny_model
+from mmrender.tokens.rendered import RenderedTokens
 
 try:
     from rich.console import Console

@@ -31,7 +31,7 @@ def load_pictures() -> list[Image.Image]:
 
 
 def _picture(name: str) -> Image.Image:
-    data = files("mmrender.demo").joinpath("data", name).read_bytes()
+    data = files("mmrender.testing").joinpath("data", name).read_bytes()
     image = Image.open(BytesIO(data))
     image.load()
     return image

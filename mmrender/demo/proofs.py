@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from mmrender.demo.conversation import Conversation
-from mmrender.media.item import MediaItem, MultiModalData
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.testing.reference_renderer import ReferenceRenderer
-from mmrender.token_types import mm_token_type_ids
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.tokens.token_types import mm_token_type_ids
 
 
 @dataclass(frozen=True)

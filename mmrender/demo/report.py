@@ -10,9 +10,9 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from mmrender.demo.proofs import ForwardPass, Proof, images_of
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
 from mmrender.rollout.renderer_client import Completion
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.view.terminal import legend, token_strip
 
 WIDTH = 80

@@ -26,7 +26,7 @@ from mmrender.engines.together import together
 from mmrender.engines.tokens_path import TokenCompleter
 from mmrender.engines.work import joined, taken_apart
 from mmrender.errors import EngineError, EngineStateError
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 
 
 class InferenceEngineClient:

@@ -27,7 +27,7 @@ from mmrender.engines.tee import TeeTransport
 from mmrender.engines.together import together
 from mmrender.engines.work import Work, joined, taken_apart
 from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 
 
 class HTTPEngine:

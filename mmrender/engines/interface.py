@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from mmrender.client.backend import EngineResponse, Usage
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 PauseMode: TypeAlias = Literal["abort", "keep", "wait"]

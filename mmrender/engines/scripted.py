@@ -27,7 +27,7 @@ from mmrender.errors import (
     EngineStatusError,
     EngineUnsupportedError,
 )
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 FaultKind: TypeAlias = Literal[

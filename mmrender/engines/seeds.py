@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from mmrender.engines.interface import InferenceEngineInput
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 
 
 def seeded(params: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:

@@ -10,9 +10,9 @@ from mmrender.client.prompts import is_async
 from mmrender.engines.interface import InferenceEngineInput, InferenceEngineOutput, OnTokens
 from mmrender.engines.together import together
 from mmrender.errors import InputError
-from mmrender.media.item import MultiModalData
 from mmrender.protocols import AsyncRenderer
-from mmrender.rendered import RenderedTokens
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
 
 _KEYS = frozenset(InferenceEngineInput.__annotations__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mmrender.media.item import MediaItem
+from mmrender.spans import MediaItem
 
 DEFAULT_MAX_BYTES = 1 << 30
 _ALIASES_PER_ITEM = 8

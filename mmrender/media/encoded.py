@@ -19,11 +19,11 @@ from PIL import ExifTags, Image
 
 from mmrender.errors import MediaError
 from mmrender.media.decode import open_image, sniff
-from mmrender.media.item import MediaItem
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.patches import PatchItem
+from mmrender.spans import MediaItem
 
 _COMPRESSION: Final = 1
 """zlib level: on photographs level 6 saves a tenth of the bytes and takes four times as long."""

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import InputError
-from mmrender.media.item import MediaItem, TensorDtype
 from mmrender.media.processors.arithmetic import STORAGE
 from mmrender.media.processors.compact import Compact, Floats, Integers
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchItem
+from mmrender.spans import MediaItem, TensorDtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from mmrender.errors import MediaError
-from mmrender.media.item import MediaItem
 from mmrender.media.item_fields import WireFields, checked_integer, wire_error
 from mmrender.media.item_plain import (
     COMMON,
@@ -30,6 +29,7 @@ from mmrender.media.processors.arithmetic import PixelArithmetic
 from mmrender.media.processors.compact import Compact, Floats, Integers, Levels
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchItem, PatchLayout
+from mmrender.spans import MediaItem
 
 _MAX_SIDE: Final = 1024
 """Most pixels of a patch's side, and most patches that one token merges, in one direction."""

@@ -7,11 +7,11 @@ import numpy.typing as npt
 import xxhash
 
 import mmcodecs
-from mmrender.media.item import Expansion, MediaItem, Repeat, Text
 from mmrender.media.item_fields import WireFields, checked_integer, wire_error
 from mmrender.media.processors.arithmetic import PixelArithmetic
 from mmrender.media.processors.base import IMAGE_BACKENDS, ImageBackend
 from mmrender.messages import Modality
+from mmrender.spans import Expansion, MediaItem, Repeat, Text
 
 COMMON: Final = ("kind", "modality", "identity", "size", "grid", "expansion")
 """Fields of every item."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrender.errors import MediaError
-from mmrender.media.item import Expansion, Framework, MediaItem, TensorDtype
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor
 from mmrender.messages import Modality
+from mmrender.spans import Expansion, Framework, MediaItem, TensorDtype
 
 
 @dataclass(frozen=True, slots=True)

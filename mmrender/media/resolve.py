@@ -12,12 +12,12 @@ from typing import TypeAlias
 from mmrender.errors import MediaError, MMRenderError
 from mmrender.media.cache import MediaCache
 from mmrender.media.identity import source_fingerprint
-from mmrender.media.item import MediaItem
 from mmrender.media.load import load_image, load_video
 from mmrender.media.parallel import map_shared
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor, Prepared
 from mmrender.messages import ImagePart, VideoPart
+from mmrender.spans import MediaItem
 
 MediaPart: TypeAlias = ImagePart | VideoPart
 

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import MediaError
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.media.item_fields import WireFields, checked_integer, wire_error
 from mmrender.media.item_forms import form_of, form_of_kind
 from mmrender.media.item_plain import ArithmeticTable, common_fields, read_arithmetics
 from mmrender.media.item_reference import ReferenceItem
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
 
 __all__ = [
     "ReferenceItem",

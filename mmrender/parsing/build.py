@@ -4,14 +4,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.probes import TurnProber
 from mmrender.parsing.prove import Prover, tools_for_probes
 from mmrender.parsing.reasoning import ReasoningFormat
 from mmrender.parsing.reasoning_probe import find_reasoning
 from mmrender.parsing.response import ResponseParser
+from mmrender.probing.profile import TemplateProfile
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.profile import TemplateProfile
-from mmrender.tokenizer import Tokenizer
 
 
 def build_parser(

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.traced import TracedStr, plain
 from mmrender.template.view import ViewForm
-from mmrender.tokenizer import Tokenizer
 
 QUESTION = Message(role="user", content="qwertzU")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.token_text import TokenSpeller, TokenText
-from mmrender.tokenizer import Tokenizer
 
 Carrier: TypeAlias = Literal["reasoning_content", "thinking_part"]
 

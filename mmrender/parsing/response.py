@@ -10,6 +10,7 @@ from typing import Any
 
 from mmrender.content import normalize_tools
 from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.calls import Attempt, CallStatus
 from mmrender.parsing.choice import GrammarChoice
 from mmrender.parsing.grammar import Grammar
@@ -24,7 +25,6 @@ from mmrender.parsing.reasoning import (
 )
 from mmrender.parsing.schema import ToolSchemas
 from mmrender.parsing.token_text import TokenSpeller, TokenText, readable
-from mmrender.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

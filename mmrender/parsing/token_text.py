@@ -8,7 +8,7 @@ characters map to bytes and bytes to tokens exactly. `readable` gives the text t
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
-from mmrender.tokenizer import Match, Tokenizer
+from mmrender.model.tokenizer import Match, Tokenizer
 
 _WORD_START = "\u2581"
 _SAMPLES = ("Hello  world\n\nnext", "naïve 日本語 🙂 \u00ff", '{"k": [1, -2.5e3]}\t<a href="x">')

@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from mmrender.bridge import TokenIds
+from mmrender.bridge.bridge import TokenIds
 from mmrender.errors import PoolError
 from mmrender.media.resolve import MediaResolver
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import ParsedResponse
 from mmrender.pool.admission import closed_error
 from mmrender.pool.recipe import Recipe
 from mmrender.pool.registry import REGISTRY
 from mmrender.pool.sizes import PoolSizes
 from mmrender.pool.threads import PoolThreads
-from mmrender.rendered import RenderedTokens
+from mmrender.probing.profile import TemplateProfile
 from mmrender.renderer import Renderer
-from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr
-from mmrender.tokenizer import Tokenizer
+from mmrender.tokens.rendered import RenderedTokens
 
 Result = TypeVar("Result")
 

@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 
 from mmrender.errors import InputError, MediaDecodeError
 from mmrender.media.decode import describe, sniff
-from mmrender.media.item import PlaceholderRange
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import read_source
+from mmrender.spans import PlaceholderRange
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 

@@ -18,7 +18,6 @@ from mmrender.client.resolve import as_transport
 from mmrender.client.vllm_handshake import RENDER_PATH
 from mmrender.engines.together import together
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
-from mmrender.media.item import PlaceholderRange
 from mmrender.media.policy import MediaPolicy
 from mmrender.remote.chunks import (
     EncodedTextChunk,
@@ -30,6 +29,7 @@ from mmrender.remote.chunks import (
     image_bytes,
 )
 from mmrender.remote.served import MODALITY, ServedImage, read_served_image
+from mmrender.spans import PlaceholderRange
 
 
 class _Card(msgspec.Struct):

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from mmrender.content import normalize_messages
 from mmrender.errors import MessageError, RenderError
-from mmrender.memo import conversation_key
 from mmrender.protocols import TurnRenderer
+from mmrender.rendering.memo import conversation_key
 
 DELIMITER_BIAS: Final = 50.0
 """What decides between a token such as `<tool_call>` and the letters that spell it."""

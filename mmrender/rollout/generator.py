@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
-from mmrender.media.item import TensorDtype
 from mmrender.rollout.digest import digest_of
 from mmrender.rollout.environment import Environment
 from mmrender.rollout.episode import run_episode
@@ -18,6 +17,7 @@ from mmrender.rollout.renderer_client import RendererClient
 from mmrender.rollout.rows import Row, TensorKind, image_tensors, rows_of
 from mmrender.rollout.shelf import ASKED, TrajectoryShelf, batch_file
 from mmrender.rollout.types import EnvironmentClass, GeneratorInput, GeneratorOutput, TrajectoryID
+from mmrender.spans import TensorDtype
 from mmrender.trajectory.tree import Trajectory
 
 Failures: TypeAlias = Literal["keep", "raise"]

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrender.bridge import History
-from mmrender.media.item import MultiModalData
+from mmrender.bridge.bridge import History
 from mmrender.messages import Message
 from mmrender.protocols import AsyncRenderer, TurnRenderer
-from mmrender.rendered import RenderedTokens
 from mmrender.rollout.conversations import Continues, Place, Repeats
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.tree_step import Step
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from mmrender.bridge import History
+from mmrender.bridge.bridge import History
 from mmrender.client.backend import RendererBackend
 from mmrender.client.backends import BackendName, resolve_backend
 from mmrender.client.generate import generate

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import InputError
-from mmrender.media.item import MultiModalData, TensorDtype
 from mmrender.rollout.types import TrajectoryID
+from mmrender.spans import MultiModalData, TensorDtype
 from mmrender.trajectory.branch import Branch, step_sample
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory

@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.media.item import MultiModalData
 from mmrender.rollout.environment import Environment
+from mmrender.spans import MultiModalData
 
 EnvironmentClass: TypeAlias = str | Callable[[], Environment]
 """Name of an environment that the generator knows, or what makes one."""

@@ -13,10 +13,8 @@ import numpy.typing as npt
 
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError, RenderError
-from mmrender.media.item import MultiModalData
 from mmrender.messages import Role
 from mmrender.protocols import RendererProtocol
-from mmrender.rendered import RenderedTokens
 from mmrender.samples.context import RenderingContext, common_prefix, complete_conversation
 from mmrender.samples.supervision import (
     SAMPLED_ROLES,
@@ -26,7 +24,9 @@ from mmrender.samples.supervision import (
     rewritten_error,
     rewritten_turns,
 )
-from mmrender.token_types import mm_token_type_ids
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.tokens.token_types import mm_token_type_ids
 
 IGNORE_INDEX = -100
 """The label that PyTorch's cross entropy leaves out."""

@@ -7,10 +7,10 @@ from typing import Any
 from mmrender.content import attach_media, normalize_messages
 from mmrender.errors import InputError, MediaError, RenderError, TemplateError
 from mmrender.messages import Message
-from mmrender.placement import media_places
 from mmrender.protocols import RendererProtocol
-from mmrender.rendered import RenderedTokens, TokenSpan
+from mmrender.rendering.placement import media_places
 from mmrender.samples.supervision import TurnFinder, content_stop
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 
 class RenderingContext:

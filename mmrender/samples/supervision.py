@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
-from mmrender.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, TokenSpan
+from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, TokenSpan
 
 OnRewritten: TypeAlias = Literal["error", "skip", "content"]
 """What becomes of an assistant turn that does not begin with its generation prompt, or of which the template

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmrender.errors import TemplateError, TemplateMissingError
-from mmrender.model_dir import ModelDir
+from mmrender.model.files import ModelDir
 
 _WITH_PROCESSOR = ("processor_config.json", "chat_template.json", "files", "tokenizer_config.json")
 _WITHOUT_PROCESSOR = ("files", "tokenizer_config.json", "processor_config.json", "chat_template.json")

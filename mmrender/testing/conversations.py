@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmrender.template.profile import TemplateProfile
+from mmrender.probing.profile import TemplateProfile
 
 _PLAIN = (
     "What is in this picture?",

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmrender.errors import MMRenderError
-from mmrender.media.item import MediaItem, Repeat
 from mmrender.media.processors.base import ImageBackend
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.spans import MediaItem, Repeat
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.reference_renderer import ReferenceRenderer, ReferenceRendering
+from mmrender.tokens.rendered import RenderedTokens
 
 Progress: TypeAlias = Callable[[int], None]
 

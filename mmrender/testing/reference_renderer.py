@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mmrender.errors import MissingDependencyError, MMRenderError
 from mmrender.media.processors.base import ImageBackend
-from mmrender.model_dir import ModelDir
+from mmrender.model.files import ModelDir
 from mmrender.testing.reference import (
     has_reference_backend,
     import_torchvision,

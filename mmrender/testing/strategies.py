@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmrender.template.profile import TemplateProfile
+from mmrender.probing.profile import TemplateProfile
 from mmrender.testing.conversations import ConversationMaker
 
 

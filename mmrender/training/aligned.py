@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.token_types import mm_token_type_ids
+from mmrender.tokens.token_types import mm_token_type_ids
 from mmrender.training.batch import Segment
 from mmrender.training.families import ModelFamily
 from mmrender.trajectory.engine_data import RoutedExperts

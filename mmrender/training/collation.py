@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.token_types import mm_token_type_ids
+from mmrender.tokens.token_types import mm_token_type_ids
 from mmrender.training._torch import torch
 from mmrender.training.aligned import check_samples, placed_experts
 from mmrender.training.batch import PaddingSide, Rows, Segment, TrainingBatch

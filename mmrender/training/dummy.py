@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mmrender.errors import BatchError
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.media.load import LoadedImage
 from mmrender.media.processors.base import MediaProcessor
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 

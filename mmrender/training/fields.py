@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 
 from mmrender.errors import BatchError
-from mmrender.media.item import MediaItem, TensorDtype
 from mmrender.media.item_expand import TensorSpec, expand_into, tensor_specs
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.parallel import map_shared
 from mmrender.media.processors.arithmetic import STORAGE
+from mmrender.spans import MediaItem, TensorDtype
 from mmrender.training._torch import torch
 from mmrender.training.families import FieldRule, ModelFamily
 from mmrender.training.placing import Placed

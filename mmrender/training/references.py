@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from mmrender.errors import BatchError
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.mm_kwargs import name_of
 from mmrender.trajectory.sample import TrainingSample
 

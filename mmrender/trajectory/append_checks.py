@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.trajectory.deltas import NO_IDS, read_ids
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.packed import Int32Array

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.trajectory.engine_data import WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree_step import Part, Step

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, cast
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import PlaceholderRange
+from mmrender.spans import PlaceholderRange
 from mmrender.trajectory.packed import RangeForm
 from mmrender.trajectory.steps import get_field, has_field
 

@@ -8,8 +8,8 @@ import numpy as np
 from mmrender.errors import TrajectoryError
 from mmrender.media.wire import multi_modal_data_from_wire, multi_modal_data_to_wire
 from mmrender.messages import ROLES
-from mmrender.rendered import RenderedTokens, TokenSpan
 from mmrender.template.origin import Kind
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 RENDERED_VERSION: Final = 1
 _FIELDS: Final = frozenset(

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from mmrender.media.item import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.trajectory.deltas import common_prefix
 from mmrender.trajectory.packed import Int32Array
 

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.media.wire import ranges_to_array
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory.packed import (
     Int32Array,
     PackedEntries,

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from mmrender.media.item import MediaItem, MultiModalData
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.tree_step import Step
 from mmrender.trajectory.trimming import trim_ids

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MediaItem, MultiModalData
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.trajectory.append_checks import (
     check_agreement,
     checked_entries,

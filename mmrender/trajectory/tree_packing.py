@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.media.item import MediaItem, PlaceholderRange
 from mmrender.media.wire import items_to_wire, ranges_to_array
+from mmrender.spans import MediaItem, PlaceholderRange
 from mmrender.trajectory.deltas import NO_IDS
 from mmrender.trajectory.message_wire import MediaSources, MessageTable
 from mmrender.trajectory.packed import Int32Array

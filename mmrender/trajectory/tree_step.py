@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MediaItem, MultiModalData
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.packed import Int32Array
 from mmrender.trajectory.routed_rows import assembled_experts

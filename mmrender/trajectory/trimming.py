@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData
-from mmrender.rendered import RenderedTokens
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.shared_prefix import entries_before, entries_of

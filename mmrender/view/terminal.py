@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from mmrender.media.item import MediaItem
-from mmrender.rendered import RenderedTokens, TokenSpan
+from mmrender.spans import MediaItem
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 STYLES = {
     "content": ("white on grey23", "white on grey30"),

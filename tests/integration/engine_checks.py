@@ -13,8 +13,8 @@ from PIL import Image
 from integration.engine_server import EngineServer
 from mmrender.client.generation import Generation
 from mmrender.client.http import HTTPTransport
-from mmrender.media.item import MultiModalData
 from mmrender.renderer import Renderer
+from mmrender.spans import MultiModalData
 
 MODEL = "tiny"
 """Name under which every tier serves the tiny model."""

@@ -25,8 +25,8 @@ from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
 from mmrender.client.vllm_handshake import RENDER_PATH
 from mmrender.client.vllm_state import state_of
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import EngineStatusError, MMRenderError
+from mmrender.testing.tiny_model import build_tiny_model
 from vllm_contract import (
     ALTERNATIVES,
     DATA,

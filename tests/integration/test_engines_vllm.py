@@ -27,9 +27,9 @@ from integration.engine_server import EngineServer as Process
 from integration.engine_server import needs_tier, start_vllm
 from mmrender.client.http import HTTPTransport
 from mmrender.client.vllm import VLLMBackend
-from mmrender.demo.model import build_tiny_model
 from mmrender.engines import ClientPolicy, EngineServer, HTTPEngine, InferenceEngineClient, ServerSettings
 from mmrender.renderer import Renderer
+from mmrender.testing.tiny_model import build_tiny_model
 
 pytestmark = [needs_tier("vllm"), pytest.mark.timeout(600)]
 

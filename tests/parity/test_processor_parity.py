@@ -16,7 +16,6 @@ import mmcodecs
 from adapter_models import ADAPTER_FAMILIES
 from item_cases import same_tensors
 from mmrender.errors import MediaError
-from mmrender.media.item import MediaItem
 from mmrender.media.item_expand import expand_into, tensor_specs
 from mmrender.media.load import LoadedImage
 from mmrender.media.processors.base import ImageBackend, MediaProcessor
@@ -24,6 +23,7 @@ from mmrender.media.processors.huggingface import HuggingFaceProcessor
 from mmrender.media.processors.probe import expansion_text
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.wire import item_from_wire, item_to_wire
+from mmrender.spans import MediaItem
 from mmrender.testing.reference import (
     has_reference_backend,
     import_torchvision,

@@ -20,12 +20,12 @@ from bridge_cases import (
     loaded,
     sampled_ids,
 )
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import MMRenderError
-from mmrender.media.item import MultiModalData
-from mmrender.rendered import RenderedTokens
 from mmrender.renderer import Renderer
+from mmrender.spans import MultiModalData
 from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.tiny_model import build_tiny_model
+from mmrender.tokens.rendered import RenderedTokens
 from small_models import MODELS
 
 REAL = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")

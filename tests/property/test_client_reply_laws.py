@@ -13,7 +13,7 @@ from mmrender.client.checks import check_sidecar
 from mmrender.client.collapse import collapse
 from mmrender.client.large_text import decode_reply, decode_reply_whole
 from mmrender.errors import PlaceholderError
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 
 # Keys and texts that look like what is searched for, in all its parts.
 CHARACTERS = st.sampled_from(

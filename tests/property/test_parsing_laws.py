@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrender.messages import Message, ToolCall
-from mmrender.model_dir import find_model
+from mmrender.model.files import find_model
+from mmrender.model.stops import stop_token_ids
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import ParsedResponse
 from mmrender.parsing.grammar import Field
-from mmrender.stops import stop_token_ids
 from mmrender.template.loader import load_templates, special_tokens
-from mmrender.tokenizer import Tokenizer
 from parsing_cases import BODIES, Case, case_of, written_case
 
 MODELS = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")

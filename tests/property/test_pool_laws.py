@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrender import Renderer
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import TemplateError
 from mmrender.media.cache import MediaCache
 from mmrender.pool import RendererPool
-from mmrender.rendered import RenderedTokens
 from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.tiny_model import build_tiny_model
+from mmrender.tokens.rendered import RenderedTokens
 
 THREADS = 16
 PICTURES = sample_images(random.Random(11), 5, largest=200)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from mmrender import Renderer
 from mmrender.errors import PlaceholderError, TemplateError
-from mmrender.rendered import CONTENT_KINDS
 from mmrender.samples import build_training_sample, build_trajectory_step
 from mmrender.samples.build import TrainingSample
 from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.tokens.rendered import CONTENT_KINDS
 
 MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen2_5_vl", "glm4_5v")
 PICTURES = sample_images(random.Random(7), 3, largest=120)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
 from mmrender.errors import MMRenderError, PlaceholderError, TemplateError
-from mmrender.media.item import Repeat
+from mmrender.spans import Repeat
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.strategies import conversations
 from small_models import MODELS, NOW, TEMPLATES

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import InputError, MessageError, PlaceholderError, SpecialTokenError
-from mmrender.media.item import MultiModalData
 from mmrender.renderer import Renderer
+from mmrender.spans import MultiModalData
+from mmrender.testing.tiny_model import build_tiny_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -222,7 +222,7 @@ def test_reason_is_that_of_the_thread_and_of_the_last_call(
     chatml: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop = chatml.get_stop_token_ids()[-1]
-    with caplog.at_level(logging.DEBUG, "mmrender.bridge"):
+    with caplog.at_level(logging.DEBUG, "mmrender.bridge.bridge"):
         assert chatml.bridge_to_next_turn([1], [stop], []) is None
     assert [record.getMessage() for record in caplog.records] == ["no bridge: the extension is empty"]
     seen: list[str | None] = []

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrender.demo.model import build_tiny_model
 from mmrender.media.cache import MediaCache
 from mmrender.renderer import Renderer
+from mmrender.testing.tiny_model import build_tiny_model
 
 USER = [{"role": "user", "content": "And now?"}]
 TOOL = [{"role": "tool", "content": "42"}]

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from bridge_cases import assert_tail_equals, loaded
-from mmrender.demo.model import build_tiny_model
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.renderer import Renderer
 from mmrender.template.chat import ChatTemplate
-from mmrender.tokenizer import Tokenizer
+from mmrender.testing.tiny_model import build_tiny_model
 
 MODELS = (
     "glm4_5v",

@@ -25,7 +25,7 @@ from mmrender.client.collapse import can_collapse, collapse
 from mmrender.client.completions import checked_completion
 from mmrender.client.item_checks import check_data_url, check_patches
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, InputError, PlaceholderError
-from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat, Text
+from mmrender.spans import MultiModalData, PlaceholderRange, Repeat, Text
 
 
 def prompt() -> PromptMaker:

@@ -28,8 +28,8 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.media.item import MultiModalData
 from mmrender.pool import RendererPool
+from mmrender.spans import MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))

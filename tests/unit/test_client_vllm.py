@@ -36,10 +36,10 @@ from mmrender.errors import (
     PlaceholderError,
     SamplingParameterError,
 )
-from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchItem
 from mmrender.renderer import Renderer
+from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
 from vllm_contract import blocks, contract_request, one_image, text_prompt, three_images
 
 GENERATE = f"POST {GENERATE_PATH}"

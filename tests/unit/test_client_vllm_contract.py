@@ -16,8 +16,8 @@ from mmrender.errors import (
     EngineUnsupportedError,
     PromptTooLongError,
 )
-from mmrender.media.item import MultiModalData
 from mmrender.renderer import Renderer
+from mmrender.spans import MultiModalData
 from vllm_contract import (
     ALTERNATIVES,
     GREEDY,

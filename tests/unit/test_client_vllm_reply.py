@@ -9,7 +9,7 @@ import pytest
 from mmrender.client.backend import EngineRequest, Usage
 from mmrender.client.vllm_reply import FailedInEngineError, check_returned_prompt, read_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
-from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 WHERE = "http://server/inference/v1/generate"

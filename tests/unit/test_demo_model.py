@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer
 
-from mmrender.demo.model import ADDED_TOKENS, SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_model, train_tokenizer
 from mmrender.errors import MissingDependencyError, ModelError
+from mmrender.testing.tiny_model import (
+    ADDED_TOKENS,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    build_tiny_model,
+    train_tokenizer,
+)
 
 TRAINED = train_tokenizer()
 WITHOUT_WEIGHTS = {
@@ -50,14 +56,14 @@ def test_without_weights_everything_else_is_the_same(tiny_model: Path, tmp_path:
 
 
 def test_another_process_builds_the_same_tokenizer() -> None:
-    code = "from mmrender.demo.model import train_tokenizer; print(train_tokenizer().to_str())"
+    code = "from mmrender.testing.tiny_model import train_tokenizer; print(train_tokenizer().to_str())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(other) == json.loads(TRAINED.to_str())
 
 
 def test_without_weights_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys; from mmrender.demo.model import build_tiny_model\n"
+        "import pathlib, sys; from mmrender.testing.tiny_model import build_tiny_model\n"
         f"build_tiny_model(pathlib.Path({str(tmp_path / 'model')!r}), weights=False)\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

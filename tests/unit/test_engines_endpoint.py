@@ -13,7 +13,6 @@ import pytest
 
 from engine_cases import PATIENT, setup, turns
 from mmrender.client.backend import EngineResponse, Usage
-from mmrender.demo.model import build_tiny_model
 from mmrender.engines import command
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.endpoint.deltas import DeltaWriter
@@ -32,6 +31,7 @@ from mmrender.errors import (
     PromptTooLongError,
 )
 from mmrender.renderer import Renderer
+from mmrender.testing.tiny_model import build_tiny_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [

@@ -31,7 +31,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     InputError,
 )
-from mmrender.media.item import Repeat
+from mmrender.spans import Repeat
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
 OK = lambda asked: {}  # noqa: E731

@@ -18,7 +18,6 @@ from item_cases import (
     video_item,
 )
 from mmrender.errors import InputError, MediaError
-from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.media.item_expand import expand_into, tensor_specs
 from mmrender.media.item_forms import form_of_kind, register_item_form
 from mmrender.media.item_reference import ReferenceItem
@@ -30,6 +29,7 @@ from mmrender.media.wire import (
     multi_modal_data_from_wire,
     multi_modal_data_to_wire,
 )
+from mmrender.spans import MultiModalData, PlaceholderRange
 
 
 def through_codec(value):

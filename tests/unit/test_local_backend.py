@@ -24,9 +24,9 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.media.item import MultiModalData
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.renderer import Renderer
-from mmrender.tokenizer import Tokenizer
+from mmrender.spans import MultiModalData
 
 torch = pytest.importorskip("torch")
 

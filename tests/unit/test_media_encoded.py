@@ -10,13 +10,13 @@ from PIL import Image
 
 from mmrender.errors import MediaError
 from mmrender.media.encoded import EncodedImage, EncodedImages, encoded_image
-from mmrender.media.item import Repeat
 from mmrender.media.item_reference import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.media.processors.geometry import smart_resize, smart_resize_frames
 from mmrender.media.processors.huggingface import ProcessedItem
 from mmrender.media.processors.patches import PatchItem
 from mmrender.renderer import Renderer
+from mmrender.spans import Repeat
 
 
 def photo(width, height, seed=0, mode="RGB"):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmrender.content import normalize_messages
-from mmrender.media.item import MultiModalData
-from mmrender.memo import RenderMemo, conversation_key, value_key
-from mmrender.rendered import RenderedTokens, TokenSpan
 from mmrender.renderer import Renderer
+from mmrender.rendering.memo import RenderMemo, conversation_key, value_key
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 DATA_URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
 

@@ -5,8 +5,8 @@ import pytest
 from mmrender.errors import InputError
 from mmrender.messages import Message, TextPart, ThinkingPart
 from mmrender.parsing import ParsedResponse, ReasoningFormat, build_parser
+from mmrender.probing.profile import Prober
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.profile import Prober
 from parsing_cases import ADDED, BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
 OPENED = TAIL.replace("assistant\\n'", "assistant\\n<think>\\n'")

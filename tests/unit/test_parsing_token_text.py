@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.token_text import TokenSpeller, TokenText, readable
-from mmrender.tokenizer import Tokenizer
 from parsing_cases import byte_level, sentence_piece
 
 

@@ -17,14 +17,14 @@ import pytest
 from PIL import Image
 
 from mmrender import Renderer, RendererProtocol, is_multimodal
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
 from mmrender.media.cache import MediaCache
 from mmrender.pool import RendererPool
 from mmrender.pool.admission import Admission
 from mmrender.protocols import AsyncRenderer, MultimodalRenderer, TurnRenderer
-from mmrender.rendered import RenderedTokens
 from mmrender.samples import build_training_sample
+from mmrender.testing.tiny_model import build_tiny_model
+from mmrender.tokens.rendered import RenderedTokens
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 MESSAGES = [

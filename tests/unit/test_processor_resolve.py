@@ -14,12 +14,12 @@ from PIL import Image, PngImagePlugin
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError
 from mmrender.media.cache import MediaCache
 from mmrender.media.identity import source_fingerprint
-from mmrender.media.item import MediaItem
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import Prepared
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import ImagePart
+from mmrender.spans import MediaItem
 
 
 @dataclass

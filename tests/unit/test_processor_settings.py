@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from mmrender.errors import MissingDependencyError, ProcessorError
-from mmrender.media.item import Repeat
 from mmrender.media.processors.base import MediaProcessor
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.processors.settings import read_processor_files
+from mmrender.spans import Repeat
 
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessorFast",

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mmrender import profiles
-from mmrender.bridge_proof import Prover
-from mmrender.demo.model import build_tiny_model
-from mmrender.profiles import ProfileCache
+from mmrender.bridge.proof import Prover
+from mmrender.probing import store as profiles
+from mmrender.probing.profile import Prober, TemplateProfile
+from mmrender.probing.store import ProfileCache
 from mmrender.renderer import Renderer
-from mmrender.template.profile import Prober, TemplateProfile
+from mmrender.testing.tiny_model import build_tiny_model
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

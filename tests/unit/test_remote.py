@@ -20,7 +20,6 @@ from mmrender.errors import (
     MediaBlockedError,
     MediaDecodeError,
 )
-from mmrender.media.item import PlaceholderRange
 from mmrender.media.policy import MediaPolicy
 from mmrender.remote import (
     EncodedTextChunk,
@@ -29,6 +28,7 @@ from mmrender.remote import (
     ModelInput,
     VLLMRenderer,
 )
+from mmrender.spans import PlaceholderRange
 
 PAD = 151655
 MODELS = {"data": [{"id": "base"}, {"id": "adapter", "parent": "base"}]}

@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 
 from mmrender import MultiModalData, PlaceholderRange, Renderer
-from mmrender.demo.model import build_tiny_model
 from mmrender.errors import InputError, MediaError, MessageError, PlaceholderError, RenderError
-from mmrender.media.item import MediaItem
 from mmrender.samples import build_training_sample, build_trajectory_step
-from mmrender.token_types import mm_token_type_ids
+from mmrender.spans import MediaItem
+from mmrender.testing.tiny_model import build_tiny_model
+from mmrender.tokens.token_types import mm_token_type_ids
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 TOOLS = [

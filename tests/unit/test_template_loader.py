@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
 
 from mmrender.errors import ModelError, TemplateError, TemplateMissingError
-from mmrender.model_dir import ModelDir
+from mmrender.model.files import ModelDir
 from mmrender.template.loader import choose_template, load_templates, special_tokens
 from small_models import build_engine
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmrender.errors import BatchError, ModelError
-from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.media.processors.patches import PatchItem
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.training import (
     MicroBatch,
     ModelFamily,

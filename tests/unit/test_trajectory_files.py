@@ -11,7 +11,7 @@ from PIL import Image
 import mmcodecs
 from item_cases import patch_item, same_tensors
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import (
     RoutedExperts,
     Trajectory,

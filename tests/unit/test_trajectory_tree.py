@@ -10,8 +10,8 @@ from PIL import Image
 from item_cases import patch_item
 from mmrender.audit import inspect_sample
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.messages import ImagePart, Message, TextPart
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import (
     RoutedExperts,
     Trajectory,

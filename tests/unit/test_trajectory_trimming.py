@@ -5,9 +5,9 @@ import pytest
 
 from item_cases import patch_item
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData, PlaceholderRange
-from mmrender.rendered import RenderedTokens, TokenSpan
-from mmrender.token_types import mm_token_type_ids
+from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
+from mmrender.tokens.token_types import mm_token_type_ids
 from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan, trim_ids, trim_to_length
 
 A, B = patch_item(seed=1), patch_item(seed=2)

@@ -9,8 +9,8 @@ from PIL import Image
 import mmcodecs
 from item_cases import patch_item
 from mmrender.errors import InputError, TrajectoryError
-from mmrender.media.item import MultiModalData, PlaceholderRange
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import (
     RoutedExperts,
     Trajectory,

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 import mmcodecs
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import MultiModalData, PlaceholderRange
+from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import (
     pack_group,
     pack_sidecars,

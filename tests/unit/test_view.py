@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from mmrender.media.item import MultiModalData, PlaceholderRange, Repeat
-from mmrender.rendered import RenderedTokens, TokenSpan
 from mmrender.renderer import Renderer
+from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view.doctor import diagnose, findings_table
 from mmrender.view.terminal import STYLES, legend, message_table, token_strip
 

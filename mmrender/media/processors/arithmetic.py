@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.media.item import TensorDtype
 from mmrender.media.processors.base import ImageBackend
+from mmrender.spans import TensorDtype
 
 STORAGE: dict[TensorDtype, type[np.generic]] = {
     "float32": np.float32,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-from mmrender.media.item import Expansion, MediaItem, Repeat
 from mmrender.media.load import LoadedImage, LoadedVideo
 from mmrender.messages import Modality
+from mmrender.spans import Expansion, MediaItem, Repeat
 
 ImageBackend: TypeAlias = Literal["torch", "pil"]
 IMAGE_BACKENDS: tuple[ImageBackend, ...] = get_args(ImageBackend)

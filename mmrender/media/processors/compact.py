@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.media.item import TensorDtype
 from mmrender.media.processors.arithmetic import STORAGE, PixelArithmetic, cast
+from mmrender.spans import TensorDtype
 
 _NARROWER = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 

@@ -17,7 +17,6 @@ from PIL import Image
 
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.identity import media_identity
-from mmrender.media.item import Expansion, Framework, MediaItem, TensorDtype
 from mmrender.media.load import LoadedImage, LoadedVideo
 from mmrender.media.pixels import rgb_planes
 from mmrender.media.processors.arithmetic import PixelArithmetic
@@ -35,6 +34,7 @@ from mmrender.media.processors.probe import (
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.settings import ProcessorFiles, digest_settings
 from mmrender.messages import Modality
+from mmrender.spans import Expansion, Framework, MediaItem, TensorDtype
 
 _REMEMBERED_SIZES = 4096
 _PROBE_SIZES = ((96, 160), (700, 230))

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import InputError
-from mmrender.media.item import Expansion, Framework, TensorDtype
 from mmrender.media.processors.arithmetic import STORAGE, PixelArithmetic
 from mmrender.messages import Modality
+from mmrender.spans import Expansion, Framework, TensorDtype
 
 _BLOCK_VALUES = 1 << 15
 """Values of one channel per block: 128 KiB as float32."""

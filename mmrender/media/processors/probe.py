@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmrender.errors import ProcessorError
-from mmrender.media.item import Expansion, Repeat, Text
+from mmrender.spans import Expansion, Repeat, Text
 
 _BEFORE, _BETWEEN, _AFTER = "before", "between", "after"
 

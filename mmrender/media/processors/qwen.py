@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from mmrender.errors import ProcessorError
 from mmrender.media.identity import media_identity
-from mmrender.media.item import MediaItem, Repeat
 from mmrender.media.load import LoadedImage, LoadedVideo
 from mmrender.media.pixels import rgb_planes
 from mmrender.media.processors.arithmetic import PixelArithmetic
@@ -24,6 +23,7 @@ from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.resize import resized_planes
 from mmrender.media.processors.settings import ProcessorFiles, digest_settings
 from mmrender.messages import Modality
+from mmrender.spans import MediaItem, Repeat
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

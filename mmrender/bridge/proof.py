@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mmrender.bridge_histories import (
+from mmrender.bridge.histories import (
     History,
     MediaCount,
     Variation,
@@ -19,11 +19,11 @@ from mmrender.bridge_histories import (
     skeleton,
     variations,
 )
-from mmrender.bridge_shape import Reads, text_in
-from mmrender.bridge_tail import NotBridged, NotPrinted, content_end
+from mmrender.bridge.shape import Reads, text_in
+from mmrender.bridge.tail import NotBridged, NotPrinted, content_end
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.template.profile import TemplateProfile
+from mmrender.probing.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
 
 _COMBINATIONS = 40

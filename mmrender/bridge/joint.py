@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from mmrender.bridge_histories import History, skeleton
-from mmrender.bridge_tail import NotBridged, Tail, TailFinder
+from mmrender.bridge.histories import History, skeleton
+from mmrender.bridge.tail import NotBridged, Tail, TailFinder
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.template.profile import TemplateProfile
+from mmrender.probing.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
 
 TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"

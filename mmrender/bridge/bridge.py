@@ -14,23 +14,23 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from mmrender.bridge_histories import History as ProbedHistory
-from mmrender.bridge_histories import MediaCount, skeleton
-from mmrender.bridge_joint import Joint, TokenIds
-from mmrender.bridge_proof import Proof, Prover
-from mmrender.bridge_shape import reads_of, shape_of
-from mmrender.bridge_tail import NotBridged, Tail, TailFinder, rest_of
+from mmrender.bridge.histories import History as ProbedHistory
+from mmrender.bridge.histories import MediaCount, skeleton
+from mmrender.bridge.joint import Joint, TokenIds
+from mmrender.bridge.proof import Proof, Prover
+from mmrender.bridge.shape import reads_of, shape_of
+from mmrender.bridge.tail import NotBridged, Tail, TailFinder, rest_of
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
-from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.messages import Message
-from mmrender.placement import MediaPlace, check_placement, media_places
-from mmrender.profiles import Shelf
-from mmrender.rendered import RenderedTokens, TokenSpan
+from mmrender.probing.profile import TemplateProfile
+from mmrender.probing.store import Shelf
+from mmrender.rendering.placement import MediaPlace, check_placement, media_places
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.ownership import disown_prompt
-from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
-from mmrender.tokens import Layout, TokenWriter
+from mmrender.tokens.encode import Layout, TokenWriter
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 __all__ = ["Bridge", "History", "NotBridged", "Resolve", "TokenIds"]
 
@@ -123,7 +123,7 @@ class Bridge:
         _check_extension(new_messages, depends_on_company)
         prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
-        _check_sidecar(previous, len(prompt))
+        previous.spans(len(prompt), where="previous_multi_modal_data")
         turn = _Turn(prompt, completion, new_messages, previous)
         try:
             tail = self._tail(skeleton(new_messages, self._proved(turn, history)), new_messages)
@@ -253,20 +253,6 @@ def _check_extension(messages: Sequence[Message], depends_on_company: bool) -> N
         raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
     if depends_on_company and media_places(messages):
         raise NotBridged("the processor treats an image differently when more of them follow")
-
-
-def _check_sidecar(previous: MultiModalData, length: int) -> None:
-    """Raise where an item of the sidecar stands beyond the prompt."""
-    outside = previous.first_outside(length)
-    if outside is not None:
-        where, found = outside
-        raise InputError(
-            "the sidecar is not of this prompt",
-            where=f"previous_multi_modal_data.{where}",
-            expected=f"a range within the {length} tokens of previous_prompt_ids",
-            got=f"tokens {found.offset} to {found.offset + found.length}",
-            remedy="Pass the sidecar of the rendering or bridge that made previous_prompt_ids",
-        )
 
 
 def _in_extension(where: str | None) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from mmrender.media.identity import source_fingerprint
-from mmrender.rendered import RenderedTokens
+from mmrender.tokens.rendered import RenderedTokens
 
 _EXACT = (bool, int, type(None))
 _SOURCES = frozenset(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from mmrender.bridge_shape import Reads
+from mmrender.bridge.shape import Reads
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 
 _WORD = "qwertz"

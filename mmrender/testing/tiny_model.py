@@ -135,7 +135,7 @@ def _claim(directory: Path) -> None:
 
 
 def _data(name: str) -> str:
-    return files("mmrender.demo").joinpath("data", name).read_text(encoding="utf-8")
+    return files("mmrender.testing").joinpath("data", name).read_text(encoding="utf-8")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

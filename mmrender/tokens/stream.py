@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mmrender.errors import PlaceholderError
-from mmrender.media.item import Expansion, PlaceholderRange, Repeat, Text
 from mmrender.messages import Modality
-from mmrender.rendered import TokenKind, TokenSpan
+from mmrender.model.tokenizer import Match, Tokenizer
+from mmrender.spans import Expansion, PlaceholderRange, Repeat, Text
 from mmrender.template.traced import TracedStr, plain
-from mmrender.tokenizer import Match, Tokenizer
+from mmrender.tokens.rendered import TokenKind, TokenSpan
 
 
 class Cut(NamedTuple):

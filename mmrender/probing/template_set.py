@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from mmrender.per_template import PerTemplate
-from mmrender.profiles import ProfileCache, Shelf, open_shelf
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.probing.per_template import PerTemplate
+from mmrender.probing.profile import Prober, TemplateProfile
+from mmrender.probing.store import ProfileCache, Shelf, open_shelf
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import choose_template
-from mmrender.template.profile import Prober, TemplateProfile
-from mmrender.tokenizer import Tokenizer
 
 
 class TemplateSet:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mmrender.errors import PlaceholderError
 from mmrender.messages import ImagePart, Message, Modality, VideoPart
-from mmrender.tokens import Placeholder
+from mmrender.tokens.encode import Placeholder
 
 
 class MediaPlace(NamedTuple):

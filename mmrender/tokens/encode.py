@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from mmrender.errors import SpecialTokenError, TokenizerError
-from mmrender.media.item import Expansion, MediaItem, Repeat
 from mmrender.messages import Modality, Role
+from mmrender.model.tokenizer import Match, Tokenizer
+from mmrender.spans import Expansion, MediaItem, Repeat
 from mmrender.template.origin import Origin, Span
 from mmrender.template.traced import TracedStr, plain
-from mmrender.token_stream import Encoded, TokenStream
-from mmrender.tokenizer import Match, Tokenizer
+from mmrender.tokens.stream import Encoded, TokenStream
 
 SpecialTokenRule: TypeAlias = Literal["text", "parse", "error"]
 """What a special token in content is: text, syntax, or an error."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.media.item import MultiModalData
 from mmrender.messages import Role
+from mmrender.spans import MultiModalData
 from mmrender.template.origin import Kind
 
 TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrender.errors import ProcessorError, TemplateError, TemplateRefusedError, TemplateRuntimeError
-from mmrender.media.item import MediaItem, MultiModalData
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Message
-from mmrender.placement import MediaPlace, check_placement, media_places
-from mmrender.rendered import RenderedTokens
-from mmrender.sampled import assistant_turns, mark_sampled, prompted_turns, turns_by_rendering
+from mmrender.probing.profile import TemplateProfile
+from mmrender.rendering.placement import MediaPlace, check_placement, media_places
+from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.ownership import disown_prompt
-from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
-from mmrender.tokens import Layout, TokenWriter
+from mmrender.tokens.encode import Layout, TokenWriter
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.tokens.sampled import assistant_turns, mark_sampled, prompted_turns, turns_by_rendering
 
 
 @dataclass(frozen=True, slots=True)

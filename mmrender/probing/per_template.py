@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
-from mmrender.memo import value_key
+from mmrender.rendering.memo import value_key
 from mmrender.template.chat import ChatTemplate
 
 Built = TypeVar("Built")

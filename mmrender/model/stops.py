@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mmrender.model_dir import ModelDir
-from mmrender.tokenizer import Tokenizer
+from mmrender.model.files import ModelDir
+from mmrender.model.tokenizer import Tokenizer
 
 
 def stop_token_ids(model: ModelDir, tokenizer: Tokenizer) -> list[int]:

@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Engine
 
 from mmrender.errors import TokenizerError
-from mmrender.model_dir import ModelDir
+from mmrender.model.files import ModelDir
 
 
 class Run(NamedTuple):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.rendered import TokenSpan
 from mmrender.template.origin import Span
 from mmrender.template.traced import TracedStr, plain
-from mmrender.token_stream import Encoded
+from mmrender.tokens.rendered import TokenSpan
+from mmrender.tokens.stream import Encoded
 
 
 class Turn(NamedTuple):

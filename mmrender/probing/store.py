@@ -19,16 +19,16 @@ import msgspec
 from blake3 import blake3
 
 from mmrender._version import __version__
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.template.chat import ChatTemplate
-from mmrender.tokenizer import Tokenizer
 
-_log = logging.getLogger("mmrender.profiles")
+_log = logging.getLogger("mmrender.probing.store")
 
 Value = TypeVar("Value")
 
 ENVIRONMENT = "MMRENDER_CACHE"
 _OFF = ("", "0", "off", "no", "none")
-_CODE = ("template/*.py", "bridge*.py", "template_set.py", "tokens.py", "tokenizer.py")
+_CODE = ("template/*.py", "bridge/*.py", "probing/*.py", "tokens/*.py", "model/tokenizer.py")
 
 
 class ProfileCache:
@@ -138,7 +138,7 @@ def open_shelf(
 def _code_digest() -> str:
     """Digest of the code that finds out, since a version number alone does not move with every change."""
     digest = blake3(__version__.encode())
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     for pattern in _CODE:
         for file in sorted(root.glob(pattern)):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -1,16 +1,18 @@
-"""Media items and the sidecar that carries them beside the tokens.
+"""Which media item lies where in the tokens: placeholder ranges, items, and the sidecar that carries both.
 
-An item is decoded and processed once and then shared: across turns, steps, branches and the rollouts of a
-group. It holds its tensors in the smallest exact form and expands them when asked.
+`MultiModalData` is the sidecar. `MultiModalData.spans` is the only validator of a sidecar against its tokens;
+it gives `MediaSpan` objects in prompt order. An item is decoded and processed once and then shared: across
+turns, steps, branches and the rollouts of a group.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from mmrender.errors import PlaceholderError
 from mmrender.messages import Modality
 
 TensorDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -121,6 +123,37 @@ class MediaItem(Protocol):
         ...
 
 
+class MediaSpan(NamedTuple):
+    """One media item and the tokens `[start, stop)` that stand for it.
+
+    Attributes:
+        modality: `"image"` or `"video"`.
+        position: Index among the items of its modality.
+        range: Its placeholder range.
+        item: The item.
+    """
+
+    modality: str
+    position: int
+    range: PlaceholderRange
+    item: MediaItem
+
+    @property
+    def start(self) -> int:
+        """Index of the first token."""
+        return self.range.offset
+
+    @property
+    def stop(self) -> int:
+        """Index after the last token."""
+        return self.range.offset + self.range.length
+
+    @property
+    def where(self) -> str:
+        """Path of the range within its sidecar, for errors."""
+        return f"mm_placeholders[{self.modality!r}][{self.position}]"
+
+
 @dataclass(frozen=True, slots=True)
 class MultiModalData:
     """The sidecar of a rendered prompt: hashes, placeholder ranges and items by modality, in prompt order.
@@ -164,13 +197,67 @@ class MultiModalData:
             _joined(self.mm_items, later.mm_items),
         )
 
-    def first_outside(self, length: int) -> tuple[str, PlaceholderRange] | None:
-        """Return path and range of the first placeholder outside a prompt of `length` tokens, or None."""
-        for modality, ranges in self.mm_placeholders.items():
-            for index, found in enumerate(ranges):
-                if not 0 <= found.offset <= found.offset + found.length <= length:
-                    return f"mm_placeholders[{modality!r}][{index}]", found
-        return None
+    def spans(self, length: int | None = None, *, where: str = "multi_modal_data") -> list[MediaSpan]:
+        """Return every item with its range, in prompt order, checked against each other.
+
+        Args:
+            length: Number of tokens of the sequence; None leaves the end unchecked.
+            where: Path of this sidecar in errors.
+
+        Raises:
+            PlaceholderError: Hashes, ranges and items differ in number; a hash is not its item's; ranges
+                overlap, are out of order or leave the sequence; or a range is not as long as its item.
+        """
+        found = [span for modality in self._modalities() for span in self._spans_of(modality, where)]
+        found.sort(key=lambda span: span.start)
+        stop = 0
+        for span in found:
+            if not stop <= span.start < span.stop or (length is not None and span.stop > length):
+                bound = "the end" if length is None else length
+                raise PlaceholderError(
+                    "a placeholder range overlaps another or leaves the sequence",
+                    where=f"{where}.{span.where}",
+                    expected=f"one or more tokens within [{stop}, {bound})",
+                    got=f"[{span.start}, {span.stop})",
+                    remedy="Cut or shift the sidecar together with the tokens",
+                )
+            _check_embeds(span, where)
+            stop = span.stop
+        return found
+
+    def _modalities(self) -> Iterable[str]:
+        return dict.fromkeys([*self.mm_hashes, *self.mm_placeholders, *self.mm_items])
+
+    def _spans_of(self, modality: str, where: str) -> Iterable[MediaSpan]:
+        hashes = self.mm_hashes.get(modality, ())
+        ranges = self.mm_placeholders.get(modality, ())
+        items = self.mm_items.get(modality, ())
+        if not len(hashes) == len(ranges) == len(items):
+            raise PlaceholderError(
+                "hashes, placeholders and items must be equally many",
+                where=f"{where}.{modality}",
+                got=f"{len(hashes)} hashes, {len(ranges)} placeholders, {len(items)} items",
+            )
+        last = -1
+        for index, (digest, placeholder, item) in enumerate(zip(hashes, ranges, items, strict=True)):
+            span = MediaSpan(modality, index, placeholder, item)
+            if placeholder.offset < last:
+                raise PlaceholderError(
+                    "placeholder ranges are out of order",
+                    where=f"{where}.{span.where}",
+                    expected=f"an offset of {last} or more",
+                    got=str(placeholder.offset),
+                )
+            if item.identity != digest:
+                raise PlaceholderError(
+                    "the hash is not the item's",
+                    where=f"{where}.mm_hashes[{modality!r}][{index}]",
+                    expected=item.identity,
+                    got=repr(digest),
+                    remedy="A server that knows the hash would take its own pixels in place of these",
+                )
+            last = placeholder.offset
+            yield span
 
     @property
     def nbytes(self) -> int:
@@ -182,3 +269,35 @@ class MultiModalData:
 
 def _joined(first: Mapping[str, Sequence[Any]], second: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     return {key: [*first.get(key, ()), *second.get(key, ())] for key in {**first, **second}}
+
+
+def _check_embeds(span: MediaSpan, where: str) -> None:
+    """Require that the runs of features lie in order inside the range and are as long as the item says."""
+    last = 0
+    for start, stop in span.range.embed_spans or ():
+        if not last <= start < stop <= span.range.length:
+            raise PlaceholderError(
+                "the runs of features within a range are out of order",
+                where=f"{where}.{span.where}.embed_spans",
+                expected=f"rising runs within [0, {span.range.length})",
+                got=str(span.range.embed_spans),
+            )
+        last = stop
+    repeats = (piece for piece in span.item.expansion if isinstance(piece, Repeat) and piece.embeds)
+    expected = sum(piece.count for piece in repeats)
+    if span.range.num_embeds != expected:
+        raise PlaceholderError(
+            "a placeholder range is not as long as its item",
+            where=f"{where}.{span.where}",
+            expected=f"{expected} tokens that stand for features",
+            got=str(span.range.num_embeds),
+            remedy="Renderer, sampler and trainer must process images with the same settings",
+        )
+
+
+def common_prefix(first: npt.ArrayLike, second: npt.ArrayLike) -> int:
+    """Return the number of leading entries that two one-dimensional sequences share."""
+    one, two = np.asarray(first), np.asarray(second)
+    count = min(len(one), len(two))
+    differs = one[:count] != two[:count]
+    return int(differs.argmax()) if differs.any() else count

@@ -5,11 +5,11 @@ Everything is read from provenance: which message each character belongs to, and
 
 from dataclasses import dataclass
 
+from mmrender.model.tokenizer import Match
+from mmrender.probing.profile import TemplateProfile
 from mmrender.template.origin import Origin, Span
-from mmrender.template.profile import TemplateProfile
 from mmrender.template.traced import TracedStr
-from mmrender.tokenizer import Match
-from mmrender.tokens import Layout, Placeholder, TokenWriter
+from mmrender.tokens.encode import Layout, Placeholder, TokenWriter
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error

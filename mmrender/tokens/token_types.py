@@ -10,8 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import PlaceholderError
-from mmrender.media.item import MultiModalData
+from mmrender.spans import MultiModalData
 
 TEXT_TYPE: Final = 0
 TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
@@ -33,19 +32,7 @@ def mm_token_type_ids(
     Raises:
         PlaceholderError: A range does not lie inside the prompt.
     """
-    outside = sidecar.first_outside(length)
-    if outside is not None:
-        where, found = outside
-        raise PlaceholderError(
-            "a placeholder range does not lie inside the prompt",
-            where=where,
-            expected=f"tokens within [0, {length})",
-            got=f"[{found.offset}, {found.offset + found.length})",
-            remedy="Trim the sidecar together with the tokens",
-        )
     types = np.full(length, TEXT_TYPE, dtype)
-    for modality, ranges in sidecar.mm_placeholders.items():
-        for placeholder in ranges:
-            start, stop = placeholder.offset, placeholder.offset + placeholder.length
-            types[start:stop][placeholder.is_embed] = TOKEN_TYPES[modality]
+    for span in sidecar.spans(length):
+        types[span.start : span.stop][span.range.is_embed] = TOKEN_TYPES[span.modality]
     return types

@@ -8,13 +8,13 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
-from mmrender.model_dir import ModelDir
-from mmrender.profiles import ProfileCache
-from mmrender.stops import stop_token_ids
+from mmrender.model.files import ModelDir
+from mmrender.model.stops import stop_token_ids
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.probing.store import ProfileCache
+from mmrender.probing.template_set import TemplateSet
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import load_templates, special_tokens
-from mmrender.template_set import TemplateSet
-from mmrender.tokenizer import Tokenizer
 
 
 def load_template_set(
@@ -34,7 +34,7 @@ def load_template_set(
         chat_template: Jinja text, or the name of one of the model's templates.
         limits: What one run may spend.
         clock: What `strftime_now` reads.
-        profile_cache: Whether what probes find out is kept on disk; see `mmrender.profiles`.
+        profile_cache: Whether what probes find out is kept on disk; see `mmrender.probing.store`.
 
     Raises:
         TemplateError: There is no template to use, or one does not compile.

@@ -1,0 +1,1 @@
+"""Appending new messages to what was sampled, without re-tokenizing it."""

@@ -1,0 +1,1 @@
+"""A model directory: its files and its tokenizer."""

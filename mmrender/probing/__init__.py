@@ -1,0 +1,1 @@
+"""What is found out about a chat template by rendering with it."""

@@ -1,0 +1,1 @@
+"""One rendering: template, tokens and media put together, and remembered."""

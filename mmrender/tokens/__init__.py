@@ -1,0 +1,1 @@
+"""From traced text to token ids, their owners, and what was sampled."""
