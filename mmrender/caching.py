@@ -1,7 +1,7 @@
 """The one bounded cache, and the one single-flight.
 
-`LRUCache` drops the least recently used entries beyond a bound and computes an entry once, however many threads
-ask for it. `AsyncSingleFlight` does the latter for coroutines of one or several event loops.
+`LRUCache` drops the least recently used entries beyond a bound, and computes an entry once however many
+threads ask for it. `AsyncSingleFlight` does the latter for coroutines of one or several event loops.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-TARGET = Path(__file__).resolve().parent.parent / "mmrender" / "demo" / "data" / "chart.png"
+TARGET = Path(__file__).resolve().parent.parent / "mmrender" / "testing" / "data" / "chart.png"
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 TONS = (96, 88, 131, 167, 212, 259, 284, 251, 198, 154, 117, 103)
 TOP_OF_AXIS = 300
