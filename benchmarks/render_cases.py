@@ -42,7 +42,7 @@ def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
 def make_conversation(case: Case) -> tuple[list[dict[str, Any]], list[Image.Image]]:
     """Return messages that hold decoded pictures, and the pictures."""
     source = random.Random(case.turns)
-    words = files("mmrender.demo").joinpath("data", "corpus.txt").read_text("utf-8").split()
+    words = files("mmrender.testing").joinpath("data", "corpus.txt").read_text("utf-8").split()
     images = [make_image(1024, 1024, seed) for seed in range(case.images)]
     messages: list[dict[str, Any]] = []
     for turn in range(case.turns):

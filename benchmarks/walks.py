@@ -1,4 +1,4 @@
-"""Five operations for a profiler: each `walk_*` prepares one, end to end, and returns the callable to measure.
+"""Five operations to profile: each `walk_*` prepares one, end to end, and returns the callable to measure.
 
 Everything is real: the tiny model, an HTTP stub on 127.0.0.1 with vLLM's generate route, a Unix socket.
 """

@@ -133,7 +133,7 @@ def _trained() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=800, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    corpus = files("mmrender.demo").joinpath("data", "corpus.txt").read_text(encoding="utf-8")
+    corpus = files("mmrender.testing").joinpath("data", "corpus.txt").read_text(encoding="utf-8")
     # Letters of the markup too, so that merges across what is a token and what is text can happen.
     engine.train_from_iterator(
         [corpus, "<|im_end|> <think> user\nassistant\nsystem\n</s> [INST] <image>\n" * 20], trainer
