@@ -1,18 +1,18 @@
-"""The public face: every name is there, is typed where it is looked up, and costs nothing before its use."""
+"""The public face: every name is there, the total stays small, and `import mmrender` costs nothing."""
 
-import ast
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 import mmrender
 
 PACKAGES = [
+    "mmcodecs",
     "mmrender",
-    *[f"mmrender.{name}" for name in ("client", "engines", "rollout", "shipping", "training")],
+    *[f"mmrender.{name}" for name in ("audit", "client", "content", "engines", "parsing")],
+    *[f"mmrender.{name}" for name in ("remote", "rollout", "shipping", "training", "trajectory")],
 ]
 
 
@@ -24,18 +24,13 @@ def test_every_public_name_resolves(package):
         assert name in dir(module)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_types_and_run_time_find_the_same_names_in_the_same_modules(package):
-    module = import_module(package)
-    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
-    guard = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {alias.name: node.module for node in guard.body for alias in node.names}
-    assert typed == {name: f"{package}.{home}" for name, home in module._HOMES.items()}
-    assert set(typed) == {*module.__all__} - {"__version__"}
+def test_the_public_face_is_small():
+    names = {(package, name) for package in PACKAGES for name in import_module(package).__all__}
+    assert len(names) <= 130
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=r"^module 'mmrender' has no attribute 'Rendrer'$"):
+    with pytest.raises(AttributeError, match="Rendrer"):
         mmrender.Rendrer  # noqa: B018
 
 
