@@ -29,12 +29,12 @@ from .protocols import RendererProtocol as RendererProtocol
 from .protocols import is_multimodal as is_multimodal
 from .renderer import Renderer as Renderer
 from .rollout.renderer_client import RendererClient as RendererClient
-from .samples.build import build_training_sample as build_training_sample
 from .spans import MediaItem as MediaItem
 from .spans import MediaSpan as MediaSpan
 from .spans import MultiModalData as MultiModalData
 from .spans import PlaceholderRange as PlaceholderRange
 from .tokens.rendered import RenderedTokens as RenderedTokens
 from .tokens.rendered import TokenSpan as TokenSpan
+from .training.samples import build_training_sample as build_training_sample
 from .trajectory.sample import TrainingSample as TrainingSample
 from .trajectory.tree import Trajectory as Trajectory

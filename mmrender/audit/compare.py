@@ -117,6 +117,13 @@ def compare(sample: TrainingSample, trainer_logprobs: Float32Array) -> Compariso
             expected=f"shape ({len(sample)},)",
             got=str(trainer_logprobs.shape),
         )
+    if sample.logprobs is None:
+        raise TrajectoryError(
+            "the sample has no log-probabilities to compare with",
+            where=f"{sample.sample_id or 'sample'}.logprobs",
+            expected="what the sampler reported",
+            got="None",
+        )
     positions = np.flatnonzero(sample.loss_mask).astype(np.int32)
     return Comparison(
         sample, positions, sample.logprobs[positions], trainer_logprobs[positions].astype(np.float32)

@@ -112,6 +112,8 @@ def _near_range(sample: TrainingSample, stray: npt.NDArray[np.intp]) -> bool:
 
 def _masks(sample: TrainingSample) -> Iterator[Finding]:
     logprobs, mask = sample.logprobs, sample.loss_mask
+    if logprobs is None:
+        return
     bad = np.flatnonzero(mask & ~((logprobs <= 0) & np.isfinite(logprobs)))
     if len(bad):
         yield Finding(

@@ -164,7 +164,7 @@ class LocalModel:
         media = {name: torch.cat(tensors).to(self.model.device) for name, tensors in joined.items()}
         # Gemma 3 calls them otherwise, and lets the tokens of an image see one another.
         for name in {"mm_token_type_ids", "token_type_ids"} & self._arguments:
-            types = torch.from_numpy(mm_token_type_ids(sidecar, length))
+            types = torch.from_numpy(mm_token_type_ids(sidecar.spans(length), length))
             media[name] = types[None].to(self.model.device)
         unknown = sorted(media.keys() - self._arguments)
         if unknown:

@@ -13,7 +13,7 @@ def trajectory_digest(trajectory: Trajectory) -> str:
     for sample in trajectory.samples(once=False):
         digest.update(sample.token_ids.tobytes())
         digest.update(sample.loss_mask.tobytes())
-        digest.update(sample.logprobs.tobytes())
+        digest.update(sample.logprobs.tobytes() if sample.logprobs is not None else b"")
         digest.update(sample.rewards.tobytes() if sample.rewards is not None else b"")
         for modality, ranges in sorted(sample.multi_modal_data.mm_placeholders.items()):
             digest.update(repr((modality, list(ranges))).encode())

@@ -136,4 +136,7 @@ def joined_tensors(sidecar: MultiModalData, length: int) -> dict[str, Any]:
     items = sidecar.mm_items.get("image", ())
     tensors = [item.tensors("float32", framework="torch") for item in items]
     joined = {key: torch.cat([entry[key] for entry in tensors]) for key in tensors[0]} if tensors else {}
-    return {**joined, "mm_token_type_ids": torch.from_numpy(mm_token_type_ids(sidecar, length))[None]}
+    return {
+        **joined,
+        "mm_token_type_ids": torch.from_numpy(mm_token_type_ids(sidecar.spans(length), length))[None],
+    }

@@ -109,7 +109,7 @@ def _row(
         rewards=earned[start:].tolist(),
         loss_mask=mask[start:].tolist(),
         stop_reason=stop_reason(trajectory),
-        logprobs=sample.logprobs[start:].tolist(),
+        logprobs=[] if sample.logprobs is None else sample.logprobs[start:].tolist(),
         trajectory_id=trajectory_id,
         # Positions without a row would shift all that follow, so a part is none.
         expert_indices=experts.data if experts is not None and experts.start == 0 else None,

@@ -4,13 +4,13 @@ They follow from placeholder ranges alone. A pad token that the model sampled ha
 and stands for nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.spans import MultiModalData
+from mmrender.spans import MediaSpan
 
 TEXT_TYPE: Final = 0
 TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
@@ -18,21 +18,18 @@ TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
 
 
 def mm_token_type_ids(
-    sidecar: MultiModalData, length: int, dtype: npt.DTypeLike = np.int64
+    spans: Iterable[MediaSpan], length: int, dtype: npt.DTypeLike = np.int64
 ) -> npt.NDArray[np.integer]:
     """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video.
 
     Rows, columns and separators that a processor writes around an image's features are text.
 
     Args:
-        sidecar: The prompt's media; ranges count from its first token.
+        spans: The prompt's media, as `MultiModalData.spans(length)` gives them.
         length: Number of tokens.
         dtype: int64 is what processors give; int8 does for storing.
-
-    Raises:
-        PlaceholderError: A range does not lie inside the prompt.
     """
     types = np.full(length, TEXT_TYPE, dtype)
-    for span in sidecar.spans(length):
+    for span in spans:
         types[span.start : span.stop][span.range.is_embed] = TOKEN_TYPES[span.modality]
     return types

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.tokens.token_types import mm_token_type_ids
 from mmrender.training.batch import Segment
 from mmrender.training.families import ModelFamily
 from mmrender.trajectory.engine_data import RoutedExperts
@@ -80,7 +79,7 @@ def check_feature_tokens(sample: TrainingSample, name: str, family: ModelFamily)
     feature_ids = family.feature_token_ids
     if not feature_ids:
         return
-    types = mm_token_type_ids(sample.multi_modal_data, len(sample), np.int8)
+    types = sample.mm_token_type_ids
     stray = np.flatnonzero(np.isin(sample.token_ids, list(feature_ids.values())) & (types == 0))
     if len(stray):
         place = int(stray[0])

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.tokens.token_types import mm_token_type_ids
 from mmrender.training._torch import torch
 from mmrender.training.aligned import check_samples, placed_experts
 from mmrender.training.batch import PaddingSide, Rows, Segment, TrainingBatch
@@ -187,7 +186,7 @@ def _arrays(layout: _Layout, pad_token_id: int, first: TrainingSample | None) ->
         place = slice(span.start, span.stop)
         out["input_ids"][row, place] = sample.token_ids
         out["attention_mask"][row, place] = True
-        out["token_types"][row, place] = mm_token_type_ids(sample.multi_modal_data, len(sample), np.int8)
+        out["token_types"][row, place] = sample.mm_token_type_ids
         for name in ("loss_mask", "logprobs", *given):
             out[name][row, place] = getattr(sample, name)
     for row, spans in enumerate(layout.segments):

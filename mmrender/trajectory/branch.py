@@ -1,7 +1,7 @@
 """Branches: sequences from the root to a last step, and the training samples made of them and of steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,8 @@ def step_sample(step: Step, trajectory_id: str = "", *, require_logprobs: bool =
     """
     mask = np.zeros(len(step), np.bool_)
     mask[step.prompt_length :] = True
-    return _sample(step, step.parts(), mask, f"{trajectory_id}/step-{step.index}", require_logprobs)
+    sample = _sample(step, step.parts(), mask, f"{trajectory_id}/step-{step.index}", require_logprobs)
+    return replace(sample, prompt_length=step.prompt_length)
 
 
 def _sample(

@@ -1,33 +1,58 @@
-"""`TrainingSample`: one sequence as a trainer reads it, with everything aligned to its tokens."""
+"""`TrainingSample`: one token sequence as a trainer reads it, with everything that is aligned to its tokens.
+
+Recorded conversations (`mmrender.training.build_training_sample`) and rollouts (`Trajectory.samples`) give
+the same class, and `mmrender.training.collate` takes both. To add a field: declare it here, where `ALIGNED`
+checks arrays of one value a token; fill it in `mmrender.trajectory.branch`; place it in
+`mmrender.training.collate`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData
+from mmrender.spans import MediaSpan, MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.tokens.token_types import mm_token_type_ids
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
+IGNORE_INDEX: Final = -100
+"""The label that PyTorch's cross entropy leaves out."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+ALIGNED: Final[Mapping[str, Any]] = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "rewards": np.float32,
+    "advantages": np.float32,
+}
+"""Fields with one value a token, and their dtypes."""
+
+
+@dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One branch, or one step, of a trajectory as a sequence to train on.
+    """One sequence to train on: a recorded conversation, or a branch or step of a trajectory.
 
     Attributes:
-        token_ids: Prompt and everything that followed; int32 of shape `(n,)`.
-        loss_mask: Which tokens to train on, as a rule those that the model sampled; bool of shape `(n,)`.
-        logprobs: What the sampler said of each token that the loss mask marks, 0.0 elsewhere; float32 of
-            shape `(n,)`.
+        token_ids: The whole sequence, placeholders widened; int32 of shape `(n,)`.
+        loss_mask: Which tokens to train on; bool of shape `(n,)`.
+        logprobs: The sampler's log-probability of each token in the loss mask, 0.0 elsewhere; float32 of
+            shape `(n,)`, or None where nothing was sampled.
         multi_modal_data: Items and placeholder ranges within `token_ids`.
-        rewards: A value for each token; float32 of shape `(n,)`, or None where none were given.
+        rewards: A value for each token; float32 of shape `(n,)`, or None.
         advantages: As `rewards`.
         routed_experts: Router choices of the tokens from `routed_experts.start` on, or None.
-        weight_versions: Spans over `token_ids` that say which weights sampled them.
-        sample_id: Names the trajectory and branch, for messages and for keeping order.
-        extra: What a consumer wants to keep beside it.
+        weight_versions: Spans over `token_ids` with the weights that sampled them.
+        prompt_length: Number of tokens before the completion, for a sample of one step; None for others.
+        rewritten: Assistant messages of a recorded conversation that the template writes differently than a
+            model would have; see `OnRewritten`.
+        rendered: The same tokens with their attribution, for a recorded conversation.
+        sample_id: Names the sample in errors and keeps its place in a batch.
+        extra: Further data of the caller's, carried into the batch's metadata.
 
     Raises:
         TrajectoryError: An array is not aligned to the tokens.
@@ -35,18 +60,21 @@ class TrainingSample:
 
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
-    logprobs: npt.NDArray[np.float32]
+    logprobs: npt.NDArray[np.float32] | None = None
     multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
     rewards: npt.NDArray[np.float32] | None = None
     advantages: npt.NDArray[np.float32] | None = None
     routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
+    prompt_length: int | None = None
+    rewritten: tuple[int, ...] = ()
+    rendered: RenderedTokens | None = None
     sample_id: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = (len(self.token_ids),)
-        for name, dtype in _ALIGNED.items():
+        for name, dtype in ALIGNED.items():
             array = getattr(self, name)
             if array is not None and (array.shape != shape or array.dtype != dtype):
                 raise TrajectoryError(
@@ -59,11 +87,24 @@ class TrainingSample:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @cached_property
+    def media_spans(self) -> list[MediaSpan]:
+        """The media items with their tokens, in prompt order.
 
-_ALIGNED: Mapping[str, Any] = {
-    "token_ids": np.int32,
-    "loss_mask": np.bool_,
-    "logprobs": np.float32,
-    "rewards": np.float32,
-    "advantages": np.float32,
-}
+        Raises:
+            PlaceholderError: The sidecar does not fit the tokens; `where` is relative to the sample.
+        """
+        return self.multi_modal_data.spans(len(self))
+
+    @cached_property
+    def mm_token_type_ids(self) -> npt.NDArray[np.integer]:
+        """0 for text, 1 for an image's features, 2 for a video's; int64 of shape `(n,)`.
+
+        Raises:
+            PlaceholderError: As `media_spans`.
+        """
+        return mm_token_type_ids(self.media_spans, len(self))
+
+    def labels(self, ignore_index: int = IGNORE_INDEX) -> npt.NDArray[np.int64]:
+        """Return token ids where trained on, else `ignore_index`; int64 of shape `(n,)`, not shifted."""
+        return np.where(self.loss_mask, self.token_ids.astype(np.int64), ignore_index)

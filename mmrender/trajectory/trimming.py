@@ -92,12 +92,14 @@ def _trim_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -
         sample,
         token_ids=sample.token_ids[:length],
         loss_mask=sample.loss_mask[:length],
-        logprobs=sample.logprobs[:length],
+        logprobs=_cut(sample.logprobs, length),
         multi_modal_data=sidecar,
         rewards=_moved_rewards(sample, length),
         advantages=_cut(sample.advantages, length),
         routed_experts=experts,
         weight_versions=tuple(versions),
+        prompt_length=None if sample.prompt_length is None else min(sample.prompt_length, length),
+        rendered=None,
     )
 
 

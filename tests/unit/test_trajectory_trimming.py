@@ -27,7 +27,7 @@ def test_ids_are_cut_at_whole_images(limit, length, items):
     ids, sidecar = trim_ids(IDS, SIDECAR, limit)
     assert ids == IDS[:length]
     assert shown(sidecar) == items
-    assert (mm_token_type_ids(sidecar, length) == 1).tolist() == [token == 9 for token in ids]
+    assert (mm_token_type_ids(sidecar.spans(length), length) == 1).tolist() == [token == 9 for token in ids]
 
 
 def test_what_fits_is_returned_as_it_is():

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from mmrender import Renderer
 from mmrender.errors import PlaceholderError, TemplateError
-from mmrender.samples import build_training_sample, build_trajectory_step
-from mmrender.samples.build import TrainingSample
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.tokens.rendered import CONTENT_KINDS
+from mmrender.training import build_step_sample, build_training_sample
+from mmrender.trajectory.sample import TrainingSample
 
 MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen2_5_vl", "glm4_5v")
 PICTURES = sample_images(random.Random(7), 3, largest=120)
@@ -63,7 +63,7 @@ def test_the_mask_is_the_whole_less_the_prompt(renderer: Renderer, seed: int) ->
         if message["role"] != "assistant" or index in sample.rewritten:
             continue
         prompt = renderer.render_ids(messages[:index], add_generation_prompt=True, **options)
-        if sample.token_ids[: len(prompt)] != prompt:
+        if sample.token_ids[: len(prompt)].tolist() != prompt:
             # The template changes what came before this turn, so its place is not known by this way.
             judged[owners(sample) == index] = False
             continue
@@ -88,7 +88,7 @@ def test_selection_narrows_by_owner(renderer: Renderer, seed: int, data: st.Data
     whole = build_training_sample(renderer, messages, **options)
     chosen = data.draw(st.sets(st.integers(0, len(messages) - 1)))
     part = build_training_sample(renderer, messages, select=chosen, **options)
-    assert part.token_ids == whole.token_ids
+    np.testing.assert_array_equal(part.token_ids, whole.token_ids)
     rest = build_training_sample(renderer, messages, select=set(range(len(messages))) - chosen, **options)
     np.testing.assert_array_equal(part.loss_mask | rest.loss_mask, whole.loss_mask)
     assert not (part.loss_mask & rest.loss_mask).any()
@@ -113,10 +113,9 @@ def test_a_step_joins_to_the_sample(renderer: Renderer, seed: int) -> None:
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     options["on_rewritten"] = "skip"
     for first in turns[-2:]:
-        step = build_trajectory_step(renderer, messages[:first], messages[first:], **options)
+        step = build_step_sample(renderer, messages[:first], messages[first:], **options)
         sample = build_training_sample(renderer, messages, select=range(first, len(messages)), **options)
-        assert step.prompt_ids + step.completion_ids == sample.token_ids
-        joined = np.concatenate((step.prompt_mask, step.completion_mask))
-        np.testing.assert_array_equal(joined, sample.loss_mask)
+        np.testing.assert_array_equal(step.token_ids, sample.token_ids)
+        np.testing.assert_array_equal(step.loss_mask, sample.loss_mask)
         assert step.rewritten == sample.rewritten
-        assert not step.prompt_mask.any()
+        assert not step.loss_mask[: step.prompt_length].any()

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender import MultiModalData, PlaceholderRange, Renderer
-from mmrender.errors import InputError, MediaError, MessageError, PlaceholderError, RenderError
-from mmrender.samples import build_training_sample, build_trajectory_step
+from mmrender import Renderer
+from mmrender.errors import InputError, MediaError, MessageError, RenderError
 from mmrender.spans import MediaItem
 from mmrender.testing.tiny_model import build_tiny_model
-from mmrender.tokens.token_types import mm_token_type_ids
+from mmrender.training import build_step_sample, build_training_sample
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 TOOLS = [
@@ -90,7 +89,7 @@ CONVERSATION = [
 
 def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Renderer) -> None:
     sample = build_training_sample(renderer, CONVERSATION, tools=TOOLS)
-    assert sample.token_ids == renderer.render_ids(CONVERSATION, tools=TOOLS)
+    assert sample.token_ids.tolist() == renderer.render_ids(CONVERSATION, tools=TOOLS)
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [
         f"Zooming.\n{CALL_TEXT}<|im_end|>",
         "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
@@ -109,7 +108,7 @@ def test_labels(renderer: Renderer) -> None:
     sample = build_training_sample(renderer, CONVERSATION)
     labels = sample.labels()
     assert labels.dtype == np.int64
-    assert labels[sample.loss_mask].tolist() == np.array(sample.token_ids)[sample.loss_mask].tolist()
+    assert labels[sample.loss_mask].tolist() == sample.token_ids[sample.loss_mask].tolist()
     assert set(labels[~sample.loss_mask].tolist()) == {-100}
     assert set(sample.labels(-1)[~sample.loss_mask].tolist()) == {-1}
 
@@ -122,26 +121,6 @@ def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
     assert types.dtype == np.int64
     assert types.sum() == placeholder.length > 0
     assert types[placeholder.offset : placeholder.offset + placeholder.length].all()
-
-
-def test_token_types_of_videos_separators_and_other_dtypes() -> None:
-    ranges = {
-        "image": [PlaceholderRange(1, 4, ((0, 1), (3, 4)))],
-        "video": [PlaceholderRange(6, 2)],
-    }
-    types = mm_token_type_ids(MultiModalData({}, ranges, {}), 9, np.int8)
-    assert types.tolist() == [0, 1, 0, 0, 1, 0, 2, 2, 0]
-    assert types.dtype == np.int8
-
-
-def test_a_range_outside_the_prompt_has_no_types() -> None:
-    sidecar = MultiModalData({}, {"image": [PlaceholderRange(1, 2), PlaceholderRange(6, 4)]}, {})
-    with pytest.raises(PlaceholderError) as caught:
-        mm_token_type_ids(sidecar, 9)
-    assert str(caught.value) == (
-        "mm_placeholders['image'][1]: a placeholder range does not lie inside the prompt - expected "
-        "tokens within [0, 9), got [6, 10). Trim the sidecar together with the tokens"
-    )
 
 
 def test_bodies_are_without_scaffold_and_media(renderer: Renderer) -> None:
@@ -167,7 +146,7 @@ def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Ren
 )
 def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any) -> None:
     sample = build_training_sample(renderer, CONVERSATION, select=select, body_only_roles=("tool",))
-    assert sample.token_ids == build_training_sample(renderer, CONVERSATION).token_ids
+    assert sample.token_ids.tolist() == build_training_sample(renderer, CONVERSATION).token_ids.tolist()
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [
         "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>"
     ]
@@ -189,7 +168,7 @@ def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any)
         ),
         (
             {"roles": ("model",)},
-            "roles: no such role - expected 'system', 'developer', 'user', 'assistant', 'tool', got 'model'",
+            "roles: unknown role - expected 'system', 'developer', 'user', 'assistant', 'tool', got 'model'",
         ),
         ({"roles": "assistant"}, "roles: not a collection of roles - got 'assistant'. Write ('assistant',)"),
         (
@@ -198,7 +177,7 @@ def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any)
         ),
         (
             {"add_generation_prompt": True},
-            "add_generation_prompt: what is trained on ends in no generation prompt",
+            "add_generation_prompt: a training sample ends without a generation prompt",
         ),
     ],
 )
@@ -208,13 +187,13 @@ def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any
     assert str(caught.value) == message
 
 
-def test_a_picture_that_is_not_at_hand(renderer: Renderer) -> None:
+def test_an_image_without_a_source(renderer: Renderer) -> None:
     messages = [user([{"type": "image"}, {"type": "text", "text": "Look."}]), assistant()]
     with pytest.raises(MediaError) as caught:
         build_training_sample(renderer, messages)
     assert str(caught.value) == (
-        "messages[0].content[0]: the image is not at hand - expected a source to load, got None. Pass "
-        "images=[...]; nothing can be trained on pictures that are not there"
+        "messages[0].content[0]: the image has no source - expected a source to load, got None. Pass "
+        "images=[...]"
     )
     sample = build_training_sample(renderer, messages, images=[PHOTO])
     assert sample.mm_token_type_ids.any()
@@ -225,11 +204,11 @@ def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(model: Pa
     messages = [user(), assistant("This."), user(), assistant("That.")]
     plain = renderer.render(messages)
     sample = build_training_sample(renderer, messages)
-    assert sample.token_ids == [*plain.token_ids, renderer.tokenizer.added_ids["<|im_start|>"]]
+    assert sample.token_ids.tolist() == [*plain.token_ids, renderer.tokenizer.added_ids["<|im_start|>"]]
     assert trained(renderer, sample.token_ids, sample.loss_mask) == ["This.<|im_start|>", "That.<|im_start|>"]
     assert sample.rendered.spans[-1].stop == len(sample) == len(sample.loss_mask)
     open_ended = build_training_sample(renderer, messages, final_stop=False)
-    assert open_ended.token_ids == plain.token_ids
+    assert open_ended.token_ids.tolist() == plain.token_ids
     assert trained(renderer, plain.token_ids, open_ended.loss_mask) == ["This.<|im_start|>", "That."]
 
 
@@ -244,7 +223,7 @@ def test_the_stop_token_depends_on_whether_tools_were_called(shared_models: Path
 def test_a_conversation_that_ends_with_the_user_is_left_as_it_is(model: Path) -> None:
     renderer = variant(model, OPENERS_CLOSE)
     messages = [user(), assistant("This."), user()]
-    assert build_training_sample(renderer, messages).token_ids == renderer.render_ids(messages)
+    assert build_training_sample(renderer, messages).token_ids.tolist() == renderer.render_ids(messages)
 
 
 def test_a_stop_token_that_nothing_proves(model: Path) -> None:
@@ -252,7 +231,7 @@ def test_a_stop_token_that_nothing_proves(model: Path) -> None:
     with pytest.raises(RenderError) as caught:
         build_training_sample(renderer, [user(), assistant()])
     assert str(caught.value) == (
-        "messages[1]: it cannot be told which token ends this turn - expected a stop token in it, or "
+        "messages[1]: the token that ends this turn cannot be determined - expected a stop token in it, or "
         "right after it where the next message follows. Pass final_stop=False to leave the turn open"
     )
     sample = build_training_sample(renderer, [user(), assistant()], final_stop=False)
@@ -324,16 +303,17 @@ def test_calls_that_the_template_drops(model: Path) -> None:
 
 def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Renderer) -> None:
     prompt, completion = CONVERSATION[:2], CONVERSATION[2:]
-    step = build_trajectory_step(renderer, prompt, completion, tools=TOOLS)
-    assert step.prompt_ids == renderer.render_ids(prompt, tools=TOOLS, add_generation_prompt=True)
-    assert step.prompt_ids + step.completion_ids == renderer.render_ids(CONVERSATION, tools=TOOLS)
-    assert trained(renderer, step.completion_ids, step.completion_mask) == [
+    step = build_step_sample(renderer, prompt, completion, tools=TOOLS)
+    assert step.token_ids[: step.prompt_length].tolist() == renderer.render_ids(
+        prompt, tools=TOOLS, add_generation_prompt=True
+    )
+    assert step.token_ids.tolist() == renderer.render_ids(CONVERSATION, tools=TOOLS)
+    assert trained(renderer, step.token_ids, step.loss_mask) == [
         f"Zooming.\n{CALL_TEXT}<|im_end|>",
         "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
     ]
-    assert step.completion_mask[0]
-    assert not step.prompt_mask.any()
-    assert len(step.prompt_mask) == len(step.prompt_ids)
+    assert step.loss_mask[step.prompt_length]
+    assert not step.loss_mask[: step.prompt_length].any()
     sample = build_training_sample(renderer, CONVERSATION, tools=TOOLS)
     assert step.mm_token_type_ids.tolist() == sample.mm_token_type_ids.tolist()
     assert step.multi_modal_data == sample.multi_modal_data
@@ -342,57 +322,56 @@ def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Rendere
 def test_images_that_a_tool_returns_within_the_completion(renderer: Renderer) -> None:
     answer = {**tool(), "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "zoomed"}]}
     completion = [assistant("", tool_calls=[CALL]), answer, assistant("Now I see.")]
-    step = build_trajectory_step(renderer, [user()], completion, tools=TOOLS)
+    step = build_step_sample(renderer, [user()], completion, tools=TOOLS)
     (placeholder,) = step.multi_modal_data.mm_placeholders["image"]
-    assert placeholder.offset > len(step.prompt_ids)
-    types = step.mm_token_type_ids[len(step.prompt_ids) :]
-    assert types.any()
-    assert not step.completion_mask[types != 0].any()
-    assert trained(renderer, step.completion_ids, step.completion_mask)[-1] == "Now I see.<|im_end|>"
+    assert placeholder.offset > step.prompt_length
+    assert step.mm_token_type_ids[step.prompt_length :].any()
+    assert not step.loss_mask[step.mm_token_type_ids != 0].any()
+    assert trained(renderer, step.token_ids, step.loss_mask)[-1] == "Now I see.<|im_end|>"
 
 
 def test_earlier_turns_of_the_model_in_the_prompt_are_not_trained_on(renderer: Renderer) -> None:
     prompt = [user(), assistant("Before."), user()]
-    step = build_trajectory_step(renderer, prompt, [assistant("After.")])
-    assert not step.prompt_mask.any()
-    assert trained(renderer, step.completion_ids, step.completion_mask) == ["After.<|im_end|>"]
+    step = build_step_sample(renderer, prompt, [assistant("After.")])
+    assert not step.loss_mask[: step.prompt_length].any()
+    assert trained(renderer, step.token_ids, step.loss_mask) == ["After.<|im_end|>"]
 
 
 def test_a_step_ends_in_the_stop_token(model: Path) -> None:
     renderer = variant(model, OPENERS_CLOSE)
-    step = build_trajectory_step(renderer, [user()], [assistant("This.")])
-    assert trained(renderer, step.completion_ids, step.completion_mask) == ["This.<|im_start|>"]
-    step = build_trajectory_step(renderer, [user()], [assistant("This.")], final_stop=False)
-    assert trained(renderer, step.completion_ids, step.completion_mask) == ["This."]
+    step = build_step_sample(renderer, [user()], [assistant("This.")])
+    assert trained(renderer, step.token_ids, step.loss_mask) == ["This.<|im_start|>"]
+    step = build_step_sample(renderer, [user()], [assistant("This.")], final_stop=False)
+    assert trained(renderer, step.token_ids, step.loss_mask) == ["This."]
 
 
 def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
     renderer = variant(model, FORGETS_REASONING)
     prompt, completion = TWO_THOUGHTS[:1], TWO_THOUGHTS[1:]
     with pytest.raises(RenderError) as caught:
-        build_trajectory_step(renderer, prompt, completion)
+        build_step_sample(renderer, prompt, completion)
     error = caught.value
     start = len(renderer.render_ids(prompt, add_generation_prompt=True)) - 2
     assert error.where == "messages[1]"
     assert error.problem == f"the prompt for this turn departs from the whole at token {start}"
     assert error.expected == "'<think>\\n'"
     assert (error.got or "").startswith("'This.<|im_end|>")
-    step = build_trajectory_step(renderer, prompt, completion, on_rewritten="skip")
-    assert step.prompt_ids + step.completion_ids == renderer.render_ids(TWO_THOUGHTS)
-    assert len(step.prompt_ids) == start
+    step = build_step_sample(renderer, prompt, completion, on_rewritten="skip")
+    assert step.token_ids.tolist() == renderer.render_ids(TWO_THOUGHTS)
+    assert step.prompt_length == start
     assert step.rewritten == (1,)
-    assert trained(renderer, step.completion_ids, step.completion_mask) == ["Hm\n</think>\n\nThat.<|im_end|>"]
+    assert trained(renderer, step.token_ids, step.loss_mask) == ["Hm\n</think>\n\nThat.<|im_end|>"]
 
 
 def test_a_completion_begins_with_the_models_turn(renderer: Renderer) -> None:
     with pytest.raises(InputError) as caught:
-        build_trajectory_step(renderer, [user()], [user(), assistant()])
+        build_step_sample(renderer, [user()], [user(), assistant()])
     assert str(caught.value) == (
         "completion_messages[0].role: the completion does not begin with the model's turn - expected "
         "'assistant', got 'user'. Put it into prompt_messages"
     )
     with pytest.raises(MessageError, match=r"^completion_messages: the conversation is empty"):
-        build_trajectory_step(renderer, [user()], [])
+        build_step_sample(renderer, [user()], [])
 
 
 @pytest.mark.parametrize(("name", "pad"), [("internvl3", "<IMG_CONTEXT>"), ("qwen3_vl", "<|image_pad|>")])
@@ -401,7 +380,7 @@ def test_types_are_those_of_the_reference_processors(shared_models: Path, name: 
     renderer = Renderer.from_pretrained(shared_models / name, image_backend="pil")
     messages = [user([{"type": "image", "image": PHOTO}, {"type": "text", "text": "Look."}]), assistant()]
     sample = build_training_sample(renderer, messages)
-    expected = np.array(sample.token_ids) == renderer.tokenizer.token_id(pad)
+    expected = sample.token_ids == renderer.tokenizer.token_id(pad)
     item: MediaItem = sample.multi_modal_data.mm_items["image"][0]
     assert expected.sum() > 0
     assert item.modality == "image"

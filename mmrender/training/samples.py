@@ -1,0 +1,393 @@
+"""Training samples from recorded conversations: fine-tuning data, or completions that a server gave as text.
+
+What a model sampled as tokens is trained on as those tokens (`Trajectory.samples`) and is never rendered
+again. The model samples the assistant's turns, so each is trained on from where its generation prompt ends
+through its stop token. For turns that the template writes differently than a model would have, the caller
+states a policy.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.content import attach_media, normalize_messages
+from mmrender.errors import InputError, MediaError, RenderError, TemplateError
+from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
+from mmrender.rendering.placement import media_places
+from mmrender.spans import common_prefix
+from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, TokenSpan
+from mmrender.trajectory.sample import TrainingSample
+
+if TYPE_CHECKING:
+    from mmrender.protocols import RendererProtocol
+
+OnRewritten: TypeAlias = Literal["error", "skip", "content"]
+"""Policy for an assistant turn that does not begin with its generation prompt, or whose reasoning or calls
+the template drops: `error` names it; `skip` trains on none of it; `content` trains on what the template
+writes, from where that departs from the generation prompt through its stop token."""
+
+Select: TypeAlias = Callable[[Message], bool] | Collection[int]
+"""Messages to train on: by index (negative ones count from the end), or by a function of the message."""
+
+SAMPLED_ROLES: Final[tuple[Role, ...]] = ("assistant",)
+"""Roles whose tokens a model samples."""
+_BODY_KINDS: Final = frozenset({"content", "reasoning", "tool_call", "extra"})
+"""Kinds of tokens that carry a message's own text: neither its name, nor scaffold, nor media."""
+_TOKEN_CHARACTERS: Final = 16
+_NAMES: Final = {"content": "content", "reasoning": "reasoning", "tool_call": "tool calls"}
+
+
+def build_training_sample(
+    renderer: "RendererProtocol",
+    messages: Sequence[Any],
+    *,
+    tools: Sequence[Any] | None = None,
+    roles: Collection[Role] = SAMPLED_ROLES,
+    body_only_roles: Collection[Role] = (),
+    select: Select | None = None,
+    on_rewritten: OnRewritten = "error",
+    final_stop: bool = True,
+    images: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
+    sample_id: str = "",
+    **template_arguments: Any,
+) -> TrainingSample:
+    """Render a conversation and mark which of its tokens to train on.
+
+    Args:
+        renderer: A renderer or a pool of them.
+        messages: OpenAI or Hugging Face messages, or canonical ones.
+        tools: Tool definitions.
+        roles: Roles whose sampled tokens are trained on: `("assistant",)`, or `()`.
+        body_only_roles: Roles whose own text is trained on, without scaffold and media, such as
+            `("tool",)` to learn what tools answer.
+        select: Messages that may be trained on; it narrows the roles and changes no token.
+        on_rewritten: Policy for assistant turns that the template writes differently than a model would have.
+        final_stop: Whether to end a last assistant turn that the template leaves open with the stop token
+            that the model would sample there. In formats whose close is the next turn's opener, nothing
+            else teaches the model to stop; it is the one token that a plain rendering does not have.
+        images: Sources for the image parts that have none.
+        videos: The same for video parts.
+        sample_id: Names the sample in errors and batches.
+        **template_arguments: Further template variables.
+
+    Raises:
+        InputError: A role, an index, a policy or a message is not valid.
+        MediaError: An image has no source, or cannot be loaded or processed.
+        RenderError: A selected turn is rewritten, and the policy is `"error"`; or the token that ends the
+            last turn cannot be determined.
+        TemplateError: The template refuses or fails.
+    """
+    conversation = _complete(messages, images, videos)
+    sampled = _checked_roles(roles, "roles")
+    for role in sorted(sampled.difference(SAMPLED_ROLES)):
+        raise InputError(
+            f"no token of a {role} message is sampled",
+            where="roles",
+            expected="'assistant'",
+            got=repr(role),
+            remedy="Name it in body_only_roles to train on what such messages say",
+        )
+    bodies = _checked_roles(body_only_roles, "body_only_roles")
+    wanted = _Wanted(sampled, bodies, _chosen(select, conversation))
+    builder = _Builder(renderer, tools, template_arguments, on_rewritten)
+    rendered = builder.render(conversation, final_stop=final_stop)
+    return builder.sample(rendered, conversation, wanted, sample_id)
+
+
+def build_step_sample(
+    renderer: "RendererProtocol",
+    prompt_messages: Sequence[Any],
+    completion_messages: Sequence[Any],
+    *,
+    tools: Sequence[Any] | None = None,
+    on_rewritten: OnRewritten = "error",
+    final_stop: bool = True,
+    images: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
+    sample_id: str = "",
+    **template_arguments: Any,
+) -> TrainingSample:
+    """Render a prompt with its completion; `prompt_length` of the sample is where the completion begins.
+
+    The completion may run over several turns. Its loss mask marks what the model samples, which excludes tool
+    results and user turns between them.
+
+    Args:
+        renderer: A renderer or a pool of them.
+        prompt_messages: The prompt.
+        completion_messages: The messages after it, beginning with an assistant message.
+        tools: Tool definitions.
+        on_rewritten: Policy where the prompt does not begin the whole conversation, or where a later turn of
+            the completion is rewritten. Unless it is `"error"`, the prompt then ends where they depart.
+        final_stop: As for `build_training_sample`.
+        images: Sources for the image parts that have none, prompt and completion together.
+        videos: The same for video parts.
+        sample_id: Names the sample in errors and batches.
+        **template_arguments: Further template variables.
+
+    Raises:
+        InputError: A message or the policy is not valid, or the completion does not begin with an assistant
+            message.
+        MediaError: An image has no source, or cannot be loaded or processed.
+        RenderError: As for `build_training_sample`.
+        TemplateError: The template refuses or fails.
+    """
+    prompt = normalize_messages(prompt_messages, where="prompt_messages")
+    completion = normalize_messages(completion_messages, where="completion_messages")
+    if completion[0].role != "assistant":
+        raise InputError(
+            "the completion does not begin with the model's turn",
+            where="completion_messages[0].role",
+            expected="'assistant'",
+            got=repr(completion[0].role),
+            remedy="Put it into prompt_messages",
+        )
+    conversation = _complete([*prompt, *completion], images, videos)
+    later = range(len(prompt), len(conversation))
+    builder = _Builder(renderer, tools, template_arguments, on_rewritten)
+    asked = builder.render(conversation[: len(prompt)], add_generation_prompt=True).token_ids
+    rendered = builder.render(conversation, final_stop=final_stop)
+    split = common_prefix(asked, rendered.token_ids)
+    if split < len(asked) and on_rewritten == "error":
+        error = _rewritten_error(
+            len(prompt), f"the prompt for this turn departs from the whole at token {split}"
+        )
+        error.expected = repr(renderer.decode(asked[split : split + 16]))
+        error.got = repr(renderer.decode(rendered.token_ids[split : split + 16]))
+        raise error
+    wanted = _Wanted(frozenset(SAMPLED_ROLES), frozenset(), _chosen(later, conversation))
+    sample = builder.sample(rendered, conversation, wanted, sample_id)
+    return replace(sample, prompt_length=split)
+
+
+class _Wanted(NamedTuple):
+    """Roles to train on, roles of which to train on the body, and by message whether it takes part."""
+
+    roles: frozenset[Role]
+    body_only_roles: frozenset[Role]
+    chosen: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Renders conversations, and small probes beside them, with the options of one call."""
+
+    renderer: "RendererProtocol"
+    tools: Sequence[Any] | None
+    arguments: Mapping[str, Any]
+    on_rewritten: OnRewritten
+
+    def __post_init__(self) -> None:
+        if self.on_rewritten not in get_args(OnRewritten):
+            raise InputError(
+                "unknown policy",
+                where="on_rewritten",
+                expected="'error', 'skip' or 'content'",
+                got=repr(self.on_rewritten),
+            )
+        if "add_generation_prompt" in self.arguments:
+            raise InputError(
+                "a training sample ends without a generation prompt", where="add_generation_prompt"
+            )
+
+    def render(
+        self,
+        conversation: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        final_stop: bool = False,
+    ) -> RenderedTokens:
+        """Render a conversation; `final_stop` ends a last assistant turn that the template leaves open."""
+        rendered = self.renderer.render(
+            conversation, tools=self.tools, add_generation_prompt=add_generation_prompt, **self.arguments
+        )
+        last, end = len(conversation) - 1, len(rendered)
+        if not final_stop or conversation[last].role != "assistant":
+            return rendered
+        if not self._stop_ids.isdisjoint(rendered.token_ids[_content_stop(rendered, last, slice(0, end)) :]):
+            return rendered
+        stop = self._stop_after(conversation[last], last)
+        span = TokenSpan(end, end + 1, last, "scaffold", last not in rendered.rewritten)
+        return replace(rendered, token_ids=[*rendered.token_ids, stop], spans=(*rendered.spans, span))
+
+    def sample(
+        self, rendered: RenderedTokens, conversation: Sequence[Message], wanted: _Wanted, sample_id: str
+    ) -> TrainingSample:
+        """Return the rendered conversation with its loss mask."""
+        rewritten = _rewritten_turns(rendered, conversation)
+        asked = [m for m in rewritten if wanted.chosen[m] and rendered.roles[m] in wanted.roles]
+        if asked and self.on_rewritten == "error":
+            raise _rewritten_error(asked[0], rewritten[asked[0]])
+        left_out = asked if self.on_rewritten == "skip" else ()
+        mask = np.zeros(len(rendered), np.bool_)
+        for span in rendered.spans:
+            if span.message >= 0 and wanted.chosen[span.message]:
+                role = rendered.roles[span.message]
+                body = role in wanted.body_only_roles and span.kind in _BODY_KINDS
+                sampled = role in wanted.roles and span.sampled and span.message not in left_out
+                mask[span.start : span.stop] = body or sampled
+        if self.on_rewritten == "content":
+            for message in set(asked).intersection(rendered.rewritten):
+                mask[self._departed(rendered, message)] = True
+        for span in rendered.spans:
+            if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
+                mask[span.start : span.stop] = False
+        return TrainingSample(
+            token_ids=rendered.token_array,
+            loss_mask=mask,
+            multi_modal_data=rendered.multi_modal_data,
+            rewritten=tuple(rewritten),
+            rendered=rendered,
+            sample_id=sample_id,
+        )
+
+    @property
+    def _stop_ids(self) -> frozenset[int]:
+        return frozenset(self.renderer.get_stop_token_ids())
+
+    def _stop_after(self, message: Message, index: int) -> int:
+        """Return the token that the template writes after such a message when the next one follows."""
+        turn = Message(role="assistant", content="x", tool_calls=message.tool_calls)
+        opening = Message(role="user", content="x")
+        answers = [
+            Message(role="tool", content="x", name=call.name, tool_call_id=call.id)
+            for call in message.tool_calls
+        ] or [opening]
+        try:
+            before = self.render([opening, turn]).token_ids
+            after = self.render([opening, turn, *answers]).token_ids
+        except TemplateError:
+            before = after = []
+        end = len(before)
+        if common_prefix(before, after) == end < len(after) and after[end] in self._stop_ids:
+            return after[end]
+        raise RenderError(
+            "the token that ends this turn cannot be determined",
+            where=f"messages[{index}]",
+            expected="a stop token in it, or right after it where the next message follows",
+            remedy="Pass final_stop=False to leave the turn open",
+        )
+
+    def _departed(self, rendered: RenderedTokens, message: int) -> slice:
+        """Return a rewritten turn's tokens, from where it leaves the generation prompt to its stop token."""
+        run = next(rendered.slices(message), None)
+        if run is None:
+            return slice(0, 0)
+        opening = [Message(role="user", content="x")]
+        without = self.render(opening).token_ids
+        prompted = self.render(opening, add_generation_prompt=True).token_ids
+        generation_prompt = prompted[common_prefix(without, prompted) :]
+        start = run.start + common_prefix(generation_prompt, rendered.token_ids[run])
+        after = max(start, _content_stop(rendered, message, run))
+        # Where the close is the next turn's opener, the stop token follows right after the turn.
+        for index in range(after, min(run.stop + 1, len(rendered))):
+            if rendered.token_ids[index] in self._stop_ids:
+                return slice(start, index + 1)
+        return slice(start, run.stop)
+
+
+def _complete(
+    messages: Sequence[Any], images: Sequence[Any] | None, videos: Sequence[Any] | None
+) -> tuple[Message, ...]:
+    """Return canonical messages, each medium with its source."""
+    conversation = attach_media(normalize_messages(messages), images, videos)
+    for place in media_places(conversation):
+        if place.part.source is None:
+            raise MediaError(
+                f"the {place.modality} has no source",
+                where=place.where,
+                expected="a source to load",
+                got="None",
+                remedy=f"Pass {place.modality}s=[...]",
+            )
+    return conversation
+
+
+def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) -> dict[int, str]:
+    """Return the assistant messages that a model would have written differently, and why, in order."""
+    found = dict.fromkeys(
+        rendered.rewritten, "the template writes this turn differently than it asks the model for it"
+    )
+    printed = {(span.message, span.kind) for span in rendered.spans}
+    for index, message in enumerate(conversation):
+        if message.role == "assistant" and index not in found:
+            for kind, text in _said(message):
+                # A token belongs to its first character, so a short text may lie in a token of scaffold.
+                hidden = len(text) <= _TOKEN_CHARACTERS and text in rendered.text
+                if (index, kind) not in printed and not hidden:
+                    found[index] = f"the template drops this turn's {_NAMES[kind]}"
+    return dict(sorted(found.items()))
+
+
+def _said(message: Message) -> Iterator[tuple[TokenKind, str]]:
+    """Yield the texts that a message's tokens must hold, white space aside, by kind."""
+    parts = message.content if isinstance(message.content, tuple) else ()
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+    content = message.content if isinstance(message.content, str) else "".join(texts)
+    reasoning = (message.reasoning_content or "") + "".join(thoughts)
+    if content.strip():
+        yield "content", content.strip()
+    if reasoning.strip():
+        yield "reasoning", reasoning.strip()
+    if message.tool_calls:
+        yield "tool_call", message.tool_calls[0].name
+
+
+def _content_stop(rendered: RenderedTokens, message: int, run: slice) -> int:
+    """Return the index after the last token of a message's own text, within one of its runs of tokens."""
+    stops = [
+        span.stop
+        for span in rendered.spans
+        if span.message == message and span.kind in CONTENT_KINDS and run.start <= span.start < run.stop
+    ]
+    return max(stops, default=run.start)
+
+
+def _rewritten_error(message: int, problem: str) -> RenderError:
+    return RenderError(
+        problem,
+        where=f"messages[{message}]",
+        expected="the turn as the model writes it, after its generation prompt",
+        remedy="Pass the template arguments that the turn was made with (such as enable_thinking=False), "
+        "leave it out of select, or pass on_rewritten='skip' or 'content'",
+    )
+
+
+def _chosen(select: Select | None, conversation: Sequence[Message]) -> npt.NDArray[np.bool_]:
+    """Return which messages take part; bool of shape `(messages,)`."""
+    count = len(conversation)
+    if select is None:
+        return np.ones(count, np.bool_)
+    if callable(select):
+        return np.array([bool(select(message)) for message in conversation], np.bool_)
+    chosen = np.zeros(count, np.bool_)
+    for index in select:
+        if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
+            raise InputError(
+                "not an index of a message",
+                where="select",
+                expected="whole numbers, or a function of a message",
+                got=repr(index),
+                remedy="For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
+            )
+        if not -count <= index < count:
+            expected = f"{-count} to {count - 1}"
+            raise InputError("there is no such message", where="select", expected=expected, got=f"{index}")
+        chosen[index] = True
+    return chosen
+
+
+def _checked_roles(given: Collection[Role], where: str) -> frozenset[Role]:
+    if isinstance(given, str):
+        remedy = f"Write ({given!r},)"
+        raise InputError("not a collection of roles", where=where, got=repr(given), remedy=remedy)
+    for role in given:
+        if role not in ROLES:
+            expected = ", ".join(map(repr, ROLES))
+            raise InputError("unknown role", where=where, expected=expected, got=repr(role))
+    return frozenset(given)
