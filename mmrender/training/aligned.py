@@ -12,7 +12,7 @@ from mmrender.training.families import ModelFamily
 from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 
-_OPTIONAL = ("advantages", "rewards", "routed_experts")
+_OPTIONAL = ("logprobs", "advantages", "rewards", "routed_experts")
 
 
 def check_samples(

@@ -53,7 +53,8 @@ class TrainingBatch:
         input_ids: int64 `(rows, width)`.
         attention_mask: bool `(rows, width)`: what is no padding.
         loss_mask: bool `(rows, width)`: tokens to train on, as targets of the token before them.
-        logprobs: float32 `(rows, width)`: what the sampler said of each token, 0.0 where it sampled none.
+        logprobs: float32 `(rows, width)`: what the sampler said of each token, 0.0 where it sampled none;
+            None where the samples have none.
         token_types: int64 `(rows, width)`: 0 text, 1 image, 2 video, from placeholder ranges.
         positions: int64 `(axes, rows, width)`: time, height and width for models with M-RoPE, else one axis.
         fields: Images and videos by keyword of the model.
@@ -71,7 +72,7 @@ class TrainingBatch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     loss_mask: torch.Tensor
-    logprobs: torch.Tensor
+    logprobs: torch.Tensor | None
     token_types: torch.Tensor
     positions: torch.Tensor
     fields: Mapping[str, TensorList] = field(default_factory=dict)
@@ -239,7 +240,7 @@ class TrainingBatch:
             for name in ("family", "pad_token_id", "padding_side", "packed"):
                 if getattr(batch, name) != getattr(first, name):
                     raise _differing(index, name, getattr(first, name), getattr(batch, name))
-            for name in ("advantages", "rewards", "routed_experts"):
+            for name in ("logprobs", "advantages", "rewards", "routed_experts"):
                 given = [getattr(one, name) is not None for one in (first, batch)]
                 if given[0] != given[1]:
                     raise _differing(index, name, *("given" if one else "none" for one in given))

@@ -83,6 +83,7 @@ def collate(
         packed=packed,
         segments=layout.segments,
         fields=fields,
+        logprobs=tensors.pop("logprobs", None),
         **tensors,
     )
     return batch if device is None else batch.to(device, non_blocking=pin)
@@ -177,17 +178,16 @@ def _arrays(layout: _Layout, pad_token_id: int, first: TrainingSample | None) ->
         "input_ids": np.full(shape, pad_token_id, np.int64),
         "attention_mask": np.zeros(shape, np.bool_),
         "loss_mask": np.zeros(shape, np.bool_),
-        "logprobs": np.zeros(shape, np.float32),
         "token_types": np.zeros(shape, np.int64),
     }
-    given = [name for name in ("advantages", "rewards") if getattr(first, name, None) is not None]
+    given = [name for name in ("logprobs", "advantages", "rewards") if getattr(first, name, None) is not None]
     out |= {name: np.zeros(shape, np.float32) for name in given}
     for row, span, sample in layout.places:
         place = slice(span.start, span.stop)
         out["input_ids"][row, place] = sample.token_ids
         out["attention_mask"][row, place] = True
         out["token_types"][row, place] = sample.mm_token_type_ids
-        for name in ("loss_mask", "logprobs", *given):
+        for name in ("loss_mask", *given):
             out[name][row, place] = getattr(sample, name)
     for row, spans in enumerate(layout.segments):
         if not spans:

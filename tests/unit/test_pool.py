@@ -119,7 +119,9 @@ def test_a_pool_of_a_text_model_is_none_that_takes_images(model: Path, tmp_path:
 def test_a_pool_serves_where_a_renderer_does(renderer: Renderer) -> None:
     with RendererPool(renderer) as pool:
         through_pool = build_training_sample(pool, MESSAGES[:2])
-        assert through_pool.labels().tolist() == build_training_sample(renderer, MESSAGES[:2]).labels().tolist()
+        assert (
+            through_pool.labels().tolist() == build_training_sample(renderer, MESSAGES[:2]).labels().tolist()
+        )
         assert through_pool.mm_token_type_ids.any()
 
 

@@ -85,6 +85,16 @@ def test_by_hand() -> None:
     assert (packed.num_tokens, packed.width, len(packed)) == (8, 10, 1)
 
 
+def test_recorded_conversations_are_batched_without_logprobs() -> None:
+    recorded = replace(sample([ITEM], name="recorded"), logprobs=None)
+    batch = batch_of(recorded, replace(sample(name="b"), logprobs=None))
+    assert batch.logprobs is None
+    assert batch.with_padding_rows(1).logprobs is None
+    assert batch.model_inputs()["input_ids"].shape == (2, 12)
+    with pytest.raises(BatchError, match=r"^b\.logprobs: samples of one batch hold the same things"):
+        batch_of(recorded, sample(name="b"))
+
+
 def test_an_item_that_stands_often_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     whole = PatchItem.expand_into
