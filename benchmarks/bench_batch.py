@@ -44,9 +44,9 @@ from measure import Clock, Contender, machine, medians, memcpy_seconds, peak_res
 from PIL import Image  # noqa: E402
 
 import mmcodecs  # noqa: E402
+from mmrender.media.item import PatchLayout  # noqa: E402
+from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.processors.arithmetic import PixelArithmetic  # noqa: E402
-from mmrender.media.processors.patches import PatchLayout  # noqa: E402
 from mmrender.media.processors.qwen import PatchProcessor  # noqa: E402
 from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.training import ModelFamily, TrainingBatch, collate  # noqa: E402

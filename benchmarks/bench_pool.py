@@ -44,7 +44,7 @@ from render_cases import make_image  # noqa: E402
 from render_contenders import Peer, Reference  # noqa: E402
 
 from mmrender import Renderer  # noqa: E402
-from mmrender.media.processors.base import ImageBackend  # noqa: E402
+from mmrender.media.pixels import ImageBackend  # noqa: E402
 from mmrender.pool import RendererPool  # noqa: E402
 from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402
 

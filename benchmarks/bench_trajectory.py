@@ -39,9 +39,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "benchmarks")]
 from measure import shown_ms, table  # noqa: E402
 
 import mmcodecs  # noqa: E402
+from mmrender.media.item import PatchItem, PatchLayout  # noqa: E402
+from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import LoadedImage  # noqa: E402
-from mmrender.media.processors.arithmetic import PixelArithmetic  # noqa: E402
-from mmrender.media.processors.patches import PatchItem, PatchLayout  # noqa: E402
 from mmrender.media.processors.qwen import PatchProcessor  # noqa: E402
 from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.trajectory import Trajectory, group_from_wire, group_to_wire  # noqa: E402

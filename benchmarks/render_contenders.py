@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmrender import Renderer
 from mmrender.media.cache import MediaCache
-from mmrender.media.processors.base import ImageBackend
+from mmrender.media.pixels import ImageBackend
 from mmrender.spans import TensorDtype
 from mmrender.testing.reference_renderer import ReferenceRenderer
 from mmrender.tokens.rendered import RenderedTokens

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
+from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import ImageBackend
 from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:

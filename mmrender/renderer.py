@@ -11,8 +11,8 @@ from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.content import attach_media, normalize_messages, normalize_tools
 from mmrender.errors import RenderError
 from mmrender.media.cache import MediaCache
+from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import ImageBackend
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Role
 from mmrender.model.files import find_model

@@ -5,13 +5,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmrender.media.identity import media_identity
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.cache import media_identity
+from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
+from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
-from mmrender.media.processors.arithmetic import PixelArithmetic
-from mmrender.media.processors.compact import Floats, Integers, Levels, compacted
-from mmrender.media.processors.huggingface import ProcessedItem
-from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat, Text
 

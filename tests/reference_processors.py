@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmrender.media.processors.base import ImageBackend
+from mmrender.media.pixels import ImageBackend
 from mmrender.testing.reference import has_reference_backend, load_reference_image_processor
 
 PATCH_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "glm4_5v")

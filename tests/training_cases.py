@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmrender.media.item import PatchLayout, ProcessedItem
+from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import load_image
-from mmrender.media.processors.arithmetic import PixelArithmetic
-from mmrender.media.processors.compact import compacted
-from mmrender.media.processors.huggingface import ProcessedItem
-from mmrender.media.processors.patches import PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily, TrainingBatch

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from adapter_models import gemma3 as gemma3_directory
+from mmrender.media.item import PatchItem, PatchLayout
+from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import load_image
-from mmrender.media.processors.arithmetic import PixelArithmetic
-from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text

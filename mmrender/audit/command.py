@@ -9,8 +9,8 @@ from mmrender.audit.run import audit
 from mmrender.audit.trainer import TrainerModel
 from mmrender.audit.variations import items_of
 from mmrender.errors import InputError, ModelError
-from mmrender.media.item_reference import ReferenceItem
-from mmrender.media.processors.base import ImageBackend
+from mmrender.media.item import ReferenceItem
+from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer

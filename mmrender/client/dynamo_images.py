@@ -13,7 +13,7 @@ from mmrender.client.transport import Transport
 from mmrender.client.vllm_call import GENERATE_PATH, GenerateCall
 from mmrender.client.vllm_features import PixelDtype, WireForm, features_of, layout_for
 from mmrender.errors import EngineUnsupportedError
-from mmrender.media.item_expand import tensor_specs
+from mmrender.media.item import tensor_specs
 
 
 async def generate_with_images(

@@ -32,7 +32,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.media.encoded import encoded_image
+from mmrender.media.item import encoded_image
 
 _ABORT_SECONDS: Final = 5.0
 

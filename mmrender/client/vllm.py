@@ -37,8 +37,7 @@ from mmrender.errors import (
     InputError,
     PromptTooLongError,
 )
-from mmrender.media.encoded import encoded_image
-from mmrender.media.item_expand import tensor_specs
+from mmrender.media.item import encoded_image, tensor_specs
 
 ImageMode: TypeAlias = Literal["features", "hash_only", "content_parts"]
 

@@ -19,9 +19,8 @@ from mmrender.client.checks import Placed
 from mmrender.client.encoding import PlainText
 from mmrender.client.item_checks import check_patches
 from mmrender.errors import EngineUnsupportedError
-from mmrender.media.processors.compact import Levels
-from mmrender.media.processors.huggingface import ProcessedItem
-from mmrender.media.processors.patches import PatchItem
+from mmrender.media.item import PatchItem, ProcessedItem
+from mmrender.media.levels import Levels
 from mmrender.spans import MediaItem
 
 PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]

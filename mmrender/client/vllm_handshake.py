@@ -23,9 +23,7 @@ from mmrender.client.checks import Placed
 from mmrender.client.transport import Reply, Transport
 from mmrender.client.vllm_features import PIXEL_DTYPES, WireForm, item_tensors, layout_for
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
-from mmrender.media.encoded import EncodedImage, encoded_image
-from mmrender.media.item_expand import tensor_specs
-from mmrender.media.processors.patches import PatchItem
+from mmrender.media.item import EncodedImage, PatchItem, encoded_image, tensor_specs
 from mmrender.spans import MediaItem
 
 RENDER_PATH: Final = "/v1/chat/completions/render"

@@ -4,12 +4,9 @@ Everything after it is strict. What cannot be read is refused with a `MessageErr
 nothing is dropped in silence. `docs/messages.md` lists what is accepted.
 """
 
-from mmrender.content.attach import attach_media
-from mmrender.content.calls import parse_arguments
-from mmrender.content.conversation import normalize_message, normalize_messages
-from mmrender.content.openai import to_openai
-from mmrender.content.parts import IGNORED_KEYS, PART_TYPES, normalize_content, normalize_part
-from mmrender.content.tools import normalize_tools
+from mmrender.content.messages import normalize_message, normalize_messages, to_openai
+from mmrender.content.parts import IGNORED_KEYS, PART_TYPES, attach_media, normalize_content, normalize_part
+from mmrender.content.tools import normalize_tools, parse_arguments
 
 __all__ = [
     "IGNORED_KEYS",

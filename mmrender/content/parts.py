@@ -6,10 +6,12 @@ treat them differently.
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mmrender.content.coerce import (
+import msgspec
+
+from mmrender.content.values import (
     as_fields,
     as_sequence,
     as_text,
@@ -20,9 +22,8 @@ from mmrender.content.coerce import (
     member,
     one_of,
 )
-from mmrender.content.sources import MEDIA_TYPE_KEYS, RECORD_KEYS, media_source, record_source
 from mmrender.errors import MessageError
-from mmrender.messages import ImagePart, Modality, Part, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import ImagePart, Message, Modality, Part, TextPart, ThinkingPart, VideoPart
 
 _KIND_OF_TYPE = {
     "text": "text",
@@ -274,3 +275,183 @@ def _refuse_leftovers(fields: dict[str, Any], kind: str, where: str) -> None:
             got=describe(value),
             remedy="Remove the key, or set it to None",
         )
+
+
+RECORD_KEYS = ("bytes", "path", "url", "base64", "data")
+"""Keys that hold a source, in a dict that describes one."""
+
+MEDIA_TYPE_KEYS = ("media_type", "mimeType", "mime_type")
+
+_UNUSED_KEYS = ("detail", "uuid")
+_EXPECTED = {
+    "image": "a PIL image, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of 'bytes', "
+    "'path', 'url', 'base64', 'data'",
+    "video": "a list of frames, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of "
+    "'bytes', 'path', 'url', 'base64', 'data'",
+}
+
+
+def media_source(value: Any, where: str, modality: Modality) -> Any:
+    """Reduce one description of an image or video to a source.
+
+    Args:
+        value: What the caller gave. Objects that are no container pass through for the media layer to judge.
+        where: Path of the value.
+        modality: `"video"` also takes a list of frames, each as an image is given; it becomes a tuple.
+
+    Raises:
+        MessageError: The value is empty or can be no image or video.
+    """
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return _raw_source(value, where, modality)
+    if is_pixels(value):
+        return value
+    if is_record(value):
+        return record_source(as_fields(value, where, _EXPECTED[modality]), where, modality)
+    frames = as_sequence(value) if modality == "video" else None
+    if frames:
+        return tuple(media_source(frame, f"{where}[{index}]", "image") for index, frame in enumerate(frames))
+    if value is None or isinstance(value, bool | int | float | list | tuple | set | frozenset):
+        raise MessageError(
+            f"is no {modality}", where=where, expected=_EXPECTED[modality], got=describe(value)
+        )
+    return value
+
+
+def _raw_source(value: str | bytes | bytearray | memoryview, where: str, modality: Modality) -> str | bytes:
+    if len(value) == 0:
+        raise MessageError(
+            f"the {modality} is empty", where=where, expected=_EXPECTED[modality], got=describe(value)
+        )
+    if isinstance(value, str):
+        return as_text(value, where)
+    return value if type(value) is bytes else bytes(value)
+
+
+def record_source(fields: dict[str, Any], where: str, modality: Modality) -> Any:
+    """Reduce a dict such as `{"url": …}`, `{"bytes": …, "path": …}` or Anthropic's `source` to a source.
+
+    `bytes` wins over `path` where both are given: Hugging Face datasets keep a file's name beside its
+    content. Any other two sources at once are an error.
+    """
+    media_type = next(
+        (fields.pop(key) for key in MEDIA_TYPE_KEYS if key in fields), "application/octet-stream"
+    )
+    kind = fields.pop("type", None)
+    for key in _UNUSED_KEYS:
+        fields.pop(key, None)
+    given = [key for key in RECORD_KEYS if key in fields]
+    unknown = [key for key in fields if key not in RECORD_KEYS]
+    if given == ["bytes", "path"]:
+        given = ["bytes"]
+    if unknown or len(given) != 1 or (kind is not None and kind not in ("base64", "url")):
+        raise _unreadable_record(fields, kind, where, modality)
+    key = given[0]
+    if key in ("base64", "data"):
+        return _data_url(fields[key], as_text(media_type, where), f"{where}.{key}")
+    return media_source(fields[key], f"{where}.{key}", modality)
+
+
+def _unreadable_record(
+    fields: Mapping[str, Any], kind: object, where: str, modality: Modality
+) -> MessageError:
+    got = keys_of(fields) if fields else "no such key"
+    if kind is not None:
+        got += f" and type {describe(kind)}"
+    return MessageError(
+        f"does not say what the {modality} is",
+        where=where,
+        expected="exactly one of " + ", ".join(f"'{key}'" for key in RECORD_KEYS),
+        got=got,
+    )
+
+
+def _data_url(value: Any, media_type: str, where: str) -> Any:
+    if isinstance(value, bytes | bytearray):
+        value = value.decode("latin-1")
+    text = as_text(value, where)
+    if not text:
+        raise MessageError("the base64 text is empty", where=where)
+    return text if text.startswith("data:") else f"data:{media_type};base64,{text}"
+
+
+def attach_media(
+    messages: Sequence[Message],
+    images: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
+    *,
+    where: str = "messages",
+) -> tuple[Message, ...]:
+    """Fill the parts that have no source, in order; parts that have one are passed over.
+
+    Args:
+        messages: Canonical messages.
+        images: One source per `ImagePart(None)`, in any form that a part may give one; None leaves them.
+        videos: The same for `VideoPart(None)`.
+        where: What paths of parts in errors start with.
+
+    Raises:
+        MessageError: There are fewer or more of them than parts that wait for one.
+    """
+    queues: dict[type, _Queue] = {}
+    if images is not None:
+        queues[ImagePart] = _Queue("image", images, messages, where)
+    if videos is not None:
+        queues[VideoPart] = _Queue("video", videos, messages, where)
+    if not any(queue.slots for queue in queues.values()):
+        return tuple(messages)
+    return tuple([_fill(message, queues) for message in messages])
+
+
+class _Queue:
+    """Sources of one modality that wait for their parts."""
+
+    def __init__(self, modality: Modality, sources: Any, messages: Sequence[Message], where: str) -> None:
+        items = as_sequence(sources)
+        if items is None:
+            raise MessageError(
+                f"{modality}s come in a list", where=f"{modality}s", expected="a list", got=describe(sources)
+            )
+        self.slots = _slots(modality, messages, where)
+        if len(items) != len(self.slots):
+            raise _miscount(modality, len(items), self.slots)
+        self._sources = iter(
+            [media_source(item, f"{modality}s[{i}]", modality) for i, item in enumerate(items)]
+        )
+
+    def take(self) -> Any:
+        return next(self._sources)
+
+
+def _slots(modality: Modality, messages: Sequence[Message], where: str) -> list[str]:
+    kind = ImagePart if modality == "image" else VideoPart
+    return [
+        f"{where}[{index}].content[{position}]"
+        for index, message in enumerate(messages)
+        for position, part in message.media()
+        if type(part) is kind and part.source is None
+    ]
+
+
+def _miscount(modality: Modality, given: int, slots: list[str]) -> MessageError:
+    few = given < len(slots)
+    return MessageError(
+        f"no {modality} is left for this part" if few else f"no part waits for this {modality}",
+        where=slots[given] if few else f"{modality}s[{len(slots)}]",
+        expected=f"{len(slots)} {modality}{'' if len(slots) == 1 else 's'}",
+        got=str(given),
+        remedy=f'Each {{"type": "{modality}"}} part without a source of its own takes one, in order',
+    )
+
+
+def _fill(message: Message, queues: dict[type, _Queue]) -> Message:
+    if not isinstance(message.content, tuple):
+        return message
+    parts = [_take_turn(part, queues.get(type(part))) for part in message.content]
+    return msgspec.structs.replace(message, content=tuple(parts))
+
+
+def _take_turn(part: Part, queue: _Queue | None) -> Part:
+    if queue is None or not isinstance(part, ImagePart | VideoPart) or part.source is not None:
+        return part
+    return msgspec.structs.replace(part, source=queue.take())

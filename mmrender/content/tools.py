@@ -4,8 +4,23 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrender.content.coerce import as_fields, as_sequence, describe, excerpt, is_record
+import msgspec
+
+from mmrender.content.values import (
+    MAX_DEPTH,
+    as_fields,
+    as_identifier,
+    as_sequence,
+    copy_json,
+    describe,
+    excerpt,
+    is_record,
+    keys_of,
+    member,
+    too_deep,
+)
 from mmrender.errors import MessageError, MissingDependencyError
+from mmrender.messages import ToolCall
 
 _EXPECTED = (
     'a dict like {"type": "function", "function": {"name": …, "parameters": {…}}}, or a Python function'
@@ -83,3 +98,119 @@ def _schema_of(function: Any, where: str) -> dict[str, Any]:
             remedy="Or pass its JSON schema",
         ) from error
     return schema
+
+
+_SHAPE = 'a dict like {"id": …, "function": {"name": …, "arguments": {…}}}'
+_decode = msgspec.json.Decoder().decode
+
+# Bookkeeping of APIs and gateways, not part of the prompt.
+_IGNORED_KEYS = frozenset(
+    {"extra_content", "index", "parsed_arguments", "provider_specific_fields", "status", "thought_signature"}
+)
+
+
+def normalize_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+    """Normalise the `tool_calls` of one assistant message; None and an empty list give `()`.
+
+    Raises:
+        MessageError: A call has no name, an unknown key or type, or arguments that are no JSON object.
+    """
+    if value is None:
+        return ()
+    calls = as_sequence(value)
+    if calls is None:
+        raise MessageError("tool calls come in a list", where=where, expected="a list", got=describe(value))
+    return tuple([normalize_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)])
+
+
+def normalize_tool_call(value: Any, where: str) -> ToolCall:
+    """Normalise one call: OpenAI's `{"id", "type", "function": {…}}` or the bare `{"name", "arguments"}`."""
+    if isinstance(value, ToolCall):
+        return value
+    fields = as_fields(value, where, _SHAPE)
+    call_id = fields.pop("id", None)
+    kind = fields.pop("type", None)
+    if kind is not None and kind != "function":
+        raise MessageError(
+            "unknown type of tool call", where=f"{where}.type", expected="'function'", got=describe(kind)
+        )
+    if "function" in fields:
+        inner_where = f"{where}.function"
+        inner = as_fields(fields.pop("function"), inner_where, 'a dict like {"name": …, "arguments": {…}}')
+        _refuse_leftovers(fields, where)
+    else:
+        inner_where, inner = where, fields
+    name = inner.get("name")
+    if name is None or name == "":
+        raise MessageError(
+            "the tool call names no function",
+            where=inner_where,
+            expected=_SHAPE if inner is fields else "a key 'name'",
+            got=keys_of(inner) if inner else "no keys",
+        )
+    del inner["name"]
+    arguments = parse_arguments(inner.pop("arguments", None), f"{inner_where}.arguments")
+    _refuse_leftovers(inner, inner_where)
+    return ToolCall(
+        name=as_identifier(name, f"{inner_where}.name"),
+        arguments=arguments,
+        id=None if call_id is None else as_identifier(call_id, f"{where}.id"),
+    )
+
+
+def parse_arguments(value: Any, where: str) -> dict[str, Any]:
+    """Parse the arguments of a call into a dict of its own.
+
+    None and blank text mean no arguments. JSON text is read as RFC 8259 has it: NaN and infinities are
+    refused, and of two equal keys the last counts, as for `json.loads`. A None inside a dict is kept: what
+    Arrow filled in cannot be told from a null that the model wrote.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return _parse_text(value, where)
+    if is_record(value):
+        copy: dict[str, Any] = copy_json(value, where)
+        return copy
+    raise MessageError(
+        "arguments are no JSON object",
+        where=where,
+        expected="a dict, or JSON text of one",
+        got=describe(value),
+    )
+
+
+def _parse_text(text: str, where: str) -> dict[str, Any]:
+    if not text or text.isspace():
+        return {}
+    try:
+        value = _decode(text)
+    except RecursionError:
+        raise too_deep(where) from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise MessageError(
+            f"arguments are not JSON ({excerpt(str(error))})",
+            where=where,
+            expected="JSON text of an object",
+            got=describe(text),
+            remedy="If a model wrote this call, keep it as text in content instead of tool_calls",
+        ) from None
+    if type(value) is not dict:
+        raise MessageError(
+            "arguments are no JSON object", where=where, expected="JSON text of an object", got=describe(text)
+        )
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        copy_json(value, where)
+    return value
+
+
+def _refuse_leftovers(fields: dict[str, Any], where: str) -> None:
+    for key, value in fields.items():
+        if key not in _IGNORED_KEYS:
+            raise MessageError(
+                "unknown key in a tool call",
+                where=member(where, key),
+                expected=_SHAPE,
+                got=describe(value),
+                remedy="Remove the key, or set it to None",
+            )

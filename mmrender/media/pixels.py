@@ -6,12 +6,20 @@ of the time of `numpy.asarray` on a 1024 x 1024 image.
 """
 
 import ctypes
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+
+from mmrender.errors import MissingDependencyError
+from mmrender.media.load import LoadedImage
+
+ImageBackend: TypeAlias = Literal["torch", "pil"]
+IMAGE_BACKENDS: tuple[ImageBackend, ...] = get_args(ImageBackend)
+
 
 _STRIP_PIXELS = 1 << 20
 _ROWS_PER_BLOCK = 32
@@ -115,3 +123,44 @@ def split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> N
         for channel in (1, 2):
             np.right_shift(block, 8 * channel, out=scratch)
             np.copyto(out[channel, top : top + len(block)], scratch, casting="unsafe")
+
+
+def require_backend(backend: ImageBackend) -> None:
+    """Check that what `backend` runs on is installed.
+
+    Raises:
+        MissingDependencyError: The torch back end without torch.
+    """
+    if backend == "torch" and importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError.of_extra(
+            "torch", "torch", 'image_backend="torch"', otherwise='choose image_backend="pil"'
+        )
+
+
+def resized_planes(
+    loaded: LoadedImage, height: int, width: int, backend: ImageBackend
+) -> npt.NDArray[np.uint8]:
+    """Resample an image and return it as an array of shape `(3, height, width)`, uint8."""
+    if backend == "pil":
+        return rgb_planes(loaded.image.resize((width, height), Image.Resampling.BICUBIC))
+    planes = np.empty((3, height, width), np.uint8)
+    split_planes(_interpolated(loaded.at_hand, height, width), planes)
+    return planes
+
+
+def _interpolated(
+    image: Image.Image | npt.NDArray[np.uint8], height: int, width: int
+) -> npt.NDArray[np.uint8]:
+    import torch
+    from torch.nn.functional import interpolate
+
+    strips = [image] if isinstance(image, np.ndarray) else list(raw_strips(image))
+    # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel need not repack;
+    # torch tells the layout by the strides, that of the batch of one among them.
+    pixels = strips[0] if len(strips) == 1 else np.concatenate(strips)
+    if not pixels.flags.writeable:
+        pixels = pixels.copy()
+    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    resampled = interpolate(batch, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
+    result: npt.NDArray[np.uint8] = resampled[0].permute(1, 2, 0).contiguous().numpy()
+    return result

@@ -4,16 +4,14 @@ An item is found again by what it is. A source seen before is recognised by its 
 even decoded; a new source with known pixels is decoded and not processed.
 """
 
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from mmrender.errors import MediaError, MMRenderError
-from mmrender.media.cache import MediaCache
-from mmrender.media.identity import source_fingerprint
+from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import load_image, load_video
-from mmrender.media.parallel import map_shared
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor, Prepared
 from mmrender.messages import ImagePart, VideoPart
@@ -148,3 +146,38 @@ def _frame_rate(part: MediaPart) -> float | None:
 def _same_object(part: MediaPart) -> Hashable:
     source = part.source
     return ("text", source) if isinstance(source, str) else ("object", id(source))
+
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+def map_shared(
+    function: Callable[[Given], Made], given: Sequence[Given], executor: Executor | None = None
+) -> list[Made]:
+    """Return `function` of each, in order; threads of the executor take what the calling one has not begun.
+
+    The calling thread never waits for work that nobody is doing, so it cannot be stalled by an executor that
+    is busy or shut down, or whose threads call this themselves.
+
+    Raises:
+        Exception: That of the first in order that fails, after which the rest is not begun.
+    """
+    if executor is None or len(given) < 2:
+        return [function(one) for one in given]
+    futures = [_submit(executor, function, one) for one in given[1:]]
+    try:
+        made = [function(given[0])]
+        for one, future in zip(given[1:], futures, strict=True):
+            made.append(function(one) if future.cancel() else future.result())
+        return made
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _submit(executor: Executor, function: Callable[[Given], Made], one: Given) -> "Future[Made]":
+    try:
+        return executor.submit(function, one)
+    except RuntimeError:  # shut down meanwhile: a future that nobody runs is left to the calling thread
+        return Future()

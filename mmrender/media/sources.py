@@ -15,21 +15,86 @@
 No rule looks at the file system to tell what a string is. No source outlives the call: no file stays open.
 """
 
+import errno
 import io
 import os
 import re
+import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import pybase64
 
-from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError
-from mmrender.media.decode import sniff
-from mmrender.media.files import path_of_file_url, printable, read_file, read_named_file, type_name
+from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
+
+FORMATS = ("PNG", "JPEG", "WebP", "AVIF", "GIF", "TIFF", "BMP")
+
+_AVIF_BRANDS = (b"avif", b"avis")
+_STILL_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1")
+_PREFIXES = (
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"II*\x00", "TIFF"),
+    (b"MM\x00*", "TIFF"),
+    (b"II+\x00", "TIFF"),
+    (b"MM\x00+", "TIFF"),
+    (b"BM", "BMP"),
+)
+_OTHERS = (
+    (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
+    (b"FLV\x01", "an FLV video"),
+    (b"\x00\x00\x01\xba", "an MPEG video"),
+    (b"\x00\x00\x01\xb3", "an MPEG video"),
+    (b"%PDF", "a PDF document"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "gzip data"),
+    (b"\x00\x00\x00\x0cjP  ", "a JPEG 2000 image"),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file it stands for"),
+)
+
+
+def sniff(data: bytes) -> str | None:
+    """Return which of `FORMATS` the first bytes announce, or None. 32 bytes are enough."""
+    for prefix, name in _PREFIXES:
+        if data.startswith(prefix):
+            return name
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WebP"
+    # An AVIF file may name a general brand first and `avif` among the compatible ones.
+    if data[4:8] == b"ftyp" and (data[8:12] in _AVIF_BRANDS or (_brands(data) & set(_AVIF_BRANDS))):
+        return "AVIF"
+    return None
+
+
+def describe(data: bytes) -> str:
+    """Say in a few words what bytes that are no image of `FORMATS` seem to be."""
+    if not data:
+        return "no bytes at all"
+    for prefix, name in _OTHERS:
+        if data.startswith(prefix):
+            return name
+    if data[4:8] == b"ftyp":
+        return "a HEIC image" if data[8:12] in _STILL_BRANDS else "an MP4 or QuickTime video"
+    if data[:4] == b"RIFF" and data[8:11] == b"AVI":
+        return "an AVI video"
+    start = data[:512].lstrip().lower()
+    if start.startswith((b"<!doctype html", b"<html")):
+        return "an HTML page"
+    if start.startswith(b"<svg") or (start.startswith(b"<?xml") and b"<svg" in start):
+        return "an SVG drawing"
+    return f"{len(data)} bytes that begin with {data[:8]!r}"
+
+
+def _brands(data: bytes) -> set[bytes]:
+    end = min(int.from_bytes(data[:4], "big"), len(data))
+    return {data[start : start + 4] for start in range(16, end - 3, 4)}
+
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 _LONGEST_PATH = 4096
@@ -199,3 +264,101 @@ def _drain(stream: Any, most: int) -> bytes:
     if position is not None:
         stream.seek(position)
     return b"".join(parts)
+
+
+def type_name(value: object) -> str:
+    """Return the type of `value` for an error message, such as `torch.Tensor`."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def printable(text: str, limit: int = 80) -> str:
+    """Return `repr(text)`, shortened: a data URL may hold megabytes."""
+    if len(text) <= limit:
+        return repr(text)
+    return f"{text[: limit - 20]!r}... ({len(text)} characters)"
+
+
+def path_of_file_url(url: str, where: str | None) -> Path:
+    """Return the absolute path that a `file:` URL names, percent-decoded.
+
+    Raises:
+        MediaFetchError: it names another host, no absolute path, or has a query or fragment.
+    """
+    parts = urlsplit(url)
+    path = unquote(parts.path, errors="surrogateescape")
+    local = parts.netloc.lower() in ("", "localhost") and path.startswith("/") and "\0" not in path
+    if local and not parts.query and not parts.fragment:
+        return Path(path)
+    raise MediaFetchError(
+        "the file: URL does not name a file of this machine",
+        where=where,
+        expected="file:///absolute/path, with ?, # and % percent-encoded",
+        got=printable(url),
+    )
+
+
+def read_file(path: "os.PathLike[Any]", policy: MediaPolicy, where: str | None) -> bytes:
+    """Return the bytes of a file that the program itself names by a path object.
+
+    Raises:
+        MediaFetchError: it cannot be read.
+        MediaLimitError: it holds more than `max_bytes`.
+    """
+    try:
+        usable = Path(os.fsdecode(path))
+    except (TypeError, ValueError) as error:
+        raise MediaFetchError(f"this is not a path ({error})", where=where, got=type_name(path)) from None
+    return _read(usable, policy, where)
+
+
+def read_named_file(path: Path, policy: MediaPolicy, where: str | None) -> bytes:
+    """Return the bytes of a file that a string names.
+
+    Raises:
+        MediaBlockedError: it is under no root of the policy, or `file` is not among its schemes.
+        MediaFetchError: it cannot be read.
+        MediaLimitError: it holds more than `max_bytes`.
+    """
+    policy.check_scheme("file", where)
+    try:
+        resolved = path.resolve()
+        allowed = any(resolved.is_relative_to(root.resolve()) for root in policy.local_roots)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise MediaFetchError(f"{printable(str(path))} is not a usable path ({error})", where=where) from None
+    if not allowed:
+        raise MediaBlockedError(
+            f"the media policy forbids the local file {printable(str(path), 300)}",
+            where=where,
+            expected=_roots(policy),
+            got="a path outside" if policy.local_roots else "a string that names a file",
+            remedy="Pass a pathlib.Path object, or allow its folder: MediaPolicy(local_roots=(Path(DIR),)).",
+        )
+    return _read(resolved, policy, where, follow=False)
+
+
+def _roots(policy: MediaPolicy) -> str:
+    if not policy.local_roots:
+        return "a pathlib.Path, or a folder in local_roots"
+    return "a path under " + " or ".join(repr(str(root)) for root in policy.local_roots)
+
+
+def _read(path: Path, policy: MediaPolicy, where: str | None, *, follow: bool = True) -> bytes:
+    # O_NONBLOCK so that opening a named pipe does not wait; O_NOFOLLOW because the checked path is resolved.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            policy.check_bytes(status.st_size, where)
+            data = file.read(policy.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, MediaLimitError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise MediaFetchError(
+            f"the file {printable(str(path), 300)} cannot be read ({reason})", where=where
+        ) from error
+    policy.check_bytes(len(data), where)
+    return data

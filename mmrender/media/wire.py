@@ -10,19 +10,22 @@ and for a sidecar the placeholder ranges beside them. Arrays stand as `mmcodecs.
 so that `mmcodecs.Encoder` sends the pixels of an item once over a connection; readers take either.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+import mmcodecs
 from mmrender.errors import MediaError
-from mmrender.media.item_fields import WireFields, checked_integer, wire_error
-from mmrender.media.item_forms import form_of, form_of_kind
-from mmrender.media.item_plain import ArithmeticTable, common_fields, read_arithmetics
-from mmrender.media.item_reference import ReferenceItem
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
+from mmrender.media.levels import Compact, Floats, Integers, Levels, PixelArithmetic
+from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
+from mmrender.messages import Modality
+from mmrender.spans import Expansion, MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 
 __all__ = [
     "ReferenceItem",
@@ -227,3 +230,510 @@ def _check_version(wire: Any, where: str) -> None:
             got=repr(version)[:80],
             remedy="Write and read with the same release of mmrender",
         )
+
+
+_INT_MAX: Final = 2**31 - 1
+
+
+def wire_error(problem: str, where: str, expected: str, got: Any) -> MediaError:
+    """Build the error of a value at `where` that cannot be read."""
+    return MediaError(problem, where=where, expected=expected, got=described(got))
+
+
+def described(value: Any) -> str:
+    """Say in a few characters what a value is."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    text = repr(value) if isinstance(value, str | bytes | int | float | list | tuple | None) else ""
+    return text if 0 < len(text) <= 80 else type(value).__name__
+
+
+class WireFields:
+    """The entries of one mapping, read by name and type.
+
+    Args:
+        value: What stands at `where`.
+        where: Path for errors.
+        names: The keys that it must have, no others.
+
+    Raises:
+        MediaError: It is no mapping with these keys.
+    """
+
+    def __init__(self, value: Any, where: str, names: Collection[str]) -> None:
+        if not isinstance(value, Mapping):
+            raise wire_error("a part of an item is malformed", where, "a mapping", value)
+        if set(value) != set(names):
+            raise MediaError(
+                "a part of an item has other fields",
+                where=where,
+                expected=", ".join(sorted(names)),
+                got=", ".join(sorted(map(str, value))) or "none",
+            )
+        self._value = value
+        self.where = where
+
+    def __getitem__(self, name: str) -> Any:
+        return self._value[name]
+
+    def path(self, name: str) -> str:
+        """Return the path of a field."""
+        return f"{self.where}.{name}"
+
+    def text(self, name: str, choices: Collection[str] = ()) -> str:
+        """Return a text, one of `choices` if there are any."""
+        value = self._value[name]
+        if not isinstance(value, str) or (choices and value not in choices):
+            expected = " or ".join(map(repr, choices)) if choices else "text"
+            raise wire_error("a field of an item is malformed", self.path(name), expected, value)
+        return value
+
+    def integer(self, name: str, most: int = _INT_MAX, least: int = 0) -> int:
+        """Return an integer in `least..most`."""
+        return checked_integer(self._value[name], self.path(name), most, least)
+
+    def integers(self, name: str, count: int | None = None, most: int = _INT_MAX) -> tuple[int, ...]:
+        """Return `count` integers in `0..most`."""
+        value, path = self._value[name], self.path(name)
+        if not isinstance(value, list | tuple) or count not in (None, len(value)):
+            expected = "integers" if count is None else f"{count} integers"
+            raise wire_error("a field of an item is malformed", path, expected, value)
+        return tuple(checked_integer(entry, f"{path}[{i}]", most) for i, entry in enumerate(value))
+
+    def real(self, name: str) -> float:
+        """Return a finite number."""
+        return _checked_real(self._value[name], self.path(name))
+
+    def reals(self, name: str, count: int) -> tuple[float, ...]:
+        """Return `count` finite numbers."""
+        value, path = self._value[name], self.path(name)
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise wire_error("a field of an item is malformed", path, f"{count} numbers", value)
+        return tuple(_checked_real(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+
+    def digest(self, name: str) -> str:
+        """Return an identity: 32 bytes on the wire, 64 hex digits here."""
+        value = self._value[name]
+        if not isinstance(value, bytes) or len(value) != 32:
+            raise wire_error("an identity is malformed", self.path(name), "32 bytes", value)
+        return value.hex()
+
+    def array(self, name: str, kinds: str, ndim: int | None = None) -> npt.NDArray[Any]:
+        """Return an array as a read-only view.
+
+        Args:
+            name: The field.
+            kinds: numpy's letters of the kinds of dtype allowed.
+            ndim: Number of dimensions, None for any.
+        """
+        value = self._value[name]
+        if isinstance(value, mmcodecs.Shared):
+            value = value.value
+        fits = isinstance(value, np.ndarray) and value.dtype.kind in kinds and value.flags.c_contiguous
+        if not fits or not value.dtype.isnative or ndim not in (None, value.ndim):
+            expected = f"a C-contiguous array of kind {kinds!r}" + (f" and {ndim} dimensions" if ndim else "")
+            raise wire_error("an array of an item is malformed", self.path(name), expected, value)
+        view: npt.NDArray[Any] = value.view()
+        view.flags.writeable = False
+        return view
+
+
+def checked_integer(value: Any, where: str, most: int = _INT_MAX, least: int = 0) -> int:
+    """Return `value`, an integer in `least..most`.
+
+    Raises:
+        MediaError: It is none.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise wire_error("a field of an item is malformed", where, f"an integer in {least}..{most}", value)
+    return value
+
+
+def _checked_real(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise wire_error("a field of an item is malformed", where, "a finite number", value)
+    return float(value)
+
+
+COMMON: Final = ("kind", "modality", "identity", "size", "grid", "expansion")
+"""Fields of every item."""
+_MODALITIES: Final = get_args(Modality)
+
+Plain: TypeAlias = dict[str, Any]
+
+
+class ArithmeticTable:
+    """Distinct pixel arithmetics, by row."""
+
+    def __init__(self) -> None:
+        self.rows: list[Plain] = []
+        self._known: dict[PixelArithmetic, int] = {}
+
+    def row(self, arithmetic: PixelArithmetic) -> int:
+        """Return the row of an arithmetic, a new one if it has none."""
+        row = self._known.get(arithmetic)
+        if row is None:
+            row = self._known[arithmetic] = len(self.rows)
+            self.rows.append(
+                {
+                    "mean": list(arithmetic.mean),
+                    "std": list(arithmetic.std),
+                    "rescale": arithmetic.rescale,
+                    "backend": arithmetic.backend,
+                }
+            )
+        return row
+
+
+def read_arithmetics(value: Any, where: str) -> list[PixelArithmetic]:
+    """Read the table back.
+
+    Raises:
+        MediaError: It is malformed, or a deviation or factor is zero.
+    """
+    if not isinstance(value, list | tuple):
+        raise wire_error("a table of items is malformed", where, "a list", value)
+    return [_arithmetic(row, f"{where}[{index}]") for index, row in enumerate(value)]
+
+
+def _arithmetic(value: Any, where: str) -> PixelArithmetic:
+    fields = WireFields(value, where, ("mean", "std", "rescale", "backend"))
+    mean, std = fields.reals("mean", 3), fields.reals("std", 3)
+    rescale = fields.real("rescale")
+    if 0.0 in (*std, rescale):
+        raise wire_error("pixels would be divided by zero", where, "std and rescale other than 0", list(std))
+    backend = cast(ImageBackend, fields.text("backend", IMAGE_BACKENDS))
+    return PixelArithmetic((mean[0], mean[1], mean[2]), (std[0], std[1], std[2]), rescale, backend)
+
+
+def keyed(item: MediaItem, name: str, array: npt.NDArray[Any], share: bool) -> Any:
+    """Return an array of an item under the key that stands for it, or as it is."""
+    if not share:
+        return array
+    return mmcodecs.Shared(array, bytes.fromhex(item.identity) + xxhash.xxh3_64_digest(name.encode()))
+
+
+def common_fields(item: MediaItem, where: str) -> Plain:
+    """Return what every item has, in plain form.
+
+    Raises:
+        MediaError: The identity is no hex digest of 32 bytes.
+    """
+    try:
+        identity = bytes.fromhex(item.identity)
+    except (ValueError, TypeError):
+        identity = b""
+    if len(identity) != 32 or identity.hex() != item.identity:
+        raise wire_error("an identity is malformed", where, "64 lower-case hex digits", item.identity)
+    expansion: list[Any] = []
+    for piece in item.expansion:
+        is_text = isinstance(piece, Text)
+        expansion += [piece.text, -1, False] if is_text else [piece.token, piece.count, piece.embeds]  # type: ignore[union-attr]
+    return {
+        "modality": item.modality,
+        "identity": identity,
+        "size": list(item.size),
+        "grid": list(item.grid),
+        "expansion": expansion,
+    }
+
+
+def read_expansion(value: Any, where: str) -> Expansion:
+    """Read an expansion back from triples `text, count, embeds`, count -1 for a piece of text.
+
+    Raises:
+        MediaError: It is malformed.
+    """
+    if not isinstance(value, list | tuple) or len(value) % 3:
+        raise wire_error("an expansion is malformed", where, "triples of text, count, embeds", value)
+    pieces: list[Text | Repeat] = []
+    for index in range(0, len(value), 3):
+        text, count, embeds = value[index : index + 3]
+        if not isinstance(text, str) or type(embeds) is not bool:
+            got = [text, count, embeds]
+            raise wire_error("an expansion is malformed", f"{where}[{index}]", "text, count, embeds", got)
+        checked_integer(count, f"{where}[{index + 1}]", least=-1)
+        pieces.append(Text(text) if count < 0 else Repeat(text, count, embeds))
+    return tuple(pieces)
+
+
+def num_embeds(expansion: Expansion) -> int:
+    """Return how many tokens of an expansion stand for features."""
+    return sum(piece.count for piece in expansion if isinstance(piece, Repeat) and piece.embeds)
+
+
+def read_size(fields: WireFields) -> tuple[int, int]:
+    """Return height and width."""
+    height, width = fields.integers("size", 2)
+    return height, width
+
+
+def read_modality(fields: WireFields) -> Modality:
+    """Return the modality."""
+    return cast(Modality, fields.text("modality", _MODALITIES))
+
+
+def arithmetic_of(arithmetics: Sequence[PixelArithmetic], fields: WireFields) -> PixelArithmetic:
+    """Return the row of the table that the field `arithmetic` names."""
+    return arithmetics[fields.integer("arithmetic", len(arithmetics) - 1)]
+
+
+_MAX_SIDE: Final = 1024
+"""Most pixels of a patch's side, and most patches that one token merges, in one direction."""
+_MAX_TEMPORAL: Final = 64
+_MAX_VALUES: Final = 1 << 28
+"""Most values that an item may claim to expand to, whatever few bytes it is made of."""
+_INTEGERS: Final = {
+    np.dtype(name).name: np.dtype(name)
+    for name in ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+}
+
+
+class ItemForm(Protocol):
+    """How items of one class are written as plain data and read back."""
+
+    @property
+    def kind(self) -> str:
+        """What names the form on the wire."""
+        ...
+
+    @property
+    def cls(self) -> type:
+        """The class of the items."""
+        ...
+
+    def write(self, item: Any, table: ArithmeticTable, share: bool) -> Plain:
+        """Return the fields of an item, `kind` left out; `share` wraps arrays by `keyed`."""
+        ...
+
+    def read(self, value: Plain, arithmetics: Sequence[PixelArithmetic], where: str) -> MediaItem:
+        """Return the item. Arrays are views of those given.
+
+        Raises:
+            MediaError: Something is missing, malformed or does not fit; the message names its path.
+        """
+        ...
+
+
+class PatchForm:
+    """Form of `PatchItem`: uint8 planes, layout and arithmetic."""
+
+    kind = "patches"
+    cls = PatchItem
+
+    def write(self, item: PatchItem, table: ArithmeticTable, share: bool) -> Plain:
+        """See `ItemForm`."""
+        layout = item.layout
+        return {
+            "layout": [layout.patch, layout.merge, layout.temporal],
+            "arithmetic": table.row(item.arithmetic),
+            "frames": keyed(item, "frames", item.frames, share),
+        }
+
+    def read(self, value: Plain, arithmetics: Sequence[PixelArithmetic], where: str) -> PatchItem:
+        """See `ItemForm`."""
+        fields = WireFields(value, where, (*COMMON, "layout", "arithmetic", "frames"))
+        patch, merge, temporal = fields.integers("layout", 3, _MAX_SIDE)
+        checked_integer(temporal, fields.path("layout[2]"), _MAX_TEMPORAL, least=1)
+        if not patch or not merge:
+            raise wire_error(
+                "a patch layout is malformed", fields.path("layout"), "sides above 0", [patch, merge]
+            )
+        time, height, width = fields.integers("grid", 3)
+        item = PatchItem(
+            modality=read_modality(fields),
+            identity=fields.digest("identity"),
+            size=read_size(fields),
+            grid=(time, height, width),
+            expansion=read_expansion(fields["expansion"], fields.path("expansion")),
+            frames=fields.array("frames", "u", 4),
+            layout=PatchLayout(patch, merge, temporal),
+            arithmetic=arithmetic_of(arithmetics, fields),
+        )
+        _check_patches(item, where)
+        return item
+
+
+def _check_patches(item: PatchItem, where: str) -> None:
+    time, height, width = item.grid
+    layout = item.layout
+    count = 1 if item.modality == "image" else time * layout.temporal
+    shape = (count, 3, height * layout.patch, width * layout.patch)
+    if item.frames.shape != shape or item.frames.dtype != np.uint8:
+        raise wire_error(
+            "frames do not fit their grid", f"{where}.frames", f"uint8 {list(shape)}", item.frames
+        )
+    merged = height % layout.merge == 0 == width % layout.merge
+    if not merged or 0 in item.grid or (item.modality == "image" and time != 1):
+        expected = f"sides that are multiples of {layout.merge}, and one time step for an image"
+        raise wire_error("a grid is malformed", f"{where}.grid", expected, list(item.grid))
+    features = time * height * width // layout.merge**2
+    if num_embeds(item.expansion) != features:
+        got = num_embeds(item.expansion)
+        raise wire_error(
+            "an expansion does not fit its grid", f"{where}.expansion", f"{features} tokens", got
+        )
+
+
+class ProcessedForm:
+    """Form of `ProcessedItem`: each tensor in its smallest exact form."""
+
+    kind = "processed"
+    cls = ProcessedItem
+
+    def write(self, item: ProcessedItem, table: ArithmeticTable, share: bool) -> Plain:
+        """See `ItemForm`."""
+        return {
+            "parts": {name: _write_part(item, name, part, table, share) for name, part in item.parts.items()}
+        }
+
+    def read(self, value: Plain, arithmetics: Sequence[PixelArithmetic], where: str) -> ProcessedItem:
+        """See `ItemForm`."""
+        fields = WireFields(value, where, (*COMMON, "parts"))
+        parts = fields["parts"]
+        if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+            raise wire_error("a part of an item is malformed", fields.path("parts"), "a mapping", parts)
+        return ProcessedItem(
+            identity=fields.digest("identity"),
+            size=read_size(fields),
+            grid=fields.integers("grid"),
+            expansion=read_expansion(fields["expansion"], fields.path("expansion")),
+            parts={
+                name: _read_part(part, arithmetics, f"{fields.path('parts')}.{name}")
+                for name, part in parts.items()
+            },
+            modality=read_modality(fields),
+        )
+
+
+def _write_part(item: ProcessedItem, name: str, part: Compact, table: ArithmeticTable, share: bool) -> Plain:
+    if isinstance(part, Levels):
+        return {
+            "levels": keyed(item, name, part.levels, share),
+            "held": list(part.held),
+            "shape": list(part.shape),
+            "arithmetic": table.row(part.arithmetic),
+        }
+    values = keyed(item, name, part.values, share)
+    if isinstance(part, Floats):
+        return {"floats": values}
+    return {"integers": values, "shape": list(part.shape), "dtype": part.dtype.name}
+
+
+def _read_part(value: Any, arithmetics: Sequence[PixelArithmetic], where: str) -> Compact:
+    names = tuple(value) if isinstance(value, Mapping) else ()
+    if "levels" in names:
+        return _read_levels(value, arithmetics, where)
+    if "floats" in names:
+        return Floats(WireFields(value, where, ("floats",)).array("floats", "f"))
+    fields = WireFields(value, where, ("integers", "shape", "dtype"))
+    values, shape = fields.array("integers", "biu"), _shape(fields)
+    try:
+        fits = np.broadcast_shapes(values.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise wire_error("integers do not fit their shape", where, f"something like {list(shape)}", values)
+    return Integers(values, shape, _INTEGERS[fields.text("dtype", _INTEGERS)])
+
+
+def _read_levels(value: Any, arithmetics: Sequence[PixelArithmetic], where: str) -> Levels:
+    fields = WireFields(value, where, ("levels", "held", "shape", "arithmetic"))
+    levels, shape, held = fields.array("levels", "u", 4), _shape(fields), fields.integers("held")
+    whole = (len(held), *shape[-3:])
+    if levels.dtype != np.uint8 or len(shape) < 3 or shape[-3] != 3 or levels.shape != whole:
+        expected = f"uint8 {list(whole)} of three channels"
+        raise wire_error("levels do not fit their shape", fields.path("levels"), expected, levels)
+    tiles = int(np.prod(shape[:-3], dtype=object))
+    rising = all(first < second for first, second in pairwise(held))
+    if not rising or (held and held[-1] >= tiles):
+        raise wire_error(
+            "tiles are misnumbered", fields.path("held"), f"rising numbers below {tiles}", list(held)
+        )
+    return Levels(levels, held, shape, arithmetic_of(arithmetics, fields))
+
+
+def _shape(fields: WireFields) -> tuple[int, ...]:
+    shape = fields.integers("shape")
+    # In Python integers: a product of numpy's would wrap around.
+    if len(shape) > 8 or int(np.prod(shape, dtype=object)) > _MAX_VALUES:
+        expected = f"at most 8 dimensions and {_MAX_VALUES} values"
+        raise wire_error("a shape is too large", fields.path("shape"), expected, list(shape))
+    return shape
+
+
+class ReferenceForm:
+    """Form of `ReferenceItem`: the encoded image or its URL."""
+
+    kind = "reference"
+    cls = ReferenceItem
+
+    def write(self, item: ReferenceItem, _table: ArithmeticTable, share: bool) -> Plain:
+        """See `ItemForm`."""
+        source: Any = item.source
+        if isinstance(source, bytes):
+            source = keyed(item, "source", np.frombuffer(source, np.uint8), share)
+        return {"expected_length": item.expected_length, "source": source}
+
+    def read(self, value: Plain, _arithmetics: Sequence[PixelArithmetic], where: str) -> ReferenceItem:
+        """See `ItemForm`. The encoded image is copied: decoders of images take nothing but bytes."""
+        fields = WireFields(value, where, (*COMMON, "expected_length", "source"))
+        source = fields["source"]
+        return ReferenceItem(
+            identity=fields.digest("identity"),
+            size=read_size(fields),
+            grid=fields.integers("grid"),
+            expansion=read_expansion(fields["expansion"], fields.path("expansion")),
+            expected_length=fields.integer("expected_length"),
+            source=source if isinstance(source, str) else fields.array("source", "u", 1).tobytes(),
+            modality=read_modality(fields),
+        )
+
+
+_FORMS: list[ItemForm] = [PatchForm(), ProcessedForm(), ReferenceForm()]
+
+
+def register_item_form(form: ItemForm) -> None:
+    """Add the form of another class of items, in every process that writes or reads them.
+
+    Raises:
+        MediaError: Its kind or its class has a form already.
+    """
+    for known in _FORMS:
+        if known.kind == form.kind or known.cls is form.cls:
+            raise MediaError(
+                "there is a form of this kind or class already",
+                where=f"{type(form).__name__}.kind",
+                got=f"{form.kind!r} for {form.cls.__name__}",
+            )
+    _FORMS.append(form)
+
+
+def form_of(item: MediaItem, where: str) -> ItemForm:
+    """Return the form of an item's class.
+
+    Raises:
+        MediaError: It has none.
+    """
+    for form in _FORMS:
+        if type(item) is form.cls:
+            return form
+    raise MediaError(
+        "items of this class have no form on the wire",
+        where=where,
+        expected=", ".join(form.cls.__name__ for form in _FORMS),
+        got=type(item).__name__,
+        remedy="Describe the class to mmrender.media.wire.register_item_form",
+    )
+
+
+def form_of_kind(kind: Any, where: str) -> ItemForm:
+    """Return the form that is named so on the wire.
+
+    Raises:
+        MediaError: There is none.
+    """
+    for form in _FORMS:
+        if isinstance(kind, str) and kind == form.kind:
+            return form
+    raise wire_error("an item is of an unknown kind", where, ", ".join(form.kind for form in _FORMS), kind)

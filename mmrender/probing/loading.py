@@ -4,8 +4,8 @@ import datetime
 from collections.abc import Callable
 
 from mmrender.media.cache import MediaCache
+from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
 from mmrender.model.files import ModelDir

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from mmrender.errors import InputError, MediaDecodeError
-from mmrender.media.decode import describe, sniff
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import read_source
+from mmrender.media.sources import describe, read_source, sniff
 from mmrender.spans import PlaceholderRange
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]

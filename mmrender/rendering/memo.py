@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mmrender.media.identity import source_fingerprint
+from mmrender.media.cache import source_fingerprint
 from mmrender.tokens.rendered import RenderedTokens
 
 _EXACT = (bool, int, type(None))

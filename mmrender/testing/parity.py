@@ -11,7 +11,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmrender.errors import MMRenderError
-from mmrender.media.processors.base import ImageBackend
+from mmrender.media.pixels import ImageBackend
 from mmrender.renderer import Renderer
 from mmrender.spans import MediaItem, Repeat
 from mmrender.testing.conversations import ConversationMaker, sample_images

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrender.errors import MissingDependencyError, ProcessorError
-from mmrender.media.processors.base import ImageBackend
+from mmrender.media.pixels import ImageBackend
 
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 _UNBUILT_OPERATORS = (

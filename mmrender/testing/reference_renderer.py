@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import MissingDependencyError, MMRenderError
-from mmrender.media.processors.base import ImageBackend
+from mmrender.media.pixels import ImageBackend
 from mmrender.model.files import ModelDir
 from mmrender.testing.reference import (
     has_reference_backend,

@@ -13,10 +13,9 @@ from typing import Any, Final
 import numpy as np
 
 from mmrender.errors import BatchError
-from mmrender.media.item_expand import TensorSpec, expand_into, tensor_specs
-from mmrender.media.item_reference import ReferenceItem
-from mmrender.media.parallel import map_shared
-from mmrender.media.processors.arithmetic import STORAGE
+from mmrender.media.item import ReferenceItem, TensorSpec, expand_into, tensor_specs
+from mmrender.media.levels import STORAGE
+from mmrender.media.resolve import map_shared
 from mmrender.spans import MediaItem, TensorDtype
 from mmrender.training._torch import torch
 from mmrender.training.families import FieldRule, ModelFamily

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrender.errors import BatchError
-from mmrender.media.item_expand import tensor_specs
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import ReferenceItem, tensor_specs
 from mmrender.spans import MediaItem, PlaceholderRange, Repeat
 from mmrender.training.families import ModelFamily
 from mmrender.trajectory.sample import TrainingSample

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from mmrender.errors import BatchError
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import ReferenceItem
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat

@@ -9,7 +9,7 @@ from mmcodecs import CodecError, decode_mm_kwargs_item
 from mmcodecs.vllm_batch import join_items
 from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField
 from mmrender.errors import BatchError
-from mmrender.media.processors.arithmetic import PixelArithmetic
+from mmrender.media.levels import PixelArithmetic
 from mmrender.training._torch import torch
 
 

@@ -16,12 +16,12 @@ import mmcodecs
 from adapter_models import ADAPTER_FAMILIES
 from item_cases import same_tensors
 from mmrender.errors import MediaError
-from mmrender.media.item_expand import expand_into, tensor_specs
+from mmrender.media.item import expand_into, tensor_specs
 from mmrender.media.load import LoadedImage
-from mmrender.media.processors.base import ImageBackend, MediaProcessor
-from mmrender.media.processors.huggingface import HuggingFaceProcessor
-from mmrender.media.processors.probe import expansion_text
+from mmrender.media.pixels import ImageBackend
+from mmrender.media.processors.base import MediaProcessor
 from mmrender.media.processors.registry import load_processor
+from mmrender.media.processors.transformers import HuggingFaceProcessor, expansion_text
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.spans import MediaItem
 from mmrender.testing.reference import (

@@ -12,9 +12,9 @@ from PIL import Image
 import adapter_models
 import training_processors
 from mmrender.media.load import load_image
+from mmrender.media.processors.base import read_processor_files
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.settings import read_processor_files
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
 from mmrender.training import ModelFamily, collate, collate_mm_kwargs
 from mmrender.trajectory.sample import TrainingSample

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mmrender.errors import MediaError
-from mmrender.media.processors.arithmetic import PixelArithmetic, cast
-from mmrender.media.processors.compact import Floats, Integers, Levels, compacted
-from mmrender.media.processors.geometry import smart_resize, smart_resize_frames
-from mmrender.media.processors.patches import PatchItem, PatchLayout
-from mmrender.media.processors.probe import expansion_text, parse_expansion
+from mmrender.media.item import PatchItem, PatchLayout
+from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, cast, compacted
+from mmrender.media.processors.qwen import smart_resize, smart_resize_frames
+from mmrender.media.processors.transformers import expansion_text, parse_expansion
 from mmrender.spans import Repeat, Text
 
 SIDES = st.integers(1, 4000)

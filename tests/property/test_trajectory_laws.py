@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import mmcodecs
 from item_cases import same_tensors
 from mmrender.errors import TrajectoryError
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import ReferenceItem
 from mmrender.trajectory import (
     Trajectory,
     group_from_wire,

@@ -36,8 +36,7 @@ from mmrender.errors import (
     PlaceholderError,
     SamplingParameterError,
 )
-from mmrender.media.processors.huggingface import ProcessedItem
-from mmrender.media.processors.patches import PatchItem
+from mmrender.media.item import PatchItem, ProcessedItem
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
 from vllm_contract import blocks, contract_request, one_image, text_prompt, three_images
@@ -397,7 +396,7 @@ def processed(image, **parts):
 
 
 def test_normalised_values_alone_cannot_go_to_a_server_that_normalises(image):
-    from mmrender.media.processors.compact import Floats
+    from mmrender.media.levels import Floats
 
     prompt = processed(image, pixel_values=Floats(np.zeros((1, 3, 2, 2), np.float32)))
     with pytest.raises(EngineUnsupportedError) as caught:
@@ -409,8 +408,7 @@ def test_normalised_values_alone_cannot_go_to_a_server_that_normalises(image):
 
 
 def test_items_of_other_families_are_compared_by_form(image):
-    from mmrender.media.processors.arithmetic import PixelArithmetic
-    from mmrender.media.processors.compact import Levels
+    from mmrender.media.levels import Levels, PixelArithmetic
 
     arithmetic = PixelArithmetic((0.5,) * 3, (0.5,) * 3, 1 / 255, "pil")
     levels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(1, 3, 4, 4)

@@ -11,7 +11,7 @@ from mmrender.audit.command import audit_files
 from mmrender.cli import app
 from mmrender.client.backend import EngineRequest
 from mmrender.client.local import LocalBackend
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import ReferenceItem
 from mmrender.renderer import Renderer
 from mmrender.rollout.renderer_client import RendererClient
 from mmrender.spans import MultiModalData

@@ -18,16 +18,16 @@ from item_cases import (
     video_item,
 )
 from mmrender.errors import InputError, MediaError
-from mmrender.media.item_expand import expand_into, tensor_specs
-from mmrender.media.item_forms import form_of_kind, register_item_form
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import ReferenceItem, expand_into, tensor_specs
 from mmrender.media.wire import (
+    form_of_kind,
     item_from_wire,
     item_to_wire,
     items_from_wire,
     items_to_wire,
     multi_modal_data_from_wire,
     multi_modal_data_to_wire,
+    register_item_form,
 )
 from mmrender.spans import MultiModalData, PlaceholderRange
 
@@ -213,7 +213,7 @@ def test_an_item_of_an_unknown_class_is_refused():
         items_to_wire([patch_item(), Foreign()])
     assert str(error.value) == (
         "items[1]: items of this class have no form on the wire - expected PatchItem, ProcessedItem, "
-        "ReferenceItem, got Foreign. Describe the class to mmrender.media.item_forms.register_item_form"
+        "ReferenceItem, got Foreign. Describe the class to mmrender.media.wire.register_item_form"
     )
 
 

@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmrender.errors import MediaError
-from mmrender.media.encoded import EncodedImage, EncodedImages, encoded_image
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import (
+    EncodedImage,
+    EncodedImages,
+    PatchItem,
+    ProcessedItem,
+    ReferenceItem,
+    encoded_image,
+)
 from mmrender.media.load import load_image
-from mmrender.media.processors.geometry import smart_resize, smart_resize_frames
-from mmrender.media.processors.huggingface import ProcessedItem
-from mmrender.media.processors.patches import PatchItem
+from mmrender.media.processors.qwen import smart_resize, smart_resize_frames
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat
 

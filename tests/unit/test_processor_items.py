@@ -7,10 +7,10 @@ import torch
 from PIL import Image
 
 from mmrender.errors import InputError, MediaError, ProcessorError
+from mmrender.media.item import PatchItem, PatchLayout
+from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import LoadedImage, LoadedVideo
 from mmrender.media.pixels import raw_pixels, rgb_planes
-from mmrender.media.processors.arithmetic import PixelArithmetic
-from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat
 

@@ -12,8 +12,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError
-from mmrender.media.cache import MediaCache
-from mmrender.media.identity import source_fingerprint
+from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import Prepared

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from mmrender.errors import MissingDependencyError, ProcessorError
-from mmrender.media.processors.base import MediaProcessor
+from mmrender.media.processors.base import MediaProcessor, read_processor_files
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.settings import read_processor_files
 from mmrender.spans import Repeat
 
 QWEN = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmrender.errors import BatchError, ModelError
-from mmrender.media.processors.patches import PatchItem
+from mmrender.media.item import PatchItem
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.training import (
     MicroBatch,

@@ -15,7 +15,7 @@ from mmcodecs.vllm_batch import collate_items, split_items
 from mmcodecs.vllm_fields import layout_of
 from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField, SharedField
 from mmrender.errors import BatchError, MediaError
-from mmrender.media.item_reference import ReferenceItem
+from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.training import (

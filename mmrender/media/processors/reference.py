@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
-from mmrender.media.processors.base import ImageBackend
-from mmrender.media.processors.settings import ProcessorFiles
+from mmrender.media.pixels import ImageBackend
+from mmrender.media.processors.base import ProcessorFiles
 
 _TORCHVISION_PATH = ("torchvision", "transforms", "v2", "functional")
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}

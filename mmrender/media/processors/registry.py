@@ -3,10 +3,9 @@
 from pathlib import Path
 
 from mmrender.errors import ProcessorError
-from mmrender.media.processors.base import IMAGE_BACKENDS, ImageBackend, MediaProcessor
+from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend, require_backend
+from mmrender.media.processors.base import MediaProcessor, read_processor_files
 from mmrender.media.processors.qwen import PatchProcessor
-from mmrender.media.processors.resize import require_backend
-from mmrender.media.processors.settings import read_processor_files
 
 
 def load_processor(
@@ -44,6 +43,6 @@ def load_processor(
     if native is not None:
         return native
     # Imported here: native families need none of it, and it is the larger half of the package.
-    from mmrender.media.processors.huggingface import HuggingFaceProcessor
+    from mmrender.media.processors.transformers import HuggingFaceProcessor
 
     return HuggingFaceProcessor(files, image_backend, trust_remote_code=trust_remote_code)

@@ -17,7 +17,7 @@ from PIL import Image
 from mmrender import Renderer
 from mmrender.client.checks import check_prompt, check_sidecar
 from mmrender.client.vllm_features import WireForm, features_of, layout_for
-from mmrender.media.item_expand import tensor_specs
+from mmrender.media.item import tensor_specs
 from servers.recording import Recorder
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"

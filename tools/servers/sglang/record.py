@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmrender import Renderer
 from mmrender.client.collapse import collapse
-from mmrender.media.encoded import encoded_image
+from mmrender.media.item import encoded_image
 from servers.recording import Recorder
 
 PROMPT = [10, 11, 12]

@@ -4,10 +4,11 @@ The processor is the authority for pixels and for text. What is added here: expa
 remembered by image size, the smallest exact form of its tensors, identities, and errors with names.
 """
 
+import re
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,65 +17,165 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
-from mmrender.media.identity import media_identity
+from mmrender.media.cache import media_identity
+from mmrender.media.item import ProcessedItem
+from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage, LoadedVideo
-from mmrender.media.pixels import rgb_planes
-from mmrender.media.processors.arithmetic import PixelArithmetic
-from mmrender.media.processors.base import Geometry, ImageBackend, Prepared
-from mmrender.media.processors.compact import Compact, Floats, compacted
-from mmrender.media.processors.probe import (
-    Observation,
-    as_numpy,
-    blank_image,
-    expansion_text,
-    find_feature_token,
-    observe,
-    parse_expansion,
-)
+from mmrender.media.pixels import ImageBackend, rgb_planes
+from mmrender.media.processors.base import Geometry, Prepared, ProcessorFiles, digest_settings
 from mmrender.media.processors.reference import build_reference_processor
-from mmrender.media.processors.settings import ProcessorFiles, digest_settings
 from mmrender.messages import Modality
-from mmrender.spans import Expansion, Framework, MediaItem, TensorDtype
+from mmrender.spans import Expansion, MediaItem, Repeat, Text
 
 _REMEMBERED_SIZES = 4096
 _PROBE_SIZES = ((96, 160), (700, 230))
 _FORMAT_VERSION = 1
 
 
+_BEFORE, _BETWEEN, _AFTER = "before", "between", "after"
+
+
+class _Recorder:
+    """Stands in for a part of a processor and notes its last call."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self.called: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.returned: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = args, dict(kwargs)
+        result = self._part(*args, **kwargs)
+        self.returned = dict(result)
+        return result
+
+
 @dataclass(frozen=True, slots=True)
-class ProcessedItem:
-    """One image as the model's own processor made it, each tensor in its smallest exact form."""
+class Observation:
+    """One run of a processor.
 
-    identity: str
-    size: tuple[int, int]
-    grid: tuple[int, ...]
-    expansion: Expansion
-    # Equal identities mean equal pixels; arrays do not compare to a truth value.
-    parts: Mapping[str, Compact] = field(compare=False, repr=False)
-    modality: Modality = "image"
+    Attributes:
+        text: What replaced the first image's placeholder.
+        tensors: What the processor returned for the images, text inputs left out.
+        image_options: The keyword arguments its image processor was called with.
+    """
 
-    @property
-    def compact(self) -> bool:
-        """Whether all pixels are kept as uint8."""
-        return not any(isinstance(part, Floats) for part in self.parts.values())
+    text: str
+    tensors: Mapping[str, npt.NDArray[Any]]
+    image_options: Mapping[str, Any]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors as they are kept."""
-        return sum(part.nbytes for part in self.parts.values())
 
-    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
-        """Expand to what the model's processor returns for this image, floating tensors in `dtype`."""
-        arrays = {name: part.expanded(dtype) for name, part in self.parts.items()}
-        if framework == "numpy":
-            return arrays
-        import torch
+def observe(processor: Any, placeholder: str, images: Sequence[Image.Image], framework: str) -> Observation:
+    """Run a processor on images, each with its placeholder, and note what it does.
 
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if dtype == "bfloat16":
-            floating = (name for name, array in arrays.items() if array.dtype == np.uint16)
-            tensors.update({name: tensors[name].view(torch.bfloat16) for name in floating})
-        return tensors
+    Not to be run on one processor by two threads at once.
+
+    Raises:
+        ProcessorError: The processor does not hand one text to its tokenizer, or loses the marks in it.
+        Exception: Whatever the processor itself raises.
+    """
+    tokenizer, image_processor = processor.tokenizer, processor.image_processor
+    text_side, image_side = _Recorder(tokenizer), _Recorder(image_processor)
+    processor.tokenizer, processor.image_processor = text_side, image_side
+    try:
+        text = _BEFORE + _BETWEEN.join([placeholder] * len(images)) + _AFTER
+        output = processor(text=[text], images=[list(images)], return_tensors=framework)
+    finally:
+        processor.tokenizer, processor.image_processor = tokenizer, image_processor
+    _, options = image_side.called or ((), {})
+    return Observation(
+        text=_between_marks(_text_of(text_side.called), len(images)),
+        tensors={key: as_numpy(output[key]) for key in image_side.returned if key in output},
+        image_options=options,
+    )
+
+
+def _text_of(call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> str:
+    args, kwargs = call or ((), {})
+    text = args[0] if args else kwargs.get("text")
+    text = text[0] if isinstance(text, list) and len(text) == 1 else text
+    if not isinstance(text, str):
+        raise ProcessorError(
+            "the model's processor does not tokenize the text it was given",
+            expected="one text handed to the tokenizer",
+            got=type(text).__name__,
+        )
+    return text
+
+
+def _between_marks(text: str, images: int) -> str:
+    start, stop = text.find(_BEFORE), text.rfind(_AFTER)
+    pieces = text[start + len(_BEFORE) : stop].split(_BETWEEN)
+    if start < 0 or stop < 0 or len(pieces) != images:
+        raise ProcessorError(
+            "the model's processor moves or drops the text round an image",
+            expected=f"{images} image(s) between the marks of the probe",
+            got=repr(text[:200]),
+        )
+    return pieces[0]
+
+
+def parse_expansion(text: str, feature_token: str) -> Expansion:
+    """Cut the text of an expansion into runs of the feature token and what stands between them."""
+    pieces: list[Text | Repeat] = []
+    for match in re.finditer(
+        rf"(?:{re.escape(feature_token)})+|.+?(?={re.escape(feature_token)}|\Z)", text, re.S
+    ):
+        run = match.group()
+        if run.startswith(feature_token):
+            pieces.append(Repeat(feature_token, len(run) // len(feature_token)))
+        else:
+            pieces.append(Text(run))
+    return tuple(pieces)
+
+
+def expansion_text(expansion: Expansion) -> str:
+    """Return the text that an expansion stands for."""
+    return "".join(
+        piece.text if isinstance(piece, Text) else piece.token * piece.count for piece in expansion
+    )
+
+
+def find_feature_token(text: str, candidates: Sequence[str], added: Sequence[str]) -> str:
+    """Return the token that stands for image features in an expansion.
+
+    Args:
+        text: An expansion.
+        candidates: Tokens that the model's settings name for this, most telling first.
+        added: All added tokens of the tokenizer, among which the most frequent one is taken otherwise.
+
+    Raises:
+        ProcessorError: The expansion holds none of them.
+    """
+    for token in candidates:
+        if token and token in text:
+            return token
+    counts = Counter({token: text.count(token) for token in added if token and token in text})
+    if not counts:
+        raise ProcessorError(
+            "no token of the expansion stands for image features",
+            expected="an added token of the tokenizer",
+            got=repr(text[:200]),
+        )
+    return counts.most_common(1)[0][0]
+
+
+def as_numpy(values: Any) -> npt.NDArray[Any]:
+    """Return a tensor, array or nested list as an array."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    return np.asarray(values)
+
+
+def blank_image(height: int, width: int) -> Image.Image:
+    """Return a black image: an expansion depends on the size alone."""
+    return Image.new("RGB", (width, height))
+
+
+Observer = Callable[[Sequence[Image.Image]], Observation]
 
 
 class HuggingFaceProcessor:
