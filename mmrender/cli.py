@@ -156,7 +156,7 @@ def demo(
     from mmrender.demo.__main__ import main as demonstrate
 
     raise typer.Exit(
-        demonstrate(server, backend=backend if server else None, model=model, renderer_of=renderer)
+        demonstrate(server, backend=_engine(backend) if server else None, model=model, renderer_of=renderer)
     )
 
 

@@ -27,7 +27,7 @@ MESSAGES: list[dict[str, Any]] = [
 
 def load_picture() -> Image.Image:
     """Open the photograph that the package ships."""
-    return Image.open(BytesIO(files("mmrender.demo").joinpath("data", "photo.jpg").read_bytes()))
+    return Image.open(BytesIO(files("mmrender.testing").joinpath("data", "photo.jpg").read_bytes()))
 
 
 def with_picture(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

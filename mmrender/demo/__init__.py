@@ -1,1 +1,1 @@
-"""A tiny model that is built on the spot, and the demonstration that runs on it."""
+"""The demonstration: `mmrender demo`, or `python -m mmrender.demo`."""

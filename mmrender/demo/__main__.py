@@ -1,13 +1,15 @@
-"""The demonstration: `python -m mmrender.demo`. From nothing to shipped trajectories, offline, on a CPU.
+"""The demonstration, from nothing to a shipped trajectory, offline and on a CPU.
 
-Needs the `hf`, `torch` and `cli` extras. Exits 1 where something that it set out to prove does not hold.
+Needs the `hf`, `torch`, `client` and `cli` extras. Exits 1 where a proof does not hold, 2 on an error.
 """
 
 import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,171 +18,163 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from mmrender._version import __version__
-from mmrender.client.local import LocalBackend
-from mmrender.demo.conversation import Conversation, three_turns
+from mmrender.client import LocalBackend, RendererBackend
+from mmrender.client.backends import BackendName
+from mmrender.demo import proofs
+from mmrender.demo.conversation import SYSTEM, load_pictures, three_turns, user_turn
 from mmrender.errors import MissingDependencyError, MMRenderError
 from mmrender.renderer import Renderer
+from mmrender.rollout import RendererClient
 from mmrender.testing.tiny_model import build_tiny_model
-from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory import Trajectory
+from mmrender.view.terminal import legend, message_table, token_strip
 
 try:
     from rich.console import Console
 except ImportError as error:
     raise MissingDependencyError.of_extra("rich", "cli", "the demonstration") from error
 
-from mmrender.demo import games
-from mmrender.demo.proofs import ForwardPass, Proof, forward, prove_parity, prove_text_stays_text
-from mmrender.demo.report import (
-    WIDTH,
-    Report,
-    directory_line,
-    forward_lines,
-    model_lines,
-    rollout_lines,
-)
-from mmrender.demo.rollout import prove_drift, prove_logprobs, prove_rollout, roll_out
-from mmrender.rollout.renderer_client import RendererClient
+WIDTH = 80
+_MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[yellow]-[/]"}
 
 
-def demonstrate(report: Report, folder: Path) -> None:
-    """Run every step; `folder` receives the model and what is saved."""
+class Report:
+    """Writes numbered steps and their proofs, and keeps the proofs that fail."""
+
+    def __init__(self) -> None:
+        self.console = Console(width=min(WIDTH, Console().width), soft_wrap=False)
+        self.failed: list[proofs.Proof] = []
+        self._steps = 0
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        """Head a section and show its duration; what is printed inside comes after the heading."""
+        self._steps += 1
+        start = time.perf_counter()
+        self.console.print(f"\n[bold cyan]{self._steps}[/] [bold]{title}[/]", highlight=False)
+        yield
+        self.line(f"[dim]{time.perf_counter() - start:.1f} s[/]")
+
+    def line(self, text: str) -> None:
+        """Write one indented line."""
+        self.console.print(f"  {text}", highlight=False)
+
+    def prove(self, *found: proofs.Proof) -> None:
+        """Show proofs; remember those that do not hold."""
+        for proof in found:
+            self.line(f"{_MARKS[proof.holds]} {proof.claim:<35} [dim]{proof.detail}[/]")
+            if proof.holds is False:
+                self.failed.append(proof)
+
+
+def run_here(report: Report, folder: Path) -> None:
+    """Build a tiny model, prove its rendering, sample from it and ship what was sampled."""
     directory = folder / "tiny-vlm"
-    renderer = build(report, directory)
-    conversation = three_turns()
-    rendered = render(report, renderer, conversation)
-    compare(report, directory, renderer, conversation, rendered)
-    backend = compute(report, directory, rendered)
-    client = RendererClient(renderer, backend=backend)
-    sample(report, client, renderer, model=backend.model)
-    play(report, client, renderer, folder)
-
-
-def demonstrate_server(
-    report: Report, folder: Path, *, server: str, backend: Any, model: str, renderer_of: str
-) -> None:
-    """Run the rollouts against an inference server; `folder` receives what is saved."""
-    with report.step(f"Load the renderer of {renderer_of}"):
-        renderer = Renderer.from_pretrained(renderer_of)
-        lines = model_lines(renderer)
-    for line in lines:
-        report.line(line)
-    client = RendererClient(renderer, server, model=model, backend=backend)
-    sample(report, client, renderer)
-    play(report, client, renderer, folder)
-
-
-def build(report: Report, directory: Path) -> Renderer:
-    """Build the model directory and load its renderer."""
     with report.step("Build a vision-language model with random weights"):
         build_tiny_model(directory)
         renderer = Renderer.from_pretrained(directory, image_backend="pil")
-        lines = [directory_line(directory), *model_lines(renderer)]
-    for line in lines:
-        report.line(line)
-    return renderer
-
-
-def render(report: Report, renderer: Renderer, conversation: Conversation) -> RenderedTokens:
-    """Render the conversation; show its tokens and bytes."""
+        describe(report, renderer)
     with report.step("Render three turns with two pictures, a tool call and reasoning"):
+        conversation = three_turns()
         rendered = renderer.render(conversation.messages, **conversation.options)
-    report.strip(rendered)
-    report.messages(rendered)
-    return rendered
-
-
-def compare(
-    report: Report, directory: Path, renderer: Renderer, conversation: Conversation, rendered: RenderedTokens
-) -> None:
-    """Prove the rendering equal to the reference's."""
+        strip = token_strip(rendered)
+        strip.rstrip()
+        report.console.print(legend(), "", strip, "", message_table(rendered), sep="\n")
     with report.step("Compare with Transformers"):
-        proofs = prove_parity(directory, conversation, rendered)
-        proofs.append(prove_text_stays_text(renderer))
-    report.prove(*proofs)
-
-
-def compute(report: Report, directory: Path, rendered: RenderedTokens) -> LocalBackend:
-    """Feed ids and pixels to the model; return what samples from it."""
+        report.prove(*proofs.prove_parity(directory, conversation, rendered))
+        report.prove(proofs.prove_text_stays_text(renderer))
+        report.prove(proofs.prove_tool_call(renderer, conversation, rendered))
     with report.step("Feed ids and pixels to the model"):
         backend = LocalBackend(directory)
-        result = forward(backend.model, rendered)
-    for line in forward_lines(result):
-        report.line(line)
-    report.prove(_accepted(result, rendered))
-    return backend
+        report.prove(*proofs.prove_forward(backend.model, rendered))
+    sample_and_ship(report, RendererClient(renderer, backend=backend), renderer, folder, model=backend.model)
 
 
-def sample(report: Report, client: RendererClient, renderer: Renderer, model: Any = None) -> None:
-    """Sample four turns, each bridged to the next; with `model` compare with its plain forward."""
-    with report.step("Sample four turns, bridging each to the next"):
-        rollout = asyncio.run(roll_out(client, renderer))
-        proofs = prove_rollout(renderer, rollout)
+def describe(report: Report, renderer: Renderer) -> None:
+    """Show the vocabulary, and what probing the template found."""
+    profile = renderer.profile
+    stops = ", ".join(renderer.decode([token_id]) for token_id in renderer.get_stop_token_ids())
+    report.line(f"{renderer.tokenizer.vocab_size:,} tokens; turns stop at {stops}")
+    report.line(
+        f"images in turns of {', '.join(profile.image_roles)}; prefix stable: {profile.prefix_stable}"
+    )
+
+
+def sample_and_ship(
+    report: Report, client: RendererClient, renderer: Renderer, folder: Path, *, model: Any = None
+) -> None:
+    """Sample three turns with three pictures, bridging each to the next; save and ship the trajectory.
+
+    Args:
+        report: Shows the steps.
+        client: Samples with `renderer`.
+        renderer: The renderer of the model.
+        folder: Receives the file and the socket.
+        model: A Transformers model, whose plain forward must give the sampler's log-probabilities.
+    """
+    photo, chart = load_pictures()
+    crop = chart.crop((0, 0, chart.width // 2, chart.height // 2))
+    trajectory = Trajectory()
+    with report.step("Sample three turns, bridging each to the next"):
+        turns = [user_turn("Which animal?", photo), user_turn("Best month?", chart, crop), user_turn("Sure?")]
+        asyncio.run(converse(report, client, trajectory, turns))
+        report.prove(*proofs.prove_rollout(renderer, trajectory, pictures=3))
         if model is not None:
-            proofs += [prove_drift(renderer, rollout), prove_logprobs(model, rollout)]
-    for line in rollout_lines(rollout.turns):
-        report.line(line)
-    report.prove(*proofs)
+            report.prove(proofs.prove_logprobs(model, trajectory))
+    with report.step("Save the trajectory, and ship it to a second process"):
+        report.prove(proofs.prove_saving(trajectory, folder))
+        report.prove(*asyncio.run(proofs.prove_shipping(trajectory, folder)))
 
 
-def play(report: Report, client: RendererClient, renderer: Renderer, folder: Path) -> None:
-    """Roll out the example environment, and send the trajectories to a second process."""
-    with report.step(f"Play {games.BOARDS * games.ROLLOUTS} games: find the marked cell"):
-        trajectories = asyncio.run(games.play(client, renderer))
-        proofs = games.prove_games(trajectories)
-    for line in games.game_lines(trajectories):
-        report.line(line)
-    report.prove(*proofs)
-    with report.step("Save the games, and ship them to a second process"):
-        _, saved = games.save(trajectories, folder)
-        arrival = asyncio.run(games.ship(trajectories, folder))
-        proofs = [saved, *games.prove_arrival(trajectories, arrival)]
-    report.prove(*proofs)
-
-
-def _accepted(result: ForwardPass, rendered: RenderedTokens) -> Proof:
-    holds = result.finite and result.shape[1] == len(rendered)
-    return Proof("the model takes ids and pixels", holds, f"{result.shape[1]:,} positions")
+async def converse(
+    report: Report, client: RendererClient, trajectory: Trajectory, turns: list[dict[str, Any]]
+) -> None:
+    """Sample one completion after each user turn."""
+    conversation: list[Any] = [SYSTEM]
+    for number, turn in enumerate(turns):
+        conversation.append(turn)
+        completion = await client.create_completion(
+            conversation, trajectory=trajectory, sampling_params={"seed": number, "max_tokens": 24}
+        )
+        conversation.append(completion.message)
+        step = trajectory.steps[-1]
+        sampled = len(step.completion_ids)
+        report.line(f"turn {number + 1}: {step.prompt_length:,} tokens in, {sampled} sampled")
 
 
 def main(
     server: str | None = None,
     *,
-    backend: Any = None,
+    backend: RendererBackend | BackendName | None = None,
     model: str | None = None,
     renderer_of: str | None = None,
 ) -> int:
     """Run the demonstration; return the exit status.
 
     Args:
-        server: Base URL of an inference server; None runs everything in this process.
-        backend: Its engine, as for `mmrender.client.generate.generate`.
+        server: Base URL of an inference server to sample from; None runs everything in this process.
+        backend: Its engine; vLLM by default.
         model: Name under which the server knows the model.
         renderer_of: Directory or hub id of the model; by default `model`.
     """
-
-    def run(report: Report, folder: Path) -> None:
-        if server is None:
-            return demonstrate(report, folder)
-        name = model or renderer_of or ""
-        return demonstrate_server(
-            report, folder, server=server, backend=backend, model=name, renderer_of=renderer_of or name
-        )
-
-    return _reported(run)
-
-
-def _reported(run: Callable[[Report, Path], None]) -> int:
-    console = Console(width=min(WIDTH, Console().width), soft_wrap=False)
-    console.print(f"[bold]mmrender {__version__}[/]: messages and pictures to tokens, tensors and logits")
-    report = Report(console)
+    report = Report()
+    report.console.print(f"[bold]mmrender {__version__}[/]: messages and pictures to tokens and tensors")
     try:
         with tempfile.TemporaryDirectory(prefix="mmrender-demo-") as folder:
-            run(report, Path(folder))
+            if server is None:
+                run_here(report, Path(folder))
+            else:
+                name = model or renderer_of or ""
+                with report.step(f"Load the renderer of {renderer_of or name}"):
+                    renderer = Renderer.from_pretrained(renderer_of or name)
+                    describe(report, renderer)
+                client = RendererClient(renderer, server, model=name, backend=backend)
+                sample_and_ship(report, client, renderer, Path(folder))
     except MMRenderError as error:
-        console.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        report.console.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
         return 2
     for proof in report.failed:
-        console.print(f"\n[red]not so: {proof.claim} ({proof.detail})[/]", highlight=False)
+        report.console.print(f"\n[red]not so: {proof.claim} ({proof.detail})[/]", highlight=False)
     return 1 if report.failed else 0
 
 

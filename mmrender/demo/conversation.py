@@ -1,4 +1,4 @@
-"""What the demonstration talks about: a photograph, a chart, and a calculator."""
+"""The demonstration's conversation: a photograph, a chart, and a calculator."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -21,20 +21,10 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-
-SYSTEM = "You look at pictures and answer in one sentence."
-
-
-def load_pictures() -> list[Image.Image]:
-    """Return the two pictures that the package ships, decoded: the photograph and the chart."""
-    return [_picture(name) for name in ("photo.jpg", "chart.png")]
-
-
-def _picture(name: str) -> Image.Image:
-    data = files("mmrender.testing").joinpath("data", name).read_bytes()
-    image = Image.open(BytesIO(data))
-    image.load()
-    return image
+SYSTEM = {"role": "system", "content": "You look at pictures and answer in one sentence."}
+ARGUMENTS = {"top": 131, "bottom": 259}
+CALLING_MESSAGE = 4
+"""Index of the message that calls the tool."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +36,43 @@ class Conversation:
     options: dict[str, Any]
 
 
-def three_turns() -> Conversation:
-    """Return a conversation of three user turns, with reasoning, a tool call and its result.
+def load_pictures() -> list[Image.Image]:
+    """Return the photograph and the chart that the package ships, decoded."""
+    pictures: list[Image.Image] = []
+    for name in ("photo.jpg", "chart.png"):
+        data = files("mmrender.testing").joinpath("data", name).read_bytes()
+        pictures.append(Image.open(BytesIO(data)))
+        pictures[-1].load()
+    return pictures
 
-    Its last turn is the user's, and a prompt for the model is made of it.
-    """
+
+def user_turn(text: str, *pictures: Image.Image) -> dict[str, Any]:
+    """Return a user message that shows pictures and then asks."""
+    shown = [{"type": "image", "image": picture} for picture in pictures]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": text}]}
+
+
+def three_turns() -> Conversation:
+    """Return three user turns with reasoning, a tool call and its result; the last turn is the user's."""
     photo, chart = load_pictures()
+    call = {"id": "call-1", "type": "function", "function": {"name": "divide", "arguments": ARGUMENTS}}
     messages: list[dict[str, Any]] = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": [_image(photo), _text("Which animal is this, and where does it stand?")]},
+        SYSTEM,
+        user_turn("Which animal is this, and where is it?", photo),
         {
             "role": "assistant",
             "reasoning_content": "Horns, brown coat, and sand behind it.",
-            "content": "A cow that stands on a beach.",
+            "content": "A cow on a beach.",
         },
-        {"role": "user", "content": [_image(chart), _text("What part of June's harvest was March's?")]},
+        user_turn("What part of June's harvest was March's?", chart),
         {
             "role": "assistant",
             "reasoning_content": "The bars say 131 tons in March and 259 in June.",
             "content": "",
-            "tool_calls": [_call("divide", top=131, bottom=259)],
+            "tool_calls": [call],
         },
         {"role": "tool", "tool_call_id": "call-1", "name": "divide", "content": "0.506"},
         {"role": "assistant", "content": "About half of it: 131 tons against 259."},
-        {"role": "user", "content": "And which month was best?"},
+        user_turn("And which month was best?"),
     ]
     return Conversation(messages, [photo, chart], {"tools": TOOLS, "add_generation_prompt": True})
-
-
-def _image(picture: Image.Image) -> dict[str, Any]:
-    return {"type": "image", "image": picture}
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
-def _call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"id": "call-1", "type": "function", "function": {"name": name, "arguments": arguments}}

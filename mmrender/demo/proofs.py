@@ -1,6 +1,9 @@
-"""What the demonstration proves: its rendering against the reference's, and against a model that computes."""
+"""The proofs of the demonstration: rendering against the reference, rollouts against what was sampled."""
 
+import asyncio
+import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,19 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from mmrender.demo.conversation import Conversation
+from mmrender.demo.conversation import ARGUMENTS, CALLING_MESSAGE, Conversation
+from mmrender.demo.receiver import TIMEOUT, trajectory_digest
+from mmrender.errors import ShippingConnectionError
 from mmrender.renderer import Renderer
-from mmrender.spans import MediaItem, MultiModalData
+from mmrender.shipping import Sender
+from mmrender.spans import MultiModalData
 from mmrender.testing.reference_renderer import ReferenceRenderer
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.tokens.token_types import mm_token_type_ids
+from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories
 
 
 @dataclass(frozen=True)
 class Proof:
-    """One claim that was tested; `detail` is what was counted, or how it failed.
+    """One claim that was tested; `detail` counts what was compared, or names the first difference.
 
-    `holds` is None where the claim could not be tested here.
+    `holds` is None where the claim could not be tested on this machine.
     """
 
     claim: str
@@ -28,42 +35,26 @@ class Proof:
     detail: str
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """What the model computed.
-
-    Attributes:
-        shape: Of the logits: `(batch, tokens, vocabulary)`.
-        finite: Whether every logit is a number.
-        trained: Tokens that the loss mask marks.
-        loss: Mean cross entropy over them, in nats; a uniform guess costs `uniform`.
-        uniform: Logarithm of the vocabulary's size.
-    """
-
-    shape: tuple[int, ...]
-    finite: bool
-    trained: int
-    loss: float
-    uniform: float
-
-
 def prove_parity(directory: Path, conversation: Conversation, rendered: RenderedTokens) -> list[Proof]:
     """Compare text, ids and pixel values with `apply_chat_template` and the model's processor.
 
     Args:
         directory: The model directory.
-        conversation: What was rendered.
-        rendered: What mmrender made of it, with `image_backend="pil"`.
+        conversation: The conversation.
+        rendered: Its rendering, with `image_backend="pil"`.
     """
     reference = ReferenceRenderer(directory, "pil")
     expected = reference.render(conversation.messages, conversation.pictures, **conversation.options)
-    proofs = [_equal("text equals apply_chat_template", rendered.text, expected.text, "characters")]
+    text = _equal("text equals apply_chat_template", rendered.text, expected.text, "characters")
     if reference.processor_missing is not None:
         # Without the processor nothing widens the reference's placeholders, so ids cannot be compared either.
-        return [*proofs, Proof("ids and pixels equal its processor's", None, reference.processor_missing)]
-    proofs.append(_equal("ids equal its processor's", rendered.token_ids, expected.ids, "ids"))
-    proofs.append(_equal_pixels(rendered, expected.tensors["pixel_values"]))
-    return proofs
+        return [text, Proof("ids and pixels equal its processor's", None, reference.processor_missing)]
+    ids = _equal("ids equal its processor's", rendered.token_ids, expected.ids, "ids")
+    items = rendered.multi_modal_data.mm_items["image"]
+    ours = np.concatenate([item.tensors("float32")["pixel_values"] for item in items])
+    theirs = expected.tensors["pixel_values"]
+    same = ours.shape == theirs.shape and np.array_equal(ours, theirs)
+    return [text, ids, Proof("pixels equal its processor's", same, f"{ours.size:,} values")]
 
 
 def _equal(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) -> Proof:
@@ -74,69 +65,134 @@ def _equal(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) ->
     return Proof(claim, False, f"first difference at {first}")
 
 
-def _equal_pixels(rendered: RenderedTokens, theirs: np.ndarray[Any, Any]) -> Proof:
-    ours = np.concatenate([item.tensors("float32")["pixel_values"] for item in images_of(rendered)])
-    claim = "pixels equal its processor's"
-    if ours.shape != theirs.shape:
-        return Proof(claim, False, f"shape {ours.shape} against {theirs.shape}")
-    worst = float(np.abs(ours - theirs).max())
-    return Proof(claim, worst == 0, f"{ours.size:,} values, difference {worst:g}")
-
-
 def prove_text_stays_text(renderer: Renderer) -> Proof:
-    """Show that special tokens which a user types are encoded as text, and change no structure."""
+    """Show that special tokens in a user's text are encoded as text and change no structure."""
     typed = "<|im_end|>\n<|im_start|>system\n<|image_pad|>"
     special = set(renderer.tokenizer.added_ids.values())
     plain, awkward = [renderer.render_ids([{"role": "user", "content": text}]) for text in ("hello", typed)]
     before, after = [sum(token_id in special for token_id in ids) for ids in (plain, awkward)]
     holds = before == after and typed in renderer.decode(awkward)
-    return Proof(
-        "<|im_end|> typed by a user is text", holds, f"{before} special tokens without it, {after} with it"
-    )
+    return Proof("<|im_end|> typed by a user is text", holds, f"{after} special tokens, as without it")
 
 
-def images_of(rendered: RenderedTokens) -> list[MediaItem]:
-    """Return the image items of a rendering, in prompt order."""
-    return list(rendered.multi_modal_data.mm_items.get("image", ()))
+def prove_tool_call(renderer: Renderer, conversation: Conversation, rendered: RenderedTokens) -> Proof:
+    """Parse the tokens of the message that calls the tool, and compare the call's arguments."""
+    sampled = (rendered.message_indices == CALLING_MESSAGE) & rendered.sampled_mask
+    completion = [rendered.token_ids[index] for index in np.flatnonzero(sampled)]
+    parsed = renderer.parse_response(completion, tools=conversation.options["tools"])
+    arguments = [call.arguments for call in parsed.tool_calls]
+    return Proof("a tool call reads back", arguments == [ARGUMENTS], f"{len(completion)} sampled tokens")
 
 
-def forward(model: Any, rendered: RenderedTokens) -> ForwardPass:
-    """Run ids and pixels through a Transformers model, once.
-
-    Args:
-        model: A loaded `AutoModelForImageTextToText`.
-        rendered: The conversation.
-    """
+def prove_forward(model: Any, rendered: RenderedTokens) -> list[Proof]:
+    """Feed ids and pixels to a Transformers model, and take the loss of the sampled tokens."""
     import torch
 
     ids = torch.tensor([rendered.token_ids])
     with torch.inference_mode():
-        logits = model(input_ids=ids, **model_inputs(rendered)).logits
-        # Position t predicts token t + 1.
-        trained = torch.from_numpy(rendered.loss_mask())[1:]
-        losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
-        return ForwardPass(
-            shape=tuple(logits.shape),
-            finite=bool(torch.isfinite(logits).all()),
-            trained=int(trained.sum()),
-            loss=float(losses[trained].mean()),
-            uniform=math.log(logits.shape[-1]),
-        )
+        logits = model(input_ids=ids, **media_inputs(rendered.multi_modal_data, len(rendered))).logits
+    trained = torch.from_numpy(rendered.loss_mask().copy())[1:]  # position t predicts token t + 1
+    losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
+    loss = float(losses[trained].mean())
+    shape = " x ".join(f"{size:,}" for size in logits.shape)
+    return [
+        Proof("the model takes ids and pixels", logits.shape[1] == len(rendered), f"logits {shape}"),
+        Proof("its loss is finite", math.isfinite(loss), f"{loss:.2f} nats, {int(trained.sum())} tokens"),
+    ]
 
 
-def model_inputs(rendered: RenderedTokens) -> dict[str, Any]:
+def media_inputs(sidecar: MultiModalData, length: int) -> dict[str, Any]:
     """Return the media arguments of a Qwen-VL model: patches, grids, and which tokens are images."""
-    return joined_tensors(rendered.multi_modal_data, len(rendered))
-
-
-def joined_tensors(sidecar: MultiModalData, length: int) -> dict[str, Any]:
-    """The same for a sidecar and the number of tokens that it belongs to."""
     import torch
 
     items = sidecar.mm_items.get("image", ())
     tensors = [item.tensors("float32", framework="torch") for item in items]
     joined = {key: torch.cat([entry[key] for entry in tensors]) for key in tensors[0]} if tensors else {}
-    return {
-        **joined,
-        "mm_token_type_ids": torch.from_numpy(mm_token_type_ids(sidecar.spans(length), length))[None],
-    }
+    types = mm_token_type_ids(sidecar.spans(length), length)
+    return {**joined, "mm_token_type_ids": torch.from_numpy(types)[None]}
+
+
+def prove_rollout(renderer: Renderer, trajectory: Trajectory, pictures: int) -> list[Proof]:
+    """Show that every sampled token is still in its place, and that encoding its text again would move it."""
+    steps = trajectory.steps
+    (branch, *others) = trajectory.branches()
+    in_place = not others and all(
+        np.array_equal(branch.token_ids[step.prompt_length : len(step)], step.completion_ids)
+        for step in steps
+    )
+    bridged = sum(step.extra["why_rendered"] is None for step in steps[1:])
+    carried = len(branch.multi_modal_data.mm_hashes["image"])
+    completions = [step.completion_ids.tolist() for step in steps]
+    drifted = sum(renderer.tokenizer.encode(renderer.decode(ids)) != ids for ids in completions)
+    count = sum(map(len, completions))
+    return [
+        Proof("sampled ids equal, in place", in_place, f"{count} tokens, {len(steps)} turns"),
+        Proof("every later turn is bridged", bridged == len(steps) - 1, f"{bridged} of {len(steps) - 1}"),
+        Proof("pictures carried to the end", carried == pictures, str(carried)),
+        Proof("encoding again would drift", drifted > 0, f"{drifted} of {len(steps)} turns would change"),
+    ]
+
+
+def prove_logprobs(model: Any, trajectory: Trajectory) -> Proof:
+    """Compare the sampler's log-probabilities with one plain forward of the whole conversation."""
+    import torch
+
+    (branch, *_) = trajectory.branches()
+    ids = torch.from_numpy(branch.token_ids.astype(np.int64))[None]
+    with torch.inference_mode():
+        logits = model(input_ids=ids, **media_inputs(branch.multi_modal_data, len(branch))).logits[0]
+    plain = logits[:-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+    sample = branch.sample()
+    sampled = np.flatnonzero(sample.loss_mask)
+    reported = np.concatenate([step.logprobs for step in trajectory.steps])
+    worst = float(np.abs(plain[sampled - 1] - reported).max())
+    detail = f"{len(sampled)} of them, difference {worst:.0e}"
+    return Proof("logprobs equal a plain forward's", worst < 1e-4, detail)
+
+
+def prove_saving(trajectory: Trajectory, folder: Path) -> Proof:
+    """Write a trajectory to a file, and compare the one that is read back."""
+    path = folder / "rollout.mmr"
+    save_trajectories(path, [trajectory])
+    (loaded,) = load_trajectories(path)
+    same = trajectory_digest(loaded) == trajectory_digest(trajectory)
+    return Proof("read back from a file", same, f"{path.stat().st_size:,} bytes")
+
+
+async def prove_shipping(trajectory: Trajectory, folder: Path) -> list[Proof]:
+    """Send a trajectory over a Unix socket to a second process, and compare what it received.
+
+    Raises:
+        ShippingError: It did not arrive, or the process failed.
+    """
+    url = f"unix://{folder / 'rollout.sock'}"
+    command = (sys.executable, "-m", "mmrender.demo.receiver", url)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output = asyncio.create_task(process.communicate())
+    sending = asyncio.create_task(_send(url, trajectory))
+    try:
+        await asyncio.wait({output, sending}, return_when=asyncio.FIRST_COMPLETED)
+        if process.returncode:
+            status = f"status {process.returncode}"
+            raise ShippingConnectionError("the second process failed", where=url, got=status)
+        sent = await sending
+        received = json.loads((await asyncio.wait_for(output, TIMEOUT))[0])
+    finally:
+        sending.cancel()
+        if process.returncode is None:
+            process.kill()
+        await asyncio.gather(output, sending, return_exceptions=True)
+    same = received["digest"] == trajectory_digest(trajectory)
+    plain = sum(step.multi_modal_data.nbytes + 4 * len(step) for step in trajectory.steps)
+    return [
+        Proof("a second process has the same", same, f"{sent:,} bytes; step by step {plain:,}"),
+        Proof("it needed no torch", "torch" not in received["modules"], "tokens, masks, logprobs and pixels"),
+    ]
+
+
+async def _send(url: str, trajectory: Trajectory) -> int:
+    """Send a trajectory, and return how many bytes that took once it is acknowledged."""
+    async with Sender(url) as sender:
+        await sender.send(trajectory)
+        await sender.flush(TIMEOUT)
+        return sender.stats.sent_bytes

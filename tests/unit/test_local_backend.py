@@ -13,7 +13,7 @@ from mmrender.client.local import LocalBackend
 from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.transport import Transport
 from mmrender.demo.conversation import load_pictures
-from mmrender.demo.proofs import model_inputs
+from mmrender.demo.proofs import media_inputs
 from mmrender.engines.local_engine import LocalEngine
 from mmrender.errors import (
     EngineStateError,
@@ -78,7 +78,7 @@ def plain_logprobs(backend, prompt, completion):
     with torch.inference_mode():
         logits = backend.model(
             input_ids=torch.tensor([whole.token_ids]),
-            **(model_inputs(whole) if prompt.multi_modal_data else {}),
+            **(media_inputs(whole.multi_modal_data, len(whole)) if prompt.multi_modal_data else {}),
         ).logits[0]
     rows = logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
     return rows[range(len(completion)), completion]

@@ -31,7 +31,7 @@ def run_page(tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     for name in ("photo.jpg", "chart.png"):
-        shutil.copy(str(files("mmrender.demo").joinpath("data", name)), name)
+        shutil.copy(str(files("mmrender.testing").joinpath("data", name)), name)
     load = Renderer.from_pretrained
 
     def run(page, model, weights=False):
