@@ -28,7 +28,8 @@ from transformers.utils.chat_template_utils import (  # noqa: E402
 
 from mmrender.content import normalize_messages  # noqa: E402
 from mmrender.model.files import ModelDir  # noqa: E402
-from mmrender.probing.profile import Prober  # noqa: E402
+from mmrender.model.tokenizer import Tokenizer  # noqa: E402
+from mmrender.probing.probes import Probes  # noqa: E402
 from mmrender.template.chat import ChatTemplate  # noqa: E402
 from mmrender.template.loader import choose_template, load_templates, special_tokens  # noqa: E402
 
@@ -62,7 +63,7 @@ def measure(directory: Path, rounds: int, runs: int) -> dict[str, Any]:
     templates, tokens = load_templates(model), special_tokens(model)
     source = templates[choose_template(templates, name=None, has_tools=False)]
     ours, plain = ChatTemplate(source, special_tokens=tokens), _compile_jinja_template(source)
-    form = Prober(ours).form
+    form = Probes(ours, Tokenizer.load(model)).form
     messages = conversation(rounds)
     canonical = normalize_messages(messages)
     contenders: list[Callable[[], str]] = [

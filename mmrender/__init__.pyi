@@ -22,7 +22,7 @@ from .messages import TextPart as TextPart
 from .messages import ThinkingPart as ThinkingPart
 from .messages import ToolCall as ToolCall
 from .messages import VideoPart as VideoPart
-from .parsing.response import ParsedResponse as ParsedResponse
+from .parsing.parser import ParsedResponse as ParsedResponse
 from .pool.pool import RendererPool as RendererPool
 from .protocols import MultimodalRenderer as MultimodalRenderer
 from .protocols import RendererProtocol as RendererProtocol

@@ -8,24 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
+from mmrender.caching import LRUCache
 from mmrender.content import attach_media, normalize_messages, normalize_tools
 from mmrender.errors import RenderError
 from mmrender.media.cache import MediaCache
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
+from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Role
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.loading import load_media, load_template_set
-from mmrender.probing.per_template import PerTemplate
 from mmrender.probing.profile import TemplateProfile
-from mmrender.probing.template_set import TemplateSet
+from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.rendering.memo import RenderMemo, conversation_key
-from mmrender.rendering.placement import MediaPlace
-from mmrender.rendering.render import Rendering, resolve_places
-from mmrender.spans import MediaItem, MultiModalData
-from mmrender.template.chat import ChatTemplate
+from mmrender.rendering.render import Rendering
+from mmrender.spans import MultiModalData
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.traced import TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
@@ -78,8 +76,8 @@ class Renderer:
             rules=self.rules,
         )
         self._memo = RenderMemo(memo_bytes) if memo_bytes else None
-        self._bridges = PerTemplate(self._build_bridge)
-        self._parsers = PerTemplate(self._build_parser)
+        self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
+        self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         self._tool_call_grammar = tool_call_grammar
         self._outcome = threading.local()
 
@@ -130,8 +128,14 @@ class Renderer:
         """
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
+        processor = load_processor(
+            model.path, image_backend=image_backend, trust_remote_code=trust_remote_code
+        )
+        media = None
+        if processor is not None:
+            media = MediaResolver(processor, media_policy or MediaPolicy(), media_cache or MediaCache())
         return cls(
-            load_template_set(
+            TemplateSet.load(
                 model,
                 tokenizer,
                 chat_template=chat_template,
@@ -140,13 +144,7 @@ class Renderer:
                 profile_cache=profile_cache,
             ),
             tokenizer,
-            load_media(
-                model,
-                image_backend=image_backend,
-                trust_remote_code=trust_remote_code,
-                policy=media_policy,
-                cache=media_cache,
-            ),
+            media,
             content_special_tokens=content_special_tokens,
             tool_call_grammar=tool_call_grammar,
             memo_bytes=memo_bytes,
@@ -221,17 +219,16 @@ class Renderer:
         documents: Sequence[Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
     ) -> Rendering:
-        template = self.templates.choose(has_tools=tools is not None)
-        profile = self.templates.profile(template, arguments)
+        known = self.templates.find(arguments, has_tools=tools is not None)
         return Rendering(
-            template=template,
-            profile=profile,
+            template=known.template,
+            profile=known.profile,
             writer=self._writer,
             media=self.media,
-            stop_ids=self.templates.stop_ids(profile),
+            stop_ids=known.profile.stop_ids,
             tools=normalize_tools(tools),
             documents=documents,
-            arguments=arguments,
+            arguments=known.arguments,
         )
 
     def bridge_to_next_turn(
@@ -277,17 +274,14 @@ class Renderer:
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
             messages = attach_media(messages, images, videos, where="new_messages")
-            template = self.templates.choose(has_tools=tools is not None)
-            bridge = self._bridges.get(template, template_arguments)
-            self._outcome.reason = None
+            known = self.templates.find(template_arguments, has_tools=tools is not None)
+            bridge = self._bridges.get_or_compute(known, lambda: Bridge(known, self._writer, self.media))
             return bridge.extend(
                 previous_prompt_ids,
                 previous_completion_ids,
                 messages,
                 previous=previous_multi_modal_data or MultiModalData(),
                 history=history,
-                resolve=self._resolve_new,
-                depends_on_company=self.media is not None and self.media.processor.depends_on_company,
             )
         except NotBridged as refusal:
             self._outcome.reason = str(refusal)
@@ -298,17 +292,6 @@ class Renderer:
     def why_not_bridged(self) -> str | None:
         """Why this thread's last `bridge_to_next_turn` gave None; None where it gave a bridge."""
         return getattr(self._outcome, "reason", None)
-
-    def _build_bridge(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> Bridge:
-        profile = self.templates.profile(template, arguments)
-        return Bridge(
-            template,
-            profile,
-            self._writer,
-            stop_ids=self.templates.stop_ids(profile),
-            arguments=arguments,
-            shelf=self.templates.shelf(template, arguments),
-        )
 
     def parse_response(
         self,
@@ -331,39 +314,26 @@ class Renderer:
 
     def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> "ResponseParser":
         """What `parse_response` reads with; its `choice` says how the grammar of tool calls was proved."""
-        return self._parsers.get(self.templates.choose(has_tools=has_tools), template_arguments)
-
-    def _build_parser(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> "ResponseParser":
         # Imported here, since most programs that render never parse.
-        from mmrender.parsing import build_parser
+        from mmrender.parsing.prove import build_parser
 
-        profile = self.templates.profile(template, arguments)
-        return build_parser(
-            template,
-            profile,
-            self.tokenizer,
-            self.templates.stop_ids(profile),
-            grammar=self._tool_call_grammar,
-            arguments=arguments,
+        known = self.templates.find(template_arguments, has_tools=has_tools)
+        return self._parsers.get_or_compute(
+            known, lambda: build_parser(known, grammar=self._tool_call_grammar)
         )
-
-    def _resolve_new(self, places: Sequence[MediaPlace], earlier: int) -> Sequence[MediaItem | None]:
-        return resolve_places(places, self.media, earlier)
 
     @property
     def profile(self) -> TemplateProfile:
         """What was found out about the template, without template arguments."""
-        return self.templates.profile(self.templates.choose(has_tools=False), {})
+        return self.templates.find({}, has_tools=False).profile
 
     def is_prefix_stable(self, **template_arguments: Any) -> bool:
         """Whether history stays as it was prompted and written, for these template arguments."""
-        return self.templates.profile(
-            self.templates.choose(has_tools=False), template_arguments
-        ).prefix_stable
+        return self.templates.find(template_arguments, has_tools=False).profile.prefix_stable
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
-        return sorted(self.templates.stop_ids(self.profile))
+        return sorted(self.profile.stop_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""

@@ -14,9 +14,10 @@ from tokenizers import Tokenizer as Engine
 
 from mmrender.messages import Message
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing import ResponseParser, build_parser
-from mmrender.parsing.probes import TurnProber
-from mmrender.probing.profile import Prober
+from mmrender.parsing import ResponseParser
+from mmrender.parsing.prove import build_parser
+from mmrender.probing.probes import Probes, user
+from mmrender.probing.templates import KnownTemplate
 from mmrender.template.chat import ChatTemplate
 
 HEAD = """{%- for m in messages %}{{- '<|turn|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"""
@@ -191,16 +192,17 @@ class Case:
 
     name: str
     parser: ResponseParser
-    prober: TurnProber
+    probes: Probes
     tokenizer: Tokenizer
 
     def completion(
         self, message: Message, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[int], list[int]]:
         """Tokens of the prompt and of what a model that says exactly this message would sample."""
-        turn = self.prober.turn(message, tools)
+        turn = self.probes.turn(message, self.parser.profile.stop_ids, tools=tools)
         assert turn is not None, "the template refuses the message"
-        assert turn.prompted, "the turn does not begin with the generation prompt"
+        prompt = self.probes.generation_prompt([user()], tools=tools)
+        assert turn.header == prompt, "the turn does not begin with the generation prompt"
         return self.tokenizer.encode(turn.header), self.tokenizer.encode(turn.text)
 
 
@@ -216,10 +218,8 @@ def case_of(
 ) -> Case:
     """Build the parser of a template."""
     template = ChatTemplate(source, special_tokens=special_tokens)
-    profile = Prober(template, arguments).profile()
-    parser = build_parser(template, profile, tokenizer, stop_ids, arguments=arguments, grammar=grammar)
-    prober = TurnProber(template, tokenizer, profile.form, frozenset(stop_ids), dict(arguments or {}))
-    return Case(name, parser, prober, tokenizer)
+    known = KnownTemplate(template, tokenizer, arguments or {}, model_stop_ids=frozenset(stop_ids))
+    return Case(name, build_parser(known, grammar=grammar), known.probes, tokenizer)
 
 
 @cache

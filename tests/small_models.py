@@ -34,7 +34,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import Geometry, Prepared
 from mmrender.media.resolve import MediaResolver
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.template_set import TemplateSet
+from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer
 from mmrender.spans import Expansion, Repeat, Text
 

@@ -1,38 +1,49 @@
-"""Histories that a bridge's tail must not depend on: the plain one, and what can be different about another.
+"""Histories that a bridge's tail must not depend on, and the shape of an extension.
 
-Each variation changes a single respect in which a template could look back. They combine freely.
+A proof renders the extension after a skeleton, the shortest history, and after histories that differ from it
+in a single respect each. It holds for every extension of the same shape: all of it that can decide what a
+template looks at. Texts count only in so far as the template tests them, so the texts that it looks for are
+read from its source.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+from jinja2 import nodes
 
-from mmrender.bridge.shape import Reads
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
-
-_WORD = "qwertz"
-_CALL_ID = "call9{:04d}"
+from mmrender.probing.probes import WORD, assistant, probe_call, tool_definition, tool_result, user
+from mmrender.probing.profile import TemplateProfile
 
 
 class MediaCount(NamedTuple):
-    """Images and videos that stand in a conversation."""
+    """Number of images and videos in a conversation."""
 
     images: int = 0
     videos: int = 0
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """As many parts without a source."""
+        return (*[ImagePart(None)] * self.images, *[VideoPart(None)] * self.videos)
+
+
+NO_MEDIA = MediaCount()
+
 
 @dataclass(frozen=True)
-class History:
+class ProbeHistory:
     """A conversation up to and including the assistant turn that an extension follows.
 
     Attributes:
+        user: The last user message.
+        assistant: The turn that the extension follows.
         system: Messages before the first turn.
         earlier: Turns before the last user message.
-        user: The last user message.
         rounds: Tool rounds between it and the assistant's turn.
-        assistant: The turn that the extension follows.
         tools: Tool definitions, or None.
         documents: Documents, or None.
     """
@@ -50,29 +61,41 @@ class History:
         """The conversation."""
         return (*self.system, *self.earlier, self.user, *self.rounds, self.assistant)
 
+    def answering(self, **fields: Any) -> "ProbeHistory":
+        """The history with other fields in the assistant's turn."""
+        return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
 
-Change: TypeAlias = Callable[[History], History]
+    def asking(self, **fields: Any) -> "ProbeHistory":
+        """The history with other fields in the last user message."""
+        return replace(self, user=msgspec.structs.replace(self.user, **fields))
+
+
+Change: TypeAlias = Callable[[ProbeHistory], ProbeHistory]
 
 
 class Variation(NamedTuple):
     """One respect in which histories differ: what a template must look at to notice, and the change.
 
-    `joins` says that it is also tried together with others.
+    `combines` says that it is also tried together with others.
     """
 
     looks_at: str
     change: Change
-    joins: bool = True
+    combines: bool = True
 
 
-def skeleton(extension: Sequence[Message], media: MediaCount = MediaCount()) -> History:  # noqa: B008 - immutable
+def skeleton(
+    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount = NO_MEDIA
+) -> ProbeHistory:
     """The shortest history: one user turn with the conversation's media, one assistant turn.
 
     The assistant calls the tools that the extension answers: one for each tool message that it begins with,
     under the name and id that the answer states.
     """
-    assistant = Message(role="assistant", content=f"A{_WORD}", tool_calls=_calls_for(extension))
-    return History(_user(f"U{_WORD}", media), assistant)
+    calls = _calls_for(extension)
+    text = f"{WORD}A" if not calls or profile.takes_content_beside_calls else None
+    question = user() if media == NO_MEDIA else _with_media(f"{WORD}U", media)
+    return ProbeHistory(question, assistant(text, tool_calls=calls))
 
 
 def _calls_for(extension: Sequence[Message]) -> tuple[ToolCall, ...]:
@@ -80,82 +103,26 @@ def _calls_for(extension: Sequence[Message]) -> tuple[ToolCall, ...]:
     for index, message in enumerate(extension):
         if message.role != "tool":
             break
-        call_id = message.tool_call_id or f"call{index:05d}"
-        calls.append(ToolCall(name=message.name or "probe", arguments={}, id=call_id))
+        call = probe_call(index, name=message.name or "probe")
+        calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
     return tuple(calls)
 
 
-def _user(text: str, media: MediaCount = MediaCount()) -> Message:  # noqa: B008 - immutable
-    if not any(media):
-        return Message(role="user", content=text)
-    return Message(role="user", content=(*_media_parts(media), TextPart(text)))
-
-
-def _media_parts(media: MediaCount) -> tuple[Part, ...]:
-    return (*[ImagePart(None)] * media.images, *[VideoPart(None)] * media.videos)
-
-
-def _assistant(text: str, **fields: Any) -> Message:
-    return Message(role="assistant", content=text, **fields)
+def _with_media(text: str, media: MediaCount) -> Message:
+    return Message(role="user", content=(*media.parts, TextPart(text)))
 
 
 def _tool_round(results: int, *, first: int, text: str = "") -> tuple[Message, ...]:
-    calls = [
-        ToolCall(name="probe", arguments={}, id=_CALL_ID.format(first + index)) for index in range(results)
-    ]
-    answers = [
-        Message(role="tool", content=f"R{_WORD}", name="probe", tool_call_id=call.id) for call in calls
-    ]
-    return (_assistant(text, tool_calls=tuple(calls)), *answers)
+    calls = tuple(probe_call(90000 + first + index) for index in range(results))
+    return (assistant(text, tool_calls=calls), *map(tool_result, calls))
 
 
-_STRING_METHODS = frozenset(dir(str)) | frozenset(dir(dict)) | frozenset(dir(list))
-_LOOP_FIELDS = frozenset(
-    [
-        "index",
-        "index0",
-        "revindex",
-        "revindex0",
-        "first",
-        "last",
-        "length",
-        "previtem",
-        "nextitem",
-        "depth",
-        "changed",
-    ]
-)
-_KNOWN_FIELDS = (
-    frozenset(Message.__struct_fields__)
-    | frozenset(
-        [
-            "type",
-            "text",
-            "image",
-            "video",
-            "function",
-            "arguments",
-            "id",
-            "parameters",
-            "thinking",
-            "properties",
-        ]
-    )
-    | _STRING_METHODS
-    | _LOOP_FIELDS
-)
-"""Names that are no message's own field: those of the schema, of loops, and of Python's types."""
-_DOCUMENTS = ({"title": "probe", "text": f"D{_WORD}"},)
-_TURN = (_user(f"E{_WORD}"), _assistant(f"F{_WORD}"))
+_DOCUMENTS = ({"title": "probe", "text": f"{WORD}D"},)
+_TURN = (user(f"{WORD}E"), assistant(f"{WORD}F"))
+_TOOL_LOOP = (user(f"{WORD}L"), *_tool_round(1, first=0), assistant(f"{WORD}M"))
 
 
-def _tools(*names: str) -> tuple[Mapping[str, Any], ...]:
-    parameters = {"type": "object", "properties": {}}
-    functions = [{"name": name, "description": "A probe.", "parameters": parameters} for name in names]
-    return tuple({"type": "function", "function": function} for function in functions)
-
-
-def _before(role: Role, text: str = f"S{_WORD}") -> Change:
+def _before(role: Role, text: str = f"{WORD}S") -> Change:
     message = Message(role=role, content=text)
     return lambda history: replace(history, system=(message, *history.system))
 
@@ -173,154 +140,234 @@ def _round(messages: tuple[Message, ...]) -> Change:
 
 
 def _assistant_with(**fields: Any) -> Change:
-    return lambda history: replace(history, assistant=msgspec.structs.replace(history.assistant, **fields))
+    return lambda history: history.answering(**fields)
 
 
 def _user_with(**fields: Any) -> Change:
-    return lambda history: replace(history, user=msgspec.structs.replace(history.user, **fields))
+    return lambda history: history.asking(**fields)
 
 
 def _user_says(text: str) -> Change:
-    def change(history: History) -> History:
-        content = history.user.content
-        if isinstance(content, tuple):
-            content = (*[part for part in content if not isinstance(part, TextPart)], TextPart(text))
-        return replace(
-            history,
-            user=msgspec.structs.replace(
-                history.user, content=content if isinstance(content, tuple) else text
-            ),
-        )
+    def change(history: ProbeHistory) -> ProbeHistory:
+        media = tuple(part for _, part in history.user.media())
+        return history.asking(content=(*media, TextPart(text)) if media else text)
 
     return change
 
 
-def variations(extension: Sequence[Message], reasoning: tuple[str, str] | None) -> list[Variation]:
-    """Everything that can be different while the number of media stays as it is.
-
-    Args:
-        extension: The new messages.
-        reasoning: Marks round a reasoning block, if the template prints any.
-    """
-    loop = (_user(f"L{_WORD}"), *_tool_round(1, first=0), _assistant(f"M{_WORD}"))
-    thought = _assistant(f"H{_WORD}", reasoning_content=f"G{_WORD}")
-    opener, closer = reasoning or ("<think>", "</think>\n\n")
+def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:
+    """Everything that can be different while the number of media stays as it is."""
+    thought = assistant(f"{WORD}H", reasoning_content=f"{WORD}G")
+    begin, close = "<think>", "</think>\n\n"
+    if (reasoning := profile.reasoning) is not None:
+        begin, close = reasoning.begin, reasoning.before_end + reasoning.end + reasoning.after_end
     return [
         Variation("the number of earlier turns", _earlier(*_TURN)),
         Variation("the number of earlier turns", _earlier(*_TURN * 5)),
-        Variation("the number of earlier turns", _earlier(*_TURN * 30), joins=False),
+        Variation("the number of earlier turns", _earlier(*_TURN * 30), combines=False),
         Variation("the system prompt", _before("system")),
         Variation("a developer message", _before("developer")),
-        Variation("how many user messages stand together", _earlier(_user(f"V{_WORD}"))),
-        Variation("the role of the first message", _opening(_assistant(f"W{_WORD}"))),
-        Variation("earlier tool calls", _earlier(*loop)),
-        Variation("earlier reasoning", _earlier(_user(f"E{_WORD}"), thought)),
+        Variation("how many user messages stand together", _earlier(user(f"{WORD}V"))),
+        Variation("the role of the first message", _opening(assistant(f"{WORD}W"))),
+        Variation("earlier tool calls", _earlier(*_TOOL_LOOP)),
+        Variation("earlier reasoning", _earlier(user(f"{WORD}E"), thought)),
         Variation("tool results since the last user message", _round(_tool_round(1, first=10))),
-        Variation("the number of tool results", _round(_tool_round(2, first=20, text=f"N{_WORD}"))),
-        Variation("the text of the last user message", _user_says(f"Another text.\n\n1. {_WORD}\n")),
-        Variation("the text of the last user message", _user_says(f"{_WORD} " * 500)),
-        Variation("the name of the user", _user_with(name=f"n{_WORD}")),
+        Variation("the number of tool results", _round(_tool_round(2, first=20, text=f"{WORD}N"))),
+        Variation("the text of the last user message", _user_says(f"Another text.\n\n1. {WORD}\n")),
+        Variation("the text of the last user message", _user_says(f"{WORD} " * 500)),
+        Variation("the name of the user", _user_with(name=f"n{WORD}")),
         Variation("the assistant's text", _assistant_with(content="Something else. " * 100)),
-        Variation("the assistant's text", _assistant_with(content=f"{_WORD} \n\n")),
-        Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {_WORD}?')),
-        Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"T{_WORD}")),
-        Variation("the assistant's reasoning", _assistant_with(content=f"{opener}T{_WORD}{closer}A{_WORD}")),
+        Variation("the assistant's text", _assistant_with(content=f"{WORD} \n\n")),
+        Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {WORD}?')),
+        Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"{WORD}T")),
+        Variation("the assistant's reasoning", _assistant_with(content=f"{begin}{WORD}T{close}{WORD}A")),
         *_call_variations(extension),
-        Variation("the tool definitions", lambda history: replace(history, tools=_tools("probe"))),
-        Variation("the tool definitions", lambda history: replace(history, tools=_tools("a", "b", "c"))),
+        Variation(
+            "the tool definitions", lambda history: replace(history, tools=(tool_definition("probe"),))
+        ),
+        Variation(
+            "the tool definitions", lambda history: replace(history, tools=tuple(map(tool_definition, "abc")))
+        ),
         Variation("the documents", lambda history: replace(history, documents=_DOCUMENTS)),
     ]
-
-
-def in_parts() -> list[Variation]:
-    """The assistant's content as a list of parts, for templates that take one."""
-    said = TextPart(f"A{_WORD}")
-    return [
-        Variation("the shape of the assistant's content", _assistant_with(content=(said,))),
-        Variation("the assistant's reasoning", _assistant_with(content=(ThinkingPart(f"T{_WORD}"), said))),
-    ]
-
-
-def marked(reads: Reads) -> list[Variation]:
-    """Histories that hold the texts which the template looks for, and the fields that only it knows."""
-    found = []
-    for mark in reads.marks:
-        for text in (mark, f"{mark}{_WORD}{mark}"):
-            found += [
-                Variation(f"{mark!r} in the system prompt", _before("system", text)),
-                Variation(f"{mark!r} in the last user message", _user_says(text)),
-                Variation(f"{mark!r} in an earlier message", _earlier(_user(text), _assistant(text))),
-            ]
-        found.append(
-            Variation(f"{mark!r} in the assistant's text", _assistant_with(content=f"{mark}{_WORD}"))
-        )
-    for field in sorted(reads.fields - _KNOWN_FIELDS):
-        extra = {field: f"X{_WORD}"}
-        system = Message(role="system", content=f"S{_WORD}", extra=extra)
-        change = _all_of(_user_with(extra=extra), _assistant_with(extra=extra))
-        found += [
-            Variation(f"the field {field!r} of earlier messages", change, joins=False),
-            Variation(f"the field {field!r} of the system prompt", _opening(system), joins=False),
-        ]
-    return found
-
-
-def _all_of(*changes: Change) -> Change:
-    def change(history: History) -> History:
-        for step in changes:
-            history = step(history)
-        return history
-
-    return change
 
 
 def _call_variations(extension: Sequence[Message]) -> list[Variation]:
     """Other calls by the assistant, as far as the extension's tool messages leave them open."""
     calls = _calls_for(extension)
-    extra = ToolCall(name="another", arguments={"alpha": "bravo"}, id=_CALL_ID.format(99))
+    extra = probe_call(90099, name="another", alpha="bravo")
     if not calls:
         return [Variation("tool calls that nothing answers", _assistant_with(tool_calls=(extra,)))]
-    found = [Variation("the number of tool calls", _assistant_with(tool_calls=(*calls, extra)))]
     renamed = tuple(
-        msgspec.structs.replace(
-            call,
+        ToolCall(
             name=message.name or "another",
-            id=message.tool_call_id or _CALL_ID.format(50 + index),
             arguments={"alpha": ["bravo", 7]},
+            id=message.tool_call_id or probe_call(90050 + index).id,
         )
-        for index, (call, message) in enumerate(zip(calls, extension, strict=False))
+        for index, message in enumerate(extension[: len(calls)])
     )
-    found.append(Variation("the name, id or arguments of a tool call", _assistant_with(tool_calls=renamed)))
-    found.append(Variation("whether the assistant wrote text", _assistant_with(content="")))
-    return found
-
-
-def media_placements(media: MediaCount, *, counted: bool) -> list[Variation]:
-    """Media in other places: where their number counts the same number, else one more.
-
-    Args:
-        media: What the skeleton holds.
-        counted: Whether the tail depends on their number.
-    """
-    parts = _media_parts(media if counted else MediaCount(1, 1))
-    if not parts:
-        return []
-    shown = Message(role="user", content=(*parts, TextPart(f"I{_WORD}")))
-    call, result = _tool_round(1, first=30)
-    answer = msgspec.structs.replace(result, content=(*parts, TextPart(f"R{_WORD}")))
-    in_turn, in_result = _earlier(shown, _TURN[1]), _round((call, answer))
     return [
-        Variation("which turn holds the images", _moving_media(in_turn) if counted else in_turn),
-        Variation("images in tool results", _moving_media(in_result) if counted else in_result),
+        Variation("the number of tool calls", _assistant_with(tool_calls=(*calls, extra))),
+        Variation("the name, id or arguments of a tool call", _assistant_with(tool_calls=renamed)),
+        Variation("whether the assistant wrote text", _assistant_with(content="")),
     ]
 
 
-def _moving_media(place: Change) -> Change:
-    """Put the last user message's media elsewhere, once."""
+def in_parts() -> list[Variation]:
+    """The assistant's content as a list of parts, for templates that take one."""
+    said = TextPart(f"{WORD}A")
+    return [
+        Variation("the shape of the assistant's content", _assistant_with(content=(said,))),
+        Variation("the assistant's reasoning", _assistant_with(content=(ThinkingPart(f"{WORD}T"), said))),
+    ]
 
-    def change(history: History) -> History:
-        if not any(history.user.media()):
-            return history
-        return place(_user_with(content=f"U{_WORD}")(history))
 
-    return change
+def media_placements(media: MediaCount | None) -> list[Variation]:
+    """Media in other places: those of the skeleton where the tail depends on their number, else one more."""
+    parts = (MediaCount(1, 1) if media is None else media).parts
+    if not parts:
+        return []
+    call, result = _tool_round(1, first=30)
+    answer = msgspec.structs.replace(result, content=(*parts, TextPart(f"{WORD}R")))
+    shown = Message(role="user", content=(*parts, TextPart(f"{WORD}I")))
+
+    def placed(place: Change) -> Change:
+        def move(history: ProbeHistory) -> ProbeHistory:
+            return place(history.asking(content=f"{WORD}U")) if any(history.user.media()) else history
+
+        return place if media is None else move
+
+    return [
+        Variation("which turn holds the images", placed(_earlier(shown, _TURN[1]))),
+        Variation("images in tool results", placed(_round((call, answer)))),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a template's source says that it reads.
+
+    Attributes:
+        marks: Texts that it looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and their like.
+        fields: Names that it reads as attributes or keys and that belong to no schema or Python type.
+    """
+
+    marks: tuple[str, ...]
+    fields: frozenset[str]
+
+    @classmethod
+    def of(cls, tree: nodes.Template) -> "Reads":
+        """Read the marks and fields off a parsed template."""
+        marks = {text for compare in tree.find_all(nodes.Compare) for text in _compared(compare)}
+        fields = {node.attr for node in tree.find_all(nodes.Getattr)}
+        fields |= {text for node in tree.find_all(nodes.Getitem) for text in _texts(node.arg)}
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and _SEARCHES.fullmatch(call.node.attr):
+                marks |= {text for argument in call.args for text in _texts(argument)}
+            if isinstance(call.node, nodes.Getattr) and call.node.attr == "get" and call.args:
+                fields |= _texts(call.args[0])
+        own = {node.attr for node in tree.find_all(nodes.NSRef)}
+        return cls(tuple(sorted(marks - _SCHEMA - {""})), frozenset(fields - own - _KNOWN_FIELDS))
+
+    def variations(self) -> list[Variation]:
+        """Histories that hold the texts which the template looks for, and the fields that only it knows."""
+        found = []
+        for mark in self.marks:
+            for text in (mark, f"{mark}{WORD}{mark}"):
+                found += [
+                    Variation(f"{mark!r} in the system prompt", _before("system", text)),
+                    Variation(f"{mark!r} in the last user message", _user_says(text)),
+                    Variation(f"{mark!r} in an earlier message", _earlier(user(text), assistant(text))),
+                ]
+            found.append(
+                Variation(f"{mark!r} in the assistant's text", _assistant_with(content=f"{mark}{WORD}"))
+            )
+        for field in sorted(self.fields):
+            extra = {field: f"{WORD}X"}
+            system = Message(role="system", content=f"{WORD}S", extra=extra)
+
+            def extended(history: ProbeHistory, extra: dict[str, Any] = extra) -> ProbeHistory:
+                return history.asking(extra=extra).answering(extra=extra)
+
+            found += [
+                Variation(f"the field {field!r} of earlier messages", extended, combines=False),
+                Variation(f"the field {field!r} of the system prompt", _opening(system), combines=False),
+            ]
+        return found
+
+
+_SEARCHES = re.compile(r"startswith|endswith|r?find|r?index|count|r?split|r?partition|remove(pre|suf)fix")
+"""Methods of text that look for another."""
+_SCHEMA = frozenset(
+    ("text", "image", "image_url", "video", "video_url", "audio", "type", "content", "thinking")
+)
+"""Keys of parts and messages; `'image' in part` asks for a key, not for text."""
+_LOOP_FIELDS = "index index0 revindex revindex0 first last length previtem nextitem depth changed"
+_PART_FIELDS = "type text image video function arguments id parameters thinking properties"
+_KNOWN_FIELDS = frozenset(
+    [
+        *Message.__struct_fields__,
+        *_LOOP_FIELDS.split(),
+        *_PART_FIELDS.split(),
+        *dir(str),
+        *dir(dict),
+        *dir(list),
+    ]
+)
+
+
+def _compared(compare: nodes.Compare) -> set[str]:
+    """Texts sought by `in`, and texts of several words or with punctuation that `==` compares with."""
+    if {operand.op for operand in compare.ops} <= {"in", "notin"}:
+        return _texts(compare.expr)
+    operands = [compare.expr, *[operand.expr for operand in compare.ops]]
+    return {text for operand in operands for text in _texts(operand) if not text.isidentifier()}
+
+
+def _texts(node: nodes.Node) -> set[str]:
+    if isinstance(node, nodes.Const):
+        return {node.value} if isinstance(node.value, str) else set()
+    if isinstance(node, nodes.Tuple | nodes.List):
+        return {text for item in node.items for text in _texts(item)}
+    return set()
+
+
+def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
+    """What extensions must share to share a proof; more than three alike in a row count as three."""
+    return _without_repeats([_message_shape(message, marks) for message in messages], 3)
+
+
+def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
+    """The items, at most `most` equal ones in a row."""
+    return tuple(
+        [
+            item
+            for index, item in enumerate(items)
+            if index < most or any(other != item for other in items[index - most : index])
+        ]
+    )
+
+
+def text_in(message: Message) -> str:
+    """All text of a message's content."""
+    content = message.content
+    if isinstance(content, tuple):
+        return "\n".join([part.text for part in content if isinstance(part, TextPart)])
+    return content or ""
+
+
+def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
+    content, text = message.content, text_in(message)
+    kinds = None
+    if isinstance(content, tuple):
+        kinds = _without_repeats([type(part).__name__ for part in content], 2)
+    return (
+        message.role,
+        content is None,
+        kinds,
+        not text.strip(),
+        tuple([mark for mark in marks if mark in text]),
+        message.name is None,
+        message.tool_call_id is None,
+        *message.extra,
+    )

@@ -1,35 +1,39 @@
 """Proof that a bridge's tail does not depend on what came before it.
 
-The tail is rendered after histories that differ from the plain one in a single respect each, and then in many
+The tail is rendered after histories that differ from the skeleton in a single respect each, and then in many
 at once. A template that looks back writes another tail, and what it looks at is named by the smallest change
 that still shows the difference.
+
+A history counts only if the completion could have followed it: one whose turn ends in another stop token than
+the one that was sampled is no evidence.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
 from mmrender.bridge.histories import (
-    History,
+    NO_MEDIA,
     MediaCount,
+    ProbeHistory,
+    Reads,
     Variation,
     in_parts,
-    marked,
     media_placements,
     skeleton,
+    text_in,
     variations,
 )
-from mmrender.bridge.shape import Reads, text_in
-from mmrender.bridge.tail import NotBridged, NotPrinted, content_end
+from mmrender.bridge.tail import NotBridged, NotPrinted, Tail, Tails, content_end
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.probing.profile import TemplateProfile
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.traced import plain
 
 _COMBINATIONS = 40
 """Histories that differ in many respects at once. Any two respects meet in one of eight."""
 _SHARE = 0.35
-
 _MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
 
 
@@ -39,157 +43,171 @@ class Proof:
 
     Attributes:
         failure: Why the tail cannot be taken from the skeleton, or None.
+        failure_otherwise: The same for a completion that does not end in `stop_id`.
+        stop_id: The stop token that ends the skeleton's turn.
         counts_media: Whether the tail depends on the number of earlier images or videos, so that the skeleton
             has to hold as many.
     """
 
     failure: str | None
-    counts_media: bool = False
+    failure_otherwise: str | None
+    stop_id: int | None
+    counts_media: bool
 
 
-@dataclass(frozen=True)
-class Prover:
+class TailProver:
     """Proves extensions of one template.
 
-    Attributes:
-        tail_of: The part of the tail that must not vary; raises TemplateError where the template refuses the
-            conversation, and NotBridged where it writes no such tail.
-        text_of: Renders messages, with the generation prompt where the flag says so; raises TemplateError.
-        profile: What is known about the template.
-        reads: What its source says that it reads.
+    Args:
+        tails: Renders and cuts tails.
+        reads: What the template's source says that it reads.
     """
 
-    tail_of: Callable[[History, Sequence[Message]], str]
-    text_of: Callable[[History, Sequence[Message], bool], TracedStr]
-    profile: TemplateProfile
-    reads: Reads
+    def __init__(self, tails: Tails, reads: Reads) -> None:
+        self._tails = tails
+        self._reads = reads
 
-    def counts_media(self, extension: Sequence[Message]) -> bool:
-        """Whether the tail depends on the number of earlier images or videos."""
-        try:
-            expected = self.tail_of(skeleton(extension), extension)
-        except (TemplateError, NotBridged):
-            return False
-        return any(self._differs(skeleton(extension, media), extension, expected) for media in _MEDIA_PROBES)
-
-    def independence_failure(self, extension: Sequence[Message], media: MediaCount | None) -> str | None:
-        """Why the tail cannot be taken from the skeleton, or None.
+    def prove(
+        self, extension: Sequence[Message], *, against_rewriting: bool, media: MediaCount | None = None
+    ) -> Proof:
+        """Prove an extension.
 
         Args:
             extension: The new messages.
-            media: What the skeleton holds; None where the tail does not depend on it.
+            against_rewriting: Whether earlier turns must stay as the template wrote them, too.
+            media: What the skeleton holds; None where it is not known that the tail depends on it.
         """
-        counted = media is not None
-        media = media or MediaCount()
-        history = skeleton(extension, media)
+        history = skeleton(extension, self._tails.profile, media or NO_MEDIA)
         try:
-            expected = self.tail_of(history, extension)
+            expected = self._tails.find(history, extension)
         except TemplateError as error:
-            return f"the template does not take this extension after a short conversation: {error}"
+            return _failed(f"the template does not take this extension after a short conversation: {error}")
         except NotBridged as refusal:
-            return str(refusal)
+            return _failed(str(refusal))
+        if media is None and any(
+            self._follows(skeleton(extension, self._tails.profile, count), extension, expected)
+            == "another tail"
+            for count in _MEDIA_PROBES
+        ):
+            return Proof(None, None, expected.stop_id, counts_media=True)
         dropped = self._dropped(history, extension)
         if dropped is not None:
-            return f"the template does not print the text of new_messages[{dropped}]"
-        taken = []
-        for variation in self._variations(extension, media, counted):
-            differs = self._differs(variation.change(history), extension, expected)
-            if differs:
-                return _dependence([variation])
-            if differs is not None and variation.joins:
-                taken.append(variation)
-        return self._joint_failure(history, extension, expected, taken)
+            return _failed(f"the template does not print the text of new_messages[{dropped}]")
+        failure, after_other_stops = self._dependence(history, extension, expected, media)
+        if failure is None and against_rewriting:
+            failure = self._rewriting(history, extension)
+        return Proof(failure, failure or after_other_stops, expected.stop_id, counts_media=False)
+
+    def _dependence(
+        self, history: ProbeHistory, extension: Sequence[Message], expected: Tail, media: MediaCount | None
+    ) -> tuple[str | None, str | None]:
+        """What the tail depends on: after histories that end in the same stop token, and after any other."""
+        combined: list[Variation] = []
+        otherwise: str | None = None
+        for variation in self._variations(history, extension, media):
+            follows = self._follows(variation.change(history), extension, expected)
+            if follows == "another tail":
+                return _named([variation]), None
+            if follows == "another stop":
+                otherwise = otherwise or _named([variation])
+            if follows == "the same" and variation.combines:
+                combined.append(variation)
+        return self._joint_dependence(history, extension, expected, combined), otherwise
 
     def _variations(
-        self, extension: Sequence[Message], media: MediaCount, counted: bool
+        self, history: ProbeHistory, extension: Sequence[Message], media: MediaCount | None
     ) -> Iterator[Variation]:
-        yield from variations(extension, self.profile.reasoning)
+        yield from variations(extension, self._tails.profile)
         for variation in in_parts():
-            if not self._prints_python(variation.change(skeleton(extension))):
-                yield variation
-        yield from media_placements(media, counted=counted)
-        yield from marked(self.reads)
+            changed = variation.change(history)
+            try:
+                # A template that expects text prints a list of parts as Python does.
+                if "'type'" not in self._tails.text(changed, changed.messages, prompt=False):
+                    yield variation
+            except TemplateError:
+                continue
+        yield from chain(media_placements(media), self._reads.variations())
 
-    def _dropped(self, history: History, extension: Sequence[Message]) -> int | None:
-        """Index of a new message whose text the template leaves out, or None."""
-        first = len(history.messages)
-        text = self.text_of(history, [*history.messages, *extension], True)
-        printed = {origin.message - first for _, _, origin in text._spans if origin.is_content}
-        for index, message in enumerate(extension):
-            if index not in printed and text_in(message).strip():
-                return index
-        return None
-
-    def _prints_python(self, history: History) -> bool:
-        """Whether the template expects text and prints a list of parts as Python does."""
-        try:
-            return "'type'" in self.text_of(history, history.messages, False)
-        except TemplateError:
-            return True
-
-    def _joint_failure(
-        self, history: History, extension: Sequence[Message], expected: str, taken: Sequence[Variation]
+    def _joint_dependence(
+        self, history: ProbeHistory, extension: Sequence[Message], expected: Tail, taken: Sequence[Variation]
     ) -> str | None:
         """The same with many variations at once, for templates that look at two things together."""
 
-        def differs(chosen: Sequence[Variation]) -> bool | None:
+        def differs(chosen: Sequence[Variation]) -> bool:
             changed = history
             for variation in chosen:
                 changed = variation.change(changed)
-            return self._differs(changed, extension, expected)
+            return self._follows(changed, extension, expected) == "another tail"
 
         source = random.Random(0)  # noqa: S311 - the same combinations every time
         for _ in range(_COMBINATIONS):
             chosen = [variation for variation in taken if source.random() < _SHARE]
             if differs(chosen):
-                return _dependence(_smallest(chosen, differs))
+                for variation in list(chosen):
+                    fewer = [other for other in chosen if other is not variation]
+                    chosen = fewer if differs(fewer) else chosen
+                return _named(chosen)
         return None
 
-    def _differs(self, history: History, extension: Sequence[Message], expected: str) -> bool | None:
-        """Whether another tail follows this history; None where the template refuses the conversation."""
+    def _follows(
+        self, history: ProbeHistory, extension: Sequence[Message], expected: Tail
+    ) -> Literal["the same", "another tail", "another stop"] | None:
+        """What follows this history, from the stop token on; None where the template refuses it."""
+        wanted = expected.text[expected.start :]
         try:
-            return self.tail_of(history, extension) != expected
+            tail = self._tails.find(history, extension)
         except TemplateError:
             return None
         except NotPrinted:
-            return not self.text_of(history, [*history.messages, *extension], True).endswith(expected)
+            text = self._tails.text(history, [*history.messages, *extension], prompt=True)
+            return "the same" if text.endswith(wanted) else "another tail"
         except NotBridged:
-            return True
+            return "another tail"
+        if tail.text[tail.start :] == wanted:
+            return "the same"
+        # A stop token that opens the next turn says nothing of how this one ended.
+        stops = not expected.is_opener and expected.stop_id is not None and tail.stop_id is not None
+        return "another stop" if stops and tail.stop_id != expected.stop_id else "another tail"
 
-    def rewriting_failure(self, extension: Sequence[Message], media: MediaCount | None) -> str | None:
+    def _dropped(self, history: ProbeHistory, extension: Sequence[Message]) -> int | None:
+        """Index of a new message whose text the template leaves out, or None."""
+        first = len(history.messages)
+        text = self._tails.text(history, [*history.messages, *extension], prompt=True)
+        printed = {origin.message - first for _, _, origin in text._spans if origin.is_content}
+        missing = (
+            index
+            for index, message in enumerate(extension)
+            if index not in printed and text_in(message).strip()
+        )
+        return next(missing, None)
+
+    def _rewriting(self, history: ProbeHistory, extension: Sequence[Message]) -> str | None:
         """Why the template would write earlier turns differently once the extension follows, or None."""
-        if self.profile.reads_clock:
+        if self._tails.profile.reads_clock:
             return "the template writes the date, which may have changed since"
-        history = skeleton(extension, media or MediaCount())
-        probes = [Variation("", lambda given: given), *variations(extension, self.profile.reasoning)]
-        for variation in probes:
+        unchanged = Variation("", lambda given: given)
+        for variation in [unchanged, *variations(extension, self._tails.profile)]:
             if self._is_rewritten(variation.change(history), extension):
                 seen = f" (seen by varying {variation.looks_at})" if variation.looks_at else ""
                 return f"the template would write earlier turns differently once this extension follows{seen}"
         return None
 
-    def _is_rewritten(self, history: History, extension: Sequence[Message]) -> bool:
+    def _is_rewritten(self, history: ProbeHistory, extension: Sequence[Message]) -> bool:
+        messages = history.messages
         try:
-            prompt = self.text_of(history, history.messages[:-1], True)
-            alone = self.text_of(history, history.messages, False)
-            full = self.text_of(history, [*history.messages, *extension], True)
-            end = content_end(alone._spans, len(history.messages) - 1)
+            prompt = self._tails.text(history, messages[:-1], prompt=True)
+            alone = self._tails.text(history, messages, prompt=False)
+            full = plain(self._tails.text(history, [*messages, *extension], prompt=True))
+            end = content_end(alone._spans, len(messages) - 1)
         except (TemplateError, NotBridged):
             return False
-        return not (plain(full).startswith(plain(prompt)) and plain(full).startswith(plain(alone)[:end]))
+        return not (full.startswith(plain(prompt)) and full.startswith(plain(alone)[:end]))
 
 
-def _dependence(found: Sequence[Variation]) -> str:
+def _failed(reason: str) -> Proof:
+    return Proof(reason, reason, None, counts_media=False)
+
+
+def _named(found: Sequence[Variation]) -> str:
     names = " together with ".join(dict.fromkeys(variation.looks_at for variation in found))
     return f"what the template writes for this extension depends on {names}"
-
-
-def _smallest(
-    chosen: list[Variation], differs: Callable[[Sequence[Variation]], bool | None]
-) -> list[Variation]:
-    """Drop the variations that the difference does not need."""
-    for variation in list(chosen):
-        fewer = [other for other in chosen if other is not variation]
-        if differs(fewer):
-            chosen = fewer
-    return chosen

@@ -1,15 +1,25 @@
-"""The tail of a skeleton: what a template writes after the assistant's content, from the turn's close on.
+"""The tail of a skeleton: what a template writes after the assistant's content, from the end of the turn on.
 
-Everything is read from provenance: which message each character belongs to, and which of them are content.
+Everything is read from provenance: which message each character belongs to, and which characters are
+content. A completion that was cut off, in its content or inside reasoning, is closed with what the template
+writes there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmrender.model.tokenizer import Match
-from mmrender.probing.profile import TemplateProfile
-from mmrender.template.origin import Origin, Span
-from mmrender.template.traced import TracedStr
-from mmrender.tokens.encode import Layout, Placeholder, TokenWriter
+from mmrender.bridge.histories import ProbeHistory, skeleton
+from mmrender.errors import TemplateError
+from mmrender.messages import Message
+from mmrender.probing.probes import WORD, with_reasoning
+from mmrender.probing.templates import KnownTemplate
+from mmrender.template.origin import Span
+from mmrender.template.ownership import disown_prompt
+from mmrender.template.traced import TracedStr, plain
+from mmrender.tokens.encode import Layout, TokenWriter
+
+_PROMPT_TOKENS = 64
+"""More than any generation prompt has."""
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -21,32 +31,171 @@ class NotPrinted(NotBridged):
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
-    """The stop token that the template writes: characters `[start, stop)` of the tail.
+class Tail:
+    """What follows the assistant's content, and where in it the stop token lies that ends the turn.
 
-    `is_opener` says that it opens the next turn, and is not written where nothing follows.
+    Attributes:
+        layout: The text with its syntax.
+        own: Number of characters with which the template closes the turn where it writes no stop token.
+        stop_id: The stop token, or None.
+        start: Where that token begins; 0 without one.
+        stop: Where it ends; 0 without one.
+        is_opener: Whether it opens the next turn, and is not written where nothing follows.
     """
 
-    start: int
-    stop: int
-    token_id: int
-    is_opener: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """What follows the assistant's content, with its syntax, and the stop token that ends the turn."""
-
     layout: Layout
-    close: Close | None
+    own: int
+    stop_id: int | None = None
+    start: int = 0
+    stop: int = 0
+    is_opener: bool = False
 
     @property
-    def text(self) -> TracedStr:
-        """What the template writes after the assistant's content."""
-        return self.layout.text
+    def text(self) -> str:
+        """The whole tail."""
+        return plain(self.layout.text)
+
+    @property
+    def close(self) -> str:
+        """What the template writes between content and stop token, such as a newline."""
+        return self.text[: self.start if self.stop_id is not None else self.own]
 
 
-def content_end(spans: tuple[Span, ...], last: int) -> int:
+class Tails:
+    """Renders and cuts the tails of one template with one set of template arguments.
+
+    Args:
+        known: The template, and what is known about it.
+        writer: Tells what is syntax.
+    """
+
+    def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
+        self.profile = known.profile
+        self._template = known.template
+        self._arguments = known.arguments
+        self._writer = writer
+        self._tokenizer = writer.tokenizer
+        end = self._tokenizer.find(self.profile.closes.get("end", ""), lambda _: True)
+        self._end_ids = frozenset(self._tokenizer.added_ids[match.token] for match in end)
+
+    def text(self, history: ProbeHistory, messages: Sequence[Message], *, prompt: bool) -> TracedStr:
+        """Render messages with the tools and documents of a history.
+
+        Raises:
+            TemplateError: The template refuses them.
+        """
+        text = self._template.render(
+            messages,
+            tools=history.tools,
+            documents=history.documents,
+            add_generation_prompt=prompt,
+            form=self.profile.form,
+            arguments=self._arguments,
+        )
+        return disown_prompt(text, self.profile.generation_prompts) if prompt else text
+
+    def find(self, history: ProbeHistory, following: Sequence[Message]) -> Tail:
+        """Render what follows a history, and cut it after the assistant's content.
+
+        Raises:
+            TemplateError: The template refuses the conversation.
+            NotPrinted: It does not print the assistant's content.
+            NotBridged: It writes new messages before the assistant's turn, or earlier ones after it.
+            SpecialTokenError: Content holds a special token, and its role is set to `error`.
+        """
+        messages = history.messages
+        last = len(messages) - 1
+        text = self.text(history, [*messages, *following], prompt=bool(following))
+        tail = text[content_end(text._spans, last) :]
+        # Where the first new content begins.
+        limit = len(tail)
+        for start, _, origin in reversed(tail._spans):
+            if origin.is_content:
+                # A call is known as far as its result states it; the proof varies the rest.
+                if origin.message <= last and (origin.message < last or origin.kind != "tool_call"):
+                    named = {"tools": "the tool definitions", "documents": "the documents"}
+                    what = named.get(origin.kind, "earlier messages")
+                    raise NotBridged(f"the template writes {what} again after the assistant's turn")
+                limit = start
+        layout = self._writer.lay_out(tail)
+        if any(0 <= placeholder.message <= last for placeholder in layout.placeholders):
+            raise NotBridged("the template writes earlier images again after the assistant's turn")
+        found = self._with_stop(layout, last, limit)
+        calls = history.assistant.tool_calls and self.profile.prints_tool_calls
+        if found.stop_id is None and calls and following:
+            raise NotBridged("the template writes no stop token after a tool call")
+        return found
+
+    def _with_stop(self, layout: Layout, last: int, limit: int) -> Tail:
+        """The tail with the first stop token before `limit`, unless it lies inside the next turn."""
+        own = 0
+        for start, stop, origin in layout.text._spans:
+            if start != own or origin.message != last:
+                break
+            own = stop
+        for match in layout.matches:
+            if match.start >= limit:
+                break
+            token_id = self._tokenizer.added_ids[match.token]
+            if token_id not in self.profile.stop_ids:
+                continue
+            owner, opening = _owner(layout.text._spans, match.start, match.stop, last)
+            if owner > last:
+                if layout.text[opening : match.start].strip():
+                    break
+                return Tail(layout, own, token_id, match.start, match.stop, is_opener=True)
+            is_opener = owner != last and token_id not in self._end_ids
+            return Tail(layout, own, token_id, match.start, match.stop, is_opener)
+        return Tail(layout, own)
+
+    def closing(
+        self, tail: Tail, extension: Sequence[Message], prompt: Sequence[int], completion: Sequence[int]
+    ) -> tuple[str, int]:
+        """What closes a completion without a stop token, and where the tail goes on from there."""
+        written = self._tokenizer.decode(completion)
+        if self._reasoning_is_open(prompt, written):
+            return self._reasoning_close(extension), tail.start
+        if tail.stop_id is None:
+            return "", tail.own if written.endswith(tail.close) else 0
+        close = tail.close
+        if any(message.role == "tool" for message in extension[:1]):
+            # The tail begins after a call; this completion may have been cut off before one.
+            history = _without_calls(skeleton(extension, self.profile))
+            close = self._close_after(history, extension) or ""
+        return "" if written.endswith(close) else close, tail.start
+
+    def _reasoning_is_open(self, prompt: Sequence[int], written: str) -> bool:
+        if self.profile.reasoning is None:
+            return False
+        before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
+        opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
+        return self.profile.reasoning.is_open(max(opened, key=len, default="") + written)
+
+    def _reasoning_close(self, extension: Sequence[Message]) -> str:
+        """What the template writes between reasoning without content and its stop token."""
+        reasoning = self.profile.reasoning
+        if reasoning is None:
+            return ""
+        plain_history = _without_calls(skeleton(extension, self.profile))
+        silent = plain_history.answering(content="")
+        thinking = with_reasoning(silent.assistant, f"{WORD}T", reasoning.carrier)
+        history = silent.answering(content=thinking.content, reasoning_content=thinking.reasoning_content)
+        for following in (extension, ()):
+            # A template may drop reasoning once something follows it.
+            close = self._close_after(history, following)
+            if close is not None:
+                return close
+        after_content = self._close_after(plain_history, extension) or ""
+        return reasoning.before_end + reasoning.end + reasoning.after_end + after_content
+
+    def _close_after(self, history: ProbeHistory, following: Sequence[Message]) -> str | None:
+        try:
+            return self.find(history, following).close
+        except (TemplateError, NotBridged):
+            return None
+
+
+def content_end(spans: Sequence[Span], last: int) -> int:
     """Character after the content of message `last`, the assistant's.
 
     Raises:
@@ -59,97 +208,25 @@ def content_end(spans: tuple[Span, ...], last: int) -> int:
             break
         if origin.message == last and origin.is_content:
             end = stop
-    if end < 0:
-        if any(origin.message == last and origin.is_content for _, _, origin in spans):
-            raise NotBridged("the template writes a new message before the assistant's turn")
-        raise NotPrinted("the template does not print the assistant's content")
-    return end
+    if end >= 0:
+        return end
+    if any(origin.message == last and origin.is_content for _, _, origin in spans):
+        raise NotBridged("the template writes a new message before the assistant's turn")
+    raise NotPrinted("the template does not print the assistant's content")
 
 
-class TailFinder:
-    """Finds the tails of one template.
-
-    Args:
-        writer: Knows what is syntax.
-        profile: What is known about the template.
-        stop_ids: Tokens that end an assistant's turn.
-    """
-
-    def __init__(self, writer: TokenWriter, profile: TemplateProfile, stop_ids: frozenset[int]) -> None:
-        self._writer = writer
-        self._stop_ids = stop_ids
-        end = profile.closes.get("end", "")
-        self._end_ids = [self._id(match) for match in writer.tokenizer.find(end, lambda _: True)]
-
-    def find(self, text: TracedStr, last: int) -> Tail:
-        """Cut a rendering after the content of message `last`, the assistant's.
-
-        Raises:
-            NotPrinted: The template does not print that content.
-            NotBridged: It writes new messages before the assistant's turn, or earlier ones after it.
-            SpecialTokenError: Content holds a special token, and its role is set to `error`.
-        """
-        tail = text[content_end(text._spans, last) :]
-        limit = len(tail)
-        for start, _, origin in reversed(tail._spans):
-            if origin.is_content:
-                # A call is known as far as its result states it; the proof varies the rest.
-                if origin.message <= last and (origin.message < last or origin.kind != "tool_call"):
-                    raise NotBridged(f"the template writes {_name(origin)} again after the assistant's turn")
-                limit = start
-        layout = self._writer.lay_out(tail)
-        if any(0 <= placeholder.message <= last for placeholder in layout.placeholders):
-            raise NotBridged("the template writes earlier images again after the assistant's turn")
-        return Tail(layout, self._close(layout, last, limit))
-
-    def _close(self, layout: Layout, last: int, limit: int) -> Close | None:
-        """The first stop token before `limit`, where new content begins, unless inside the next turn."""
-        for match in layout.matches:
-            if match.start >= limit:
-                return None
-            token_id = self._id(match)
-            if token_id not in self._stop_ids:
-                continue
-            owner, opening = _owner(layout.text, match, last)
-            if owner > last:
-                begins_turn = not layout.text[opening : match.start].strip()
-                return Close(match.start, match.stop, token_id, is_opener=True) if begins_turn else None
-            written_alone = owner == last or token_id in self._end_ids
-            return Close(match.start, match.stop, token_id, is_opener=not written_alone)
-        return None
-
-    def _id(self, match: Match) -> int:
-        return self._writer.tokenizer.added_ids[match.token]
-
-
-def _name(origin: Origin) -> str:
-    return {"tools": "the tool definitions", "documents": "the documents"}.get(
-        origin.kind, "earlier messages"
-    )
-
-
-def _owner(text: TracedStr, match: Match, last: int) -> tuple[int, int]:
-    """Message that a match belongs to, -1 where unknown, and where the text of later messages begins."""
-    opening, owner = match.start, -1
-    for start, stop, origin in text._spans:
-        if start >= match.stop:
+def _owner(spans: Sequence[Span], start: int, stop: int, last: int) -> tuple[int, int]:
+    """Message that `[start, stop)` belongs to, -1 where unknown, and where text of later messages begins."""
+    opening = start
+    for low, high, origin in spans:
+        if low >= stop:
             break
         if origin.message > last:
-            opening = min(opening, start)
-        if stop > match.start:
-            owner = origin.message
-            break
-    return owner, opening
+            opening = min(opening, low)
+        if high > start:
+            return origin.message, opening
+    return -1, opening
 
 
-def rest_of(layout: Layout, start: int) -> Layout:
-    """The layout of the text from `start` on; no match may cross it."""
-    if not start:
-        return layout
-    matches = [Match(low - start, high - start, token) for low, high, token in layout.matches if low >= start]
-    placeholders = [
-        Placeholder(found.start - start, found.stop - start, found.modality, found.message)
-        for found in layout.placeholders
-        if found.start >= start
-    ]
-    return Layout(layout.text[start:], tuple(matches), tuple(placeholders))
+def _without_calls(history: ProbeHistory) -> ProbeHistory:
+    return history.answering(content=f"{WORD}A", tool_calls=())

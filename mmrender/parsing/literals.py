@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from mmrender.parsing.token_text import TokenText, readable
+from mmrender.parsing.text import TokenText, readable
 
 _MAX_DEPTH = 100
 _SPACE = re.compile(r"\s*")

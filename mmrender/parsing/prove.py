@@ -1,24 +1,41 @@
 """Which grammar a template writes tool calls in, found by reading back what it prints.
 
 Messages with known calls are rendered, their sampled text is taken, and every grammar reads it. The one that
-gives back the same names, arguments, content and reasoning is proved. None, or two, is said, and not chosen.
+gives back the same names, arguments, content and reasoning is proved. If none or several do, that is reported
+and none is chosen.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing.choice import GrammarChoice, Outcome
-from mmrender.parsing.grammar import Grammar, Section
-from mmrender.parsing.grammars import GRAMMARS, find_grammar
-from mmrender.parsing.layout import Layout, Piece, learn_layout
-from mmrender.parsing.parts import split
-from mmrender.parsing.probes import QUESTION, SampledTurn, TurnProber
-from mmrender.parsing.reasoning import Opening, ReasoningFormat, opening_by_text
-from mmrender.parsing.reasoning_probe import with_reasoning
-from mmrender.parsing.response import ParsedResponse, ResponseParser
-from mmrender.parsing.token_text import TokenSpeller, TokenText
+from mmrender.parsing.grammars import GRAMMARS, Grammar, Section, find_grammar
+from mmrender.parsing.parser import (
+    Edge,
+    Edges,
+    GrammarChoice,
+    Outcome,
+    ParsedResponse,
+    Piece,
+    Place,
+    ResponseParser,
+    split,
+)
+from mmrender.parsing.reasoning import Opening, opening_by_text
+from mmrender.parsing.text import TokenSpeller, TokenText
+from mmrender.probing.probes import (
+    WORD,
+    ProbedTurn,
+    assistant,
+    probe_call,
+    tool_definition,
+    user,
+    with_reasoning,
+)
+from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+from mmrender.probing.templates import KnownTemplate
 
 _ARGUMENTS: dict[str, Any] = {
     "text": "two lines,\n\"quoted\" and 'single', ünïcode 日本 \\ </b>",
@@ -33,49 +50,13 @@ _ARGUMENTS: dict[str, Any] = {
     "items": [1, "a", {"b": [None, False]}],
     "deep": {"k": {"n": "x: {y}", "l": []}},
 }
-
-
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-PROBE_TOOLS: tuple[dict[str, Any], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "probe_many",
-            "description": "takes one argument of each kind",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    key: {"type": _KINDS.get(type(value), "null"), "description": "a probe"}
-                    for key, value in _ARGUMENTS.items()
-                },
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "probe_none",
-            "description": "takes no arguments",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    },
-)
-_PLAIN_TOOLS: tuple[dict[str, Any], ...] = tuple(
-    {
-        "type": "function",
-        "function": {"name": name, "description": "a probe", "parameters": {"properties": {}}},
-    }
-    for name in ("probe_many", "probe_none")
-)
-
-
-def tools_for_probes(prober: TurnProber) -> Sequence[Mapping[str, Any]] | None:
-    """The richest tool definitions that a template takes: some fail on a type, others without tools."""
-    for tools in (PROBE_TOOLS, _PLAIN_TOOLS):
-        if prober.render([QUESTION], tools) is not None:
-            return tools
-    return None
-
+_PROPERTIES = {
+    key: {"type": _KINDS.get(type(value), "null"), "description": "a probe"}
+    for key, value in _ARGUMENTS.items()
+}
+PROBE_TOOLS = (tool_definition("probe_many", _PROPERTIES), tool_definition("probe_none"))
+_PLAIN_TOOLS = (tool_definition("probe_many"), tool_definition("probe_none"))
 
 _Calls: TypeAlias = Sequence[tuple[str, dict[str, Any]]]
 _MANY, _NONE = ("probe_many", _ARGUMENTS), ("probe_none", dict[str, Any]())
@@ -90,7 +71,7 @@ class _Texts(NamedTuple):
     calls: Sequence[_Calls]
 
 
-_LEARN = _Texts("qwertzC", "qwertzR", ((), (_ONE,), (_ONE, _ONE)))
+_LEARN = _Texts(f"{WORD}C", f"{WORD}R", ((), (_ONE,), (_ONE, _ONE)))
 _PROVE = _Texts(
     "Two words,\n\nthen a second paragraph: 日本.",
     "First this.\n\nThen that.",
@@ -102,34 +83,78 @@ class _Probe(NamedTuple):
     """A message, the turn that the template printed for it, if it did, and the tokens of that."""
 
     message: Message
-    turn: SampledTurn | None
+    turn: ProbedTurn | None
     prompt_ids: list[int]
     token_ids: list[int]
 
 
-class Prover:
+def build_parser(
+    known: KnownTemplate, *, grammar: str | None = None, reasoning: ReasoningFormat | None = None
+) -> ResponseParser:
+    """Build the parser for one template with one set of template arguments.
+
+    Args:
+        known: The template, and what is known about it.
+        grammar: Name of the tool-call grammar, for a model whose template prints no calls or an unknown kind;
+            None to have it proved. `choice` of the parser says what was found.
+        reasoning: How the model writes reasoning, where its template does not show it.
+
+    Raises:
+        InputError: There is no grammar of that name.
+    """
+    profile = known.profile if reasoning is None else replace(known.profile, reasoning=reasoning)
+    prover = GrammarProver(known, profile)
+    choice = prover.choose(grammar)
+    return ResponseParser(known.tokenizer, profile, choice, prover.edges(choice.grammar))
+
+
+class GrammarProver:
     """Tries grammars on what a template prints.
 
     Args:
-        prober: Renders turns.
-        reasoning: How the template writes reasoning.
+        known: The template.
+        profile: What is known about it.
     """
 
-    def __init__(self, prober: TurnProber, reasoning: ReasoningFormat | None) -> None:
-        self._prober = prober
-        self._reasoning = reasoning
-        self._speller = TokenSpeller(prober.tokenizer)
+    def __init__(self, known: KnownTemplate, profile: TemplateProfile) -> None:
+        self._probes = known.probes
+        self._tokenizer = known.tokenizer
+        self._profile = profile
+        self._speller = TokenSpeller(known.tokenizer)
+        # The richest definitions that the template takes: some fail on a type, others without tools.
+        taken = (tools for tools in (PROBE_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
+        self._tools = next(taken, None)
         self._rendered: dict[tuple[str | None, str], list[_Probe]] = {}
 
-    def layout(self, grammar: Grammar | None) -> Layout:
-        """Learn the scaffold that stands between the parts of a turn."""
-        probes = [
-            self._pieces(probe, grammar)
-            for probe in self._probes(grammar, _LEARN)
-            if probe.turn is not None and (grammar is not None or not probe.message.tool_calls)
-        ]
-        learned = learn_layout(probes, _LEARN.content)
-        return learned if self._reasoning is None else learned.after_reasoning(self._reasoning.after_end)
+    def edges(self, grammar: Grammar | None) -> Edges:
+        """Learn what the template writes between the parts of a turn."""
+        found: dict[Place, Edge] = {}
+        shown: set[Place] = set()
+        for piece in self._learned_pieces(grammar):
+            place = (piece.before, piece.after)
+            edge = found.get(place, Edge())
+            if _LEARN.content not in piece.text:
+                found[place] = edge._replace(alone=piece.text)
+            elif place not in shown:
+                shown.add(place)
+                prefix, _, suffix = piece.text.partition(_LEARN.content)
+                found[place] = edge._replace(prefix=prefix, suffix=suffix)
+        if self._profile.reasoning is not None:
+            after = self._profile.reasoning.after_end
+            before_call = found.get(("start", "call"), Edge())
+            found.setdefault(("reasoning", "end"), Edge(prefix=after, alone=after))
+            found.setdefault(("reasoning", "call"), before_call._replace(prefix=after, alone=after))
+        return Edges(found)
+
+    def _learned_pieces(self, grammar: Grammar | None) -> Iterator[Piece]:
+        format_ = self._profile.reasoning
+        for probe in self._probed(grammar, _LEARN):
+            if probe.turn is not None and (grammar is not None or not probe.message.tool_calls):
+                source = TokenText(probe.token_ids, self._speller)
+                opening = Opening(inside=False)
+                if format_ is not None:
+                    opening = opening_by_text(format_, probe.turn.header)
+                yield from split(source, grammar, format_, opening).pieces
 
     def choose(self, name: str | None = None) -> GrammarChoice:
         """Choose a grammar by proof, or take the one that is named and say whether it is proved.
@@ -138,31 +163,24 @@ class Prover:
             InputError: There is no grammar of that name.
         """
         named = find_grammar(name) if name is not None else None
-        if not self._prints_calls():
+        digits = _ARGUMENTS["digits"]
+        turns = [probe.turn for probe in self._probed(None, _PROVE)]
+        if not any(turn is not None and digits in turn.text for turn in turns):
             return GrammarChoice("named" if named is not None else "not_printed", named)
         differences = {grammar.name: self._first_difference(grammar) for grammar in GRAMMARS.values()}
         proved = tuple([name for name, difference in differences.items() if difference is None])
         outcome: Outcome = "ambiguous" if len(proved) > 1 else "proved" if proved else "none"
         chosen = named or (GRAMMARS[proved[0]] if len(proved) == 1 else None)
+        refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.turn is None]
         return GrammarChoice(
             "named" if named is not None else outcome,
             chosen,
             proved,
             {name: difference for name, difference in differences.items() if difference is not None},
-            self._refused(chosen),
+            tuple(dict.fromkeys(refused)),
         )
 
-    def _prints_calls(self) -> bool:
-        digits = _ARGUMENTS["digits"]
-        return any(
-            probe.turn is not None and digits in probe.turn.text for probe in self._probes(None, _PROVE)
-        )
-
-    def _refused(self, grammar: Grammar | None) -> tuple[str, ...]:
-        refused = [_described(probe.message) for probe in self._probes(grammar, _PROVE) if probe.turn is None]
-        return tuple(dict.fromkeys(refused))
-
-    def _probes(self, grammar: Grammar | None, texts: _Texts) -> list[_Probe]:
+    def _probed(self, grammar: Grammar | None, texts: _Texts) -> list[_Probe]:
         """Render a set of probes, with call ids as the grammar writes them."""
         id_format = grammar.id_format if grammar is not None else None
         key = (id_format, texts.content)
@@ -172,41 +190,32 @@ class Prover:
 
     def _messages(self, id_format: str | None, texts: _Texts) -> Iterator[Message]:
         for group in texts.calls:
-            calls = [
+            calls = tuple(
                 ToolCall(name=name, arguments=arguments, id=_call_id(id_format, name, index))
                 for index, (name, arguments) in enumerate(group)
-            ]
+            )
             for content in (None if calls else "", texts.content):
-                message = Message(role="assistant", content=content, tool_calls=tuple(calls))
+                message = assistant(content, tool_calls=calls)
                 yield message
-                if self._reasoning is not None:
-                    yield with_reasoning(message, texts.reasoning, self._reasoning.carrier)
+                if self._profile.reasoning is not None:
+                    yield with_reasoning(message, texts.reasoning, self._profile.reasoning.carrier)
 
     def _probe(self, message: Message) -> _Probe:
-        turn = self._prober.turn(message)
+        turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
         if turn is None:
             return _Probe(message, None, [], [])
-        encode = self._prober.tokenizer.encode
+        encode = self._tokenizer.encode
         return _Probe(message, turn, encode(turn.header), encode(turn.text))
-
-    def _pieces(self, probe: _Probe, grammar: Grammar | None) -> list[Piece]:
-        source = TokenText(probe.token_ids, self._speller)
-        format_, opening = self._reasoning, Opening(inside=False)
-        if format_ is not None and probe.turn is not None:
-            opening = opening_by_text(format_, probe.turn.header)
-        return split(source, grammar, format_, opening).pieces
 
     def _first_difference(self, grammar: Grammar) -> str | None:
         """How what a grammar reads differs from what was rendered; None where nothing does."""
-        layout = self.layout(grammar)
-        unexplained = _unexplained(grammar, layout)
+        edges = self.edges(grammar)
+        unexplained = _unexplained(grammar, edges)
         if unexplained is not None:
             return f"beside calls the template writes {unexplained!r}, which is no part of the grammar"
-        parser = ResponseParser(
-            self._prober.tokenizer, grammar, self._reasoning, self._prober.stop_ids, layout
-        )
+        parser = ResponseParser(self._tokenizer, self._profile, GrammarChoice("named", grammar), edges)
         read = 0
-        for probe in self._probes(grammar, _PROVE):
+        for probe in self._probed(grammar, _PROVE):
             if probe.turn is None:
                 continue
             parsed = parser.parse(probe.token_ids, tools=PROBE_TOOLS, prompt_ids=probe.prompt_ids)
@@ -217,11 +226,11 @@ class Prover:
         return None if read else "the template refuses every probe"
 
 
-def _unexplained(grammar: Grammar, layout: Layout) -> str | None:
+def _unexplained(grammar: Grammar, edges: Edges) -> str | None:
     """Text beside calls that is neither white space nor a delimiter of the grammar."""
     section = grammar.section or Section()
     known = [*section.opens, section.end or ""]
-    for (before, after), edge in layout.edges.items():
+    for (before, after), edge in edges.by_place.items():
         for text in edge if "call" in (before, after) else ():
             rest = text
             for delimiter in known:
@@ -231,9 +240,8 @@ def _unexplained(grammar: Grammar, layout: Layout) -> str | None:
     return None
 
 
-def _call_id(id_format: str | None, name: str, index: int) -> str:
-    # Mistral's templates take ids of nine letters or digits only.
-    return f"call{index:05}" if id_format is None else id_format.format(name=name, index=index)
+def _call_id(id_format: str | None, name: str, index: int) -> str | None:
+    return probe_call(index).id if id_format is None else id_format.format(name=name, index=index)
 
 
 def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | None:

@@ -1,38 +1,66 @@
-"""What a template does, found by rendering probes and never assumed.
+"""What a chat template does, found by rendering probes and never assumed.
 
-A probe is a short conversation whose texts are unmistakable. The profile says which shapes the template
-takes, how it opens and closes the assistant's turn, whether history stays as it was written, which roles
-may hold images, and whether everything that it prints is attributed.
+A profile answers for one template with one set of template arguments: which shapes it takes, what its
+generation prompt is, what ends an assistant's turn, how it writes reasoning, whether history stays as it was
+written, which roles may hold images, and whether everything that it prints is attributed.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import get_args
 
-import msgspec
-
-from mmrender.errors import TemplateError
-from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ToolCall
-from mmrender.template.chat import ChatTemplate
+from mmrender.messages import Message, Role
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.probing.probes import (
+    CALL,
+    CALLING,
+    RESULT,
+    WORD,
+    Carrier,
+    Probes,
+    assistant,
+    messages_around,
+    probe_call,
+    tool_definition,
+    user,
+    with_reasoning,
+)
 from mmrender.template.traced import TracedStr, plain
 from mmrender.template.view import ViewForm
 
-_WORD = "qwertz"
-_ARGUMENTS = {"alpha": "bravo", "count": 7}
+_TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\u25c1\u25b7\s]+\u25b7"
+_TAG_BEFORE = re.compile(rf"(?:{_TAG})\w*\Z")
+_TAG_AFTER = re.compile(_TAG)
+_NAMED_TAG = re.compile(r"([<\[\u25c1])(\w[^<>\[\]\u25c1\u25b7]*)([>\]\u25b7])")
+_LETTERS = re.compile(r"\w+\Z")
+_BREAK = "\n\n"
 
 
-def _user(text: str = f"{_WORD}U") -> Message:
-    return Message(role="user", content=text)
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Delimiters of a reasoning block, as the template prints them.
 
+    Attributes:
+        begin: Opens it, such as `<think>`.
+        end: Closes it.
+        after_begin: What the template writes between `begin` and the reasoning.
+        before_end: What it writes between the reasoning and `end`.
+        after_end: What it writes between `end` and the content.
+        carrier: Which field of a message the template prints reasoning from.
+    """
 
-def _assistant(text: str = f"{_WORD}A", **fields: Any) -> Message:
-    return Message(role="assistant", content=text, **fields)
+    begin: str
+    end: str
+    after_begin: str = ""
+    before_end: str = ""
+    after_end: str = ""
+    carrier: Carrier = "reasoning_content"
 
-
-_CALL = (ToolCall(name="probe", arguments=_ARGUMENTS, id="call00001"),)
-_TOOL_TURN = Message(role="tool", content=f"{_WORD}T", name="probe", tool_call_id="call00001")
+    def is_open(self, turn: str) -> bool:
+        """Whether the text of a turn, its generation prompt included, ends inside reasoning."""
+        return turn.rfind(self.begin) > turn.rfind(self.end)
 
 
 @dataclass(frozen=True)
@@ -42,17 +70,19 @@ class TemplateProfile:
     Attributes:
         form: Shapes the template takes.
         generation_prompts: What it writes to open the assistant's turn; several where that depends on the
-            conversation.
+            conversation, the one after a lone user message first.
         closes: What it writes right after the assistant's content, by what follows: `user`, `tool`, `end`.
+        stop_ids: Tokens that end the assistant's turn: those of the model's files, and those that the
+            template writes at its end.
         prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it.
         image_roles: Roles in which an image part writes something, and never less than one per part.
         roles: Roles the template accepts.
         prints_tools: Whether tool definitions are printed.
         prints_tool_calls: Whether calls are printed.
+        takes_content_beside_calls: Whether one message may hold content and calls.
         prints_reasoning: Where `reasoning_content` is printed: in the turns after the last user message
             (`last`), in earlier ones (`history`).
-        reasoning: What opens a reasoning block, such as `<think>`, and all that stands between the block's
-            text and the content; None where the template prints no reasoning.
+        reasoning: How reasoning is written; None where the template shows none.
         arguments: Template variables that a caller may set, such as `enable_thinking`.
         unattributed: Probe texts that the template printed without their origin.
         reads_clock: Whether the text depends on the date.
@@ -61,252 +91,215 @@ class TemplateProfile:
     form: ViewForm
     generation_prompts: tuple[str, ...]
     closes: Mapping[str, str]
+    stop_ids: frozenset[int]
     prefix_stable: bool
     image_roles: tuple[Role, ...]
     roles: tuple[Role, ...]
     prints_tools: bool
     prints_tool_calls: bool
+    takes_content_beside_calls: bool
     prints_reasoning: tuple[str, ...]
-    reasoning: tuple[str, str] | None
+    reasoning: ReasoningFormat | None
     arguments: tuple[str, ...]
     unattributed: tuple[str, ...]
     reads_clock: bool
 
+    @property
+    def generation_prompt(self) -> str:
+        """What opens the assistant's turn after a user message; empty where the template opens none."""
+        return self.generation_prompts[0] if self.generation_prompts else ""
 
-class Prober:
-    """Renders probes of one template.
+
+def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> TemplateProfile:
+    """Run every probe.
 
     Args:
-        template: The template.
-        arguments: Template variables that hold for every probe.
+        probes: Renders with the template.
+        model_stop_ids: Stop tokens that the model's files name.
     """
+    with_tools = probes.render([user()], tools=[tool_definition(f"{WORD}F")])
+    with_call = probes.render([user(), CALLING])
+    closes = _closes(probes)
+    prompts = _generation_prompts(probes)
+    return TemplateProfile(
+        form=probes.form,
+        generation_prompts=prompts,
+        closes=closes,
+        stop_ids=_stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids)),
+        prefix_stable=_is_prefix_stable(probes),
+        image_roles=_image_roles(probes),
+        roles=_roles(probes),
+        prints_tools=with_tools is not None and f"{WORD}F" in with_tools,
+        prints_tool_calls=with_call is not None and "bravo" in with_call,
+        takes_content_beside_calls=probes.render([user(), assistant(tool_calls=(CALL,)), RESULT]) is not None,
+        prints_reasoning=_prints_reasoning(probes),
+        reasoning=_reasoning(probes, prompts[0] if prompts else ""),
+        arguments=probes.template.arguments,
+        unattributed=_unattributed(probes),
+        reads_clock=probes.template.reads_clock,
+    )
 
-    def __init__(self, template: ChatTemplate, arguments: Mapping[str, Any] | None = None) -> None:
-        self._template = template
-        self._arguments = dict(arguments or {})
 
-    def render(
-        self, messages: Sequence[Message], *, form: ViewForm | None = None, **options: Any
-    ) -> TracedStr | None:
-        """Render a probe; None where the template refuses it."""
-        try:
-            return self._template.render(
-                messages, form=form or self.form, arguments=self._arguments, **options
-            )
-        except TemplateError:
-            return None
+def _image_roles(probes: Probes) -> tuple[Role, ...]:
+    if probes.form.content == "text":
+        return ()
+    roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+    return tuple(role for role in roles if probes.added_by_image(role))
 
-    @cached_property
-    def form(self) -> ViewForm:
-        """Shapes that the template takes, each chosen by what it prints."""
-        form = ViewForm()
-        parts = Message(role="user", content=(TextPart(f"{_WORD}P"),))
-        shown = self.render([parts], form=form)
-        if shown is None or f"'{_WORD}P'" in shown or f"{_WORD}P" not in shown:
-            text_only = replace(form, content="text")
-            flat = self.render([parts], form=text_only)
-            if flat is not None and f"{_WORD}P" in flat:
-                form = text_only
-        if form.content == "parts" and self._added_by_image(form, "user") == "":
-            url = replace(form, image="image_url")
-            if self._added_by_image(url, "user"):
-                form = url
-        return self._call_form(form)
 
-    def _call_form(self, form: ViewForm) -> ViewForm:
-        conversation = [_user(), Message(role="assistant", content=None, tool_calls=_CALL)]
-        for none_content in ("none", "absent", "empty"):
-            for arguments in ("parsed", "json"):
-                candidate = replace(form, none_content=none_content, arguments=arguments)
-                shown = self.render(conversation, form=candidate)
-                if shown is not None and "None" not in shown and "{'alpha'" not in shown:
-                    return candidate
-        return replace(form, none_content="empty")
+def _roles(probes: Probes) -> tuple[Role, ...]:
+    found = []
+    for role in get_args(Role):
+        before, middle, after = messages_around(role)
+        shown = probes.render([*before, middle, *after])
+        if shown is not None and isinstance(middle.content, str) and middle.content in shown:
+            found.append(role)
+    return tuple(found)
 
-    def _added_by_image(self, form: ViewForm, role: Role) -> str | None:
-        """What an image part adds to a message of `role`; None where the template refuses it."""
-        before, middle, after = self._around(role)
-        without = self.render([*before, _with_content(middle, (TextPart(f"{_WORD}X"),)), *after], form=form)
-        with_image = self.render(
-            [*before, _with_content(middle, (ImagePart(None), TextPart(f"{_WORD}X"))), *after], form=form
-        )
-        if without is None or with_image is None:
-            return None
-        added = _inserted(plain(without), plain(with_image))
-        # A template that does not expect parts prints their Python form, which is no placeholder.
-        return "" if "'type'" in added else added
 
-    @staticmethod
-    def _around(role: Role) -> tuple[list[Message], Message, list[Message]]:
-        """Messages before and after one of `role`, and that message."""
-        if role == "tool":
-            return [_user(), _assistant("", tool_calls=_CALL)], _TOOL_TURN, []
-        if role == "assistant":
-            return [_user()], _assistant(), []
-        if role == "user":
-            return [], _user(), []
-        return [], Message(role=role, content=f"{_WORD}S"), [_user()]
+def _generation_prompts(probes: Probes) -> tuple[str, ...]:
+    conversations = [
+        [user()],
+        [Message(role="system", content=f"{WORD}S"), user()],
+        [user(), assistant(), user("next")],
+        [user(), CALLING, RESULT],
+        [user(), CALLING, RESULT, RESULT],
+    ]
+    found = [probes.generation_prompt(messages) for messages in conversations]
+    return tuple(dict.fromkeys(prompt for prompt in found if prompt is not None))
 
-    @cached_property
-    def image_roles(self) -> tuple[Role, ...]:
-        """Roles in which an image part writes something."""
-        roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
-        if self.form.content == "text":
-            return ()
-        return tuple(role for role in roles if self._added_by_image(self.form, role))
 
-    @cached_property
-    def roles(self) -> tuple[Role, ...]:
-        """Roles whose messages the template prints."""
-        every: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
-        found = []
-        for role in every:
-            before, middle, after = self._around(role)
-            shown = self.render([*before, middle, *after])
-            if shown is not None and isinstance(middle.content, str) and middle.content in shown:
-                found.append(role)
-        return tuple(found)
+def _closes(probes: Probes) -> dict[str, str]:
+    """Text right after the assistant's content, up to the next content, by what follows."""
+    found = {}
+    following = {"end": [], "user": [user(f"{WORD}N")], "tool": [RESULT]}
+    for name, messages in following.items():
+        shown = probes.render([user(), assistant(), *messages])
+        next_text = str(messages[0].content) if messages else ""
+        if shown is not None and f"{WORD}A" in shown and next_text in shown:
+            after = plain(shown).rpartition(f"{WORD}A")[2]
+            found[name] = after.partition(next_text)[0] if next_text else after
+    return found
 
-    def generation_prompts(self) -> set[str]:
-        """What the generation prompt adds, over several conversations that end differently."""
-        found = set()
-        for messages in self._openings():
-            without = self.render(messages)
-            with_prompt = self.render(messages, add_generation_prompt=True)
-            if without is None or with_prompt is None:
-                continue
-            body, prompted = plain(without), plain(with_prompt)
-            found.add(prompted[len(body) :] if prompted.startswith(body) else _inserted(body, prompted))
-        return found
 
-    @staticmethod
-    def _openings() -> list[list[Message]]:
-        system = Message(role="system", content=f"{_WORD}S")
-        called = _assistant("", tool_calls=_CALL)
-        return [
-            [_user()],
-            [system, _user()],
-            [_user(), _assistant(), _user("next")],
-            [_user(), called, _TOOL_TURN],
-            [_user(), called, _TOOL_TURN, _TOOL_TURN],
-        ]
+def _stop_ids(
+    closes: Mapping[str, str], tokenizer: Tokenizer, model_stop_ids: frozenset[int]
+) -> frozenset[int]:
+    """The model's stop tokens, and the first token of a close that holds none of these, if it is special."""
+    found = set(model_stop_ids)
+    for text in closes.values():
+        ids = [tokenizer.added_ids[match.token] for match in tokenizer.find(text, lambda _: True)]
+        if ids and model_stop_ids.isdisjoint(ids) and ids[0] in tokenizer.special_ids:
+            found.add(ids[0])
+    return frozenset(found)
 
-    @cached_property
-    def closes(self) -> dict[str, str]:
-        """Text right after the assistant's content, by what follows it, up to the next content."""
-        found = {}
-        end = self.render([_user(), _assistant()])
-        if end is not None and f"{_WORD}A" in end:
-            found["end"] = plain(end).rpartition(f"{_WORD}A")[2]
-        user = self.render([_user(), _assistant(), _user(f"{_WORD}N")])
-        if user is not None and f"{_WORD}N" in user:
-            found["user"] = plain(user).rpartition(f"{_WORD}A")[2].partition(f"{_WORD}N")[0]
-        tool = self.render([_user(), _assistant(), _TOOL_TURN])
-        if tool is not None and f"{_WORD}T" in tool:
-            found["tool"] = plain(tool).rpartition(f"{_WORD}A")[2].partition(f"{_WORD}T")[0]
-        return found
 
-    def prefix_stable(self) -> bool:
-        """Whether every prompt is a prefix of what continues it, with calls and reasoning."""
-        thought = {"reasoning_content": f"{_WORD}R"}
-        called = _assistant("", tool_calls=_CALL, **thought)
-        conversations = [
-            [_user(), _assistant(), _user("next"), _assistant()],
-            [_user(), _assistant(**thought), _user("next"), _assistant(**thought)],
-            [_user(), called, _TOOL_TURN, _assistant(), _user("next"), _assistant()],
-            [Message(role="system", content=f"{_WORD}S"), _user(), _assistant(), _user("next"), _assistant()],
-        ]
-        return all(self._is_stable(messages) for messages in conversations)
-
-    def _is_stable(self, messages: list[Message]) -> bool:
-        full = self.render(messages)
-        if full is None:
-            return True
-        for index, message in enumerate(messages):
+def _is_prefix_stable(probes: Probes) -> bool:
+    """Whether every prompt is a prefix of what continues it, with calls and reasoning."""
+    thinking = assistant(reasoning_content=f"{WORD}R")
+    calling = assistant("", tool_calls=(CALL,), reasoning_content=f"{WORD}R")
+    conversations = [
+        [user(), assistant(), user("next"), assistant()],
+        [user(), thinking, user("next"), thinking],
+        [user(), calling, RESULT, assistant(), user("next"), assistant()],
+        [Message(role="system", content=f"{WORD}S"), user(), assistant(), user("next"), assistant()],
+    ]
+    for messages in conversations:
+        full = probes.render(messages)
+        for index, message in enumerate(messages if full is not None else ()):
             if message.role == "assistant":
-                prompt = self.render(messages[:index], add_generation_prompt=True)
-                if prompt is None or not plain(full).startswith(plain(prompt)):
+                prompt = probes.render(messages[:index], prompt=True)
+                if prompt is None or not plain(full or "").startswith(plain(prompt)):
                     return False
-        return True
-
-    def prints_reasoning(self) -> tuple[str, ...]:
-        """Where reasoning is printed."""
-        thinker = _assistant(reasoning_content=f"{_WORD}R")
-        last = self.render([_user(), thinker])
-        earlier = self.render([_user(), thinker, _user("next"), _assistant()])
-        found = {"last": last, "history": earlier}
-        return tuple(place for place, shown in found.items() if shown is not None and f"{_WORD}R" in shown)
-
-    def reasoning(self) -> tuple[str, str] | None:
-        """What opens a reasoning block, and what stands between its text and the content."""
-        shown = self.render([_user(), _assistant(reasoning_content=f"{_WORD}R")])
-        if shown is None or f"{_WORD}R" not in shown:
-            return None
-        before, _, after = plain(shown).partition(f"{_WORD}R")
-        between, found, _ = after.partition(f"{_WORD}A")
-        opener = re.search(r"(<[^<>\s]*>|\[[^\[\]\s]*\]|\S+)\s*\Z", before)
-        return (opener.group(1), between) if opener and found else None
-
-    def unattributed(self) -> tuple[str, ...]:
-        """Probe texts that were printed without their origin."""
-        thinker = _assistant(f"{_WORD}A", reasoning_content=f"{_WORD}R", tool_calls=_CALL)
-        shown = self.render([_user(), thinker, _TOOL_TURN])
-        if shown is None:
-            shown = self.render([_user(), _assistant()])
-        if shown is None:
-            return ()
-        texts = [f"{_WORD}{letter}" for letter in "UART"] + ["bravo"]
-        return tuple(text for text in texts if text in shown and not _is_attributed(shown, text))
-
-    def profile(self) -> TemplateProfile:
-        """Run every probe."""
-        tools = [{"type": "function", "function": {"name": f"{_WORD}F", "parameters": {"type": "object"}}}]
-        with_tools = self.render([_user()], tools=tools)
-        with_call = self.render([_user(), _assistant("", tool_calls=_CALL)])
-        return TemplateProfile(
-            form=self.form,
-            generation_prompts=tuple(sorted(self.generation_prompts())),
-            closes=self.closes,
-            prefix_stable=self.prefix_stable(),
-            image_roles=self.image_roles,
-            roles=self.roles,
-            prints_tools=with_tools is not None and f"{_WORD}F" in with_tools,
-            prints_tool_calls=with_call is not None and "bravo" in with_call,
-            prints_reasoning=self.prints_reasoning(),
-            reasoning=self.reasoning(),
-            arguments=self._template.arguments,
-            unattributed=self.unattributed(),
-            reads_clock=self._template.reads_clock,
-        )
+    return True
 
 
-def _with_content(message: Message, content: tuple[Part, ...]) -> Message:
-    return msgspec.structs.replace(message, content=content)
+def _prints_reasoning(probes: Probes) -> tuple[str, ...]:
+    thinking = assistant(reasoning_content=f"{WORD}R")
+    places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
+    shown = {place: probes.render(messages) for place, messages in places.items()}
+    return tuple(place for place, text in shown.items() if text is not None and f"{WORD}R" in text)
 
 
-def _inserted(without: str, with_more: str) -> str:
-    """What stands in `with_more` beyond the common beginning and end."""
-    start = 0
-    while start < min(len(without), len(with_more)) and without[start] == with_more[start]:
-        start += 1
-    rest = with_more[start:]
-    end = 0
-    while end < min(len(without) - start, len(rest)) and without[-1 - end] == rest[-1 - end]:
-        end += 1
-    return rest[: len(rest) - end]
+def _unattributed(probes: Probes) -> tuple[str, ...]:
+    """Probe texts that were printed without their origin."""
+    thinker = assistant(reasoning_content=f"{WORD}R", tool_calls=(CALL,))
+    shown = probes.render([user(), thinker, RESULT]) or probes.render([user(), assistant()])
+    texts = [*(f"{WORD}{letter}" for letter in "UART"), "bravo"]
+    return tuple(text for text in texts if shown and text in shown and not _is_attributed(shown, text))
 
 
 def _is_attributed(shown: TracedStr, text: str) -> bool:
-    body = plain(shown)
-    position = body.find(text)
-    while position >= 0:
-        stop = position + len(text)
+    for found in re.finditer(re.escape(text), plain(shown)):
+        start, stop = found.span()
         covered = sum(
-            min(high, stop) - max(low, position)
+            min(high, stop) - max(low, start)
             for low, high, origin in shown._spans
-            if low < stop and high > position and origin.is_content
+            if low < stop and high > start and origin.is_content
         )
         if covered == len(text):
             return True
-        position = body.find(text, stop)
     return False
+
+
+def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:
+    """How the template writes reasoning: what it prints round some, else the block that its prompt opens."""
+    content, thought = f"{WORD}C", f"{WORD}R"
+    # Some templates print reasoning beside calls only.
+    for carrier, calls in product(get_args(Carrier), ((), (probe_call(name="probe_none"),))):
+        turn = probes.turn(with_reasoning(assistant(content, tool_calls=calls), thought, carrier))
+        before, found, rest = ("" if turn is None else turn.header + turn.text).partition(thought)
+        if not found:
+            continue
+        between = rest.partition(content)[0]
+        after = between.lstrip()
+        begin, end = _last_delimiter(probes, before.rstrip()), _first_delimiter(probes, after)
+        if begin is None or end is None:
+            return None
+        return ReasoningFormat(
+            begin,
+            end,
+            after_begin=before[len(before.rstrip()) :],
+            before_end=between[: len(between) - len(after)],
+            after_end=after[len(end) :] if content in rest and not calls else "",
+            carrier=carrier,
+        )
+    return _prompted_reasoning(probes, generation_prompt)
+
+
+def _prompted_reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:
+    """The block that the generation prompt opens, if the template takes such a block out of content."""
+    content, thought = f"{WORD}C", f"{WORD}R"
+    opened = generation_prompt.rstrip()
+    begin = _last_delimiter(probes, opened)
+    tag = _NAMED_TAG.fullmatch(begin) if begin is not None else None
+    if begin is None or tag is None:
+        return None
+    end = f"{tag.group(1)}/{tag.group(2)}{tag.group(3)}"
+
+    def is_taken_out(between: str) -> bool:
+        turn = probes.turn(assistant(f"{begin}{thought}{end}{between}{content}"))
+        return turn is not None and thought not in turn.text and turn.text.startswith(content)
+
+    if not is_taken_out(""):
+        return None
+    space = generation_prompt[len(opened) :]
+    after_end = _BREAK if is_taken_out(_BREAK) else ""
+    return ReasoningFormat(begin, end, after_begin=space, before_end=space, after_end=after_end)
+
+
+def _last_delimiter(probes: Probes, text: str) -> str | None:
+    """The delimiter that ends a text: an added token or a tag, also with a word after it."""
+    tokens = list(probes.tokenizer.find(text, lambda _: True))
+    if tokens and (tokens[-1].stop == len(text) or _LETTERS.fullmatch(text, tokens[-1].stop) is not None):
+        return text[tokens[-1].start :]
+    tag = _TAG_BEFORE.search(text)
+    return tag.group() if tag is not None else None
+
+
+def _first_delimiter(probes: Probes, text: str) -> str | None:
+    token = next(probes.tokenizer.find(text, lambda _: True), None)
+    if token is not None and token.start == 0:
+        return token.token
+    tag = _TAG_AFTER.match(text)
+    return tag.group() if tag is not None else None

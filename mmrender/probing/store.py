@@ -1,16 +1,16 @@
-"""What probing found out, kept on disk, so that no process probes what another one has.
+"""What probing found out, kept in memory and on disk, so that no process probes what another one has.
 
-An entry is named by a digest of all that it depends on: the template, the special and added tokens that it is
-used with, its arguments and limits, and this library's own code for templates and bridges. So entries never
-go stale, and none needs to be deleted. A file that cannot be read counts as missing and is written again.
+An entry's name is a digest of everything that its content depends on: the template, the special and added
+tokens that it is used with, the template arguments that it reads, its limits, and this library's own code. So
+entries never go stale. A file that cannot be read counts as missing and is written again. Both memory and
+disk are bounded; the least recently used entries go first.
 """
 
-import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from mmrender._version import __version__
-from mmrender.model.tokenizer import Tokenizer
-from mmrender.template.chat import ChatTemplate
+from mmrender.caching import LRUCache
 
 _log = logging.getLogger("mmrender.probing.store")
 
@@ -28,24 +27,35 @@ Value = TypeVar("Value")
 
 ENVIRONMENT = "MMRENDER_CACHE"
 _OFF = ("", "0", "off", "no", "none")
-_CODE = ("template/*.py", "bridge/*.py", "probing/*.py", "tokens/*.py", "model/tokenizer.py")
+_CODE = (
+    "template/*.py",
+    "bridge/*.py",
+    "probing/*.py",
+    "tokens/*.py",
+    "rendering/*.py",
+    "model/tokenizer.py",
+)
+_MEMORY_ENTRIES = 1024
+_DISK_ENTRIES = 4096
 
 
-class ProfileCache:
+class DiskCache:
     """A folder of small JSON files. Safe to use from many threads and processes.
 
     Args:
         folder: Where they are; made when the first one is written.
+        max_entries: Number of files beyond which the oldest are removed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, max_entries: int = _DISK_ENTRIES) -> None:
         self.folder = folder
+        self._max_entries = max_entries
 
     @classmethod
-    def default(cls) -> "ProfileCache | None":
+    def default(cls) -> "DiskCache | None":
         """The folder that `MMRENDER_CACHE` names, or `mmrender` in the user's cache folder.
 
-        None where `MMRENDER_CACHE` is `off`, or where there is no home to keep it in.
+        None where `MMRENDER_CACHE` is `off`, or where the user has no home directory.
         """
         given = os.environ.get(ENVIRONMENT)
         if given is not None:
@@ -55,21 +65,25 @@ class ProfileCache:
             home = Path(base) if base else Path.home() / ".cache"
         except RuntimeError:
             return None
-        # The specification of XDG_CACHE_HOME tells to ignore relative paths.
+        # The specification of XDG_CACHE_HOME says to ignore relative paths.
         return cls(home / "mmrender" / "profiles") if home.is_absolute() else None
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
-        """Read an entry; None where there is none, or none that can be read."""
+        """Read an entry and mark it as used; None where it is missing or unreadable."""
+        file = self.folder / f"{name}.json"
         try:
-            return msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=kind)
+            value = msgspec.json.decode(file.read_bytes(), type=kind)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             _log.debug("ignored cache entry %s: %s", name, error)
             return None
+        with suppress(OSError):
+            os.utime(file)
+        return value
 
     def put(self, name: str, value: Any) -> None:
-        """Write an entry in one step; a folder that cannot be written to is let be."""
+        """Write an entry atomically; a folder that cannot be written to is ignored."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, path = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
@@ -80,63 +94,59 @@ class ProfileCache:
             except BaseException:
                 Path(path).unlink(missing_ok=True)
                 raise
+            for stale in self._beyond_bound():
+                stale.unlink(missing_ok=True)
         except OSError as error:
-            _log.debug("cannot keep cache entry %s: %s", name, error)
+            _log.debug("cannot write cache entry %s: %s", name, error)
+
+    def _beyond_bound(self) -> Iterator[Path]:
+        """The oldest tenth of the files, once there are more than the bound."""
+        files = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".json")]
+        if len(files) > self._max_entries:
+            files.sort(key=lambda entry: entry.stat().st_mtime)
+            yield from map(Path, files[: len(files) - self._max_entries * 9 // 10])
 
 
-class Shelf:
-    """The entries of one template with one set of arguments.
+class Findings:
+    """What is known about one template with one set of arguments.
 
     Args:
-        cache: Where they are kept.
-        digest: Of all that they depend on.
+        disk: Where findings are kept between processes, or None.
+        facts: Everything that they depend on, as plain values; None keeps them in memory alone.
     """
 
-    def __init__(self, cache: ProfileCache, digest: str) -> None:
-        self._cache = cache
-        self._digest = digest
+    def __init__(self, disk: DiskCache | None = None, facts: dict[str, Any] | None = None) -> None:
+        self._memory: LRUCache[str, Any] = LRUCache(_MEMORY_ENTRIES)
+        self._disk = disk if facts is not None else None
+        self._digest = ""
+        if self._disk is not None:
+            self._digest = blake3(
+                msgspec.msgpack.encode([code_digest(), facts], order="deterministic")
+            ).hexdigest(length=16)
 
-    def get(self, about: str, kind: type[Value]) -> Value | None:
-        """Read what is known about something; None where nothing is."""
-        return self._cache.get(self._name(about), kind)
+    def get_or_find(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
+        """Return what is known about something, or find it out and keep it."""
+        known: Value | None = self._memory.get(about)
+        return (
+            known
+            if known is not None
+            else self._memory.get_or_compute(about, lambda: self._load(about, kind, find))
+        )
 
-    def put(self, about: str, value: Any) -> None:
-        """Keep what is known about something."""
-        self._cache.put(self._name(about), value)
-
-    def _name(self, about: str) -> str:
-        return f"{self._digest}-{blake3(about.encode('utf-8', 'surrogatepass')).hexdigest(length=8)}"
-
-
-def open_shelf(
-    cache: ProfileCache | None, template: ChatTemplate, tokenizer: Tokenizer, arguments: Mapping[str, Any]
-) -> Shelf | None:
-    """The shelf of a template, or None where what is found out about it cannot be kept.
-
-    That is so where nothing is cached, where the template reads the clock, and where an argument is not JSON.
-    """
-    if cache is None or template.reads_clock:
-        return None
-    facts = {
-        "code": _code_digest(),
-        "source": template.source,
-        "special_tokens": template.special_tokens,
-        "limits": asdict(template.limits),
-        "added_tokens": tokenizer.added_ids,
-        "special_ids": sorted(tokenizer.special_ids),
-        "vocabulary": tokenizer.vocab_size,
-        "arguments": dict(arguments),
-    }
-    try:
-        text = json.dumps(facts, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return Shelf(cache, blake3(text.encode()).hexdigest(length=16))
+    def _load(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
+        if self._disk is None:
+            return find()
+        name = f"{self._digest}-{blake3(about.encode('utf-8', 'surrogatepass')).hexdigest(length=8)}"
+        value = self._disk.get(name, kind)
+        if value is None:
+            value = find()
+            self._disk.put(name, value)
+        return value
 
 
 @cache
-def _code_digest() -> str:
-    """Digest of the code that finds out, since a version number alone does not move with every change."""
+def code_digest() -> str:
+    """Digest of the code that probes, since a version number alone does not move with every change."""
     digest = blake3(__version__.encode())
     root = Path(__file__).parents[1]
     for pattern in _CODE:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from mmrender.messages import Message
-from mmrender.parsing.response import ToolCallAttempt
+from mmrender.parsing import ToolCallAttempt
 
 Result = TypeVar("Result")
 MaybeAwaitable: TypeAlias = Result | Awaitable[Result]

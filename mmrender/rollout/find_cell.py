@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmrender.errors import InputError
 from mmrender.messages import ToolCall
-from mmrender.parsing.response import ToolCallAttempt
+from mmrender.parsing import ToolCallAttempt
 from mmrender.rollout.board import Cell, draw_board
 from mmrender.rollout.environment import Action, Observation
 

@@ -12,18 +12,15 @@ from mmrender.renderer import Renderer
 def diagnose(renderer: Renderer) -> dict[str, Any]:
     """Everything that was found out about a model by probing, JSON-ready."""
     profile = asdict(renderer.profile)
-    form = profile.pop("form")
+    form, reasoning = profile.pop("form"), renderer.profile.reasoning
+    profile["reasoning"] = "none" if reasoning is None else f"{reasoning.begin} to {reasoning.end}"
+    del profile["stop_ids"]
     tokenizer = renderer.tokenizer
     stop_ids = renderer.get_stop_token_ids()
-    parser = renderer.response_parser()
-    reasoning = parser.reasoning_format
     processor = renderer.media.processor if renderer.media is not None else None
     return {
         "template": {**profile, **{f"takes {key.replace('_', ' ')}": value for key, value in form.items()}},
-        "completions": {
-            "tool calls": str(parser.choice),
-            "reasoning": "none" if reasoning is None else f"{reasoning.begin} to {reasoning.end}",
-        },
+        "completions": {"tool calls": str(renderer.response_parser().choice)},
         "bridge": _bridges(renderer),
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,
@@ -62,9 +59,10 @@ def _bridges(renderer: Renderer) -> dict[str, str]:
 def _bridge_over(renderer: Renderer, extension: dict[str, Any]) -> str:
     completion = renderer.get_stop_token_ids()[-1:]
     try:
-        if renderer.bridge_to_next_turn([], completion, [extension]) is None:
+        prompt = renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True)
+        if renderer.bridge_to_next_turn(prompt, completion, [extension]) is None:
             return f"no: {renderer.why_not_bridged}"
-        kept = renderer.bridge_to_next_turn([], completion, [extension], history="template")
+        kept = renderer.bridge_to_next_turn(prompt, completion, [extension], history="template")
     except MMRenderError as error:
         return f"no: {error.problem}"
     return "yes" if kept is not None else f"yes, as sampled; {renderer.why_not_bridged}"

@@ -17,7 +17,7 @@ from mmrender.model.files import find_model
 from mmrender.model.stops import stop_token_ids
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import ParsedResponse
-from mmrender.parsing.grammar import Field
+from mmrender.parsing.grammars import Field
 from mmrender.template.loader import load_templates, special_tokens
 from parsing_cases import BODIES, Case, case_of, written_case
 
@@ -86,7 +86,7 @@ def messages(draw: st.DrawFn, case: Case) -> Message:
         for index, (name, arguments) in enumerate(calls.items())
     ]
     content = trimmed(case, draw(texts()))
-    reasoning = trimmed(case, draw(texts())) if case.parser.reasoning_format is not None else ""
+    reasoning = trimmed(case, draw(texts())) if case.parser.profile.reasoning is not None else ""
     if made and case.name in WITHOUT_CONTENT:
         content = ""
     return Message(
@@ -105,11 +105,11 @@ def trimmed(case: Case, text: str) -> str:
 
 
 def prints_calls(case: Case) -> bool:
-    return case.parser.grammar is not None
+    return case.parser.choice.grammar is not None
 
 
 def call_id(case: Case, name: str, index: int) -> str | None:
-    grammar = case.parser.grammar
+    grammar = case.parser.choice.grammar
     assert grammar is not None
     if grammar.id_format is not None:
         return grammar.id_format.format(name=name, index=index)
@@ -119,7 +119,7 @@ def call_id(case: Case, name: str, index: int) -> str | None:
 def delimiters(case: Case) -> list[str]:
     """What no text of a canonical message holds."""
     found = list(case.tokenizer.added_ids)
-    format_, grammar = case.parser.reasoning_format, case.parser.grammar
+    format_, grammar = case.parser.profile.reasoning, case.parser.choice.grammar
     if format_ is not None:
         found += [format_.begin, format_.end]
     if grammar is not None:
@@ -141,7 +141,11 @@ def holds(value: Any, unwanted: re.Pattern[str]) -> bool:
 def is_canonical(case: Case, message: Message) -> bool:
     unwanted = re.compile("|".join(map(re.escape, delimiters(case))))
     texts = [message.content, message.reasoning_content, *(call.arguments for call in message.tool_calls)]
-    head = case.parser.grammar.section.head if case.parser.grammar and case.parser.grammar.section else None
+    head = (
+        case.parser.choice.grammar.section.head
+        if case.parser.choice.grammar and case.parser.choice.grammar.section
+        else None
+    )
     if head is not None and isinstance(message.content, str) and head.match(message.content.strip()):
         return False
     return not any(holds(text, unwanted) for text in texts)
@@ -172,7 +176,7 @@ def assert_reads_back(case: Case, message: Message) -> None:
 
 
 def stop_id(case: Case) -> int:
-    return min(case.prober.stop_ids)
+    return min(case.parser.profile.stop_ids)
 
 
 def assert_spans(parsed: ParsedResponse, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
@@ -287,7 +291,7 @@ def test_every_prefix_has_whole_calls_and_at_most_one_unclosed(name: str, data: 
         assert_spans(parsed, case.tokenizer, ids[:stop])
         if not parsed.reasoning_closed:
             assert (parsed.content, statuses) == ("", [])
-            format_ = case.parser.reasoning_format
+            format_ = case.parser.profile.reasoning
             whole_block = (message.reasoning_content or "") + format_.before_end + format_.end
             # The last character may be cut in two.
             assert whole_block.startswith((parsed.reasoning_content or "").rstrip("\ufffd"))
@@ -296,7 +300,7 @@ def test_every_prefix_has_whole_calls_and_at_most_one_unclosed(name: str, data: 
 @st.composite
 def soups(draw: st.DrawFn, case: Case) -> list[int]:
     """Tokens without sense: any, delimiters, and pieces of calls."""
-    grammar, added = case.parser.grammar, sorted(case.tokenizer.added_ids.values())
+    grammar, added = case.parser.choice.grammar, sorted(case.tokenizer.added_ids.values())
     pieces = [
         '{"name": "f", "arguments": {"a": [1, "',
         '{"name": "f", "parameters": {}}',
@@ -352,13 +356,16 @@ def test_token_soup_of_models_is_read(shared_models: Path, name: str, data: st.D
 def test_without_grammar_all_text_is_content(shared_models: Path, name: str, data: st.DataObject) -> None:
     case = model_case(shared_models / name)
     ids = data.draw(soups(case))
-    while ids and ids[-1] in case.prober.stop_ids:
+    while ids and ids[-1] in case.parser.profile.stop_ids:
         ids.pop()
     assert case.parser.parse(ids).content == case.tokenizer.decode(ids)
 
 
 def test_fields_of_the_grammars_are_all_exercised() -> None:
     used = {
-        part for name in BODIES for part in written_case(name).parser.grammar.call if isinstance(part, Field)
+        part
+        for name in BODIES
+        for part in written_case(name).parser.choice.grammar.call
+        if isinstance(part, Field)
     }
     assert used == set(Field) - {Field.KEY, Field.TEXT}

@@ -202,7 +202,7 @@ def test_errors_about_ids_and_sidecar(chatml: Renderer) -> None:
     picture = {"type": "image", "image": Image.new("RGB", (64, 64))}
     renderer = chatml_with_images(chatml)
     rendered = renderer.render([{"role": "user", "content": [picture]}], add_generation_prompt=True)
-    with pytest.raises(InputError) as foreign:
+    with pytest.raises(PlaceholderError) as foreign:
         renderer.bridge_to_next_turn([1, 2], [1], USER, previous_multi_modal_data=rendered.multi_modal_data)
     assert foreign.value.where == "previous_multi_modal_data.mm_placeholders['image'][0]"
 
@@ -240,8 +240,9 @@ def test_reason_is_that_of_the_thread_and_of_the_last_call(
     assert chatml.why_not_bridged is None
 
 
-def test_empty_arrays_and_ids_are_prompts_too(chatml: Renderer) -> None:
-    bridge = chatml.bridge_to_next_turn(np.array([], np.int32), np.array([], np.int64), USER)
+def test_empty_arrays(chatml: Renderer) -> None:
+    bridge = chatml.bridge_to_next_turn(np.array([1], np.int32), np.array([], np.int64), USER)
     assert bridge is not None
-    assert bridge.decode() == "<|im_end|>" + NEXT
-    assert (bridge.spans[0].start, bridge.spans[0].message) == (0, -1)
+    assert bridge.decode(1) == "<|im_end|>" + NEXT
+    assert chatml.bridge_to_next_turn(np.array([], np.int32), [1], USER) is None
+    assert chatml.why_not_bridged == "the previous prompt is empty"

@@ -8,7 +8,7 @@ import pytest
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing.response import ToolCallAttempt
+from mmrender.parsing import ToolCallAttempt
 from mmrender.renderer import Renderer
 from mmrender.rollout.environment import Action, Environment, close_environment, resolved
 from mmrender.rollout.find_cell import FindCell, FindCellSettings

@@ -4,8 +4,10 @@ import pytest
 
 from mmrender.errors import InputError
 from mmrender.messages import Message, TextPart, ThinkingPart
-from mmrender.parsing import ParsedResponse, ReasoningFormat, build_parser
-from mmrender.probing.profile import Prober
+from mmrender.parsing import ParsedResponse
+from mmrender.parsing.prove import build_parser
+from mmrender.probing.profile import ReasoningFormat
+from mmrender.probing.templates import KnownTemplate
 from mmrender.template.chat import ChatTemplate
 from parsing_cases import ADDED, BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
@@ -70,8 +72,7 @@ def test_a_block_in_the_completion(text: str, expected: tuple[str | None, bool, 
 )
 def test_a_block_that_the_prompt_opens(text: str, expected: tuple[str | None, bool, str]) -> None:
     case = opening_case()
-    assert case.parser.reasoning_format is not None
-    assert case.parser.reasoning_format.prompt == "<|turn|>assistant\n<think>\n"
+    assert case.parser.profile.generation_prompt == "<|turn|>assistant\n<think>\n"
     assert read(parse(case, text)) == expected
     assert read(parse(case, text, "<|turn|>user\nHi<|end|><|turn|>assistant\n<think>\n")) == expected
 
@@ -132,7 +133,7 @@ def test_a_template_that_takes_reasoning_out_of_what_it_prints() -> None:
 def test_a_block_that_the_prompt_opens_and_the_template_does_not_know_is_text() -> None:
     tokenizer = byte_level(THINKING)
     case = case_of("unknown", HEAD + "{{- m.content }}" + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
-    assert case.parser.reasoning_format is None
+    assert case.parser.profile.reasoning is None
     assert read(parse(case, "Hm.\n</think>\n\nYes.")) == (None, True, "Hm.\n</think>\n\nYes.")
 
 
@@ -140,7 +141,7 @@ def test_reasoning_that_the_caller_names() -> None:
     tokenizer = byte_level(THINKING)
     template = ChatTemplate(HEAD + "{{- m.content }}" + TAIL)
     format_ = ReasoningFormat("<think>", "</think>", after_begin="\n", before_end="\n")
-    parser = build_parser(template, Prober(template).profile(), tokenizer, [], reasoning=format_)
+    parser = build_parser(KnownTemplate(template, tokenizer, {}), reasoning=format_)
     assert read(parser.parse(tokenizer.encode("<think>\nHm.\n</think>Yes."))) == ("Hm.", True, "Yes.")
 
 

@@ -1,15 +1,16 @@
 """The disk cache of what probing found out."""
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmrender.bridge.proof import Prover
-from mmrender.probing import store as profiles
-from mmrender.probing.profile import Prober, TemplateProfile
-from mmrender.probing.store import ProfileCache
+from mmrender.bridge.proof import TailProver
+from mmrender.probing import store, templates
+from mmrender.probing.profile import TemplateProfile, probe_template
+from mmrender.probing.store import DiskCache
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
@@ -33,18 +34,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what was probed, one for each time."""
     seen: list[str] = []
-    profile, prove = Prober.profile, Prover.independence_failure
+    prove = TailProver.prove
 
-    def probing(self: Prober) -> TemplateProfile:
+    def probing(*args: Any) -> TemplateProfile:
         seen.append("profile")
-        return profile(self)
+        return probe_template(*args)
 
-    def proving(self: Prover, *args: Any) -> str | None:
+    def proving(self: TailProver, *args: Any, **options: Any) -> Any:
         seen.append("proof")
-        return prove(self, *args)
+        return prove(self, *args, **options)
 
-    monkeypatch.setattr(Prober, "profile", probing)
-    monkeypatch.setattr(Prover, "independence_failure", proving)
+    monkeypatch.setattr(templates, "probe_template", probing)
+    monkeypatch.setattr(TailProver, "prove", proving)
     return seen
 
 
@@ -99,18 +100,42 @@ def test_anything_that_matters_makes_another_entry(
 ) -> None:
     load(directory).profile  # noqa: B018 - a property that probes
     load(directory, TEMPLATE.replace("@", " " + PROMPT)).profile  # noqa: B018
-    load(directory).is_prefix_stable(enable_thinking=False)
-    load(directory).is_prefix_stable(enable_thinking=True)
-    monkeypatch.setattr(profiles, "_code_digest", lambda: "other code")
+    source = TEMPLATE.replace("@", PROMPT + "{{ thinking }}")
+    load(directory, source).is_prefix_stable(thinking=False)
+    load(directory, source).is_prefix_stable(thinking=True)
+    monkeypatch.setattr(store, "code_digest", lambda: "other code")
     load(directory).profile  # noqa: B018
     assert probed == ["profile"] * 5
     assert len(list(folder.iterdir())) == 5
 
 
+def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_disk(
+    directory: Path, folder: Path, probed: list[str]
+) -> None:
+    renderer = load(directory)
+    for number in range(20):
+        assert renderer.is_prefix_stable(**{f"junk_{number}": number, "other": object()})
+        assert renderer.bridge_to_next_turn([1], [2], USER, junk=number) is not None
+    assert probed == ["profile", "proof"]
+    assert len(list(folder.glob("*.json"))) == 2
+
+
+def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
+    disk = DiskCache(tmp_path, max_entries=10)
+    for number in range(10):
+        disk.put(f"entry{number}", number)
+        os.utime(tmp_path / f"entry{number}.json", (number, number))
+    assert disk.get("entry0", int) == 0
+    disk.put("entry10", 10)
+    assert len(list(tmp_path.iterdir())) == 9
+    assert disk.get("entry0", int) == 0
+    assert disk.get("entry1", int) is None
+
+
 def test_what_cannot_be_kept_is_probed_each_time(directory: Path, folder: Path, probed: list[str]) -> None:
     for _ in range(2):
         load(directory, TEMPLATE.replace("@", "{{ strftime_now('%Y') }}")).profile  # noqa: B018
-        load(directory).is_prefix_stable(helper=object())
+        load(directory, TEMPLATE.replace("@", "{{ helper }}")).is_prefix_stable(helper=object())
     assert probed == ["profile"] * 4
     assert not folder.exists()
 
@@ -121,7 +146,7 @@ def test_opting_out(
     load(directory, profile_cache=False).profile  # noqa: B018
     for value in ("off", "0", "", "OFF"):
         monkeypatch.setenv("MMRENDER_CACHE", value)
-        assert ProfileCache.default() is None
+        assert DiskCache.default() is None
     load(directory).profile  # noqa: B018
     assert probed == ["profile"] * 2
     assert not folder.exists()
@@ -130,14 +155,14 @@ def test_opting_out(
 def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MMRENDER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = ProfileCache.default()
+    cache = DiskCache.default()
     assert cache is not None
     assert cache.folder == tmp_path / "mmrender" / "profiles"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert ProfileCache.default() is None
+    assert DiskCache.default() is None
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    cache = ProfileCache.default()
+    cache = DiskCache.default()
     assert cache is not None
     assert cache.folder == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
 
@@ -154,7 +179,7 @@ def test_folder_that_cannot_be_written_to_is_let_be(
 
 def test_writers_at_once_leave_one_whole_entry(tmp_path: Path, directory: Path) -> None:
     profile = load(directory).profile
-    cache = ProfileCache(tmp_path)
+    cache = DiskCache(tmp_path)
     threads = [threading.Thread(target=cache.put, args=("entry", profile)) for _ in range(8)]
     for thread in threads:
         thread.start()

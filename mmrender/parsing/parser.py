@@ -1,0 +1,297 @@
+"""Sampled tokens in, a message out: content, reasoning and tool calls.
+
+What a model writes is never an error. Every tool call that it tried is reported with a status, and every
+character is content, reasoning, part of an attempt, or text that the template writes between these.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from mmrender.content import normalize_tools
+from mmrender.messages import Message, ToolCall
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.parsing.calls import Block, CallStatus, Scanner
+from mmrender.parsing.grammars import Grammar
+from mmrender.parsing.reasoning import Opening, Reasoning, opening_by_text, opening_by_tokens, read_reasoning
+from mmrender.parsing.schema import ToolSchemas
+from mmrender.parsing.text import TokenSpeller, TokenText, readable
+from mmrender.probing.probes import Carrier, shared_prefix, with_reasoning
+from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallAttempt:
+    """One call that the model tried to make.
+
+    Attributes:
+        status: `ok`; `invalid_json`: what should be JSON is not; `unclosed`: the completion ends, or the next
+            call begins, inside it; `missing_name`; `unknown_tool`: no such tool was offered; `malformed`: its
+            grammar does not hold otherwise.
+        name: Name of the tool, where it could be read.
+        arguments: Arguments, where they could be read, whatever the status.
+        raw: The text of the attempt, delimiters included.
+        span: Tokens `[start, stop)` of the given ids that hold any of that text. Where delimiters are
+            ordinary text, two attempts may share a token.
+        id: The call's id, where the format writes one.
+    """
+
+    status: CallStatus
+    name: str | None
+    arguments: dict[str, Any] | None
+    raw: str
+    span: tuple[int, int]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedResponse:
+    """A completion, read.
+
+    Attributes:
+        content: The text that is neither reasoning nor calls; text after a call comes at its end.
+        reasoning_content: The reasoning; None without any, also where the block is empty and closed.
+        reasoning_closed: False where the completion ends inside reasoning, True otherwise.
+        tool_calls: Every attempt, in order.
+        stopped: Whether the completion ends in a stop token.
+        carrier: Which field of a message the template prints reasoning from.
+    """
+
+    content: str
+    reasoning_content: str | None = None
+    reasoning_closed: bool = True
+    tool_calls: tuple[ToolCallAttempt, ...] = ()
+    stopped: bool = False
+    carrier: Carrier = field(default="reasoning_content", repr=False)
+
+    def to_message(self) -> Message:
+        """The assistant message, with the calls whose status is `ok`.
+
+        Beside calls, empty content is None, as OpenAI has it.
+        """
+        calls = tuple(
+            [
+                ToolCall(name=attempt.name, arguments=attempt.arguments, id=attempt.id)
+                for attempt in self.tool_calls
+                if attempt.status == "ok" and attempt.name is not None and attempt.arguments is not None
+            ]
+        )
+        content = self.content if self.content or not calls else None
+        message = Message(role="assistant", content=content, tool_calls=calls)
+        if self.reasoning_content is None:
+            return message
+        return with_reasoning(message, self.reasoning_content, self.carrier)
+
+
+Before: TypeAlias = Literal["start", "reasoning", "empty", "call"]
+"""What comes before content: nothing, reasoning, a reasoning block without any, or a call."""
+After: TypeAlias = Literal["call", "end"]
+Place: TypeAlias = tuple[Before, After]
+
+
+class Edge(NamedTuple):
+    """What the template writes in one place: before content, after content, and where there is no content."""
+
+    prefix: str = ""
+    suffix: str = ""
+    alone: str = ""
+
+
+_NO_EDGE = Edge()
+
+
+class Piece(NamedTuple):
+    """A stretch of text that may hold content, and what comes before and after it."""
+
+    before: Before
+    text: str
+    after: After
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What the template writes around content, by place.
+
+    A template puts a line break before a call that follows content, two after reasoning, and so on. It is
+    taken away from a completion exactly as the template's own probes showed it; all other white space is
+    content. In a place that no probe has shown, only blank text beside a call is taken away.
+    """
+
+    by_place: Mapping[Place, Edge] = field(default_factory=dict)
+
+    def content(self, pieces: Iterable[Piece]) -> str:
+        """Content of a completion: everything but template text, reasoning and calls, in order."""
+        return "".join([self._stripped(piece) for piece in pieces])
+
+    def _stripped(self, piece: Piece) -> str:
+        edge = self.by_place.get((piece.before, piece.after))
+        is_blank = not piece.text.strip()
+        if is_blank and (piece.before == "call" or (edge is None and piece.after == "call")):
+            return ""
+        if edge is None:
+            edge = self._fallback(piece)
+        if piece.text == edge.alone:
+            return ""
+        text = piece.text[len(shared_prefix(piece.text, edge.prefix)) :]
+        return text[: len(text) - len(shared_prefix(text[::-1], edge.suffix[::-1]))]
+
+    def _fallback(self, piece: Piece) -> Edge:
+        """Fallback for a position that no probe covered."""
+        known = self.by_place.get(("reasoning", piece.after), _NO_EDGE)
+        if piece.before == "start":
+            # The prompt may have held the whole reasoning block, and the text after it.
+            return Edge(suffix=known.suffix)
+        return known if piece.before == "empty" else self.by_place.get(("empty", piece.after), _NO_EDGE)
+
+
+class CompletionParts(NamedTuple):
+    """What a completion consists of; `pieces` still hold the template's text around content."""
+
+    reasoning: Reasoning
+    blocks: list[Block]
+    pieces: list[Piece]
+
+
+def split(
+    source: TokenText,
+    grammar: Grammar | None,
+    reasoning_format: ReasoningFormat | None,
+    opening: Opening,
+    tools: ToolSchemas | None = None,
+) -> CompletionParts:
+    """Split a completion into reasoning, calls outside reasoning, and the stretches between them."""
+    scanner = Scanner(grammar, source, tools) if grammar is not None else None
+    first_call = scanner.first_delimiter() if scanner is not None else len(source.text)
+    reasoning = read_reasoning(reasoning_format, source, opening, first_call)
+    blocks = scanner.scan(reasoning.rest) if scanner is not None else []
+    pieces = []
+    if source.text[: reasoning.before].strip():
+        pieces.append(Piece("start", source.text[: reasoning.before], "end"))
+    position = reasoning.rest
+    before: Before = "start"
+    if reasoning.seen:
+        before = "empty" if reasoning.text is None else "reasoning"
+    for block in blocks:
+        pieces.append(Piece(before, source.text[position : block.start], "call"))
+        position, before = block.stop, "call"
+    pieces.append(Piece(before, source.text[position:], "end"))
+    return CompletionParts(reasoning, blocks, pieces)
+
+
+Outcome: TypeAlias = Literal["proved", "named", "none", "ambiguous", "not_printed"]
+
+
+@dataclass(frozen=True)
+class GrammarChoice:
+    """Which grammar reads a template's calls, and why.
+
+    Attributes:
+        outcome: `proved` by reading back every probe; `named` by the caller; `none` of the grammars does, or
+            more than one (`ambiguous`); `not_printed`: the template prints no calls.
+        grammar: The chosen one, or None.
+        proved: Names of the grammars that read every probe back.
+        reasons: For each grammar that does not, the first difference.
+        refused: Probes that the template refuses, such as two calls in one turn.
+    """
+
+    outcome: Outcome
+    grammar: Grammar | None = None
+    proved: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        name = self.grammar.name if self.grammar is not None else "none"
+        match self.outcome:
+            case "proved":
+                return f"{name}, proved"
+            case "named" if name in self.proved:
+                return f"{name}, named by the caller and proved"
+            case "named":
+                reason = self.reasons.get(name, "the template prints no calls")
+                return f"{name}, named by the caller, not proved: {reason}"
+            case "ambiguous":
+                return f"not chosen: {' and '.join(self.proved)} read the calls equally"
+            case "not_printed":
+                return "none: the template prints no tool calls"
+            case "none":
+                return "none: no known grammar reads back the calls that the template prints"
+
+
+class ResponseParser:
+    """Reads completions of one model. Safe to use from many threads.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        profile: What is known about the template: stop tokens, reasoning, generation prompt.
+        choice: How the model writes tool calls, and how that was found; without a grammar all is content.
+        edges: What the template writes around content.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, profile: TemplateProfile, choice: GrammarChoice, edges: Edges
+    ) -> None:
+        self.profile = profile
+        self.choice = choice
+        self.edges = edges
+        self._tokenizer = tokenizer
+        self._speller = TokenSpeller(tokenizer)
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[Any] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> ParsedResponse:
+        """Read a completion.
+
+        Args:
+            token_ids: What the model sampled, with or without the stop token.
+            tools: The tools that it was offered, as for rendering. They give types to arguments that are
+                written as text, and make a call of any other tool `unknown_tool`.
+            prompt_ids: The prompt, which tells whether the completion begins inside reasoning. Without it
+                the generation prompt of the template is taken.
+
+        Raises:
+            MessageError: A tool is no tool definition.
+        """
+        definitions = normalize_tools(tools)
+        schemas = None if definitions is None else ToolSchemas(definitions)
+        ids = [int(token_id) for token_id in token_ids]
+        length = len(ids)
+        while length and ids[length - 1] in self.profile.stop_ids:
+            length -= 1
+        source = TokenText(ids[:length], self._speller)
+        format_ = self.profile.reasoning
+        parts = split(source, self.choice.grammar, format_, self._opening(prompt_ids), schemas)
+        reasoning = parts.reasoning.text
+        return ParsedResponse(
+            content=readable(self.edges.content(parts.pieces)),
+            reasoning_content=None if reasoning is None else readable(reasoning),
+            reasoning_closed=parts.reasoning.closed,
+            tool_calls=tuple(
+                [
+                    ToolCallAttempt(
+                        status=attempt.status,
+                        name=attempt.name,
+                        arguments=attempt.arguments,
+                        raw=readable(source.text[attempt.start : attempt.stop]),
+                        span=source.tokens_of(attempt.start, attempt.stop),
+                        id=attempt.id,
+                    )
+                    for block in parts.blocks
+                    for attempt in block.attempts
+                ]
+            ),
+            stopped=length < len(ids),
+            carrier="reasoning_content" if format_ is None else format_.carrier,
+        )
+
+    def _opening(self, prompt_ids: Sequence[int] | None) -> Opening:
+        format_, generation_prompt = self.profile.reasoning, self.profile.generation_prompt
+        if format_ is None:
+            return Opening(inside=False)
+        if prompt_ids is None:
+            return opening_by_text(format_, generation_prompt)
+        return opening_by_tokens(format_, generation_prompt, self._speller, self._tokenizer, prompt_ids)

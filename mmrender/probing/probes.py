@@ -1,0 +1,245 @@
+"""Probes of a chat template: short conversations with unmistakable texts, rendered with it.
+
+Everything that mmrender infers about a template is inferred through the one `Probes` object here. A probe
+that the template refuses gives None, which is "unknown" and never "yes".
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from mmrender.errors import TemplateError
+from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.template.chat import ChatTemplate
+from mmrender.template.traced import TracedStr, plain
+from mmrender.template.view import ViewForm
+
+WORD = "qwertz"
+"""A word that no template writes by itself; every text of a probe holds it."""
+
+Carrier: TypeAlias = Literal["reasoning_content", "thinking_part"]
+"""Field of a message that a template prints reasoning from."""
+
+_CALL_ID = "call{:05d}"
+"""Mistral's templates take ids of nine letters or digits only."""
+
+
+def user(text: str = f"{WORD}U", **fields: Any) -> Message:
+    """A user message."""
+    return Message(role="user", content=text, **fields)
+
+
+def assistant(text: str | None = f"{WORD}A", **fields: Any) -> Message:
+    """An assistant message."""
+    return Message(role="assistant", content=text, **fields)
+
+
+def probe_call(number: int = 1, *, name: str = "probe", **arguments: Any) -> ToolCall:
+    """A tool call with an id of its own."""
+    return ToolCall(name=name, arguments=arguments, id=_CALL_ID.format(number))
+
+
+def tool_result(call: ToolCall, content: Any = f"{WORD}T") -> Message:
+    """The tool message that answers a call."""
+    return Message(role="tool", content=content, name=call.name, tool_call_id=call.id)
+
+
+def tool_definition(name: str, properties: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A function that the model may call, as an OpenAI tool definition."""
+    parameters = {"type": "object", "properties": dict(properties or {})}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "a probe", "parameters": parameters},
+    }
+
+
+def with_reasoning(message: Message, text: str, carrier: Carrier) -> Message:
+    """The message with reasoning in the field that the template prints it from."""
+    if carrier == "reasoning_content":
+        return msgspec.structs.replace(message, reasoning_content=text)
+    content = (TextPart(message.content),) if isinstance(message.content, str) else message.content or ()
+    return msgspec.structs.replace(message, content=(ThinkingPart(text), *content))
+
+
+CALL = probe_call(alpha="bravo", count=7)
+CALLING = assistant("", tool_calls=(CALL,))
+RESULT = tool_result(CALL)
+
+
+class ProbedTurn(NamedTuple):
+    """One assistant turn as the template prints it.
+
+    Attributes:
+        header: The part of the generation prompt that the turn begins with.
+        text: What the model would have sampled, without the stop token.
+    """
+
+    header: str
+    text: str
+
+
+class Probes:
+    """Renders probes with one template and one set of template arguments.
+
+    Args:
+        template: The chat template.
+        tokenizer: Its added tokens are what delimiters are made of.
+        arguments: Template variables for every probe.
+        form: Shapes that the template takes; found by probing where it is not given.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        form: ViewForm | None = None,
+    ) -> None:
+        self.template = template
+        self.tokenizer = tokenizer
+        self.arguments = dict(arguments or {})
+        self._opened: dict[str, tuple[TracedStr | None, TracedStr | None]] = {}
+        if form is not None:
+            self.form = form
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: bool = False,
+        form: ViewForm | None = None,
+    ) -> TracedStr | None:
+        """Render a conversation, with the generation prompt if asked; None where the template refuses it."""
+        try:
+            return self.template.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=prompt,
+                form=form or self.form,
+                arguments=self.arguments,
+            )
+        except TemplateError:
+            return None
+
+    def generation_prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str | None:
+        """What the template writes after `messages` to open the assistant's turn; None where it refuses."""
+        without = self.render(messages, tools=tools)
+        with_prompt = self.render(messages, tools=tools, prompt=True)
+        if without is None or with_prompt is None:
+            return None
+        body, prompted = plain(without), plain(with_prompt)
+        return prompted[len(body) :] if prompted.startswith(body) else inserted(body, prompted)
+
+    def turn(
+        self,
+        message: Message,
+        stop_ids: Collection[int] = (),
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ProbedTurn | None:
+        """The turn of an assistant message that answers a question; None where the template refuses it.
+
+        It ends before the first of the stop tokens after its last content.
+        """
+        key = repr(tools)
+        if key not in self._opened:
+            opened = self.render([user()], tools=tools, prompt=True)
+            self._opened[key] = self.render([user()], tools=tools), opened
+        body, prompted = self._opened[key]
+        full = self.render([user(), message], tools=tools)
+        if body is None or prompted is None or full is None:
+            return None
+        text = plain(full)
+        start = len(shared_prefix(body, prompted))
+        if not text.startswith(plain(prompted)[:start]):
+            return None
+        header = self._shared_header(plain(prompted)[start:], text[start:])
+        begin = start + len(header)
+        last = max(
+            [begin, *(stop for _, stop, origin in full._spans if origin.message == 1 and origin.is_content)]
+        )
+        stops = [self.tokenizer.token(token_id) for token_id in stop_ids]
+        ends = [place for stop in stops if stop and (place := text.find(stop, last)) >= 0]
+        return ProbedTurn(header, text[begin : min(ends, default=len(text))])
+
+    def _shared_header(self, prompt: str, turn: str) -> str:
+        """The common beginning of generation prompt and turn, never cut inside an added token."""
+        shared = len(shared_prefix(prompt, turn))
+        for match in self.tokenizer.find(prompt, lambda _: True):
+            if match.start < shared < match.stop:
+                return prompt[: match.start]
+        return prompt[:shared]
+
+    @cached_property
+    def form(self) -> ViewForm:
+        """Shapes that the template takes, each chosen by what it prints."""
+        form = ViewForm()
+        parts = Message(role="user", content=(TextPart(f"{WORD}P"),))
+        shown = self.render([parts], form=form)
+        if shown is None or f"'{WORD}P'" in shown or f"{WORD}P" not in shown:
+            text_only = replace(form, content="text")
+            flat = self.render([parts], form=text_only)
+            if flat is not None and f"{WORD}P" in flat:
+                form = text_only
+        if form.content == "parts" and self.added_by_image("user", form) == "":
+            url = replace(form, image="image_url")
+            if self.added_by_image("user", url):
+                form = url
+        calling = [user(), assistant(None, tool_calls=(CALL,))]
+        for none_content in ("none", "absent", "empty"):
+            for arguments in ("parsed", "json"):
+                candidate = replace(form, none_content=none_content, arguments=arguments)
+                shown = self.render(calling, form=candidate)
+                if shown is not None and "None" not in shown and "{'alpha'" not in shown:
+                    return candidate
+        return replace(form, none_content="empty")
+
+    def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
+        """What an image part adds to a message of `role`; None where the template refuses it."""
+        before, middle, after = messages_around(role)
+
+        def shown(*parts: Part) -> TracedStr | None:
+            return self.render([*before, msgspec.structs.replace(middle, content=parts), *after], form=form)
+
+        text = TextPart(f"{WORD}X")
+        without, with_image = shown(text), shown(ImagePart(None), text)
+        if without is None or with_image is None:
+            return None
+        added = inserted(plain(without), plain(with_image))
+        # A template that does not expect parts prints their Python form, which is no placeholder.
+        return "" if "'type'" in added else added
+
+
+def messages_around(role: Role) -> tuple[list[Message], Message, list[Message]]:
+    """A message of `role`, and those that a template wants before and after it."""
+    match role:
+        case "tool":
+            return [user(), CALLING], RESULT, []
+        case "assistant":
+            return [user()], assistant(), []
+        case "user":
+            return [], user(), []
+        case _:
+            return [], Message(role=role, content=f"{WORD}S"), [user()]
+
+
+def shared_prefix(first: str, second: str) -> str:
+    """The common beginning of two texts."""
+    pairs = enumerate(zip(plain(first), plain(second), strict=False))
+    length = next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return plain(first)[:length]
+
+
+def inserted(without: str, with_more: str) -> str:
+    """What `with_more` holds between the beginning and the end that it shares with `without`."""
+    start = len(shared_prefix(without, with_more))
+    rest, old = with_more[start:], without[start:]
+    return rest[: len(rest) - len(shared_prefix(old[::-1], rest[::-1]))]
