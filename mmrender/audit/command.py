@@ -14,7 +14,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.training import ProcessorLoader, resolve_references
+from mmrender.training import resolve_references
 from mmrender.trajectory import TrainingSample, load_trajectories
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -81,4 +81,4 @@ def _with_items(
             "the trajectories hold images by reference, and the model has no image processor",
             where=str(directory),
         )
-    return resolve_references(samples, ProcessorLoader(processor))
+    return resolve_references(samples, processor)

@@ -2,44 +2,52 @@
 
 A row holds one sample and padding, or several packed samples. Images are rows of `TensorList`, so taking rows
 takes their images along. A batch is never changed; slices are views of it.
+
+Padded batches give the model a mask `(rows, width)`. Packed ones give none: the position ids of each sample
+start at zero, from which Transformers builds a mask that keeps samples apart, for its eager, sdpa, flex and
+flash attention alike. It does so only without a cache, hence `use_cache=False`, and for models with M-RoPE
+only if a fourth axis, before the other three, counts tokens. Where images see themselves in both directions
+(Gemma 3), Transformers 5.23 looks images up by their position within the sample, as if each sample were the
+first of its row; packed batches bring whole masks instead, one for each kind of layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
-from mmrender.training._torch import torch
 from mmrender.training.families import ModelFamily
-from mmrender.training.joining import joined_fields
-from mmrender.training.padding import ALIGNED, check_multiple, filler_experts, padding_rows
-from mmrender.training.tensor_list import TensorList, row_places
+from mmrender.training.segments import (
+    Rows,
+    attention_mask,
+    check_kept_apart,
+    image_block_masks,
+    row_bounds,
+    same_sample,
+    token_numbers,
+)
+from mmrender.training.tensor_list import TensorList, row_places, torch
+from mmrender.trajectory.sample import IGNORE_INDEX
 
 PaddingSide: TypeAlias = Literal["left", "right"]
-
-
-class Segment(NamedTuple):
-    """One sample's tokens in its row: `[start, start + length)`."""
-
-    start: int
-    length: int
-    sample_id: str
-
-    @property
-    def stop(self) -> int:
-        """Position after its last token."""
-        return self.start + self.length
-
-
-Rows: TypeAlias = tuple[tuple[Segment, ...], ...]
-"""The samples in each row."""
+OPTIONAL: Final = ("logprobs", "advantages", "rewards", "routed_experts")
+"""What all samples of a batch have, or none."""
+PER_TOKEN: Final[Mapping[str, Any]] = {
+    "attention_mask": False,
+    "loss_mask": False,
+    "token_types": 0,
+    "logprobs": 0.0,
+    "advantages": 0.0,
+    "rewards": 0.0,
+}
+"""Tensors `(rows, width)` and their value at padding; `input_ids` has the pad token there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingBatch:
-    """Rows to train on. Built by `mmrender.training.collation`.
+    """Rows to train on. Built by `collate`.
 
     A row without a segment is a padding row: a single pad token that is attended to, since attention and
     position functions of some models fail on rows without any, and no loss, image or placeholder.
@@ -49,19 +57,18 @@ class TrainingBatch:
         pad_token_id: What fills rows.
         padding_side: Where it does.
         packed: Whether rows may hold several samples, kept apart by position ids instead of a mask.
-        segments: The samples in each row.
+        segments: The samples in each row, with their names, weight versions and `extra`.
         input_ids: int64 `(rows, width)`.
-        attention_mask: bool `(rows, width)`: what is no padding.
+        attention_mask: bool `(rows, width)`; False at padding.
         loss_mask: bool `(rows, width)`: tokens to train on, as targets of the token before them.
-        logprobs: float32 `(rows, width)`: what the sampler said of each token, 0.0 where it sampled none;
-            None where the samples have none.
         token_types: int64 `(rows, width)`: 0 text, 1 image, 2 video, from placeholder ranges.
         positions: int64 `(axes, rows, width)`: time, height and width for models with M-RoPE, else one axis.
         fields: Images and videos by keyword of the model.
+        logprobs: float32 `(rows, width)`: the sampler's, 0.0 where nothing was sampled; or None.
         advantages: float32 `(rows, width)`, or None.
         rewards: As `advantages`.
-        routed_experts: Integers `(rows, width, layers, top_k)`, or None. Where the engine gave no row (the
-            last token of a sample, and padding) stand the experts 0 to top_k - 1.
+        routed_experts: Integers `(rows, width, layers, top_k)`, or None. A token for which the engine gave no
+            row (the last of a sample) and padding have the experts 0 to top_k - 1.
     """
 
     family: ModelFamily
@@ -72,10 +79,10 @@ class TrainingBatch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     loss_mask: torch.Tensor
-    logprobs: torch.Tensor | None
     token_types: torch.Tensor
     positions: torch.Tensor
     fields: Mapping[str, TensorList] = field(default_factory=dict)
+    logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
@@ -94,30 +101,77 @@ class TrainingBatch:
         return [segment.sample_id for row in self.segments for segment in row]
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples, without padding."""
-        return sum(segment.length for row in self.segments for segment in row)
-
-    @property
     def seq_lens(self) -> list[int]:
         """Tokens of each sample, row by row."""
         return [segment.length for row in self.segments for segment in row]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples, without padding."""
+        return sum(self.seq_lens)
+
     def cu_seqlens(self, row: int = 0) -> Any:
         """Return where the sequences of a row begin, and its width: int32 `(sequences + 1,)`.
 
-        This is what variable-length attention kernels take. Padding counts as a sequence of its own.
+        Variable-length attention kernels take this. Padding counts as a sequence of its own.
         """
-        bounds = {0, self.width}
-        for segment in self.segments[row]:
-            bounds |= {segment.start, segment.stop}
-        return torch.tensor(sorted(bounds), dtype=torch.int32, device=self.input_ids.device)
+        bounds = row_bounds(self.segments[row], self.width)
+        return torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
 
     def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward; see `mmrender.training.inputs`."""
-        from mmrender.training.inputs import model_inputs
+        """Return the keyword arguments of the model's forward.
 
-        return model_inputs(self, mask_dtype=mask_dtype, kept_apart=kept_apart)
+        Args:
+            mask_dtype: Of the additive masks that packed batches of some families bring; sdpa asks for the
+                model's own. None takes that of the pixels, float32 without any.
+            kept_apart: Says that recurrent layers keep packed samples apart without `recurrent_segments`.
+
+        Returns:
+            `input_ids` int64 `(rows, width)`; `position_ids` int64 `(rows, width)`, for models with M-RoPE
+            `(3, rows, width)` and if packed `(4, rows, width)`; `attention_mask` int64 `(rows, width)` unless
+            packed; `use_cache`; token types under the model's own keyword; images as the model takes them,
+            none where the batch has none.
+
+        Raises:
+            BatchError: The model's recurrent layers would run from one packed sample to the next.
+        """
+        if not kept_apart:
+            check_kept_apart(self)
+        mrope = self.family.mrope is not None
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        inputs["position_ids"] = self.positions if mrope else self.positions[0]
+        if not self.packed:
+            inputs["attention_mask"] = self.attention_mask.to(torch.int64)
+        elif self.family.image_blocks:
+            held = (rows.dtype for rows in self.fields.values() if rows.values.is_floating_point())
+            dtype = mask_dtype or next(held, torch.float32)
+            window = self.family.sliding_window
+            inputs["attention_mask"] = image_block_masks(self.segments, self.token_types, window, dtype)
+        elif mrope:
+            numbers = token_numbers(self.segments, self.input_ids)
+            inputs["position_ids"] = torch.cat([numbers[None], self.positions])
+        if self.family.token_types is not None:
+            inputs[self.family.token_types] = self.token_types
+        return inputs | self.family.model_kwargs(self.fields)
+
+    def labels(self, ignore_index: int = IGNORE_INDEX) -> Any:
+        """Return `input_ids` where `loss_mask` holds, else `ignore_index`: int64 `(rows, width)`.
+
+        They are not shifted; a model that computes a loss from labels shifts them itself.
+        """
+        return torch.where(self.loss_mask, self.input_ids, ignore_index)
+
+    def block_diagonal_mask(self, dtype: Any = None) -> Any:
+        """Return which token each token sees: causal, within its own sample, `(rows, 1, width, width)`.
+
+        For attention that takes a whole mask, and knows neither windows nor images that see themselves in
+        both directions; `model_inputs` serves the others.
+
+        Args:
+            dtype: Floating dtype of an additive mask (0 or the least value); None for a boolean one.
+        """
+        causal = torch.ones(self.width, self.width, dtype=torch.bool, device=self.input_ids.device).tril()
+        return attention_mask(same_sample(self.segments, self.input_ids) & causal, dtype)
 
     def split(self, values: Any) -> list[Any]:
         """Cut a tensor `(rows, width, ...)`, such as losses, into one view `(tokens, ...)` for each sample.
@@ -137,25 +191,56 @@ class TrainingBatch:
     def rows(self, start: int, stop: int) -> TrainingBatch:
         """Return the rows `[start, stop)` as views."""
         taken = slice(start, stop)
-        return self._taken(self.segments[taken], lambda t, dim: t[taken] if dim == 0 else t[:, taken], taken)
+        fields = {name: rows[taken] for name, rows in self.fields.items()}
+        views = self._map(lambda t, dim: t[taken] if dim == 0 else t[:, taken])
+        return replace(self, segments=self.segments[taken], fields=fields, **views)
 
     def select(self, indices: Sequence[int]) -> TrainingBatch:
         """Return the rows of these indices, in their order; a copy.
 
         Raises:
-            BatchError: An index is no integer, such as one of a mask.
+            BatchError: An index is not an integer, such as one of a mask.
             IndexError: There is no such row.
         """
         places = row_places(indices, len(self))
         gather = torch.tensor(places, dtype=torch.int64, device=self.input_ids.device)
         segments = tuple(self.segments[place] for place in places)
-        return self._taken(segments, lambda t, dim: t.index_select(dim, gather), places)
+        fields = {name: rows[places] for name, rows in self.fields.items()}
+        copies = self._map(lambda t, dim: t.index_select(dim, gather))
+        return replace(self, segments=segments, fields=fields, **copies)
 
     def with_padding_rows(self, count: int) -> TrainingBatch:
         """Return the batch with that many padding rows after its own."""
         if count <= 0:
             return self
-        return TrainingBatch.cat([self, padding_rows(self, count)])
+        grown = self._padded(rows=count)
+        grown["attention_mask"][-count:, 0 if self.padding_side == "right" else -1] = True
+        fields = {
+            name: TensorList(rows.values, rows.lengths + (0,) * count) for name, rows in self.fields.items()
+        }
+        return replace(self, segments=self.segments + ((),) * count, fields=fields, **grown)
+
+    def widened(self, width: int) -> TrainingBatch:
+        """Return the rows filled up to `width` tokens."""
+        extra = width - self.width
+        if extra <= 0:
+            return self
+        right = self.padding_side == "right"
+        grown = self._padded(columns=(0, extra) if right else (extra, 0))
+        return replace(self, segments=_shifted(self.segments, 0 if right else extra), **grown)
+
+    def trim(self, multiple: int = 1) -> TrainingBatch:
+        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`.
+
+        Raises:
+            BatchError: `multiple` is not positive.
+        """
+        check_multiple(multiple)
+        used = max((self._used(row) for row in range(len(self))), default=0)
+        width = min(self.width, -(-used // multiple) * multiple)
+        cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
+        views = self._map(lambda t, dim: t[:, cut] if dim == 0 else t[:, :, cut])
+        return replace(self, segments=_shifted(self.segments, -cut.start), **views)
 
     def chunk(self, parts: int) -> list[TrainingBatch]:
         """Cut into that many batches of equal numbers of rows, one for each data-parallel rank.
@@ -193,38 +278,6 @@ class TrainingBatch:
             start += count
         return batches
 
-    def trim(self, multiple: int = 1) -> TrainingBatch:
-        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`.
-
-        Raises:
-            BatchError: `multiple` is not positive.
-        """
-        check_multiple(multiple)
-        used = max((self._used(row) for row in range(len(self))), default=0)
-        width = min(self.width, -(-used // multiple) * multiple)
-        cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
-        trimmed = self._map(lambda t, dim: t[:, cut] if dim == 0 else t[:, :, cut], self.fields)
-        return replace(trimmed, segments=_shifted(self.segments, -cut.start))
-
-    def widened(self, width: int) -> TrainingBatch:
-        """Return the rows filled up to `width` tokens."""
-        extra = width - self.width
-        if extra <= 0:
-            return self
-        right = self.padding_side == "right"
-        ends = (0, extra) if right else (extra, 0)
-        pad = torch.nn.functional.pad
-        changed: dict[str, Any] = {
-            name: pad(getattr(self, name), ends, value=fill)
-            for name, fill in {**ALIGNED, "input_ids": self.pad_token_id, "positions": 0}.items()
-            if getattr(self, name) is not None
-        }
-        experts = self.routed_experts
-        if experts is not None:
-            filler = filler_experts(experts).expand(len(self), extra, *experts.shape[2:])
-            changed["routed_experts"] = torch.cat([experts, filler] if right else [filler, experts], dim=1)
-        return replace(self, **changed, segments=_shifted(self.segments, 0 if right else extra))
-
     @staticmethod
     def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
         """Return all rows, filled up to the widest; batches with images and without may be mixed.
@@ -237,22 +290,34 @@ class TrainingBatch:
             raise BatchError("no batches to join", where="batches")
         first = batches[0]
         for index, batch in enumerate(batches):
-            for name in ("family", "pad_token_id", "padding_side", "packed"):
-                if getattr(batch, name) != getattr(first, name):
-                    raise _differing(index, name, getattr(first, name), getattr(batch, name))
-            for name in ("logprobs", "advantages", "rewards", "routed_experts"):
-                given = [getattr(one, name) is not None for one in (first, batch)]
-                if given[0] != given[1]:
-                    raise _differing(index, name, *("given" if one else "none" for one in given))
+            for name in ("family", "pad_token_id", "padding_side", "packed", *OPTIONAL):
+                expected, got = getattr(first, name), getattr(batch, name)
+                if name in OPTIONAL:
+                    expected, got = ("none" if one is None else "given" for one in (expected, got))
+                if got != expected:
+                    raise BatchError(
+                        "batches differ",
+                        where=f"batches[{index}].{name}",
+                        expected=str(expected)[:200],
+                        got=str(got)[:200],
+                    )
         width = max(batch.width for batch in batches)
         wide = [batch.widened(width) for batch in batches]
+        fields = {}
+        for name in dict.fromkeys(name for batch in batches for name in batch.fields):
+            lists = [
+                batch.fields[name] if name in batch.fields else TensorList.empty(len(batch))
+                for batch in batches
+            ]
+            try:
+                fields[name] = TensorList.cat(lists, pad=first.family.rule(name).padded)
+            except BatchError as error:
+                error.where = f"fields[{name!r}]"
+                raise
         joined = {
-            name: torch.cat([getattr(batch, name) for batch in wide], dim=1 if name == "positions" else 0)
-            for name in first._tensors()
+            name: torch.cat([getattr(batch, name) for batch in wide], dim=dim)
+            for name, _, dim in first._tensors()
         }
-        fields = joined_fields(
-            [batch.fields for batch in batches], [len(batch) for batch in batches], first.family
-        )
         segments = tuple(row for batch in wide for row in batch.segments)
         return replace(first, segments=segments, fields=fields, **joined)
 
@@ -262,33 +327,42 @@ class TrainingBatch:
             name: rows.to(device, dtype, non_blocking=non_blocking) for name, rows in self.fields.items()
         }
         # Not `or`: a device may be given by number, and the first one is 0.
-        return self._map(
-            lambda t, _: t.to(device=t.device if device is None else device, non_blocking=non_blocking),
-            fields,
-        )
+        target = self.input_ids.device if device is None else device
+        moved = self._map(lambda t, _: t.to(device=target, non_blocking=non_blocking))
+        return replace(self, fields=fields, **moved)
 
     def pin_memory(self) -> TrainingBatch:
         """Return the batch in page-locked memory, as a data loader of torch asks for."""
         fields = {name: rows.pin_memory() for name, rows in self.fields.items()}
-        return self._map(lambda t, _: t.pin_memory(), fields)
+        return replace(self, fields=fields, **self._map(lambda t, _: t.pin_memory()))
 
-    def _tensors(self) -> Iterator[str]:
-        for name in ("input_ids", *ALIGNED, "positions", "routed_experts"):
+    def _tensors(self) -> Iterator[tuple[str, Any, int]]:
+        """Yield the tensors that the batch has: name, value and which dimension is that of the rows."""
+        for name in ("input_ids", *PER_TOKEN, "routed_experts"):
             if getattr(self, name) is not None:
-                yield name
+                yield name, getattr(self, name), 0
+        yield "positions", self.positions, 1
 
-    def _map(self, change: Callable[[Any, int], Any], fields: Mapping[str, TensorList]) -> TrainingBatch:
+    def _map(self, change: Callable[[Any, int], Any]) -> dict[str, Any]:
         """Change each tensor, given with the dimension of its rows."""
-        changed = {
-            name: change(getattr(self, name), 1 if name == "positions" else 0) for name in self._tensors()
-        }
-        return replace(self, fields=fields, **changed)
+        return {name: change(tensor, dim) for name, tensor, dim in self._tensors()}
 
-    def _taken(
-        self, segments: Rows, take: Callable[[Any, int], Any], places: slice | list[int]
-    ) -> TrainingBatch:
-        fields = {name: rows[places] for name, rows in self.fields.items()}
-        return replace(self._map(take, fields), segments=segments)
+    def _padded(self, *, columns: tuple[int, int] = (0, 0), rows: int = 0) -> dict[str, Any]:
+        """Return the tensors with padding columns on either side and padding rows at the end."""
+        fills = {**PER_TOKEN, "input_ids": self.pad_token_id, "positions": 0}
+        grown = {
+            name: torch.nn.functional.pad(tensor, (*columns, 0, rows), value=fills[name])
+            for name, tensor, _ in self._tensors()
+            if name in fills
+        }
+        experts = self.routed_experts
+        if experts is not None:
+            choices = torch.arange(experts.shape[3], device=experts.device).to(experts.dtype)
+            shape = (len(self) + rows, self.width + sum(columns), *experts.shape[2:])
+            grown["routed_experts"] = choices.expand(shape).clone()
+            left = columns[0]
+            grown["routed_experts"][: len(self), left : left + self.width] = experts
+        return grown
 
     def _used(self, row: int) -> int:
         """Columns that a row needs."""
@@ -298,11 +372,46 @@ class TrainingBatch:
         return self.segments[row][-1].stop if right else self.width - self.segments[row][0].start
 
 
+def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.0) -> Any:
+    """Return the log-probability of each token given those before it in its sample.
+
+    Args:
+        logits: `(rows, width, vocabulary)`, as the model gives them for `batch.model_inputs()`.
+        batch: Its tokens are looked up.
+        temperature: That of the sampler, if its log-probabilities are of the distribution it sampled from.
+
+    Returns:
+        float32 `(rows, width)`, aligned to tokens as the sampler's are; 0.0 at padding and at the first token
+        of each sample.
+
+    Raises:
+        BatchError: The logits are not those of this batch.
+    """
+    if tuple(logits.shape[:2]) != (len(batch), batch.width):
+        raise BatchError(
+            "the logits are not those of this batch",
+            where="logits",
+            expected=f"{[len(batch), batch.width, 'vocabulary']}",
+            got=str(list(logits.shape)),
+        )
+    scaled = logits[:, :-1].float() / temperature
+    targets = batch.input_ids[:, 1:, None]
+    found = scaled.gather(-1, targets)[..., 0] - scaled.logsumexp(-1)
+    # Not a product: what the model says at padding may be infinite or not a number.
+    predicted = token_numbers(batch.segments, batch.input_ids) > 0
+    return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)
+
+
+def check_multiple(multiple: int) -> None:
+    """Refuse a `multiple` of widths that is not positive."""
+    if multiple < 1:
+        raise BatchError(
+            "a width is a multiple of a positive number",
+            where="multiple",
+            expected="1 or more",
+            got=str(multiple),
+        )
+
+
 def _shifted(rows: Rows, by: int) -> Rows:
-    return tuple(tuple(segment._replace(start=segment.start + by) for segment in row) for row in rows)
-
-
-def _differing(index: int, name: str, expected: Any, got: Any) -> BatchError:
-    return BatchError(
-        "batches differ", where=f"batches[{index}].{name}", expected=str(expected)[:200], got=str(got)[:200]
-    )
+    return tuple(tuple(replace(segment, start=segment.start + by) for segment in row) for row in rows)

@@ -1,4 +1,4 @@
-"""What the models of a family take, as data: how each tensor is collated, and how tokens are numbered.
+"""Inputs of each model family, as data: how its tensors are collated, and how its tokens are numbered.
 
 A family is found by `model_type` of the model's `config.json`. The rules say what the processors of
 Transformers 5.23 return for a batch and what the models do with it. A field without a rule is concatenated,
@@ -9,10 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mmrender.errors import BatchError, ModelError
 from mmrender.training.positions import SPLIT_FRAMES, MRope
+
+if TYPE_CHECKING:
+    from mmrender.training.tensor_list import TensorList
 
 TokenTypes = Literal["mm_token_type_ids", "token_type_ids"]
 
@@ -68,7 +71,7 @@ class ModelFamily:
         sliding_window: How far back tokens see in layers with a window; None for families whose own masks
             serve packed rows.
         recurrent: Whether some layers carry a state along the row, so that packed samples are not kept apart
-            by an attention mask alone; see `mmrender.training.recurrent`.
+            by an attention mask alone; see `mmrender.training.recurrent_segments`.
     """
 
     model_type: str
@@ -83,6 +86,14 @@ class ModelFamily:
     def rule(self, name: str) -> FieldRule:
         """Return how the field `name` is collated."""
         return self.rules.get(name, _CONCATENATED)
+
+    def model_kwargs(self, fields: Mapping[str, "TensorList"]) -> dict[str, Any]:
+        """Return image fields as the model takes them; those without a single image are left out."""
+        return {
+            name: rows.padded() if self.rule(name).layout == "rows" else rows.values
+            for name, rows in fields.items()
+            if rows.values.shape[0]
+        }
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelFamily":
@@ -99,21 +110,26 @@ class ModelFamily:
         settings = _settings(config)
         model_type = settings.get("model_type")
         if not isinstance(model_type, str):
-            raise ModelError(
-                "the configuration names no model_type", expected="a string", got=repr(model_type)
-            )
+            raise ModelError("the configuration has no model_type", expected="a string", got=repr(model_type))
         if model_type in _UNSUPPORTED:
             raise BatchError(f"batches for {model_type} cannot be built: {_UNSUPPORTED[model_type]}")
         text, vision = settings.get("text_config") or {}, settings.get("vision_config") or {}
         mrope = _mrope(model_type, text, settings, vision)
+        feature_token_ids = {
+            modality: settings[key]
+            for modality in ("image", "video")
+            for key in (f"{modality}_token_index", f"{modality}_token_id")
+            if isinstance(settings.get(key), int)
+        }
+        window = int(text.get("sliding_window") or _IMAGE_BLOCKS.get(model_type, 0))
         return cls(
             model_type=model_type,
             rules=_RULES.get(model_type, {}),
             token_types=_TOKEN_TYPES.get(model_type, "mm_token_type_ids" if mrope else None),
             mrope=mrope,
-            feature_token_ids=_feature_tokens(settings),
+            feature_token_ids=feature_token_ids,
             image_blocks=model_type in _IMAGE_BLOCKS,
-            sliding_window=_window(model_type, text),
+            sliding_window=window if model_type in _IMAGE_BLOCKS else None,
             recurrent=model_type in _RECURRENT or "linear_attention" in (text.get("layer_types") or ()),
         )
 
@@ -132,7 +148,7 @@ def _settings(config: Any) -> Mapping[str, Any]:
         problem = "the model's configuration cannot be read"
         raise ModelError(problem, where=str(path), got=str(error)) from error
     if not isinstance(content, dict):
-        raise ModelError("the model's configuration is no JSON object", where=str(path))
+        raise ModelError("the model's configuration is not a JSON object", where=str(path))
     return content
 
 
@@ -154,18 +170,3 @@ def _mrope(
         return None
     seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
     return MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)
-
-
-def _window(model_type: str, text: Mapping[str, Any]) -> int | None:
-    if model_type not in _IMAGE_BLOCKS:
-        return None
-    return int(text.get("sliding_window") or _IMAGE_BLOCKS[model_type])
-
-
-def _feature_tokens(settings: Mapping[str, Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for modality in ("image", "video"):
-        for key in (f"{modality}_token_id", f"{modality}_token_index"):
-            if isinstance(settings.get(key), int):
-                found.setdefault(modality, settings[key])
-    return found

@@ -1,16 +1,31 @@
-"""Bins of samples for a token budget, and parts of equal cost.
+"""Which samples go into which micro-batch of which rank, before any image is expanded.
 
 A sample is never split. Bins are filled by first-fit decreasing, which needs at most 11/9 of the fewest
-possible bins and two thirds of one more (Dosa, 2007); parts are balanced by giving the costliest first to the
-part that has least (Graham, 1969).
+possible bins and two thirds of one more (Dosa, 2007); parts are balanced by giving the costliest item first
+to the part that has least (Graham, 1969).
+
+All ranks take equally many micro-batches. In every step all ranks have images or none has: sharded training
+gathers the weights of the vision tower on every rank or on none, so a rank without images would block the
+others. Such a rank gets a dummy, a sample of one small image and no loss, which takes the whole way through
+the model. The micro-batches of a step cost about the same, since the slowest of them is waited for.
 """
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, Unpack
 
 import numpy as np
 
 from mmrender.errors import BatchError
+from mmrender.media.item import ReferenceItem, tensor_specs
+from mmrender.spans import MediaItem, MultiModalData
+from mmrender.training.batch import TrainingBatch
+from mmrender.training.collate import collate
+from mmrender.training.families import ModelFamily
+from mmrender.training.fields import ExpandOptions
+from mmrender.trajectory.engine_data import RoutedExperts
+from mmrender.trajectory.sample import TrainingSample
 
 _ANY, _UNUSED = -1, 16
 
@@ -27,7 +42,7 @@ def first_fit_decreasing(
             None joins any.
 
     Returns:
-        Indices by bin; within a bin they rise. Every index stands in one bin.
+        Indices by bin, rising within a bin. Every index is in one bin.
 
     Raises:
         BatchError: A sample is longer than a bin.
@@ -77,7 +92,7 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Give items to parts of equal counts (to one) so that the costliest part costs little.
 
     Returns:
-        Indices by part; within a part they rise.
+        Indices by part, rising within a part.
 
     Raises:
         BatchError: `parts` is not positive.
@@ -99,3 +114,197 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
         elif len(members[part]) < base or larger > 0:
             heapq.heappush(heap, (cost + costs[index], part))
     return [sorted(part) for part in members]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The samples of one packed row, by index, and whether a dummy image joins them."""
+
+    samples: tuple[int, ...]
+    dummy: bool = False
+
+
+StepPlan: TypeAlias = tuple[MicroBatch, ...]
+"""One micro-batch for each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bin:
+    samples: tuple[int, ...]
+    tokens: int
+    cost: float
+    images: bool
+
+
+def plan_steps(
+    samples: Sequence[TrainingSample],
+    family: ModelFamily,
+    *,
+    ranks: int,
+    max_tokens: int,
+    dummy_tokens: int = 0,
+    hidden_size: int = 4096,
+) -> list[StepPlan]:
+    """Give every sample to one micro-batch of one rank.
+
+    Samples are packed by first-fit decreasing; those with images share a bin only if their tensors can be
+    joined. If the bins are not a multiple of the ranks, the costliest are split between samples, and if that
+    is not enough, some ranks get an empty micro-batch, which `collate_micro_batch` makes a padding row or a
+    dummy alone.
+
+    Args:
+        samples: All samples of an optimizer step, the same on every rank.
+        family: What the model takes.
+        ranks: Number of data-parallel ranks.
+        max_tokens: Most tokens of a micro-batch, a dummy included.
+        dummy_tokens: Length of the dummy, if samples with images and without may meet.
+        hidden_size: Of the model, for the cost of a row; see `compute_cost`.
+
+    Raises:
+        BatchError: A sample is longer than `max_tokens`, or `ranks` is not positive.
+    """
+    if ranks < 1:
+        raise BatchError("micro-batches are planned for one rank or more", where="ranks", got=str(ranks))
+    items = [[item for held in one.multi_modal_data.mm_items.values() for item in held] for one in samples]
+    keys = [_image_key(held, family) if held else None for held in items]
+    lengths = [len(sample) for sample in samples]
+
+    def made(members: Sequence[int]) -> _Bin:
+        own = [lengths[index] for index in members]
+        images = any(items[index] for index in members)
+        return _Bin(tuple(members), sum(own), compute_cost(own, hidden_size=hidden_size), images)
+
+    bins = [made(members) for members in first_fit_decreasing(lengths, max_tokens, keys=keys)]
+    while len(bins) % ranks and any(len(one.samples) > 1 for one in bins):
+        largest = max((one for one in bins if len(one.samples) > 1), key=lambda one: one.cost)
+        bins.remove(largest)
+        costs = [compute_cost([lengths[index]], hidden_size=hidden_size) for index in largest.samples]
+        bins += [made([largest.samples[place] for place in half]) for half in balance(costs, 2)]
+    totals = [0.0] * ranks
+    plan = []
+    for step in _steps(bins, ranks, max_tokens - dummy_tokens):
+        # The costliest bin of each step goes to the rank that has had least so far.
+        order = sorted(range(ranks), key=totals.__getitem__)
+        given: dict[int, MicroBatch] = {}
+        for rank, (one, dummy) in zip(order, sorted(step, key=lambda entry: -entry[0].cost), strict=True):
+            totals[rank] += one.cost
+            given[rank] = MicroBatch(one.samples, dummy)
+        plan.append(tuple(given[rank] for rank in range(ranks)))
+    return plan
+
+
+def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:
+    """Return what samples must agree in to share a batch: keywords, kinds and trailing dimensions.
+
+    Dimensions that the family pads are left out.
+    """
+    found: set[Any] = set()
+    for item in items:
+        if isinstance(item, ReferenceItem):
+            continue
+        for name, spec in tensor_specs(item).items():
+            rule = family.rule(name)
+            shape = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
+            if rule.layout != "counts":
+                found.add((name, str(spec.dtype), len(shape) if rule.padded else shape))
+    return frozenset(found)
+
+
+def _steps(bins: Sequence[_Bin], ranks: int, room: int) -> list[list[tuple[_Bin, bool]]]:
+    """Group bins of like cost, those with images apart; the flag marks those that need a dummy."""
+    empty = _Bin((), 0, 0.0, False)
+    ordered = sorted(bins, key=lambda one: -one.cost)
+    with_images, without = [b for b in ordered if b.images], [b for b in ordered if not b.images]
+    missing = -len(with_images) % ranks
+    joining = [one for one in reversed(without) if one.tokens <= room][:missing]
+    joining += [empty] * (missing - len(joining))
+    without = [one for one in without if not any(one is other for other in joining)]
+    without += [empty] * (-len(without) % ranks)
+    whole = [(one, False) for one in with_images] + [(one, True) for one in joining]
+    whole += [(one, False) for one in without]
+    return [whole[start : start + ranks] for start in range(0, len(whole), ranks)]
+
+
+def collate_micro_batch(
+    samples: Sequence[TrainingSample],
+    micro_batch: MicroBatch,
+    family: ModelFamily,
+    *,
+    pad_token_id: int,
+    dummy: TrainingSample | None = None,
+    multiple: int = 1,
+    **options: Unpack[ExpandOptions],
+) -> TrainingBatch:
+    """Build one micro-batch of a plan: a packed row.
+
+    An empty one is a padding row, with the optional fields that the samples have, so that all ranks compute
+    alike.
+
+    Args:
+        samples: Those that the plan was made for.
+        micro_batch: Which of them.
+        family: What the model takes.
+        pad_token_id: What fills rows.
+        dummy: A sample of one image and no loss, from `smallest_dummy`.
+        multiple: Makes the width a multiple of this.
+        **options: As for `collate`.
+
+    Raises:
+        BatchError: The plan needs a dummy and there is none, or as `collate`.
+        PlaceholderError: As `collate`.
+    """
+    held = [samples[index] for index in micro_batch.samples]
+    if micro_batch.dummy:
+        if dummy is None:
+            raise BatchError(
+                "this micro-batch has no image, and others of its step have",
+                where="dummy",
+                expected="a sample of one image",
+                got="None",
+                remedy="Make one with smallest_dummy",
+            )
+        held.append(dummy)
+    return collate(
+        held or samples[:1],  # a sample in no row gives an empty micro-batch its fields
+        family,
+        pad_token_id=pad_token_id,
+        rows=[list(range(len(held)))],
+        multiple=multiple,
+        **options,
+    )
+
+
+def smallest_dummy(
+    samples: Sequence[TrainingSample], *, like: TrainingSample | None = None
+) -> TrainingSample | None:
+    """Return a sample of the smallest image in the samples, alone and without a loss.
+
+    Needs neither processor nor tokenizer. None where no sample has an image: then no rank needs a dummy. A
+    process without images of the data makes one of a recorded conversation that shows a black square.
+
+    Args:
+        samples: Where to look.
+        like: The dummy has the optional fields of this sample; None for those of the sample it is from.
+    """
+    found = [(sample, span) for sample in samples for span in sample.media_spans]
+    if not found:
+        return None
+    sample, span = min(found, key=lambda entry: (entry[1].range.length, entry[1].item.nbytes))
+    like = like or sample
+    count = span.range.length
+    zeros = np.zeros(count, np.float32)
+    experts = None
+    if like.routed_experts is not None:
+        _, layers, top_k = like.routed_experts.shape
+        choices = np.arange(top_k, dtype=like.routed_experts.dtype)
+        experts = RoutedExperts(np.broadcast_to(choices, (count, layers, top_k)))
+    return TrainingSample(
+        token_ids=sample.token_ids[span.start : span.stop],
+        loss_mask=np.zeros(count, np.bool_),
+        logprobs=None if like.logprobs is None else zeros,
+        multi_modal_data=MultiModalData.of([(replace(span.range, offset=0), span.item)]),
+        rewards=None if like.rewards is None else zeros,
+        advantages=None if like.advantages is None else zeros,
+        routed_experts=experts,
+        sample_id="dummy",
+    )

@@ -79,17 +79,13 @@ def mrope_position_ids(
         segments: `(start, length)` of the sequences in each row; one that fills the row where not given.
 
     Raises:
-        BatchError: Grids and runs of feature tokens do not match one for one, a grid is not divisible by the
-            merge, a segment leaves its row, or an argument has another shape.
+        BatchError: Grids and runs of feature tokens do not match one for one, or a grid is not divisible by
+            the merge.
     """
     types = np.asarray(token_types)
-    if types.ndim != 2:
-        got = str(list(types.shape))
-        raise BatchError(
-            "token types are one row each", where="token_types", expected="[rows, width]", got=got
-        )
     rows, width = types.shape
-    spans = _flat_segments(segments, rows, width)
+    segments = [[(0, width)]] * rows if segments is None else segments
+    spans = [(row * width + a, n) for row, own in enumerate(segments) for a, n in own if n]
     owner = np.full(rows * width, -1, np.int64)  # the segment that each token belongs to
     for number, (start, length) in enumerate(spans):
         owner[start : start + length] = number
@@ -116,67 +112,21 @@ def mrope_position_ids(
     return out.reshape(3, rows, width)
 
 
-def _flat_segments(
-    segments: Sequence[Sequence[tuple[int, int]]] | None, rows: int, width: int
-) -> list[tuple[int, int]]:
-    if segments is None:
-        segments = [[(0, width)]] * rows
-    if len(segments) != rows:
-        raise BatchError(
-            "segments are given per row", where="segments", expected=f"{rows} rows", got=str(len(segments))
-        )
-    flat: list[tuple[int, int]] = []
-    for row, spans in enumerate(segments):
-        end = 0
-        for index, (start, length) in enumerate(spans):
-            if not end <= start <= start + length <= width:
-                raise BatchError(
-                    "a segment leaves its row or overlaps the one before",
-                    where=f"segments[{row}][{index}]",
-                    expected=f"tokens within [{end}, {width})",
-                    got=f"[{start}, {start + length})",
-                )
-            end = start + length
-            if length:
-                flat.append((row * width + start, length))
-    return flat
-
-
 def _merged(modality: str, grids: Any, seconds: Any, rope: MRope) -> tuple[IntArray, npt.NDArray[np.float32]]:
     """Return the grids in tokens, and the positions between their time steps."""
-    name = f"{modality}_grid_thw"
-    array = np.zeros((0, 3), np.int64) if grids is None else np.asarray(grids, np.int64)
-    if array.ndim != 2 or array.shape[1] != 3:
-        got = str(list(array.shape))
-        raise BatchError("grids have three numbers each", where=name, expected="[n, 3]", got=got)
+    array = np.asarray(np.zeros((0, 3)) if grids is None else grids, np.int64)
     intervals = np.ones(len(array), np.float32)
     if modality == "video" and rope.tokens_per_second is not None:
         each = np.ones(len(array), np.float32) if seconds is None else np.asarray(seconds, np.float32)
-        if each.shape != intervals.shape:
-            raise BatchError(
-                "each video needs its seconds per time step",
-                where="second_per_grid_ts",
-                expected=str(list(intervals.shape)),
-                got=str(list(each.shape)),
-            )
         intervals = np.float32(rope.tokens_per_second) * each
     merged = array // np.array([1, rope.merge, rope.merge])
-    if merged.size and merged.min() < 1:
-        index = int(merged.min(1).argmin())
-        raise BatchError(
-            "a grid makes no token",
-            where=f"{name}[{index}]",
-            expected=f"(t, h, w) of at least (1, {rope.merge}, {rope.merge})",
-            got=str(array[index].tolist()),
-        )
-    uneven = np.flatnonzero((array[:, 1:] % rope.merge).any(1))
-    if len(uneven):
-        index = int(uneven[0])
+    bad = np.flatnonzero((array[:, 1:] % rope.merge).any(1) | (array < 1).any(1))
+    if len(bad):
         raise BatchError(
             "a grid cannot be merged whole",
-            where=f"{name}[{index}]",
-            expected=f"height and width divisible by {rope.merge}",
-            got=str(array[index].tolist()),
+            where=f"{modality}_grid_thw[{bad[0]}]",
+            expected=f"(t, h, w) of 1 or more, height and width divisible by {rope.merge}",
+            got=str(array[bad[0]].tolist()),
         )
     if modality == "video" and rope.frames_apart:
         steps = merged[:, 0]

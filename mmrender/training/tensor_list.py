@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, overload
 
-from mmrender.errors import BatchError
-from mmrender.training._torch import torch
+from mmrender.errors import BatchError, MissingDependencyError
+
+try:
+    import torch as _torch
+except ImportError as error:
+    raise MissingDependencyError.of_extra("torch", "torch", "mmrender.training") from error
+
+torch: Any = _torch  # type checkers do not follow torch; other modules of this package import it from here
 
 
 def row_places(indices: Iterable[Any], count: int) -> list[int]:
@@ -101,8 +107,12 @@ class TensorList:
         return cls(torch.empty((0, *trailing), dtype=dtype, device=device), (0,) * rows)
 
     @staticmethod
-    def cat(lists: Sequence[TensorList]) -> TensorList:
-        """Return the rows of all lists in order. Lists that hold nothing take dtype and shape of the others.
+    def cat(lists: Sequence[TensorList], *, pad: bool = False) -> TensorList:
+        """Return the rows of all lists in order. Empty lists take dtype and shape of the others.
+
+        Args:
+            lists: One or more.
+            pad: Whether to fill smaller trailing dimensions with zeros at their ends, up to the largest.
 
         Raises:
             BatchError: There is no list, or dtypes or trailing dimensions differ.
@@ -111,19 +121,28 @@ class TensorList:
             raise BatchError("no lists to join", where="lists")
         holding = [index for index, one in enumerate(lists) if one.values.shape[0]] or [0]
         model = lists[holding[0]]
-        for index in holding[1:]:
-            other = lists[index]
-            if other.trailing != model.trailing or other.dtype != model.dtype:
+        trailing = model.trailing
+        if pad and len({len(lists[index].trailing) for index in holding}) == 1:
+            trailing = tuple(map(max, zip(*(lists[index].trailing for index in holding), strict=True)))
+        values = []
+        for index in holding:
+            one = lists[index]
+            fits = one.trailing == trailing or (pad and len(one.trailing) == len(trailing))
+            if one.dtype != model.dtype or not fits:
                 raise BatchError(
                     "rows differ in dtype or trailing dimensions",
                     where=f"rows of list {index}",
                     expected=f"{model.dtype} {['...', *model.trailing]}",
-                    got=f"{other.dtype} {['...', *other.trailing]}",
+                    got=f"{one.dtype} {['...', *one.trailing]}",
                 )
+            ends = [
+                end
+                for most, own in zip(trailing[::-1], one.trailing[::-1], strict=True)
+                for end in (0, most - own)
+            ]
+            values.append(torch.nn.functional.pad(one.values, ends) if any(ends) else one.values)
         lengths = tuple(length for one in lists for length in one.lengths)
-        if len(holding) == 1:
-            return TensorList(model.values, lengths)
-        return TensorList(torch.cat([lists[index].values for index in holding]), lengths)
+        return TensorList(values[0] if len(values) == 1 else torch.cat(values), lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)

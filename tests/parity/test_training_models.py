@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from mmrender.errors import BatchError
-from mmrender.training import (
-    collate,
-    mrope_position_ids,
-    recurrent_segments,
-    smallest_dummy,
-    token_logprobs,
-)
-from mmrender.training.inputs import block_diagonal_mask, labels
+from mmrender.training import collate, recurrent_segments, smallest_dummy, token_logprobs
+from mmrender.training.positions import mrope_position_ids
 from training_models import (
     FAMILIES,
     MROPE_FAMILIES,
@@ -138,7 +132,7 @@ def test_logprobs_are_those_of_the_models_own_loss(folder: Path) -> None:
     tiny = tiny_family("qwen2_vl", folder)
     batch = collate(make_samples(tiny, (1, 0)), tiny.family, pad_token_id=PAD_ID)
     with torch.no_grad():
-        output = tiny.model(**batch.model_inputs(), labels=labels(batch))
+        output = tiny.model(**batch.model_inputs(), labels=batch.labels())
         ours = token_logprobs(output.logits, batch)
     torch.testing.assert_close(-ours[batch.loss_mask].mean(), output.loss)
 
@@ -149,7 +143,7 @@ def test_a_whole_mask_serves_models_that_take_one(folder: Path) -> None:
     batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
     with torch.no_grad():
         expected = together(tiny, batch)
-        inputs = batch.model_inputs() | {"attention_mask": block_diagonal_mask(batch, torch.float32)}
+        inputs = batch.model_inputs() | {"attention_mask": batch.block_diagonal_mask(torch.float32)}
         got = dict(zip(batch.sample_ids, batch.split(tiny.model(**inputs).logits), strict=True))
     for sample_id, logits in expected.items():
         torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)

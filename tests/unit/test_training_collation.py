@@ -10,29 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from mmrender.errors import BatchError, ModelError
+from mmrender.errors import BatchError, ModelError, PlaceholderError
 from mmrender.media.item import PatchItem
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.training import (
-    MicroBatch,
     ModelFamily,
     TrainingBatch,
-    blank_dummy,
     collate,
     collate_micro_batch,
     collate_mm_kwargs,
-    compute_cost,
-    dummy_sample,
     first_fit_decreasing,
     plan_steps,
     smallest_dummy,
     token_logprobs,
-    truncate,
 )
-from mmrender.training.inputs import block_diagonal_mask
+from mmrender.training.packing import MicroBatch, compute_cost
+from mmrender.trajectory import trim_to_length
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
-from training_cases import IMAGE_ID, PAD_ID, PROCESSOR, family_of, kinds, patch_item, sample, tiled_item
+from training_cases import IMAGE_ID, PAD_ID, family_of, kinds, patch_item, sample, tiled_item
 
 FAMILY = family_of("qwen3_vl")
 ITEM = patch_item(16, 16)
@@ -91,7 +87,7 @@ def test_recorded_conversations_are_batched_without_logprobs() -> None:
     assert batch.logprobs is None
     assert batch.with_padding_rows(1).logprobs is None
     assert batch.model_inputs()["input_ids"].shape == (2, 12)
-    with pytest.raises(BatchError, match=r"^b\.logprobs: samples of one batch hold the same things"):
+    with pytest.raises(BatchError, match=r"^b\.logprobs: samples of one batch have the same fields"):
         batch_of(recorded, sample(name="b"))
 
 
@@ -246,7 +242,7 @@ def test_a_device_may_be_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_whole_masks() -> None:
     batch = batch_of(sample(text=2), sample(text=3), rows=[[0, 1]], multiple=6)
-    assert block_diagonal_mask(batch)[0, 0].int().tolist() == [
+    assert batch.block_diagonal_mask()[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [0, 0, 1, 0, 0, 0],
@@ -254,9 +250,9 @@ def test_whole_masks() -> None:
         [0, 0, 1, 1, 1, 0],
         [0, 0, 0, 0, 0, 1],
     ]
-    additive = block_diagonal_mask(batch, torch.bfloat16)
+    additive = batch.block_diagonal_mask(torch.bfloat16)
     assert additive.dtype == torch.bfloat16
-    assert (additive == 0).equal(block_diagonal_mask(batch))
+    assert (additive == 0).equal(batch.block_diagonal_mask())
 
 
 def test_dummies() -> None:
@@ -269,15 +265,12 @@ def test_dummies() -> None:
     assert found.routed_experts.shape == (4, 2, 3)
     batch_of(base, found, rows=[[0, 1]])
     assert smallest_dummy([sample()]) is None
-    blank = blank_dummy(PROCESSOR, lambda text: [IMAGE_ID] if text == "<|image_pad|>" else [1, 2])
-    batch_of(sample(), blank, rows=[[0, 1]])
-    tiled = tiled_item((1, 3, 6, 6), 5)
-    ids, spans = [7, 7, 90, 90, 8, 90, 90, 90], ((2, 4), (5, 8))
-    dummy = dummy_sample(tiled, ids, embed_spans=spans)
+    bare = smallest_dummy([base], like=replace(sample(), logprobs=None))
+    assert (bare.logprobs, bare.rewards, bare.routed_experts) == (None, None, None)
+    tiled = sample([tiled_item((1, 3, 6, 6), 5)])
+    dummy = smallest_dummy([tiled])
+    assert dummy.token_ids.tolist() == [7, 7, 90, 90, 7, 90, 90, 90]
     assert batch_of(dummy, family=family_of("internvl")).token_types.tolist() == [[0, 0, 1, 1, 0, 1, 1, 1]]
-    with pytest.raises(BatchError) as caught:
-        blank_dummy(PROCESSOR, lambda _: [1, 2])
-    assert str(caught.value) == "'<|image_pad|>': a token of the placeholder is not one id - got [1, 2]"
 
 
 def test_plans_keep_modalities_together_and_share_the_work() -> None:
@@ -292,7 +285,7 @@ def test_plans_keep_modalities_together_and_share_the_work() -> None:
         collate_micro_batch(samples, MicroBatch((0,), dummy=True), FAMILY, pad_token_id=PAD_ID)
     assert str(caught.value) == (
         "dummy: this micro-batch has no image, and others of its step have - expected a sample of one image, "
-        "got None. Make one with smallest_dummy or blank_dummy"
+        "got None. Make one with smallest_dummy"
     )
     with pytest.raises(BatchError, match="one rank or more"):
         plan_steps(samples, FAMILY, ranks=0, max_tokens=40)
@@ -350,20 +343,14 @@ def test_truncation() -> None:
     base = replace(sample([ITEM, ITEM], experts=True), rewards=None, weight_versions=(
         WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 14), WeightVersionSpan("c", 14, 20),
     ))  # fmt: skip
-    assert truncate(base, 99) is base
-    cut = truncate(base, 14)
+    assert trim_to_length(base, 99) is base
+    cut = trim_to_length(base, 14)
     assert len(cut) == 12  # the second image stands at [12, 16)
     assert cut.multi_modal_data.mm_items["image"] == [ITEM]
     assert cut.weight_versions == (WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 12))
     assert cut.routed_experts.stop == 12
     batch_of(cut)
-    assert truncate(base, 7).multi_modal_data == MultiModalData()
-    with pytest.raises(BatchError) as caught:
-        truncate(sample([ITEM], text=0, name="s", experts=True), 3)
-    message = (
-        "s: nothing is left of a sample - expected room for a token before the first image, got max_tokens=3"
-    )
-    assert str(caught.value) == message
+    assert trim_to_length(base, 7).multi_modal_data == MultiModalData()
 
 
 GOOD = sample([ITEM], name="a")
@@ -381,32 +368,36 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
         (batch_of, "samples: a batch has one row or more - got none"),
         (
             lambda: batch_of(replace(GOOD, multi_modal_data=SHORT)),
-            "a.image[0]: a placeholder is not as long as its item makes it - expected 4 feature tokens, got 3. "
-            "Sampler and trainer process images differently; compare their settings",
+            "a.multi_modal_data.mm_placeholders['image'][0]: a placeholder range is not as long as its item - "
+            "expected 4 tokens that stand for features, got 3. "
+            "Renderer, sampler and trainer must process images with the same settings",
         ),
         (
             lambda: batch_of(replace(GOOD, multi_modal_data=LATE)),
-            "a.image[0]: a placeholder overlaps another or leaves the tokens - "
-            "expected tokens within [0, 12), got [10, 14). Trim the sidecar together with the tokens",
+            "a.multi_modal_data.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the "
+            "sequence - expected one or more tokens within [0, 12), got [10, 14). "
+            "Cut or shift the sidecar together with the tokens",
         ),
         (
             lambda: batch_of(replace(GOOD, multi_modal_data=TWICE)),
-            "a.image[1]: a placeholder overlaps another or leaves the tokens - "
-            "expected tokens within [8, 12), got [6, 10). Trim the sidecar together with the tokens",
+            "a.multi_modal_data.mm_placeholders['image'][1]: a placeholder range overlaps another or leaves the "
+            "sequence - expected one or more tokens within [8, 12), got [6, 10). "
+            "Cut or shift the sidecar together with the tokens",
         ),
         (
             lambda: batch_of(replace(GOOD, multi_modal_data=UNPAIRED)),
-            "a.multi_modal_data: placeholders and image items differ in number - expected 1 items, got 0",
+            "a.multi_modal_data.image: hashes, placeholders and items must be equally many - "
+            "got 0 hashes, 1 placeholders, 0 items",
         ),
         (
             lambda: batch_of(replace(GOOD, multi_modal_data=SHIFTED)),
-            "a.token_ids[7]: a token that stands for images stands where there is none - "
+            "a.token_ids[7]: a token that stands for images lies outside every placeholder - "
             "expected such tokens within placeholders only, got token 90, sampled or typed. "
             "Leave the sample out, or truncate it before this token: the model cannot take it as text",
         ),
         (
             lambda: batch_of(PAD_SAMPLED),
-            "a.token_ids[11]: a token that stands for images stands where there is none - "
+            "a.token_ids[11]: a token that stands for images lies outside every placeholder - "
             "expected such tokens within placeholders only, got token 90, sampled or typed. "
             "Leave the sample out, or truncate it before this token: the model cannot take it as text",
         ),
@@ -419,7 +410,7 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
         ),
         (
             lambda: batch_of(changed(GOOD, loss_mask=np.ones(12, np.bool_))),
-            "a.loss_mask[0]: the first token of a sample has nothing that it could be predicted from - "
+            "a.loss_mask[0]: the first token of a sample has no token before it to be predicted from - "
             "expected False, got True",
         ),
         (
@@ -429,7 +420,7 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
         (lambda: batch_of(sample(text=0, name="none")), "none: a sample has no token"),
         (
             lambda: batch_of(GOOD, sample(experts=True, name="b")),
-            "b.advantages: samples of one batch hold the same things - expected none, as a has, got some",
+            "b.advantages: samples of one batch have the same fields - expected none, as a has, got some",
         ),
         (
             lambda: batch_of(replace(GOOD, routed_experts=RoutedExperts(np.zeros((9, 1, 2), np.uint8)))),
@@ -451,7 +442,7 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
         ),
         (
             lambda: batch_of(GOOD, rows=[[0], [0]]),
-            "rows[1]: a sample stands in two rows - expected each of 0..0 once, got 0",
+            "rows[1]: a sample is in two rows - expected each of 0..0 once, got 0",
         ),
         (
             lambda: batch_of(GOOD, rows=[[0, 1]]),
@@ -486,13 +477,13 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
                 sample([tiled_item((1, 3, 6, 6), 2), tiled_item((1, 3, 8, 8), 2, seed=1)], name="a"),
                 family=family_of("internvl"),
             ),
-            "a.image[1].pixel_values: tensors of two images cannot be joined - "
+            "a.mm_placeholders['image'][1].pixel_values: tensors of two images cannot be joined - "
             "expected float32 ['...', 3, 6, 6], got float32 ['...', 3, 8, 8]. "
             "Put samples of different kinds into different batches",
         ),
         (
             lambda: batch_of(GOOD, sample([replace(patch_item(32, 32), identity=ITEM.identity)], name="b")),
-            "b.image[0]: one identity stands for two different items - "
+            "b.mm_placeholders['image'][0]: one identity stands for two different items - "
             "expected {'pixel_values': [16, 96], 'image_grid_thw': [1, 3]}, "
             "got {'pixel_values': [64, 96], 'image_grid_thw': [1, 3]}",
         ),
@@ -556,7 +547,7 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
     ],
 )
 def test_errors(build: Any, message: str) -> None:
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises((BatchError, PlaceholderError)) as caught:
         build()
     assert str(caught.value) == message
 
@@ -594,7 +585,7 @@ def test_the_package_imports_torch_at_first_use_and_nothing_of_the_workers_side(
         "import sys, mmrender.training as t\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
         "assert set(t.__all__) <= set(dir(t)) and all(getattr(t, name) is not None for name in t.__all__)\n"
-        "assert callable(t.collate) and callable(t.truncate)\n"
+        "assert callable(t.collate)\n"
         "bad = {'aiohttp', 'transformers', 'mmrender.renderer', 'mmrender.client', 'zmq'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )

@@ -18,13 +18,7 @@ from mmrender.errors import BatchError, MediaError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
-from mmrender.training import (
-    ProcessorLoader,
-    collate,
-    collate_mm_kwargs,
-    decode_mm_kwargs,
-    resolve_references,
-)
+from mmrender.training import collate, collate_mm_kwargs, decode_mm_kwargs, resolve_references
 from training_cases import PAD_ID, PROCESSOR, family_of, patch_item, sample, tiled_item
 
 QWEN = layout_of("Qwen3VLForConditionalGeneration")
@@ -160,18 +154,19 @@ def by_reference(made_of: bytes, **changed: Any) -> tuple[Any, MediaItem]:
     return replace(whole, multi_modal_data=MultiModalData.of([(ranges[0], reference)])), item
 
 
-def test_references_are_processed_again_once_each() -> None:
+def test_references_are_processed_again_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    loader = ProcessorLoader(PROCESSOR)
+    resolve = ReferenceItem.resolve
 
-    def counted(item: ReferenceItem, company: int) -> MediaItem:
-        calls.append((item.identity, company))
-        return loader(item, company)
+    def counted(self: ReferenceItem, *args: Any, **options: Any) -> MediaItem:
+        calls.append(self.identity)
+        return resolve(self, *args, **options)
 
+    monkeypatch.setattr(ReferenceItem, "resolve", counted)
     one, item = by_reference(picture())
     plain = sample([patch_item(16, 16)])
-    resolved = resolve_references([one, plain, one], counted)
-    assert calls == [(item.identity, 1)]
+    resolved = resolve_references([one, plain, one], PROCESSOR)
+    assert calls == [item.identity]
     assert resolved[1] is plain
     np.testing.assert_array_equal(
         resolved[2].multi_modal_data.mm_items["image"][0].tensors()["pixel_values"],
@@ -185,20 +180,21 @@ def test_references_must_be_resolved_and_become_what_they_were() -> None:
     one, _ = by_reference(picture())
     with pytest.raises(BatchError) as caught:
         collate([one], family_of("qwen3_vl"), pad_token_id=PAD_ID)
-    message = "a.image[0]: an item is by reference only. Process it again with resolve_references"
+    message = "a.mm_placeholders['image'][0]: an item is by reference only. Process it again with resolve_references"
     assert str(caught.value) == message
     stale, _ = by_reference(picture(), source=picture(1))
     with pytest.raises(MediaError, match="processing again gives another identity"):
-        resolve_references([stale], ProcessorLoader(PROCESSOR))
+        resolve_references([stale], PROCESSOR)
 
 
-def test_another_length_than_the_servers_is_an_error() -> None:
+def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     one, item = by_reference(picture())
     larger = patch_item(32, 32, seed=1)
+    monkeypatch.setattr(ReferenceItem, "resolve", lambda *_, **__: larger)
     with pytest.raises(BatchError) as caught:
-        resolve_references([one], lambda *_: larger)
+        resolve_references([one], PROCESSOR)
     assert str(caught.value) == (
-        "a.image[0]: an image processed again is not as long as the server's placeholder - "
+        "a.mm_items['image'][0]: an image processed again is not as long as the server's placeholder - "
         "expected 8 tokens, 8 of them for features, got 16 and 16. "
         "Server and trainer process images differently; compare their settings"
     )
@@ -208,5 +204,6 @@ def test_another_length_than_the_servers_is_an_error() -> None:
     other = replace(
         sample([item], text=8, name="b"), multi_modal_data=MultiModalData.of([(range_, reference)])
     )
+    monkeypatch.setattr(ReferenceItem, "resolve", lambda *_, **__: tiled)
     with pytest.raises(BatchError, match="expected 7 tokens, 4 of them for features, got 8 and 4"):
-        resolve_references([other], lambda *_: tiled)
+        resolve_references([other], PROCESSOR)

@@ -1,0 +1,231 @@
+"""The model's keyword arguments for images: from samples, from vLLM's reply, and from items by reference."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import numpy as np
+
+from mmcodecs import CodecError, decode_mm_kwargs_item
+from mmcodecs.vllm_batch import join_items
+from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField
+from mmrender.errors import BatchError
+from mmrender.media.item import ReferenceItem
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.levels import PixelArithmetic
+from mmrender.media.processors.base import MediaProcessor
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.training.families import ModelFamily
+from mmrender.training.fields import ExpandOptions, collate_fields, media_of, name_of
+from mmrender.training.tensor_list import torch
+from mmrender.trajectory.sample import TrainingSample
+
+
+def collate_mm_kwargs(
+    samples: Sequence[TrainingSample],
+    family: ModelFamily,
+    *,
+    rows: Sequence[Sequence[int]] | None = None,
+    **options: Unpack[ExpandOptions],
+) -> dict[str, Any]:
+    """Return the images of samples as the keyword arguments of their model, each distinct one expanded once.
+
+    Args:
+        samples: Whose items are taken, in the order of their tokens.
+        family: How the tensors of several images become one.
+        rows: Indices of the samples in each row of the batch; each sample a row of its own if None. Makes a
+            difference only for families whose tensors have a row per text, such as Idefics3.
+        **options: See `ExpandOptions`.
+
+    Returns:
+        Such as `pixel_values` `(patches, features)` and `image_grid_thw` int64 `(images, 3)`; empty where no
+        sample has an image.
+
+    Raises:
+        BatchError: An item is by reference only, or tensors of two images cannot be joined.
+        PlaceholderError: Placeholders and items of a sample do not match.
+    """
+    rows = [[index] for index in range(len(samples))] if rows is None else rows
+    media = [media_of(sample, name_of(sample, index)) for index, sample in enumerate(samples)]
+    by_row = [[media[index] for index in row] for row in rows]
+    fields = collate_fields(by_row, family, **options)
+    return family.model_kwargs(fields)
+
+
+_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+
+
+def decode_mm_kwargs(
+    multi_modal_kwargs: Mapping[str, Sequence[str | None]],
+    *,
+    dtype: Any = None,
+    arithmetic: PixelArithmetic | None = None,
+) -> dict[str, Any]:
+    """Decode the items of a prompt and join them as vLLM's engine does.
+
+    Args:
+        multi_modal_kwargs: Base64 items by modality, the `kwargs_data` of vLLM's reply.
+        dtype: Of floating tensors; None keeps theirs. Integers always keep theirs.
+        arithmetic: Normalises pixels that come as levels from 0 to 255, which vLLM sends since 0.28 and
+            normalises itself unless it runs with `--no-mm-device-do-normalize`. A `PatchItem` of the same
+            processor has it.
+
+    Returns:
+        All fields of all modalities as torch tensors. A lone item's tensors are views of its message.
+
+    Raises:
+        BatchError: An entry is None (vLLM sends the hash alone for what it takes the receiver to hold) or not
+            an item; the items of a modality cannot be joined; two modalities have one field; patches come
+            without a grid, or with grids of another number of patches; or pixels are levels and there is no
+            `arithmetic`, without which a model would misread them.
+    """
+    out: dict[str, Any] = {}
+    for modality, entries in multi_modal_kwargs.items():
+        where = f"kwargs_data.{modality}"
+        items = [_decoded(entry, f"{where}[{index}]") for index, entry in enumerate(entries)]
+        joined = _joined(items, where)
+        for name, value in joined.items():
+            if name in out:
+                raise BatchError("two modalities have one field", where=where, got=name)
+            if name in _GRIDS and getattr(value, "ndim", 0) == 2:
+                _check_grids(joined, name, where)
+            out[name] = _cast(_normalised(name, value, arithmetic), dtype)
+    return out
+
+
+def _decoded(entry: str | None, where: str) -> dict[str, FieldElem]:
+    if entry is None:
+        raise BatchError(
+            "an item has no data, only its hash",
+            where=where,
+            expected="base64 text",
+            got="None",
+            remedy="Ask the server to process the image anew, or turn its cache of processed images off",
+        )
+    try:
+        item = decode_mm_kwargs_item(entry, framework="torch")
+    except CodecError as error:
+        raise BatchError("an item cannot be decoded", where=where, got=str(error)) from error
+    for name, elem in item.items():
+        if elem.data is None:
+            raise BatchError("a field has no data", where=f"{where}.{name}", expected="a tensor", got="None")
+    return item
+
+
+def _joined(items: Sequence[Mapping[str, FieldElem]], where: str) -> Mapping[str, Any]:
+    if len(items) != 1:
+        try:
+            return join_items(items)
+        except CodecError as error:
+            raise BatchError("items cannot be joined", where=where, got=str(error)) from error
+    # One item becomes what joining gives, without the copy that joining makes.
+    out: dict[str, Any] = {}
+    for name, elem in items[0].items():
+        out[name] = elem.data
+        if isinstance(elem.field, BatchedField):
+            out[name] = elem.data[None] if isinstance(elem.data, torch.Tensor) else [elem.data]
+        elif isinstance(elem.field, FlatField) and isinstance(elem.data, list):
+            out[name] = list(elem.data)
+    return out
+
+
+def _check_grids(joined: Mapping[str, Any], name: str, where: str) -> None:
+    """Check that flat patches come with grids, and that these cover them."""
+    grids = joined.get(_GRIDS[name])
+    if grids is None or getattr(grids, "ndim", 0) != 2:
+        raise BatchError(
+            "patches without grids",
+            where=f"{where}.{_GRIDS[name]}",
+            expected="(t, h, w) of each item",
+            got="nothing" if grids is None else f"{type(grids).__name__} {list(getattr(grids, 'shape', ()))}",
+        )
+    claimed, patches = int(grids.prod(1).sum()), len(joined[name])
+    if claimed != patches:
+        raise BatchError(
+            "the grids are of another number of patches",
+            where=f"{where}.{_GRIDS[name]}",
+            expected=f"{patches} patches, as {name} has",
+            got=str(claimed),
+        )
+
+
+def _normalised(name: str, value: Any, arithmetic: PixelArithmetic | None) -> Any:
+    """Return pixels as the model takes them; anything but levels of patches is returned as it is."""
+    if not name.startswith("pixel_values") or getattr(value, "dtype", None) != torch.uint8:
+        return value
+    if arithmetic is None or value.ndim != 2 or value.shape[1] % 3:
+        raise BatchError(
+            "the pixels are levels that are still to be normalised",
+            where=name,
+            expected="floating values" if arithmetic is None else "patches (n, 3 * m)",
+            got=f"uint8 {list(value.shape)}",
+            remedy="Pass the arithmetic of the model's processor, or run vLLM with "
+            "--no-mm-device-do-normalize",
+        )
+    levels = value.numpy().reshape(len(value), 3, -1)
+    out = np.empty(levels.shape, np.float32)
+    for channel, table in enumerate(arithmetic.table()):
+        np.take(table, levels[:, channel], out=out[:, channel], mode="clip")
+    return torch.from_numpy(out.reshape(value.shape))
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    if isinstance(value, list):
+        return [_cast(entry, dtype) for entry in value]
+    floating = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating else value
+
+
+def resolve_references(
+    samples: Sequence[TrainingSample], processor: MediaProcessor, policy: MediaPolicy | None = None
+) -> list[TrainingSample]:
+    """Return the samples with each reference loaded and processed again; each distinct one is loaded once.
+
+    Args:
+        samples: Those without references are returned as they are.
+        processor: The model's, with the settings of the sampling side.
+        policy: Limits on what may be loaded; see `MediaPolicy`.
+
+    Raises:
+        BatchError: An item is not as long as the placeholder that the server made for it.
+        MediaError: A source cannot be loaded, or becomes another item than the sampler's.
+    """
+    known: dict[tuple[str, int], MediaItem] = {}
+    resolved = []
+    for number, sample in enumerate(samples):
+        sidecar = sample.multi_modal_data
+        count = sum(map(len, sidecar.mm_items.values()))
+        found: dict[str, list[MediaItem]] = {key: [*items] for key, items in sidecar.mm_items.items()}
+        changed = False
+        for modality, items in found.items():
+            for index, item in enumerate(items):
+                if not isinstance(item, ReferenceItem):
+                    continue
+                changed = True
+                key = (item.identity, count)
+                if key not in known:
+                    known[key] = item.resolve(processor, policy, company=count)
+                where = f"{name_of(sample, number)}.mm_items[{modality!r}][{index}]"
+                _check_length(item, known[key], sidecar.mm_placeholders[modality][index], where)
+                items[index] = known[key]
+        whole = MultiModalData(sidecar.mm_hashes, sidecar.mm_placeholders, found)
+        resolved.append(replace(sample, multi_modal_data=whole) if changed else sample)
+    return resolved
+
+
+def _check_length(
+    reference: ReferenceItem, item: MediaItem, placeholder: PlaceholderRange, where: str
+) -> None:
+    repeats = [piece for piece in item.expansion if isinstance(piece, Repeat)]
+    # Text in an expansion has a length that only a tokenizer knows.
+    only_repeats = len(repeats) == len(item.expansion)
+    length = sum(piece.count for piece in repeats) if only_repeats else reference.expected_length
+    features = sum(piece.count for piece in repeats if piece.embeds)
+    if (features, length) != (placeholder.num_embeds, placeholder.length):
+        raise BatchError(
+            "an image processed again is not as long as the server's placeholder",
+            where=where,
+            expected=f"{placeholder.length} tokens, {placeholder.num_embeds} of them for features",
+            got=f"{length} and {features}",
+            remedy="Server and trainer process images differently; compare their settings",
+        )

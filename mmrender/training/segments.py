@@ -1,0 +1,186 @@
+"""Where each sample lies in its row, and how the layers of a model keep packed samples apart.
+
+Attention keeps them apart by masks. Layers that carry a state along the row, such as the gated delta nets of
+Qwen3.5, see no mask: the state of one sample runs into the next. Kernels for sequences of varying length take
+the bounds (`cu_seqlens`); the plain torch implementations ignore them. `recurrent_segments` runs such layers
+once for each sample, which is exact with either, and costs what the samples cost alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from mmrender.errors import BatchError
+from mmrender.training.tensor_list import torch
+from mmrender.trajectory.engine_data import WeightVersionSpan
+
+if TYPE_CHECKING:
+    from mmrender.training.batch import TrainingBatch
+
+_RECURRENT_LAYERS: Final = ("linear_attn",)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sample's tokens in its row, `[start, start + length)`, and what the sample says of itself.
+
+    Attributes:
+        start: Column of its first token.
+        length: Number of its tokens.
+        sample_id: Its name.
+        weight_versions: Which weights sampled which of its tokens, counted from its own first token.
+        extra: Further data of the sample.
+    """
+
+    start: int
+    length: int
+    sample_id: str
+    weight_versions: tuple[WeightVersionSpan, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        """Column after its last token."""
+        return self.start + self.length
+
+
+Rows: TypeAlias = tuple[tuple[Segment, ...], ...]
+"""The samples in each row."""
+_Bounds: TypeAlias = tuple[tuple[int, ...], ...]
+_ENTERED: ContextVar[_Bounds | None] = ContextVar("mmrender_recurrent_segments", default=None)
+
+
+def token_numbers(rows: Rows, like: Any) -> Any:
+    """Return each token's number within its sample, shaped as `like` `(rows, width)`; 0 for padding."""
+    numbers = torch.zeros_like(like)
+    for row, segments in enumerate(rows):
+        for segment in segments:
+            own = torch.arange(segment.length, device=like.device)
+            numbers[row, segment.start : segment.stop] = own
+    return numbers
+
+
+def same_sample(rows: Rows, like: Any) -> Any:
+    """Return which tokens are of one sample, bool `(rows, width, width)`; padding is of none."""
+    owner = torch.full_like(like, -1)
+    for row, segments in enumerate(rows):
+        for number, segment in enumerate(segments):
+            owner[row, segment.start : segment.stop] = number
+    return (owner[:, :, None] == owner[:, None, :]) & (owner[:, :, None] >= 0)
+
+
+def attention_mask(seen: Any, dtype: Any = None) -> Any:
+    """Return `(rows, 1, width, width)`: what each token sees, and itself, so that no softmax is empty.
+
+    Args:
+        seen: bool `(rows, width, width)`.
+        dtype: Floating dtype of an additive mask (0 or the least value); None for a boolean one.
+    """
+    seen = (seen | torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device))[:, None]
+    if dtype is None:
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def image_block_masks(rows: Rows, token_types: Any, window: int | None, dtype: Any) -> dict[str, Any]:
+    """Return additive masks by kind of layer, for images that see themselves in both directions.
+
+    Full layers see earlier tokens and those of the same image; layers with a window see of that the last
+    `window` tokens. Source: `create_masks_for_vision_model` of Transformers 5.23 in `models/gemma3`.
+    """
+    image = token_types == 1
+    starts = image & ~torch.nn.functional.pad(image, (1, 0))[:, :-1]
+    block = torch.where(image, starts.cumsum(1), 0)
+    same_image = (block[:, :, None] == block[:, None, :]) & image[:, :, None]
+    places = torch.arange(token_types.shape[1], device=image.device)
+    seen = same_sample(rows, token_types) & ((places[None, :] <= places[:, None]) | same_image)
+    masks = {"full_attention": attention_mask(seen, dtype)}
+    if window is not None:
+        near = places[None, :] > places[:, None] - window
+        masks["sliding_attention"] = attention_mask(seen & near, dtype)
+    return masks
+
+
+def row_bounds(segments: tuple[Segment, ...], width: int) -> list[int]:
+    """Return where the sequences of a row begin, and its width; padding counts as a sequence of its own."""
+    bounds = {0, width}
+    for segment in segments:
+        bounds |= {segment.start, segment.stop}
+    return sorted(bounds)
+
+
+@contextmanager
+def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
+    """Run the model's recurrent layers sample by sample over the rows of `batch`, within the block.
+
+    ```python
+    with recurrent_segments(model, batch):
+        logits = model(**batch.model_inputs()).logits
+    ```
+
+    Models without such layers and padded batches are left as they are. Recomputation of activations in the
+    backward pass must happen inside the block too.
+
+    Raises:
+        BatchError: The model's family has recurrent layers, and none is found.
+    """
+    layers = [
+        module for name, module in model.named_modules() if name.rpartition(".")[2] in _RECURRENT_LAYERS
+    ]
+    if batch.family.recurrent and batch.packed and not layers:
+        raise BatchError(
+            f"the recurrent layers of {batch.family.model_type} are not found",
+            where=type(model).__name__,
+            expected=f"modules named {' or '.join(_RECURRENT_LAYERS)}",
+            remedy="Use padded batches",
+        )
+    if not batch.packed:
+        layers = []
+    bounds = _bounds(batch)
+    lengths = [[stop - start for start, stop in pairwise(row)] for row in bounds]
+    originals = [layer.forward for layer in layers]
+    token = _ENTERED.set(bounds)
+    try:
+        for layer, forward in zip(layers, originals, strict=True):
+            layer.forward = _by_segment(forward, lengths)
+        yield
+    finally:
+        _ENTERED.reset(token)
+        for layer in layers:
+            layer.__dict__.pop("forward", None)  # the class's own method shows again
+
+
+def check_kept_apart(batch: TrainingBatch) -> None:
+    """Refuse a batch whose samples would run into each other in a model's recurrent layers.
+
+    Raises:
+        BatchError: It is packed, the model has such layers, and the call is outside `recurrent_segments`.
+    """
+    shared = [row for row, segments in enumerate(batch.segments) if len(segments) > 1]
+    if batch.packed and batch.family.recurrent and shared and _ENTERED.get() != _bounds(batch):
+        raise BatchError(
+            f"the recurrent layers of {batch.family.model_type} would run from one sample into the next",
+            where=f"row {shared[0]}",
+            expected="a block `with recurrent_segments(model, batch)` around this call and the forward",
+            remedy="Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds",
+        )
+
+
+def _bounds(batch: TrainingBatch) -> _Bounds:
+    return tuple(tuple(row_bounds(segments, batch.width)) for segments in batch.segments)
+
+
+def _by_segment(forward: Any, lengths: list[list[int]]) -> Any:
+    def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = [
+            torch.cat([forward(part, *args, **kwargs) for part in row.split(own, dim=1)], dim=1)
+            for row, own in zip(hidden_states.split(1), lengths, strict=True)
+        ]
+        return torch.cat(rows)
+
+    return run
