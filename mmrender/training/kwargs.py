@@ -11,8 +11,8 @@ from mmcodecs.vllm_batch import join_items
 from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
-from mmrender.media.policy import MediaPolicy
 from mmrender.media.levels import PixelArithmetic
+from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.families import ModelFamily
