@@ -28,7 +28,7 @@ from .protocols import MultimodalRenderer as MultimodalRenderer
 from .protocols import RendererProtocol as RendererProtocol
 from .protocols import is_multimodal as is_multimodal
 from .renderer import Renderer as Renderer
-from .rollout.renderer_client import RendererClient as RendererClient
+from .rollout.client import RendererClient as RendererClient
 from .spans import MediaItem as MediaItem
 from .spans import MediaSpan as MediaSpan
 from .spans import MultiModalData as MultiModalData

@@ -72,6 +72,9 @@ async def roll_out(client, number, trajectory):
             "content": [left.pop(), {"type": "text", "text": f"Question {number}: what is it?"}],
         },
     ]
+    # Imported here: the trainer, which runs this file as a program, needs nothing of it.
+    from mmrender.testing.game import guided_params
+
     params = {"max_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
 
     async def turn(seed, **options):
@@ -83,7 +86,8 @@ async def roll_out(client, number, trajectory):
     await turn(1)
     messages.append((await turn(2)).message)
     messages.append({"role": "user", "content": "Look closer."})
-    guided = await turn(3, choices=[CALL], sampling={"max_tokens": 200})
+    call = guided_params(client.renderer, [CALL], tools=TOOLS)
+    guided = await turn(3, sampling={"max_tokens": 200, **call})
     guided.step.extra["guided"] = True
     called = guided.message
     messages.append(called)

@@ -28,14 +28,13 @@ from mmrender.errors import ShippingClosedError
 from mmrender.media.cache import MediaCache
 from mmrender.pool import RendererPool
 from mmrender.renderer import Renderer
-from mmrender.rollout.episode import run_episode
-from mmrender.rollout.find_cell import FindCell, FindCellSettings
-from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.client import RendererClient
+from mmrender.rollout.environment import run_episode
 from mmrender.shipping import Receiver, Sender
+from mmrender.testing.game import DotGame, game_calls, guided_params
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.trajectory.tree import Trajectory
 
-SETTINGS = FindCellSettings(grid=3, distractors=2, view_pixels=128, max_turns=5, holds_to_choices=True)
 SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
 # Caches with small bounds are full soon, and what rises after that is no cache.
 MEMO_BYTES, MEDIA_BYTES, TABLE_BYTES = 4 << 20, 4 << 20, 2 << 20
@@ -166,13 +165,19 @@ async def work(
     deadline: float,
 ) -> None:
     """Roll out one episode after the other until it is time, and ship each."""
+    guided = guided_params(client.renderer, game_calls())
     while time.monotonic() < deadline:
         number = next(numbers)
         trajectory = Trajectory(f"game-{number}")
         # Boards come again, as prompts do in training.
         extras = {"seed": number // 4 % BOARDS}
         await run_episode(
-            client, FindCell(SETTINGS), [], extras, trajectory=trajectory, sampling_params=SAMPLING
+            client,
+            DotGame(max_turns=5, sampling_params=guided),
+            [],
+            extras,
+            trajectory=trajectory,
+            sampling_params=SAMPLING,
         )
         delivery = await senders[number % len(senders)].send(trajectory)
         await delivery

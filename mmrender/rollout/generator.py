@@ -1,35 +1,133 @@
-"""`VLMGenerator`: a batch of rollouts in environments, as rows to train on."""
+"""`VLMGenerator`: many rollouts at once, as trajectories when they finish, or as a batch of rows to train on.
+
+Inputs and outputs have the shapes that SkyRL's trainers read.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
-from mmrender.rollout.digest import digest_of
-from mmrender.rollout.environment import Environment
-from mmrender.rollout.episode import run_episode
-from mmrender.rollout.metrics import rollout_metrics
-from mmrender.rollout.renderer_client import RendererClient
-from mmrender.rollout.rows import Row, TensorKind, image_tensors, rows_of
-from mmrender.rollout.shelf import ASKED, TrajectoryShelf, batch_file
-from mmrender.rollout.types import EnvironmentClass, GeneratorInput, GeneratorOutput, TrajectoryID
-from mmrender.spans import TensorDtype
+from mmrender.rollout.checkpoint import RolloutCheckpoint, digest_of
+from mmrender.rollout.client import RendererClient
+from mmrender.rollout.environment import Environment, run_episode
+from mmrender.spans import MultiModalData, TensorDtype
+from mmrender.trajectory.branch import Branch, step_sample
+from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory
 
+EnvironmentClass: TypeAlias = str | Callable[[], Environment]
+"""Name of an environment that the generator knows, or a function that makes one."""
+
+TensorKind: TypeAlias = Literal["numpy", "torch"]
+
 Failures: TypeAlias = Literal["keep", "raise"]
-"""What becomes of a rollout that fails: `keep` gives a row that is not trained on, and the others go on;
-`raise` ends the batch."""
+"""How a failed rollout is handled: `keep` gives a row with an empty loss mask, and the others go on; `raise`
+ends the batch."""
 
 _log = logging.getLogger("mmrender.rollout")
 
 
 @dataclass(frozen=True, slots=True)
+class TrajectoryID:
+    """Name of a rollout: the `repetition_id`-th of a prompt's."""
+
+    instance_id: str
+    repetition_id: int = 0
+
+    def to_string(self) -> str:
+        """`instance_id_repetition_id`."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """Purpose of a batch; `weight_version` names the weights that sample it, to tell checkpoints apart."""
+
+    global_step: int = 0
+    training_phase: Literal["train", "eval"] = "train"
+    weight_version: str | None = None
+
+
+class GeneratorInput(TypedDict, total=False):
+    """A batch of rollouts; all lists have one entry for each.
+
+    Attributes:
+        prompts: Conversations that the data set gives; an environment shows them, or others.
+        env_classes: Names of environments, or functions that make one.
+        env_extras: What else the data set gives, such as a seed; None for nothing.
+        sampling_params: In vLLM's names, for every turn; None for the generator's own.
+        trajectory_ids: Names of the rollouts, all different within the batch; None to number them.
+        batch_metadata: Purpose of the batch.
+    """
+
+    prompts: Sequence[Sequence[Any]]
+    env_classes: Sequence[EnvironmentClass]
+    env_extras: Sequence[Mapping[str, Any] | None] | None
+    sampling_params: Mapping[str, Any] | None
+    trajectory_ids: Sequence[TrajectoryID] | None
+    batch_metadata: BatchMetadata | None
+
+
+class GeneratorOutput(TypedDict):
+    """Rows to train on, in the order of the input: one for each rollout, or step-wise one for each turn.
+
+    Attributes:
+        prompt_token_ids: The first prompt of the rollout, or of the turn.
+        response_ids: Everything after it: what was sampled, and the observations between.
+        rewards: One for each token of the response.
+        loss_masks: 1 for sampled tokens, 0 for observations and for rows of failed rollouts.
+        stop_reasons: Why the rollout ended, see `mmrender.rollout.environment.StopReason`.
+        rollout_metrics: Means over the batch, by name.
+        rollout_logprobs: The sampler's, for sampled tokens; 0.0 on observations.
+        trajectory_ids: Name of the row's rollout.
+        rollout_expert_indices: Router choices of prompt and response, of shape `(tokens, layers, top_k)`, or
+            None; None for the whole where no engine gave any.
+        is_last_step: Whether the row is the last of its rollout.
+        multi_modal_data: Media of prompt and response; ranges count from the prompt's first token.
+        pixel_values: For each row the patches of its images, joined, of shape `(patches, values)`; rows
+            without images have no patches. None where not asked for, or where no row has images.
+        image_grid_thw: For each row int64 of shape `(images, 3)`; as `pixel_values`.
+        errors: For each row the error that ended its rollout early, or None.
+    """
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[list[float]]
+    loss_masks: list[list[int]]
+    stop_reasons: list[str]
+    rollout_metrics: dict[str, float]
+    rollout_logprobs: list[list[float]]
+    trajectory_ids: list[TrajectoryID]
+    rollout_expert_indices: list[npt.NDArray[np.integer] | None] | None
+    is_last_step: list[bool]
+    multi_modal_data: list[MultiModalData]
+    pixel_values: list[Any] | None
+    image_grid_thw: list[Any] | None
+    errors: list[str | None]
+
+
+@runtime_checkable
+class GeneratorInterface(Protocol):
+    """Interface through which a trainer asks for rollouts."""
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Roll out a batch; rows come in the order of the input."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class _Rollout:
-    """One rollout of a batch."""
+    """One rollout of a batch; `kind` is how its environment was named."""
 
     name: TrajectoryID
     prompt: Sequence[Any]
@@ -44,19 +142,20 @@ class VLMGenerator:
 
     Attributes:
         client: Samples the turns.
-        environments: What makes an environment, by the name that `env_classes` uses.
-        sampling_params: For every turn, over those of the client; a batch's own come over these. A `seed` is
-            spread: each turn of each rollout has its own, decided by the rollout's name.
+        environments: Functions that make an environment, by the name that `env_classes` uses.
+        sampling_params: For every turn, over those of the client; a batch's own come over these. Each turn of
+            each rollout derives its own `seed`, by the rollout's name.
         max_turns: The most turns of the model in a rollout; None leaves it to the environment.
         max_length: No further turn once a rollout has this many tokens.
-        max_concurrency: Rollouts under way at once.
-        step_wise: Whether each turn is a row of its own; see `mmrender.rollout.rows.rows_of`.
-        tensors: Whether rows come with `pixel_values` and `image_grid_thw`, and as what.
+        max_concurrency: Rollouts in flight.
+        step_wise: Whether each turn is a row of its own; see `rows_of`.
+        tensors: Whether rows come with `pixel_values` and `image_grid_thw`, and in which framework.
         dtype: Of `pixel_values`.
-        failures: What becomes of a rollout that fails.
-        save_to: Folder in which each rollout is saved when it ends, in a file for each phase and step of
-            `batch_metadata`. A rollout that is there and has not failed is not repeated if its name, prompt,
-            environment, extras, sampling parameters and bounds are the same. The weights are not looked at.
+        failures: How a failed rollout is handled.
+        save_to: Folder of checkpoints: each rollout is saved when it ends, in a file for each phase and step
+            of `batch_metadata`. A saved rollout that has not failed is not repeated if its name, prompt,
+            environment, extras, sampling parameters, bounds, model and `weight_version` are the same; the
+            metadata must name a `weight_version`.
         progress: Whether to show a progress bar. Needs the `cli` extra.
     """
 
@@ -93,128 +192,6 @@ class VLMGenerator:
             for trajectory, name in zip(trajectories, names, strict=True)
             for row in rows_of(trajectory, name, step_wise=self.step_wise)
         ]
-        return self._output(rows, rollout_metrics(trajectories))
-
-    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
-        """Roll out a batch; the trajectories themselves, in the order of the input.
-
-        Raises:
-            InputError: The batch is malformed.
-            Exception: A rollout failed, and `failures` is `raise`.
-        """
-        rollouts = self._rollouts(input_batch)
-        sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
-        if self.save_to is None:
-            return await self._run(rollouts, sampling, None)
-        path = batch_file(self.save_to, input_batch.get("batch_metadata"))
-        with await asyncio.to_thread(TrajectoryShelf, path) as shelf:
-            return await self._run(rollouts, sampling, shelf)
-
-    async def _run(
-        self, rollouts: Sequence[_Rollout], sampling: Mapping[str, Any], shelf: TrajectoryShelf | None
-    ) -> list[Trajectory]:
-        found: dict[int, Trajectory] = {}
-        queue = iter(enumerate(rollouts))
-        with _progress(len(rollouts), shown=self.progress) as advance:
-
-            async def work() -> None:
-                for index, rollout in queue:
-                    found[index] = await self._finished(rollout, sampling, shelf)
-                    advance()
-
-            workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
-        return [found[index] for index in range(len(rollouts))]
-
-    async def _finished(
-        self, rollout: _Rollout, sampling: Mapping[str, Any], shelf: TrajectoryShelf | None
-    ) -> Trajectory:
-        """One rollout to its end, or as it was saved."""
-        trajectory = Trajectory(rollout.name.to_string())
-        try:
-            if shelf is not None:
-                asked = await asyncio.to_thread(self._asked, rollout, sampling)
-                saved = shelf.get(trajectory.trajectory_id, asked)
-                if saved is not None:
-                    return saved
-                trajectory.extra[ASKED] = asked
-            await run_episode(
-                self.client,
-                rollout.make(),
-                rollout.prompt,
-                rollout.extras,
-                trajectory=trajectory,
-                sampling_params=sampling,
-                max_turns=self.max_turns,
-                max_length=self.max_length,
-            )
-        except Exception as error:
-            if self.failures == "raise":
-                raise
-            _note_failure(trajectory, error)
-        if shelf is not None:
-            await self._save(trajectory, shelf)
-        return trajectory
-
-    async def _save(self, trajectory: Trajectory, shelf: TrajectoryShelf) -> None:
-        try:
-            await asyncio.to_thread(shelf.put, trajectory)
-        except OSError:
-            raise  # a full disk is no matter of this rollout
-        except Exception as error:
-            if self.failures == "raise":
-                raise
-            _note_failure(trajectory, error)
-
-    def _asked(self, rollout: _Rollout, sampling: Mapping[str, Any]) -> str:
-        """Digest of what decides a rollout, except for weights; an environment with a name goes by it."""
-        every_turn = {**self.client.sampling_params, **sampling}
-        bounds = (self.max_turns, self.max_length)
-        return digest_of(rollout.prompt, rollout.kind, rollout.extras, every_turn, bounds)
-
-    def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:
-        prompts = batch.get("prompts")
-        if prompts is None:
-            raise InputError("there are no prompts", where="input_batch['prompts']", expected="a list")
-        count = len(prompts)
-        classes = batch.get("env_classes")
-        if classes is None:
-            raise InputError("there are no environments", where="input_batch['env_classes']")
-        extras = batch.get("env_extras") or [{}] * count
-        names = batch.get("trajectory_ids") or [TrajectoryID(str(index)) for index in range(count)]
-        for key, listed in (("env_classes", classes), ("env_extras", extras), ("trajectory_ids", names)):
-            if len(listed) != count:
-                raise InputError(
-                    "is not one for each prompt",
-                    where=f"input_batch[{key!r}]",
-                    expected=f"{count} entries",
-                    got=str(len(listed)),
-                )
-        if len({name.to_string() for name in names}) != count:
-            raise InputError("two rollouts have one name", where="input_batch['trajectory_ids']")
-        return [
-            _Rollout(names[index], prompts[index], kind, self._maker(kind, index), extras[index] or {})
-            for index, kind in enumerate(classes)
-        ]
-
-    def _maker(self, kind: EnvironmentClass, index: int) -> Callable[[], Environment]:
-        if not isinstance(kind, str):
-            return kind
-        if kind not in self.environments:
-            raise InputError(
-                "there is no such environment",
-                where=f"input_batch['env_classes'][{index}]",
-                expected=", ".join(sorted(self.environments)) or "an environment that the generator knows",
-                got=repr(kind),
-            )
-        return self.environments[kind]
-
-    def _output(self, rows: Sequence[Row], metrics: dict[str, float]) -> GeneratorOutput:
         sidecars = [row.multi_modal_data for row in rows]
         images = image_tensors(sidecars, self.tensors, self.dtype) if self.tensors is not None else None
         experts = [row.expert_indices for row in rows]
@@ -224,7 +201,7 @@ class VLMGenerator:
             rewards=[row.rewards for row in rows],
             loss_masks=[row.loss_mask for row in rows],
             stop_reasons=[row.stop_reason for row in rows],
-            rollout_metrics=metrics,
+            rollout_metrics=rollout_metrics(trajectories),
             rollout_logprobs=[row.logprobs for row in rows],
             trajectory_ids=[row.trajectory_id for row in rows],
             rollout_expert_indices=experts if any(each is not None for each in experts) else None,
@@ -235,18 +212,186 @@ class VLMGenerator:
             errors=[row.error for row in rows],
         )
 
+    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
+        """Roll out a batch; return the trajectories in the order of the input, errors as for `stream`."""
+        async with aclosing(self._finished(input_batch)) as finished:
+            found = {index: trajectory async for index, trajectory in finished}
+        return [found[index] for index in range(len(found))]
+
+    async def stream(self, input_batch: GeneratorInput) -> AsyncGenerator[Trajectory, None]:
+        """Roll out a batch; yield each trajectory when it finishes. Its name is `extra["name"]`.
+
+        Closing the iterator cancels the rollouts in flight.
+
+        Raises:
+            InputError: The batch is malformed.
+            Exception: A rollout failed, and `failures` is `raise`.
+        """
+        async with aclosing(self._finished(input_batch)) as finished:
+            async for _, trajectory in finished:
+                yield trajectory
+
+    async def _finished(self, input_batch: GeneratorInput) -> AsyncGenerator[tuple[int, Trajectory], None]:
+        """Yield trajectories, with their places in the batch, when they finish."""
+        rollouts = self._rollouts(input_batch)
+        sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
+        metadata = input_batch.get("batch_metadata") or BatchMetadata()
+        with ExitStack() as stack:
+            checkpoint = None
+            if self.save_to is not None:
+                path = self.save_to / f"{metadata.training_phase}-{metadata.global_step}.mmc"
+                if metadata.weight_version is None:
+                    raise InputError(
+                        "a checkpoint must know which weights sampled it",
+                        where="input_batch['batch_metadata'].weight_version",
+                        remedy="Name the weights, such as BatchMetadata(weight_version='step-12')",
+                    )
+                checkpoint = stack.enter_context(await asyncio.to_thread(RolloutCheckpoint, path))
+            advance = stack.enter_context(_progress_bar(len(rollouts), shown=self.progress))
+            queue = iter(enumerate(rollouts))
+            ended: asyncio.Queue[tuple[int, Trajectory] | BaseException] = asyncio.Queue()
+
+            async def work() -> None:
+                try:
+                    for index, rollout in queue:
+                        ended.put_nowait(
+                            (index, await self._one(rollout, sampling, checkpoint, metadata.weight_version))
+                        )
+                except Exception as error:  # noqa: BLE001 - raised for the caller
+                    ended.put_nowait(error)
+
+            workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
+            try:
+                for _ in rollouts:
+                    result = await ended.get()
+                    if isinstance(result, BaseException):
+                        raise result
+                    advance()
+                    yield result
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _one(
+        self,
+        rollout: _Rollout,
+        sampling: Mapping[str, Any],
+        checkpoint: RolloutCheckpoint | None,
+        weights: str | None,
+    ) -> Trajectory:
+        """Run one rollout to its end, or return it as it was saved."""
+        name = rollout.name.to_string()
+        # A name may come again in a later epoch; an id may not.
+        trajectory = Trajectory(f"{name}-{uuid.uuid4().hex}", extra={"name": name})
+        try:
+            request = ""
+            if checkpoint is not None:
+                every_turn = {**self.client.sampling_params, **sampling}
+                given = (name, rollout.prompt, rollout.kind, rollout.extras, every_turn)
+                bounds = (self.max_turns, self.max_length, self.client.model, weights)
+                request = await asyncio.to_thread(digest_of, *given, *bounds)
+                saved = checkpoint.get(request)
+                if saved is not None:
+                    return saved
+            try:
+                await run_episode(
+                    self.client,
+                    rollout.make(),
+                    rollout.prompt,
+                    rollout.extras,
+                    trajectory=trajectory,
+                    sampling_params=sampling,
+                    seed_name=name,
+                    max_turns=self.max_turns,
+                    max_length=self.max_length,
+                )
+            except Exception as error:
+                if self.failures == "raise":
+                    raise
+                _note_failure(trajectory, error)
+            if checkpoint is not None:
+                await asyncio.to_thread(checkpoint.put, trajectory, request)
+        except OSError:
+            raise  # a full disk concerns the whole batch
+        except Exception as error:
+            if self.failures == "raise":
+                raise
+            _note_failure(trajectory, error)
+        return trajectory
+
+    def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:
+        prompts, classes = batch.get("prompts"), batch.get("env_classes")
+        if prompts is None or classes is None:
+            missing = "prompts" if prompts is None else "env_classes"
+            raise InputError("is missing", where=f"input_batch[{missing!r}]", expected="a list")
+        count = len(prompts)
+        extras = batch.get("env_extras") or [{}] * count
+        names = batch.get("trajectory_ids") or [TrajectoryID(str(index)) for index in range(count)]
+        for key, listed in (("env_classes", classes), ("env_extras", extras), ("trajectory_ids", names)):
+            if len(listed) != count:
+                raise InputError(
+                    "must have one entry for each prompt",
+                    where=f"input_batch[{key!r}]",
+                    expected=f"{count} entries",
+                    got=str(len(listed)),
+                )
+        if len({name.to_string() for name in names}) != count:
+            raise InputError("two rollouts have one name", where="input_batch['trajectory_ids']")
+        rollouts = []
+        for index, kind in enumerate(classes):
+            if isinstance(kind, str) and kind not in self.environments:
+                raise InputError(
+                    "unknown environment",
+                    where=f"input_batch['env_classes'][{index}]",
+                    expected=", ".join(sorted(self.environments)) or "a name in the generator's environments",
+                    got=repr(kind),
+                )
+            make = self.environments[kind] if isinstance(kind, str) else kind
+            rollouts.append(_Rollout(names[index], prompts[index], kind, make, extras[index] or {}))
+        return rollouts
+
+
+def rollouts(
+    client: RendererClient,
+    environment: Callable[[], Environment],
+    prompts: Sequence[Sequence[Any]],
+    *,
+    extras: Sequence[Mapping[str, Any] | None] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    concurrency: int = 64,
+    max_turns: int | None = None,
+    max_length: int | None = None,
+    failures: Failures = "keep",
+) -> AsyncGenerator[Trajectory, None]:
+    """Roll out prompts in environments of one kind; yield each trajectory when it finishes.
+
+    `async for trajectory in rollouts(client, FindCell, prompts): ...`; arguments and errors as for
+    `VLMGenerator.stream`.
+    """
+    generator = VLMGenerator(
+        client,
+        sampling_params=sampling_params or {},
+        max_concurrency=concurrency,
+        max_turns=max_turns,
+        max_length=max_length,
+        failures=failures,
+    )
+    batch = GeneratorInput(prompts=prompts, env_classes=[environment] * len(prompts), env_extras=extras)
+    return generator.stream(batch)
+
 
 def _note_failure(trajectory: Trajectory, error: Exception) -> None:
     described = f"{type(error).__name__}: {error}"
     trajectory.error = trajectory.error or described
-    # Errors of ours say what and where; of others one wants to see the place.
+    # Our own errors name the place; others need their traceback.
     trace = None if isinstance(error, MMRenderError) else error
-    _log.warning("rollout %s failed: %s", trajectory.trajectory_id, described, exc_info=trace)
+    _log.warning("rollout %s failed: %s", trajectory.extra["name"], described, exc_info=trace)
 
 
 @contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Yield what is called after each rollout."""
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each rollout."""
     if not shown:
         yield lambda: None
         return
@@ -258,3 +403,185 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
     with Progress(*columns) as bars:
         task = bars.add_task("rollouts", total=total)
         yield lambda: bars.advance(task)
+
+
+# --- rows ---
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row. Attributes as in `GeneratorOutput`, in the singular."""
+
+    trajectory_id: TrajectoryID
+    stop_reason: str
+    error: str | None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    expert_indices: npt.NDArray[np.integer[Any]] | None = None
+    is_last_step: bool = True
+    multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
+
+
+def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: bool) -> list[Row]:
+    """Make the rows of one rollout; at least one, which is empty where nothing was sampled.
+
+    Step-wise, each turn that sampled something is a row: its prompt, and its completion. Otherwise the
+    rollout is one row: the sequence that its last turn ends, which holds every turn as long as prompts were
+    bridged. A reward whose tokens the rows do not hold, as a later prompt was rendered anew or a completion
+    was empty, is added to the last sampled token before it, so that the sum is what the environment gave.
+
+    A rollout that failed has rows of what it sampled, with a loss mask of zeros and no rewards.
+    """
+    steps = trajectory.steps
+    if not steps:
+        return [Row(trajectory_id, stop_reason(trajectory), trajectory.error)]
+    if step_wise:
+        kept = [step for step in steps if len(step.completion_ids)] or steps[:1]
+        samples = [step_sample(step, trajectory.trajectory_id) for step in kept]
+        starts = [step.prompt_length for step in kept]
+        earned = [_rewards(sample) for sample in samples]
+        for step in steps:
+            if not len(step.completion_ids) and step.reward is not None:
+                before = [row for row, other in enumerate(kept) if other.index < step.index]
+                _add_reward(earned[: len(before)] or earned[:1], starts, float(np.sum(step.reward)))
+    else:
+        samples = [Branch(trajectory.trajectory_id, 0, steps[-1]).sample()]
+        sampled = samples[0].loss_mask
+        starts = [int(sampled.argmax()) if sampled.any() else len(sampled)]
+        earned = [_rewards(samples[0])]
+        _add_reward(earned, starts, total_reward(trajectory) - float(earned[0].sum()))
+    failed = trajectory.error is not None
+    rows = []
+    for index, (sample, start, rewards) in enumerate(zip(samples, starts, earned, strict=True)):
+        experts = sample.routed_experts
+        mask = sample.loss_mask.astype(np.int64)[start:]
+        rows.append(
+            Row(
+                trajectory_id,
+                stop_reason(trajectory),
+                trajectory.error,
+                prompt_token_ids=sample.token_ids[:start].tolist(),
+                response_ids=sample.token_ids[start:].tolist(),
+                rewards=(rewards[start:] * (not failed)).tolist(),
+                loss_mask=(mask * (not failed)).tolist(),
+                logprobs=[] if sample.logprobs is None else sample.logprobs[start:].tolist(),
+                # Missing rows would shift all that follow, so partial choices are left out.
+                expert_indices=experts.data if experts is not None and experts.start == 0 else None,
+                is_last_step=index == len(samples) - 1,
+                multi_modal_data=sample.multi_modal_data,
+            )
+        )
+    return rows
+
+
+def _rewards(sample: TrainingSample) -> npt.NDArray[np.float32]:
+    given = sample.rewards
+    return np.zeros(len(sample), np.float32) if given is None else given.astype(np.float32)
+
+
+def _add_reward(rows: Sequence[npt.NDArray[np.float32]], starts: Sequence[int], reward: float) -> None:
+    """Add a reward to the last token of the last row that holds sampled tokens."""
+    if abs(reward) > 1e-6:
+        for rewards, start in reversed(list(zip(rows, starts, strict=False))):
+            if len(rewards) > start:
+                rewards[-1] += reward
+                return
+
+
+def stop_reason(trajectory: Trajectory) -> str:
+    """Why a rollout ended, see `mmrender.rollout.environment.StopReason`."""
+    return "error" if trajectory.error is not None else str(trajectory.extra.get("stop_reason", "error"))
+
+
+def total_reward(trajectory: Trajectory) -> float:
+    """Sum of the rewards of all turns."""
+    return float(sum(np.sum(step.reward) for step in trajectory.steps if step.reward is not None))
+
+
+def image_tensors(
+    sidecars: Iterable[MultiModalData], kind: TensorKind, dtype: TensorDtype
+) -> tuple[list[Any], list[Any]] | None:
+    """Join the images of each row: `pixel_values` and `image_grid_thw`, one array or tensor a row.
+
+    Rows without images hold none: `(0, values)` and `(0, 3)`. `TensorList.from_rows` takes both as they are.
+
+    Returns:
+        None where no row has images.
+
+    Raises:
+        InputError: The model's family has other tensors than these two.
+    """
+    names = ("pixel_values", "image_grid_thw")
+    rows: list[tuple[Any, ...] | None] = []
+    for sidecar in sidecars:
+        tensors = [item.tensors(dtype, framework=kind) for item in sidecar.mm_items.get("image", ())]
+        for found in tensors:
+            if set(found) != set(names):
+                raise InputError(
+                    "images of this model have other tensors",
+                    where="tensors",
+                    expected="pixel_values and image_grid_thw",
+                    got=", ".join(sorted(found)),
+                    remedy="Take them from multi_modal_data",
+                )
+        joined = tuple(_concatenated([found[name] for found in tensors], kind) for name in names)
+        rows.append(joined if tensors else None)
+    known = next((row for row in rows if row is not None), None)
+    if known is None:
+        return None
+    empty = tuple(each[:0] for each in known)
+    pixels, grids = zip(*(empty if row is None else row for row in rows), strict=True)
+    return list(pixels), list(grids)
+
+
+def _concatenated(parts: Sequence[Any], kind: TensorKind) -> Any:
+    if not parts or kind == "numpy":
+        return np.concatenate(parts) if parts else None
+    import torch
+
+    return torch.cat(list(parts))
+
+
+# --- metrics ---
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over the rollouts, and some extremes.
+
+    `rollout/...` covers all: reward, turns, sampled tokens, length, the share of turns after the first whose
+    prompt was rendered anew, the share that failed, and the share of each reason to stop. `environment/...`
+    is what environments reported in the `info` of their last observation, over the rollouts that reported it.
+    """
+    if not trajectories:
+        return {}
+    rewards = [total_reward(trajectory) for trajectory in trajectories]
+    lengths = [len(trajectory.steps[-1]) if len(trajectory) else 0 for trajectory in trajectories]
+    sampled = [sum(len(step.completion_ids) for step in trajectory.steps) for trajectory in trajectories]
+    later = [step for trajectory in trajectories for step in trajectory.steps if step.index]
+    reasons = [stop_reason(trajectory) for trajectory in trajectories]
+    metrics = {
+        "rollout/reward": _mean(rewards),
+        "rollout/reward_min": min(rewards),
+        "rollout/reward_max": max(rewards),
+        "rollout/turns": _mean([len(trajectory) for trajectory in trajectories]),
+        "rollout/sampled_tokens": _mean(sampled),
+        "rollout/length": _mean(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/rendered_anew": _mean([step.extra.get("why_rendered") is not None for step in later]),
+        "rollout/failed": _mean([trajectory.error is not None for trajectory in trajectories]),
+    }
+    for reason in sorted(set(reasons)):
+        metrics[f"rollout/ended_{reason}"] = _mean([each == reason for each in reasons])
+    reported: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.extra.get("info", {}).items():
+            if isinstance(value, int | float):
+                reported[f"environment/{name}"].append(value)
+    return metrics | {name: _mean(values) for name, values in sorted(reported.items())}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -14,10 +14,9 @@ from mmrender.client.local import LocalBackend
 from mmrender.demo import __main__ as demo
 from mmrender.demo.proofs import media_inputs, prove_shipping
 from mmrender.demo.receiver import trajectory_digest
-from mmrender.rollout.find_cell import FindCell, FindCellSettings
-from mmrender.rollout.generator import VLMGenerator
-from mmrender.rollout.renderer_client import RendererClient
-from mmrender.rollout.types import TrajectoryID
+from mmrender.rollout.client import RendererClient
+from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator
+from mmrender.testing.game import DotGame, game_calls, guided_params
 from mmrender.trajectory.saving import load_trajectories
 
 pytestmark = needs_tier("vllm")
@@ -40,12 +39,13 @@ def local(tiny_model):
 
 def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
     """Games of two boards; `held` to calls that make sense, or free to say anything."""
-    settings = FindCellSettings(grid=3, distractors=2, view_pixels=160, max_turns=4, holds_to_choices=held)
+    guided = guided_params(renderer, game_calls()) if held else {}
     batch = {
         "prompts": [[]] * count,
-        "env_classes": ["find-cell"] * count,
+        "env_classes": ["dot"] * count,
         "env_extras": [{"seed": index % 2} for index in range(count)],
         "trajectory_ids": [TrajectoryID(f"board-{index % 2}", index) for index in range(count)],
+        "batch_metadata": BatchMetadata(weight_version="start"),
     }
 
     async def run():
@@ -55,7 +55,7 @@ def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
         sampling = {"max_tokens": 64, "seed": 5, "logit_bias": {pad: -100.0}}
         client = RendererClient(renderer, transport, model=MODEL, sampling_params=sampling, **client_options)
         generator = VLMGenerator(
-            client, {"find-cell": partial(FindCell, settings)}, failures="raise", save_to=tmp_path
+            client, {"dot": partial(DotGame, sampling_params=guided)}, failures="raise", save_to=tmp_path
         )
         try:
             return await generator.roll_out(batch)
@@ -75,16 +75,16 @@ def plain_logprobs(model, branch):
     return logits.float().log_softmax(-1).numpy()
 
 
-def test_the_example_environment_held_to_calls(server, renderer, tmp_path):
+def test_a_game_guided_to_calls(server, renderer, tmp_path):
     trajectories = rolled_out(server, renderer, tmp_path, held=True)
-    names = [trajectory.trajectory_id for trajectory in trajectories]
+    names = [trajectory.extra["name"] for trajectory in trajectories]
     assert names == [f"board-{index % 2}_{index}" for index in range(8)]
     later = [step for trajectory in trajectories for step in trajectory.steps if step.index]
     assert later
     assert [step.extra["why_rendered"] for step in later] == [None] * len(later)
     assert any(len(trajectory.items) > 1 for trajectory in trajectories)
     for trajectory in trajectories:
-        assert trajectory.extra["info"]["invalid_calls"] == 0
+        assert trajectory.extra["info"]["turns_without_call"] == 0
         assert {step.finish_reason for step in trajectory.steps} == {"tool_calls"}
         (branch,) = trajectory.branches()
         sample = branch.sample()
@@ -131,7 +131,7 @@ def test_the_demonstration_runs_against_the_server(server, tiny_model, capsys):
 
 
 def test_greedy_tokens_are_those_of_the_local_back_end(server, renderer, local, tmp_path):
-    board = FindCell(FindCellSettings(grid=3, view_pixels=160))
+    board = DotGame()
     opening = board.reset([], {"seed": 3}).messages
     sampling = {"temperature": 0.0, "max_tokens": 24}
 

@@ -19,7 +19,7 @@ from mmrender import Renderer
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import EngineMismatchError
 from mmrender.remote import EncodedTextChunk, ImageChunk, ModelInput, VLLMRenderer
-from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.client import RendererClient
 from mmrender.training import decode_mm_kwargs
 
 pytestmark = needs_tier("vllm")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mmrender.errors import EngineTimeoutError
 from mmrender.messages import Message
 from mmrender.renderer import Renderer
+from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import VLMGenerator
-from mmrender.rollout.renderer_client import RendererClient
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import TOOLS, ScriptedBackend, ScriptedEnvironment, asks, call, ends, shown, text
 

@@ -13,7 +13,7 @@ from mmrender.client.backend import EngineRequest
 from mmrender.client.local import LocalBackend
 from mmrender.media.item import ReferenceItem
 from mmrender.renderer import Renderer
-from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.client import RendererClient
 from mmrender.spans import MultiModalData
 from mmrender.trajectory import Trajectory, save_trajectories
 

@@ -1,6 +1,8 @@
 """The example environment: its boards, its tools, its rewards, and what it says to bad calls."""
 
-import asyncio
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,15 @@ from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
 from mmrender.parsing import ToolCallAttempt
 from mmrender.renderer import Renderer
-from mmrender.rollout.environment import Action, Environment, close_environment, resolved
-from mmrender.rollout.find_cell import FindCell, FindCellSettings
+from mmrender.rollout.client import Turn
+from mmrender.rollout.environment import Environment
+from mmrender.testing.game import DotGame, game_calls, guided_params
+
+_spec = spec_from_file_location("find_cell", Path(__file__).parents[2] / "examples" / "find_cell.py")
+find_cell = module_from_spec(_spec)
+sys.modules["find_cell"] = find_cell  # dataclasses look their module up
+_spec.loader.exec_module(find_cell)
+FindCell, FindCellSettings = find_cell.FindCell, find_cell.FindCellSettings
 
 
 def acting(*calls):
@@ -24,7 +33,7 @@ def acting(*calls):
         name, arguments = call
         attempts.append(ToolCallAttempt("ok", name, arguments, "", (0, 1)))
         made.append(ToolCall(name, arguments, f"call-{index}"))
-    return Action(Message(role="assistant", content="", tool_calls=tuple(made)), tuple(attempts))
+    return Turn(Message(role="assistant", content="", tool_calls=tuple(made)), tuple(attempts))
 
 
 def zoom(top, left, bottom, right):
@@ -151,17 +160,6 @@ def test_a_turn_without_calls_and_the_end_of_turns():
     assert last.info["invalid_calls"] == 2.0
 
 
-def test_choices_are_calls_that_it_takes():
-    game = FindCell(FindCellSettings(grid=3, holds_to_choices=True))
-    shown = game.reset([], {})
-    choices = normalize_messages(shown.choices)
-    assert len(choices) == 4 + 9
-    for choice in choices:
-        (call,) = choice.tool_calls
-        assert game._problem(call) is None
-    assert FindCell().reset([], {}).choices is None
-
-
 def test_extras_replace_settings_for_one_episode():
     game = FindCell()
     game.reset([], {"seed": 1, "grid": 3})
@@ -176,7 +174,7 @@ def test_extras_replace_settings_for_one_episode():
         (
             {"size": 3},
             "extras['size']: there is no such setting - expected seed, grid, distractors, cell_pixels, "
-            "view_pixels, max_turns, zoom_cost, invalid_cost, images_in, holds_to_choices",
+            "view_pixels, max_turns, zoom_cost, invalid_cost, images_in",
         ),
         ({"grid": 1}, "FindCellSettings.grid: is outside of its range - expected 2 to 16, got 1"),
         (
@@ -209,27 +207,35 @@ def test_its_messages_render(game, tiny_model):
     assert len(rendered.multi_modal_data.mm_items["image"]) == 2
 
 
-def test_plain_and_async_methods():
-    class Closing:
-        closed = 0
-
-        async def close(self):
-            self.closed += 1
-
-    async def use():
-        async def later():
-            return 3
-
-        closing = Closing()
-        await close_environment(closing)
-        await close_environment(object())
-        return await resolved(2), await resolved(later()), closing.closed
-
-    assert asyncio.run(use()) == (2, 3, 1)
-
-
-def test_the_text_of_an_action():
-    assert Action(Message(role="assistant", content="left")).text == "left"
-    assert Action(Message(role="assistant")).text == ""
+def test_the_text_of_a_turn():
+    assert Turn(Message(role="assistant", content="left")).text == "left"
+    assert Turn(Message(role="assistant")).text == ""
     (parts,) = normalize_messages([{"role": "assistant", "content": [{"type": "text", "text": "a"}, "b"]}])
-    assert Action(parts).text == "ab"
+    assert Turn(parts).text == "ab"
+
+
+@pytest.mark.parametrize("images_in", ["tool", "user"])
+def test_the_small_game(images_in):
+    game = DotGame(images_in=images_in)
+    assert isinstance(game, Environment)
+    game.reset([], {"seed": 3})
+    seen = game.step(acting(("look", {"row": 2, "column": 1})))
+    assert [message["role"] for message in seen.messages] == ["tool", "user"][: 1 + (images_in == "user")]
+    assert len(list(normalize_messages(seen.messages)[-1].media())) == 1
+    assert game.step(acting(("look", {"row": 4, "column": 1}))).messages[0]["content"].startswith("Error")
+    assert game.step(acting()).reward == -0.1
+    row, column = game.dot
+    right = game.step(acting(("answer", {"row": row, "column": column})))
+    assert (right.reward, right.done, right.info["turns_without_call"]) == (1.0, True, 1.0)
+
+
+def test_guided_params_hold_what_the_model_would_write(tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    guided = guided_params(renderer, game_calls())
+    texts = guided["structured_outputs"]["choice"]
+    assert len(texts) == 18
+    (attempt,) = renderer.parse_response(renderer.tokenizer.encode(texts[5])).tool_calls
+    assert (attempt.name, attempt.arguments) == ("look", {"row": 2, "column": 3})
+    assert texts[5] == '<tool_call>\n{"name": "look", "arguments": {"row": 2, "column": 3}}\n</tool_call>'
+    delimiters = {str(renderer.tokenizer.token_id(token)) for token in ("<tool_call>", "</tool_call>")}
+    assert guided["logit_bias"].keys() == delimiters

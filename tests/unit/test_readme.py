@@ -11,7 +11,7 @@ from end_to_end import no_placeholders
 from mmrender.audit import TrainerModel
 from mmrender.client.local import LocalBackend
 from mmrender.renderer import Renderer
-from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.client import RendererClient
 from mmrender.view.terminal import message_table, token_strip
 
 ROOT = Path(__file__).resolve().parents[2]

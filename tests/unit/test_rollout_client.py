@@ -6,10 +6,10 @@ from itertools import count
 import pytest
 
 from mmrender.errors import EngineConnectionError, InputError, PromptTooLongError
-from mmrender.messages import Message, ToolCall
+from mmrender.messages import Message
 from mmrender.pool import RendererPool
 from mmrender.renderer import Renderer
-from mmrender.rollout.renderer_client import RendererClient
+from mmrender.rollout.client import RendererClient
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import TOOLS, ScriptedBackend, call, shown, text
 
@@ -106,8 +106,8 @@ def test_a_prompt_is_asked_with_again_as_it_was(renderer):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda turn: [SYSTEM, user("Which one?", 1), turn, user("Where?")], "the conversation goes on from no earlier step"),
-        (lambda turn: [SYSTEM, user("Which animal is this?", 5), turn, user("Where?")], "the conversation goes on from no earlier step"),
+        (lambda turn: [SYSTEM, user("Which one?", 1), turn, user("Where?")], "the conversation continues no earlier step"),
+        (lambda turn: [SYSTEM, user("Which animal is this?", 5), turn, user("Where?")], "the conversation continues no earlier step"),
         (lambda turn: [*OPENING, Message(role="assistant", content="A dog."), user("Where?")], "the conversation has another turn than step 0 sampled"),
         (lambda turn: [*OPENING, turn], "nothing follows the turn of step 0"),
         (lambda turn: [*OPENING, turn, user("a"), Message(role="assistant", content="b"), user("c")], "a turn after step 0 was not sampled here"),
@@ -224,8 +224,8 @@ def test_too_long_may_stop(renderer):
     (length,) = lengths(renderer, OPENING)
     talk = Talk(renderer, limit=length - 1, overlong="stop")
     stopped = talk.ask(OPENING)
-    assert (stopped.finish_reason, stopped.message, stopped.step) == ("prompt_too_long", None, None)
-    assert stopped.action.message.content == ""
+    assert (stopped.finish_reason, stopped.generation, stopped.step) == ("prompt_too_long", None, None)
+    assert stopped.message.content == ""
 
 
 def test_oldest_turns_are_left_out_with_their_images(renderer):
@@ -316,25 +316,6 @@ def test_an_engine_that_only_refuses_is_asked_with_one_turn_less_each_time(rende
     assert [len(request.prompt_ids) for request in talk.backend.requests][::2] == [full, less]
 
 
-def test_choices_become_what_the_engine_takes(renderer):
-    choices = [Message(role="assistant", content="left."), Message(role="assistant", content="right")]
-    talk = Talk(renderer, "right")
-    talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
-    assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"choice": ["left.", "right"]}
-    talk = Talk(renderer, "right", name="sglang")
-    talk.ask(OPENING, choices=choices, sampling_params={"max_tokens": 5})
-    assert talk.backend.requests[0].sampling_params["structured_outputs"] == {"regex": "(left\\.|right)"}
-
-
-def test_delimiters_of_choices_are_sampled_as_their_tokens(renderer):
-    made = Message(role="assistant", content="", tool_calls=(ToolCall("look", {"at": 1}),))
-    talk = Talk(renderer, call(1))
-    talk.ask(OPENING, tools=TOOLS, choices=[made], sampling_params={"logit_bias": {7: -3.0}})
-    opens, closes = (renderer.tokenizer.token_id(token) for token in ("<tool_call>", "</tool_call>"))
-    bias = talk.backend.requests[0].sampling_params["logit_bias"]
-    assert bias == {str(opens): 50.0, str(closes): 50.0, "7": -3.0}
-
-
 def test_options_and_parameters_of_calls_come_over_those_of_the_client(renderer):
     talk = Talk(
         renderer, "a", "b", sampling_params={"temperature": 0.5, "top_k": 3}, request_options={"priority": 2}
@@ -371,5 +352,5 @@ def test_what_is_refused(renderer):
     with pytest.raises(InputError) as refused:
         RendererClient(renderer, backend="local", overlong="cut")
     assert str(refused.value) == (
-        "overlong: there is no such policy - expected error, drop_oldest_turns, stop, got 'cut'"
+        "overlong: unknown policy - expected error, drop_oldest_turns, stop, got 'cut'"
     )

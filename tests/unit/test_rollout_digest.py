@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from mmrender.messages import Message
-from mmrender.rollout.digest import digest_of
-from mmrender.rollout.find_cell import FindCell, FindCellSettings
+from mmrender.rollout.checkpoint import digest_of
 
 
 @dataclass
@@ -25,7 +24,7 @@ SAME = [
     ({"a": 1, "b": [2]}, {"b": (2,), "a": 1}),
     (RED, RED.copy()),
     (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3)),
-    (partial(FindCell, FindCellSettings(max_turns=2)), partial(FindCell, FindCellSettings(max_turns=2))),
+    (partial(sorted, Settings(size=2)), partial(sorted, Settings(size=2))),
     (Message(role="user", content="a"), Message(role="user", content="a")),
     (date(2020, 1, 2), date(2020, 1, 2)),
 ]
@@ -41,10 +40,10 @@ OTHER = [
     (Image.new("RGB", (4, 2)), Image.new("RGB", (2, 4))),
     (np.zeros((2, 3)), np.zeros((3, 2))),
     (np.zeros(2, np.int32), np.zeros(2, np.float32)),
-    (partial(FindCell, FindCellSettings(max_turns=2)), partial(FindCell, FindCellSettings(max_turns=3))),
+    (partial(sorted, Settings(size=2)), partial(sorted, Settings(size=3))),
     (Settings(1), Settings(2)),
     (Settings(1), {"size": 1}),
-    (FindCell, Settings),
+    (date, Settings),
     (Message(role="user", content="a"), Message(role="user", content="b")),
     (date(2020, 1, 2), date(2020, 1, 3)),
 ]
@@ -67,12 +66,10 @@ def test_what_has_no_lasting_form_is_never_the_same():
 
 def test_every_process_finds_the_same():
     code = (
+        "from datetime import date\n"
         "from functools import partial\n"
-        "from mmrender.rollout.digest import digest_of\n"
-        "from mmrender.rollout.find_cell import FindCell, FindCellSettings\n"
-        "print(digest_of({'b': 'x', 'a': [1.5]}, partial(FindCell, FindCellSettings(max_turns=2))))"
+        "from mmrender.rollout.checkpoint import digest_of\n"
+        "print(digest_of({'b': 'x', 'a': [1.5]}, partial(sorted, date(2020, 1, 2))))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == digest_of(
-        {"a": [1.5], "b": "x"}, partial(FindCell, FindCellSettings(max_turns=2))
-    )
+    assert printed.strip() == digest_of({"a": [1.5], "b": "x"}, partial(sorted, date(2020, 1, 2)))

@@ -11,13 +11,18 @@ from mmrender.client.local import LocalBackend
 from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError, TrajectoryError
 from mmrender.messages import Message
 from mmrender.renderer import Renderer
-from mmrender.rollout.environment import Observation
-from mmrender.rollout.episode import spread_seed
-from mmrender.rollout.find_cell import FindCell, FindCellSettings
-from mmrender.rollout.generator import VLMGenerator
-from mmrender.rollout.renderer_client import RendererClient
-from mmrender.rollout.shelf import TrajectoryShelf
-from mmrender.rollout.types import BatchMetadata, GeneratorInterface, TrajectoryID
+from mmrender.rollout.checkpoint import RolloutCheckpoint
+from mmrender.rollout.client import RendererClient
+from mmrender.rollout.environment import Observation, turn_seed
+from mmrender.rollout.generator import (
+    BatchMetadata,
+    GeneratorInterface,
+    TrajectoryID,
+    VLMGenerator,
+    rollouts,
+    rows_of,
+)
+from mmrender.testing.game import DotGame, game_calls, guided_params
 from mmrender.trajectory.saving import load_trajectories
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
@@ -41,7 +46,7 @@ def scripted(renderer, say="Yes.", scripts=(), client=None, **options):
 
     environments = {str(index): partial(make, script) for index, script in enumerate(scripts)}
     generator = VLMGenerator(
-        RendererClient(renderer, backend=backend, model="m", **(client or {})), environments, **options
+        RendererClient(renderer, backend=backend, **{"model": "m", **(client or {})}), environments, **options
     )
     batch = {
         "prompts": [[] for _ in scripts],
@@ -55,6 +60,7 @@ def generate(generator, batch):
     return asyncio.run(generator.generate(batch))
 
 
+WEIGHTS = {"batch_metadata": BatchMetadata(weight_version="v1")}
 TWO_TURNS = (asks("Sure?", 0.25, image=7), ends(1.0, right=1.0))
 
 
@@ -226,7 +232,7 @@ def test_what_an_environment_must_not_do(renderer):
     assert issubclass(MessageError, InputError)
 
 
-def test_parameters_of_turns_and_spread_seeds(renderer):
+def test_parameters_of_turns_and_turn_seeds(renderer):
     script = (asks("Sure?", sampling_params={"temperature": 0.1}), ends())
     generator, batch, backend, _ = scripted(
         renderer,
@@ -240,7 +246,7 @@ def test_parameters_of_turns_and_spread_seeds(renderer):
     assert [each["temperature"] for each in params] == [0.9, 0.1, 0.9, 0.1]
     assert {(each["top_k"], each["top_p"]) for each in params} == {(8, 0.5)}
     assert [each["seed"] for each in params] == [
-        spread_seed(5, "0_0", 0), spread_seed(5, "0_0", 1), spread_seed(5, "1_0", 0), spread_seed(5, "1_0", 1)
+        turn_seed(5, "0_0", 0), turn_seed(5, "0_0", 1), turn_seed(5, "1_0", 0), turn_seed(5, "1_0", 1)
     ]  # fmt: skip
     assert len({each["seed"] for each in params}) == 4
 
@@ -254,7 +260,7 @@ def test_a_broken_off_batch_is_taken_up_again(renderer, tmp_path):
     scripts = [(ends(float(index), tries=1.0),) for index in range(6)]
     generator, batch, _, _ = scripted(renderer, say, scripts=scripts, save_to=tmp_path, max_concurrency=1)
     batch["trajectory_ids"] = [TrajectoryID("task", repetition) for repetition in range(6)]
-    batch["batch_metadata"] = BatchMetadata(12, "eval")
+    batch["batch_metadata"] = BatchMetadata(12, "eval", "v12")
     broken = generate(generator, batch)
     assert [error is None for error in broken["errors"]] == [True, True, False, False, True, True]
     again, _, second, _ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
@@ -269,7 +275,7 @@ def test_a_broken_off_batch_is_taken_up_again(renderer, tmp_path):
     assert whole["rollout_metrics"]["environment/tries"] == 1.0
     assert len(load_trajectories(tmp_path / "eval-12.mmc")) == 8
     other, _, third, _ = scripted(renderer, scripts=scripts, save_to=tmp_path)
-    generate(other, {**batch, "batch_metadata": BatchMetadata(13, "eval")})
+    generate(other, {**batch, "batch_metadata": BatchMetadata(13, "eval", "v12")})
     assert len(third.requests) == 6
 
 
@@ -287,19 +293,20 @@ def test_what_was_asked_otherwise_is_not_taken_from_the_folder(renderer, tmp_pat
         for change in changes:
             scripts = [(ends(1.0),), (ends(2.0),)]
             generator, batch, backend, _ = scripted(renderer, answer, scripts=scripts, save_to=tmp_path)
-            first = {key: value[:1] for key, value in batch.items()}
+            first = {key: value[:1] for key, value in batch.items()} | WEIGHTS
             rows.append(generate(generator, {**first, "sampling_params": {"seed": 1}, **change}))
             assert len(backend.requests) == (1 if answer == "Yes." else 0)
     assert [row["response_ids"] for row in rows[5:]] == [row["response_ids"] for row in rows[:5]]
     assert len({str(row["prompt_token_ids"]) for row in rows[:2]}) == 2
     generator, batch, backend, _ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path, max_turns=3)
-    generate(generator, {**batch, "sampling_params": {"seed": 1}})
+    generate(generator, {**batch, "sampling_params": {"seed": 1}, **WEIGHTS})
     assert len(backend.requests) == 1
 
 
 def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
     scripts = [(ends(1.0),), (ends(1.0, odd=object()),), (ends(1.0),)]
     generator, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
+    batch["batch_metadata"] = BatchMetadata(weight_version="v1")
     out = generate(generator, batch)
     assert [error is None for error in out["errors"]] == [True, False, True]
     assert out["errors"][1].startswith("TrajectoryError: ")
@@ -308,6 +315,7 @@ def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
     assert [record.message for record in caplog.records] == [f"rollout 1_0 failed: {out['errors'][1]}"]
     assert len(load_trajectories(tmp_path / "train-0.mmc")) == 2
     strict, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path / "strict", failures="raise")
+    batch["batch_metadata"] = BatchMetadata(weight_version="v1")
     with pytest.raises(TrajectoryError, match="a trajectory cannot be stored"):
         generate(strict, batch)
 
@@ -326,15 +334,15 @@ def test_an_empty_batch(renderer):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"env_classes": []}, "input_batch['prompts']: there are no prompts - expected a list"),
-        ({"prompts": [[]]}, "input_batch['env_classes']: there are no environments"),
+        ({"env_classes": []}, "input_batch['prompts']: is missing - expected a list"),
+        ({"prompts": [[]]}, "input_batch['env_classes']: is missing - expected a list"),
         (
             {"prompts": [[], []], "env_classes": ["0"]},
-            "input_batch['env_classes']: is not one for each prompt - expected 2 entries, got 1",
+            "input_batch['env_classes']: must have one entry for each prompt - expected 2 entries, got 1",
         ),
         (
             {"prompts": [[]], "env_classes": ["zoo"]},
-            "input_batch['env_classes'][0]: there is no such environment - expected 0, got 'zoo'",
+            "input_batch['env_classes'][0]: unknown environment - expected 0, got 'zoo'",
         ),
         (
             {"prompts": [[], []], "env_classes": ["0", "0"], "trajectory_ids": [TrajectoryID("a")] * 2},
@@ -355,30 +363,33 @@ def test_sizes_that_are_refused(renderer):
     assert str(refused.value) == "max_concurrency: is too small - expected 1 or more, got 0"
 
 
-def test_the_example_environment_end_to_end(tiny_model, renderer):
+def test_a_game_end_to_end(tiny_model, renderer):
     """Real sampling: every row is what the model gives its tokens, and equal seeds give equal rollouts."""
     torch = pytest.importorskip("torch")
-    settings = FindCellSettings(grid=2, distractors=1, view_pixels=128, max_turns=3, holds_to_choices=True)
+    guided = guided_params(renderer, game_calls())
 
     def batch_of(backend, concurrency):
         client = RendererClient(
             renderer, backend=backend, sampling_params={"max_tokens": 64, "seed": 1, "temperature": 2.0}
         )
         generator = VLMGenerator(
-            client, {"find": partial(FindCell, settings)}, tensors="torch", max_concurrency=concurrency
+            client,
+            {"dot": partial(DotGame, max_turns=3, sampling_params=guided)},
+            tensors="torch",
+            max_concurrency=concurrency,
         )
         seeds = [0, 0, 0, 1, 1, 1]
         ids = [TrajectoryID(f"board-{seed}", index) for index, seed in enumerate(seeds)]
         extras = [{"seed": seed} for seed in seeds]
         return generate(
             generator,
-            {"prompts": [[]] * 6, "env_classes": ["find"] * 6, "env_extras": extras, "trajectory_ids": ids},
+            {"prompts": [[]] * 6, "env_classes": ["dot"] * 6, "env_extras": extras, "trajectory_ids": ids},
         )
 
     backend = LocalBackend(tiny_model)
     out = batch_of(backend, 6)
     assert out["errors"] == [None] * 6
-    assert out["rollout_metrics"]["environment/invalid_calls"] == 0
+    assert out["rollout_metrics"]["environment/turns_without_call"] == 0
     assert out["rollout_metrics"]["rollout/rendered_anew"] == 0
     assert max(len(grids) for grids in out["image_grid_thw"]) > 1
     again = batch_of(backend, 2)
@@ -400,9 +411,84 @@ def test_the_example_environment_end_to_end(tiny_model, renderer):
 
 def test_a_rollout_that_ends_after_its_batch_is_not_half_written(tmp_path):
     path = tmp_path / "late.mmc"
-    with TrajectoryShelf(path) as shelf:
-        shelf.put(Trajectory("in-time"))
+    with RolloutCheckpoint(path) as checkpoint:
+        checkpoint.put(Trajectory("in-time"), "a")
     with pytest.raises(TrajectoryError) as caught:
-        shelf.put(Trajectory("late"))
-    assert str(caught.value) == "late: the batch that the rollout belongs to has ended"
+        checkpoint.put(Trajectory("late"), "b")
+    assert str(caught.value) == "late: the rollout's batch has ended, and its checkpoint is closed"
     assert [each.trajectory_id for each in load_trajectories(path)] == ["in-time"]
+
+
+@pytest.mark.parametrize("change", [None, "weights", "model"])
+def test_resuming_takes_rollouts_of_the_same_model_and_weights_only(renderer, tmp_path, change):
+    first, batch, *_ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path)
+    batch["batch_metadata"] = BatchMetadata(weight_version="v1")
+    generate(first, batch)
+    client = {"model": "other"} if change == "model" else {}
+    again, _, backend, _ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path, client=client)
+    if change == "weights":
+        batch["batch_metadata"] = BatchMetadata(weight_version="v2")
+    generate(again, batch)
+    assert len(backend.requests) == (0 if change is None else 1)
+
+
+def test_a_checkpoint_must_know_the_weights(renderer, tmp_path):
+    generator, batch, *_ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path)
+    with pytest.raises(InputError) as caught:
+        generate(generator, batch)
+    assert str(caught.value) == (
+        "input_batch['batch_metadata'].weight_version: a checkpoint must know which weights sampled it. "
+        "Name the weights, such as BatchMetadata(weight_version='step-12')"
+    )
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_step_wise_keeps_the_reward_of_an_empty_completion(empty):
+    trajectory = Trajectory("t")
+    for index in range(3):
+        ids = [] if index == empty else [7, 8]
+        prompt = list(range(10 * index + 1))
+        trajectory.append(prompt, ids, logprobs=[-0.5] * len(ids), reward=0.25 * 2**index)
+    rows = rows_of(trajectory, TrajectoryID("t"), step_wise=True)
+    assert [row.response_ids for row in rows] == [[7, 8]] * 2
+    assert [row.is_last_step for row in rows] == [False, True]
+    assert sum(sum(row.rewards) for row in rows) == pytest.approx(1.75)
+    assert rows[0].rewards[1] == (0.75 if empty < 2 else 0.25)
+
+
+def test_trajectories_come_as_they_finish_with_ids_of_their_own(renderer):
+    scripts = [(asks("Again?"),) * turns + (ends(float(turns)),) for turns in (6, 0, 3)]
+    generator, batch, *_ = scripted(renderer, scripts=scripts)
+    seen = []
+
+    async def run():
+        for _ in range(2):  # two epochs with the same names
+            seen.extend([trajectory async for trajectory in generator.stream(batch)])
+
+    asyncio.run(run())
+    assert [trajectory.extra["name"] for trajectory in seen] == ["1_0", "2_0", "0_0"] * 2
+    assert len({trajectory.trajectory_id for trajectory in seen}) == 6
+
+
+def test_leaving_the_stream_cancels_the_rest(renderer):
+    def say(request):
+        return "Yes." if len(backend.requests) == 1 else None
+
+    script = (ends(1.0),)
+    generator, _, backend, _ = scripted(renderer, say, scripts=[script])
+    made = []
+
+    def environment():
+        made.append(ScriptedEnvironment(list(script)))
+        return made[-1]
+
+    async def run():
+        stream = rollouts(generator.client, environment, [[]] * 3)
+        async for trajectory in stream:
+            assert trajectory.error is None
+            break
+        await stream.aclose()
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    assert asyncio.run(run()) == []
+    assert all(each.closed == 1 for each in made)

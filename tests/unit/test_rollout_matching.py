@@ -1,15 +1,11 @@
-"""Which messages say the same, which may be left out, and what a choice looks like as text."""
+"""Which messages mean the same, and which may be left out."""
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from mmrender.content import normalize_messages
-from mmrender.errors import MessageError
-from mmrender.renderer import Renderer
-from mmrender.rollout.choices import written_choices
-from mmrender.rollout.matching import begins_with, same_message
-from mmrender.rollout.shortening import droppable_units, without
+from mmrender.rollout.client import begins_with, droppable_units, same_message
 
 
 def one(**fields):
@@ -124,8 +120,11 @@ def left_out(roles):
     """Roles by first letter; what remains after each unit is left out, oldest first."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = normalize_messages([{"role": names[role], "content": str(i)} for i, role in enumerate(roles)])
-    units = droppable_units(messages)
-    return ["".join(m.role[0] for m in without(messages, units[: count + 1])) for count in range(len(units))]
+    shorter, dropped = [], set()
+    for unit in droppable_units(messages):
+        dropped.update(unit)
+        shorter.append("".join(m.role[0] for index, m in enumerate(messages) if index not in dropped))
+    return shorter
 
 
 @pytest.mark.parametrize(
@@ -146,23 +145,3 @@ def left_out(roles):
 )
 def test_what_is_left_out_first(roles, shorter):
     assert left_out(roles) == shorter
-
-
-def test_choices_are_what_the_model_would_write(tiny_model):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    choices = [
-        {"role": "assistant", "content": "left"},
-        {"role": "assistant", "content": "", "tool_calls": [call({"x": 1})]},
-    ]
-    written = written_choices(renderer, choices)
-    texts = [choice.text for choice in written]
-    assert texts == ["left", '<tool_call>\n{"name": "zoom", "arguments": {"x": 1}}\n</tool_call>']
-    delimiters = {renderer.tokenizer.token_id(token) for token in ("<tool_call>", "</tool_call>")}
-    assert [choice.delimiters for choice in written] == [frozenset(), delimiters]
-    parsed = renderer.parse_response(renderer.tokenizer.encode(texts[1]))
-    assert [(attempt.name, attempt.arguments) for attempt in parsed.tool_calls] == [("zoom", {"x": 1})]
-    with pytest.raises(MessageError) as refused:
-        written_choices(renderer, [{"role": "user", "content": "x"}])
-    assert str(refused.value) == (
-        "choices[0].role: a choice is not the model's turn - expected 'assistant', got 'user'"
-    )

@@ -2,22 +2,68 @@
 
 The board is drawn at full resolution and shown reduced, so that the mark is hard to tell from the other
 figures until a part of the board is looked at more closely. Equal seeds draw equal boards.
+
+Run it against a server that serves MODEL: `python examples/find_cell.py http://127.0.0.1:8000 MODEL`
 """
 
+import asyncio
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from mmrender import Renderer
 from mmrender.errors import InputError
 from mmrender.messages import ToolCall
 from mmrender.parsing import ToolCallAttempt
-from mmrender.rollout.board import Cell, draw_board
-from mmrender.rollout.environment import Action, Observation
+from mmrender.rollout import Observation, RendererClient, Turn, rollouts
 
+_SHADES: Final = ((214, 222, 235), (235, 224, 214), (219, 235, 214), (232, 216, 234))
+_INK: Final = (40, 44, 60)
 _REGION: Final = ("top", "left", "bottom", "right")
+
+
+class Cell(NamedTuple):
+    """A place on the board, counted from 1 at the top left."""
+
+    row: int
+    column: int
+
+
+def draw_board(
+    dice: random.Random, *, grid: int, cell_pixels: int, distractors: int
+) -> tuple[Image.Image, Cell]:
+    """Draw a board, and say which cell holds the mark.
+
+    The mark is a cross with equal arms; a distractor has one arm that is shorter.
+
+    Args:
+        dice: Decides everything that is random.
+        grid: Rows and columns.
+        cell_pixels: Side of a cell.
+        distractors: How many of them; fewer than cells.
+    """
+    size, side = grid, cell_pixels
+    board = Image.new("RGB", (size * side, size * side))
+    draw = ImageDraw.Draw(board)
+    cells = [Cell(row, column) for row in range(1, size + 1) for column in range(1, size + 1)]
+    for cell in cells:
+        left, top = (cell.column - 1) * side, (cell.row - 1) * side
+        draw.rectangle((left, top, left + side - 2, top + side - 2), fill=dice.choice(_SHADES))
+    marked, *others = dice.sample(cells, distractors + 1)
+    for cell in (marked, *others):
+        arms = [side * 0.3] * 4
+        if cell is not marked:
+            arms[dice.randrange(4)] *= 0.55
+        across, down = (cell.column - 0.5) * side, (cell.row - 0.5) * side
+        above, right, below, left_arm = arms
+        stroke = max(2, side // 12)
+        draw.line((across, down - above, across, down + below), fill=_INK, width=stroke)
+        draw.line((across - left_arm, down, across + right, down), fill=_INK, width=stroke)
+    return board, marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +80,6 @@ class FindCellSettings:
         invalid_cost: Taken from the reward of a turn for each call that is malformed, and for a turn without.
         images_in: Role of the message that shows a zoomed part: `tool`, or `user` for templates that take no
             images from tools.
-        holds_to_choices: Whether each turn is held to the calls that make sense, as for a model that cannot
-            call tools yet.
 
     Raises:
         InputError: A value is outside of its range.
@@ -49,7 +93,6 @@ class FindCellSettings:
     zoom_cost: float = 0.05
     invalid_cost: float = 0.1
     images_in: str = "tool"
-    holds_to_choices: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
@@ -126,7 +169,7 @@ class FindCell:
         self.settings = replace(self._given, **chosen)
         self._turns = self._zooms = self._invalid = 0
         self.board, self.marked = draw_board(
-            random.Random(extras.get("seed", 0)),  # noqa: S311 - a game
+            random.Random(extras.get("seed", 0)),
             grid=self.settings.grid,
             cell_pixels=self.settings.cell_pixels,
             distractors=self.settings.distractors,
@@ -137,15 +180,15 @@ class FindCell:
             "columns count from 1 at the top left. Zoom in where you are not sure."
         )
         parts = [self._picture(self.board), {"type": "text", "text": question}]
-        return Observation([*prompt, {"role": "user", "content": parts}], choices=self._choices())
+        return Observation([*prompt, {"role": "user", "content": parts}])
 
-    def step(self, action: Action) -> Observation:
+    def step(self, turn: Turn) -> Observation:
         """Carry out the calls of a turn, in order, until one answers."""
         self._turns += 1
         reward = 0.0
         messages: list[dict[str, Any]] = []
-        calls = iter(action.message.tool_calls)
-        for attempt in action.attempts:
+        calls = iter(turn.message.tool_calls)
+        for attempt in turn.attempts:
             if attempt.status != "ok":
                 reward -= self._mistake()
                 messages.append({"role": "user", "content": f"That call is no good: {_fault(attempt)}."})
@@ -159,15 +202,13 @@ class FindCell:
                 return self._answered(call, reward)
             else:
                 messages += self._zoomed(call)
-        if not action.attempts:
+        if not turn.attempts:
             reward -= self._mistake()
             messages.append({"role": "user", "content": "Call one of the tools: zoom or answer."})
         # Templates want the answers to calls before the user speaks again.
         messages.sort(key=lambda message: message["role"] == "user")
         is_over = self._turns >= self.settings.max_turns
-        return Observation(
-            () if is_over else messages, reward, is_over, self._choices(), info=self._info(found=False)
-        )
+        return Observation(() if is_over else messages, reward, is_over, info=self._info(found=False))
 
     def _answered(self, call: ToolCall, reward: float) -> Observation:
         found = Cell(call.arguments["row"], call.arguments["column"]) == self.marked
@@ -223,20 +264,6 @@ class FindCell:
         width, height = (max(1, round(side * longest)) for side in image.size)
         return {"type": "image", "image": image.resize((width, height), Image.Resampling.BICUBIC)}
 
-    def _choices(self) -> list[dict[str, Any]] | None:
-        if not self.settings.holds_to_choices:
-            return None
-        last = self.settings.grid
-        middle = last // 2
-        halves = ((1, middle), (middle + 1, last))
-        zooms = [
-            _turn("zoom", top=top, left=left, bottom=bottom, right=right)
-            for top, bottom in halves
-            for left, right in halves
-        ]
-        cells = [(row, column) for row in range(1, last + 1) for column in range(1, last + 1)]
-        return [*zooms, *(_turn("answer", row=row, column=column) for row, column in cells)]
-
 
 def _tool(name: str, description: str, properties: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": dict(properties), "required": list(properties)}
@@ -250,10 +277,20 @@ def _result(call: ToolCall, content: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 
-def _turn(name: str, **arguments: int) -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
 def _fault(attempt: ToolCallAttempt) -> str:
     return f"{attempt.status.replace('_', ' ')}: {attempt.raw[:200]}"
+
+
+async def main(url: str, model: str) -> None:
+    """Play eight games of each of four boards, and print each as it ends."""
+    client = RendererClient(
+        Renderer.from_pretrained(model), url, model=model, sampling_params={"max_tokens": 256}
+    )
+    seeds = [{"seed": game // 8} for game in range(32)]
+    async for trajectory in rollouts(client, FindCell, [[]] * len(seeds), extras=seeds, failures="raise"):
+        reward = sum(float(step.reward or 0.0) for step in trajectory.steps)
+        print(f"{trajectory.extra['name']}: {len(trajectory)} turns, reward {reward:.2f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:3]))

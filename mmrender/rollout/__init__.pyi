@@ -1,0 +1,10 @@
+from .checkpoint import RolloutCheckpoint as RolloutCheckpoint
+from .client import RendererClient as RendererClient
+from .client import Turn as Turn
+from .environment import Environment as Environment
+from .environment import Observation as Observation
+from .environment import run_episode as run_episode
+from .generator import BatchMetadata as BatchMetadata
+from .generator import TrajectoryID as TrajectoryID
+from .generator import VLMGenerator as VLMGenerator
+from .generator import rollouts as rollouts

@@ -1,0 +1,527 @@
+"""`RendererClient`: chat completions over whole conversations, whose sampled tokens are never re-tokenized.
+
+A caller passes the whole conversation, as to any chat client. Where it continues a step of its trajectory,
+the prompt is bridged from that step's tokens; otherwise it is rendered in full, and the turn says why.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
+from weakref import WeakKeyDictionary
+
+import msgspec
+import numpy as np
+
+from mmrender.bridge.bridge import History
+from mmrender.client.backend import RendererBackend
+from mmrender.client.backends import BackendName, resolve_backend
+from mmrender.client.generate import generate
+from mmrender.client.generation import Generation
+from mmrender.client.prompts import is_async
+from mmrender.content import normalize_messages, normalize_tools, to_openai
+from mmrender.errors import InputError, PromptTooLongError
+from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, ToolCall, VideoPart
+from mmrender.parsing import ToolCallAttempt
+from mmrender.protocols import TurnRenderer
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory.tree import Trajectory
+from mmrender.trajectory.tree_step import Step
+
+Overlong: TypeAlias = Literal["error", "drop_oldest_turns", "stop"]
+"""How to handle a prompt that is too long: `error` raises `PromptTooLongError`; `drop_oldest_turns` leaves
+out the oldest whole turns with their images and renders the rest, which begins a branch; `stop` returns a
+turn without tokens."""
+
+_OVERLONG: Final = ("error", "drop_oldest_turns", "stop")
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of single requests, as for `generate`."""
+
+    cache_salt: str | None
+    priority: int | None
+    extra_headers: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model.
+
+    Attributes:
+        message: The assistant message, to be appended to the conversation. Calls for which the format writes
+            no id have one of ours. Empty where nothing was sampled.
+        attempts: Every call that the model tried to make, malformed ones included, in order. Those with
+            status `ok` are the message's calls.
+        finish_reason: `stop`, `length`, `tool_calls` or `abort`; `prompt_too_long` where nothing was sampled.
+        generation: Tokens, logprobs and what else was sampled; None where nothing was.
+        step: The step that was appended; None without a trajectory.
+        why_rendered: Why the prompt was rendered in full; None where it was bridged, or used again.
+        left_out: Indices of the given messages that the prompt does not hold, rising.
+    """
+
+    message: Message
+    attempts: tuple[ToolCallAttempt, ...] = ()
+    finish_reason: str = "stop"
+    generation: Generation | None = None
+    step: Step | None = None
+    why_rendered: str | None = None
+    left_out: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The content as one text, without reasoning."""
+        return "".join(part.text for part in _content_parts(self.message) if isinstance(part, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt, and how it was made.
+
+    Attributes:
+        token_ids: Placeholders widened.
+        multi_modal_data: Its sidecar.
+        attribution: The rendering; None where an earlier prompt is sent again.
+        why_rendered: Why it was rendered in full; None where it was not.
+        parent: The step that it continues or repeats.
+        messages: What the prompt holds of the caller's conversation.
+        left_out: Indices of the caller's messages that it does not hold.
+    """
+
+    token_ids: list[int]
+    multi_modal_data: MultiModalData
+    attribution: RenderedTokens | None
+    why_rendered: str | None
+    parent: Step | None
+    messages: Sequence[Message]
+    left_out: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """The messages that led to a step, its own turn last, pictures included; and their plain records."""
+
+    messages: tuple[Message, ...]
+    records: tuple[dict[str, Any], ...]
+    tools: Any
+    left_out: frozenset[int]
+
+
+class RendererClient:
+    """Samples turns of conversations, and keeps trajectories of what was sampled.
+
+    One client serves many rollouts at once, in one event loop.
+
+    Args:
+        renderer: A renderer, or a pool of them.
+        client: The server, as for `generate`; None for a backend in this process.
+        model: Name under which the server knows the model.
+        backend: The engine, or its name.
+        sampling_params: For every call, in vLLM's names; a call's own take precedence.
+        overlong: How to handle a prompt that is too long.
+        history: Whether earlier turns may differ from what the template would write now; see
+            `Renderer.bridge_to_next_turn`.
+        max_prompt_len: The longest prompt; by default what the engine takes.
+        template_arguments: Further template variables.
+        routed_experts: Ask for router choices.
+        request_options: Options of every request; a call's own take precedence.
+
+    Raises:
+        InputError: The policy or backend is unknown.
+    """
+
+    def __init__(
+        self,
+        renderer: TurnRenderer,
+        client: Any = None,
+        *,
+        model: str = "",
+        backend: RendererBackend | BackendName | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        overlong: Overlong = "error",
+        history: History = "sampled",
+        max_prompt_len: int | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        routed_experts: bool = False,
+        request_options: RequestOptions | None = None,
+    ) -> None:
+        if overlong not in _OVERLONG:
+            raise InputError(
+                "unknown policy", where="overlong", expected=", ".join(_OVERLONG), got=repr(overlong)
+            )
+        self.renderer = renderer
+        self.client = client
+        self.model = model
+        self.backend = resolve_backend(backend, None, model)
+        self.overlong = overlong
+        self.sampling_params = dict(sampling_params or {})
+        self.template_arguments = dict(template_arguments or {})
+        self.routed_experts = routed_experts
+        self._history_rule = history
+        self._max_prompt_len = max_prompt_len
+        self._options: RequestOptions = request_options or {}
+        self._histories: WeakKeyDictionary[Trajectory, dict[int, _History]] = WeakKeyDictionary()
+
+    async def create_completion(
+        self,
+        messages: Sequence[Any],
+        *,
+        trajectory: Trajectory | None = None,
+        parent: Step | None = None,
+        tools: Sequence[Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        **request_options: Unpack[RequestOptions],
+    ) -> Turn:
+        """Sample the next turn of a conversation.
+
+        A call that fails or is cancelled leaves the trajectory as it was.
+
+        Args:
+            messages: The whole conversation so far.
+            trajectory: Where the turn is appended, and whose steps it may continue.
+            parent: The one step to continue; None finds the newest that fits.
+            tools: Tools that the model is offered.
+            sampling_params: Take precedence over those of the client.
+            **request_options: Options of this request.
+
+        Raises:
+            PromptTooLongError: The prompt is too long, and the policy is `error` or no turn is left to drop.
+            MMRenderError: As for `generate` and `Renderer.render`.
+        """
+        conversation = normalize_messages(messages)
+        definitions = normalize_tools(tools)
+        options: RequestOptions = {**self._options, **request_options}
+        prompt = await self._prompt(trajectory, conversation, tools, definitions, parent)
+        while True:
+            try:
+                generation = await generate(
+                    client=self.client,
+                    renderer=self.renderer,
+                    model=self.model,
+                    backend=self.backend,
+                    max_prompt_len=self._max_prompt_len,
+                    template_arguments=self.template_arguments,
+                    routed_experts=self.routed_experts,
+                    prompt_ids=prompt.token_ids,
+                    multi_modal_data=prompt.multi_modal_data,
+                    prompt_attribution=prompt.attribution,
+                    tools=tools,
+                    sampling_params={**self.sampling_params, **(sampling_params or {})},
+                    **options,
+                )
+                break
+            except PromptTooLongError as error:
+                if self.overlong == "error":
+                    raise
+                if self.overlong == "stop":
+                    empty = Message(role="assistant", content="")
+                    return Turn(empty, (), "prompt_too_long", left_out=tuple(sorted(prompt.left_out)))
+                prompt = await self._shortened(conversation, tools, prompt, error)
+        number = 0 if trajectory is None else len(trajectory)
+        calls = tuple(
+            call if call.id else msgspec.structs.replace(call, id=f"call_{number}_{index}")
+            for index, call in enumerate(generation.message.tool_calls)
+        )
+        turn = msgspec.structs.replace(generation.message, tool_calls=calls)
+        step = None
+        if trajectory is not None:
+            step = self._appended(trajectory, prompt, generation, turn, definitions)
+        return Turn(
+            turn,
+            generation.tool_calls,
+            generation.finish_reason,
+            generation,
+            step,
+            prompt.why_rendered,
+            tuple(sorted(prompt.left_out)),
+        )
+
+    def forget(self, trajectory: Trajectory) -> None:
+        """Drop the conversations of a trajectory, images included; it can no longer be continued."""
+        self._histories.pop(trajectory, None)
+
+    def _appended(
+        self, trajectory: Trajectory, prompt: _Prompt, generation: Generation, turn: Message, tools: Any
+    ) -> Step:
+        histories = self._histories.setdefault(trajectory, {})
+        known = histories[prompt.parent.index] if prompt.parent is not None else None
+        # The parent's records are used again, so that each message is converted once.
+        records = () if known is None else known.records[: len(prompt.messages)]
+        messages = (*prompt.messages, turn)
+        records = (*records, *map(_plain_record, messages[len(records) :]))
+        extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
+        if prompt.left_out:
+            extra["left_out"] = sorted(prompt.left_out)
+        step = trajectory.append(
+            generation.prompt_ids,
+            generation.completion_ids,
+            logprobs=generation.logprobs,
+            multi_modal_data=generation.multi_modal_data,
+            parent=prompt.parent,
+            messages=records,
+            finish_reason=generation.finish_reason,
+            routed_experts=generation.routed_experts,
+            weight_versions=generation.weight_versions,
+            extra=extra,
+        )
+        histories[step.index] = _History(messages, records, tools, prompt.left_out)
+        return step
+
+    # --- prompts ---
+
+    async def _prompt(
+        self,
+        trajectory: Trajectory | None,
+        conversation: Sequence[Message],
+        tools: Sequence[Any] | None,
+        definitions: Any,
+        parent: Step | None,
+    ) -> _Prompt:
+        """Make the prompt of a conversation: bridged, sent again, or rendered."""
+        reasons: list[str] = []
+        known = {} if trajectory is None else self._histories.get(trajectory, {})
+        steps = () if trajectory is None else trajectory.steps
+        for step in reversed(steps) if parent is None else (parent,):
+            if step.index not in known:
+                reasons.append(f"step {step.index} was not made by this client")
+                continue
+            earlier = known[step.index]
+            left_out = earlier.left_out
+            present = [each for index, each in enumerate(conversation) if index not in left_out]
+            *asked, turn = earlier.messages
+            if not begins_with(present, asked):
+                continue
+            reason = _why_not_continued(step, turn, present[len(asked) :], definitions == earlier.tools)
+            if reason is not None:
+                reasons.append(reason)
+            elif len(present) == len(asked):  # a further sample of the same prompt
+                return _Prompt(
+                    step.prompt_ids.tolist(), step.multi_modal_data, None, None, step, present, left_out
+                )
+            else:
+                bridged, reason = await self._bridged(step, present[len(earlier.messages) :], tools)
+                if bridged is not None:
+                    return _Prompt(
+                        bridged.token_ids, bridged.multi_modal_data, bridged, None, step, present, left_out
+                    )
+                return await self._rendered(present, tools, reason or "the renderer gave no reason", left_out)
+        why = "the conversation continues no earlier step" if steps else "the conversation begins"
+        return await self._rendered(conversation, tools, reasons[0] if reasons else why)
+
+    async def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        why: str,
+        left_out: frozenset[int] = frozenset(),
+    ) -> _Prompt:
+        """Render messages in full, off the event loop."""
+        options = {"tools": tools, "add_generation_prompt": True, **self.template_arguments}
+        if is_async(self.renderer):
+            found = await self.renderer.arender(messages, **options)
+        else:
+            found = await asyncio.to_thread(self.renderer.render, messages, **options)
+        return _Prompt(found.token_ids, found.multi_modal_data, found, why, None, messages, left_out)
+
+    async def _bridged(
+        self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> tuple[RenderedTokens | None, str | None]:
+        """Bridge from a step, off the event loop; without a result, the renderer's reason."""
+        ids = (step.prompt_ids.tolist(), step.completion_ids.tolist())
+        options = {
+            "tools": tools,
+            "previous_multi_modal_data": step.multi_modal_data,
+            "history": self._history_rule,
+            **self.template_arguments,
+        }
+        renderer = self.renderer
+        if is_async(renderer):
+            bridged = await renderer.abridge_to_next_turn(*ids, new_messages, **options)
+            return bridged, self.renderer.why_not_bridged
+
+        def bridge() -> tuple[RenderedTokens | None, str | None]:
+            # The reason is kept for the thread that bridged.
+            bridged = self.renderer.bridge_to_next_turn(*ids, new_messages, **options)
+            return bridged, self.renderer.why_not_bridged
+
+        return await asyncio.to_thread(bridge)
+
+    async def _shortened(
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[Any] | None,
+        prompt: _Prompt,
+        error: PromptTooLongError,
+    ) -> _Prompt:
+        """Leave out as few of the oldest turns as make the prompt fit.
+
+        Where the engine names no limit, one more turn is left out.
+
+        Raises:
+            PromptTooLongError: Even the last turn is too long.
+        """
+        units = [unit for unit in droppable_units(conversation) if not prompt.left_out.issuperset(unit)]
+        limit = error.max_prompt_len
+        low, high = 1, len(units) if limit is not None else min(1, len(units))
+        best: _Prompt | None = None
+        # The more is left out the shorter the prompt, so bisection finds the fewest; images are cached.
+        while low <= high:
+            count = (low + high) // 2
+            dropped = prompt.left_out.union(*units[:count])
+            present = [message for index, message in enumerate(conversation) if index not in dropped]
+            why = f"{len(dropped)} messages were left out to fit the engine"
+            shorter = await self._rendered(present, tools, why, dropped)
+            if limit is None or len(shorter.token_ids) <= limit:
+                best, high = shorter, count - 1
+            else:
+                low = count + 1
+        if best is None:
+            raise PromptTooLongError(
+                error.prompt_len,
+                limit,
+                where="messages",
+                remedy="No whole turn is left to leave out: shorten the last turn, or show smaller images",
+            ) from error
+        return best
+
+
+def _why_not_continued(step: Step, turn: Message, rest: Sequence[Message], same_tools: bool) -> str | None:
+    """Say why messages that begin with a step's prompt, and go on with `rest`, do not continue it."""
+    if not same_tools:
+        return f"the tools differ from those of step {step.index}"
+    if not rest:
+        return None
+    if not same_message(rest[0], turn):
+        return f"the conversation has another turn than step {step.index} sampled"
+    if len(rest) == 1:
+        return f"nothing follows the turn of step {step.index}"
+    if any(message.role == "assistant" for message in rest[1:]):
+        return f"a turn after step {step.index} was not sampled here"
+    return None
+
+
+def droppable_units(messages: Sequence[Message]) -> list[range]:
+    """List the units of a conversation that may be left out, oldest first.
+
+    A unit is a user's turn with everything up to the next one, and within the last of these an assistant's
+    turn with the results of its calls. So a tool's result never lacks its call, and an image goes with its
+    message. Messages before the first user's turn stay, and so does the last user's turn with the last
+    assistant's turn after it.
+    """
+    starts = [index for index, message in enumerate(messages) if message.role == "user"]
+    # Several user messages in a row are one turn, and so is one that answers an assistant's calls.
+    opens = [index for index in starts if index == 0 or messages[index - 1].role not in ("user", "tool")]
+    if not opens:
+        return []
+    units = [range(start, stop) for start, stop in pairwise(opens)]
+    answers = [index for index in range(opens[-1], len(messages)) if messages[index].role == "assistant"]
+    return units + [range(start, stop) for start, stop in pairwise(answers)]
+
+
+def _plain_record(message: Message) -> dict[str, Any]:
+    """A message as plain data: images and videos without their sources, unless these are short URLs."""
+    plain = to_openai(message)
+    if isinstance(plain["content"], list):
+        for index, part in enumerate(plain["content"]):
+            kind = part["type"].removesuffix("_url")
+            # The item in the trajectory's sidecar, at the same place, holds the pixels.
+            if kind in ("image", "video") and part.get(f"{kind}_url", {}).get("url", "data:").startswith(
+                "data:"
+            ):
+                plain["content"][index] = {"type": kind}
+    return plain
+
+
+# --- equal messages ---
+
+
+def begins_with(conversation: Sequence[Message], earlier: Sequence[Message]) -> bool:
+    """Whether `conversation` begins with all messages of `earlier`, compared as `same_message` does."""
+    if len(conversation) < len(earlier):
+        return False
+    # Conversations part towards their end, so a difference is found sooner from there.
+    pairs = zip(reversed(conversation[: len(earlier)]), reversed(earlier), strict=True)
+    return all(same_message(later, former) for later, former in pairs)
+
+
+def same_message(later: Message, earlier: Message) -> bool:
+    """Whether two messages mean the same, whatever form a client library echoes them in.
+
+    Tool arguments compare as parsed JSON, where 1 equals 1.0 and true equals neither; empty equals absent; a
+    text equals its one text part. Where `later` lacks the reasoning or a call's id that `earlier` has, as
+    most client libraries lose them, it still means the same; another reasoning or id does not.
+    """
+    if later is earlier:
+        return True
+    reasoning = _reasoning(later)
+    return (
+        later.role == earlier.role
+        and (later.name or None) == (earlier.name or None)
+        and (later.tool_call_id or None) == (earlier.tool_call_id or None)
+        and (not reasoning or reasoning == _reasoning(earlier))
+        and _all_pairs(_same_call, later.tool_calls, earlier.tool_calls)
+        and _all_pairs(_same_part, _content_parts(later), _content_parts(earlier))
+        and _same_json(_without_empty(later.extra), _without_empty(earlier.extra))
+    )
+
+
+def _all_pairs(same: Any, later: Sequence[Any], earlier: Sequence[Any]) -> bool:
+    return len(later) == len(earlier) and all(map(same, later, earlier))
+
+
+def _reasoning(message: Message) -> str:
+    parts = message.content if isinstance(message.content, tuple) else ()
+    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+    return (message.reasoning_content or "") + "".join(thoughts)
+
+
+def _content_parts(message: Message) -> list[Part]:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return [TextPart(content)] if content else []
+    return [
+        part
+        for part in content
+        if not isinstance(part, ThinkingPart) and not (isinstance(part, TextPart) and not part.text)
+    ]
+
+
+def _same_call(later: ToolCall, earlier: ToolCall) -> bool:
+    same_id = not later.id or not earlier.id or later.id == earlier.id
+    return same_id and later.name == earlier.name and _same_json(later.arguments, earlier.arguments)
+
+
+def _same_json(later: Any, earlier: Any) -> bool:
+    if isinstance(later, bool) or isinstance(earlier, bool):
+        return later is earlier  # to Python, true is 1 and false is 0
+    if isinstance(later, dict) and isinstance(earlier, dict):
+        return later.keys() == earlier.keys() and all(_same_json(later[key], earlier[key]) for key in later)
+    if isinstance(later, list | tuple) and isinstance(earlier, list | tuple):
+        return _all_pairs(_same_json, later, earlier)
+    return bool(later == earlier)
+
+
+def _without_empty(extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in extra.items() if value not in (None, "", [], {})}
+
+
+def _same_part(later: Part, earlier: Part) -> bool:
+    if isinstance(later, ImagePart | VideoPart) and type(later) is type(earlier):
+        same_rate = getattr(later, "fps", None) == getattr(earlier, "fps", None)
+        return same_rate and _same_source(later.source, earlier.source)
+    return type(later) is type(earlier) and later == earlier
+
+
+def _same_source(later: Any, earlier: Any) -> bool:
+    """Whether two media sources are equal: arrays and images by their pixels, others by value."""
+    if later is earlier:
+        return True
+    if type(later) is not type(earlier):
+        return False
+    if isinstance(later, np.ndarray):
+        return later.dtype == earlier.dtype and np.array_equal(later, earlier)
+    if isinstance(later, list | tuple):
+        return _all_pairs(_same_source, later, earlier)
+    return bool(later == earlier)
