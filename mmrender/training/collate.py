@@ -15,10 +15,11 @@ import numpy.typing as npt
 from mmrender.errors import BatchError
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch, check_multiple
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import Fields, collate_fields, media_of, name_of
+from mmrender.training.fields import Fields, collate_fields, media_of
 from mmrender.training.positions import mrope_position_ids
 from mmrender.training.segments import Rows, Segment
 from mmrender.training.tensor_list import torch
+from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 
 
@@ -63,13 +64,11 @@ def collate(
     packed = rows is not None
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     _check_options(rows, len(samples), padding_side, multiple)
-    names = [name_of(sample, index) for index, sample in enumerate(samples)]
-    media = {index: media_of(samples[index], names[index]) for row in rows for index in row}
-    layout = _Layout.of(samples, names, rows, width=width, multiple=multiple, side=padding_side)
+    media = [[media_of(samples, index) for index in row] for row in rows]
+    layout = _Layout.of(samples, rows, width=width, multiple=multiple, side=padding_side)
     _check_samples(layout, family, pad_token_id)
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-    by_row = [[media[index] for index in row] for row in rows]
-    fields = collate_fields(by_row, family, dtype=dtype, pin_memory=pin, executor=executor)
+    fields = collate_fields(media, family, dtype=dtype, pin_memory=pin, executor=executor)
     like = layout.places[0][2] if layout.places else next(iter(samples), None)
     arrays = _arrays(layout, pad_token_id, like)
     arrays["positions"] = _positions(arrays["token_types"], layout.segments, fields, family)
@@ -108,7 +107,6 @@ class _Layout:
     def of(
         cls,
         samples: Sequence[TrainingSample],
-        names: Sequence[str],
         rows: Sequence[Sequence[int]],
         *,
         width: int | None,
@@ -133,7 +131,8 @@ class _Layout:
             own: list[Segment] = []
             for index in members:
                 sample = samples[index]
-                own.append(Segment(start, len(sample), names[index], sample.weight_versions, sample.extra))
+                name = sample.sample_id or f"samples[{index}]"
+                own.append(Segment(start, len(sample), name, sample.weight_versions, sample.extra))
                 places.append((row, own[-1], sample))
                 start = own[-1].stop
             segments.append(tuple(own))
@@ -202,7 +201,8 @@ def _check_samples(layout: _Layout, family: ModelFamily, pad_token_id: int) -> N
                     expected=f"{'some' if wanted else 'none'}, as {first_segment.sample_id} has",
                     got="some" if given else "none",
                 )
-        _check_experts(sample, name, first, first_segment.sample_id)
+        if sample.routed_experts is not None and first.routed_experts is not None:
+            _check_experts(sample.routed_experts, first.routed_experts, len(sample), name)
 
 
 def _check_feature_tokens(sample: TrainingSample, name: str, family: ModelFamily) -> None:
@@ -238,11 +238,7 @@ def _check_feature_tokens(sample: TrainingSample, name: str, family: ModelFamily
         )
 
 
-def _check_experts(sample: TrainingSample, name: str, first: TrainingSample, first_name: str) -> None:
-    experts = sample.routed_experts
-    if experts is None or first.routed_experts is None:
-        return
-    length = len(sample)
+def _check_experts(experts: RoutedExperts, first: RoutedExperts, length: int, name: str) -> None:
     if experts.start != 0 or experts.stop not in (length - 1, length):
         raise BatchError(
             "router choices do not cover the tokens",
@@ -250,12 +246,12 @@ def _check_experts(sample: TrainingSample, name: str, first: TrainingSample, fir
             expected=f"rows for the tokens 0 to {length - 2} or {length - 1}",
             got=f"{experts.start} to {experts.stop - 1}",
         )
-    if experts.data.shape[1:] != first.routed_experts.data.shape[1:]:
+    if experts.shape[1:] != first.shape[1:]:
         raise BatchError(
             "router choices are of different models",
             where=f"{name}.routed_experts",
-            expected=f"(layers, top_k) = {first.routed_experts.data.shape[1:]}, as {first_name} has",
-            got=str(experts.data.shape[1:]),
+            expected=f"(layers, top_k) = {first.shape[1:]}, as the first sample has",
+            got=str(experts.shape[1:]),
         )
 
 

@@ -45,19 +45,15 @@ class ExpandOptions(TypedDict, total=False):
     executor: Executor | None
 
 
-def name_of(sample: TrainingSample, index: int) -> str:
-    """Return the name of a sample in errors: its `sample_id`, else its place."""
-    return sample.sample_id or f"samples[{index}]"
-
-
-def media_of(sample: TrainingSample, name: str) -> list[tuple[str, MediaSpan]]:
-    """Return a sample's media with their paths for errors, in prompt order.
+def media_of(samples: Sequence[TrainingSample], index: int) -> list[tuple[str, MediaSpan]]:
+    """Return the media of one of the samples with their paths for errors, in prompt order.
 
     Raises:
         PlaceholderError: The sidecar does not fit the tokens.
     """
+    name = samples[index].sample_id or f"samples[{index}]"
     try:
-        return [(f"{name}.{span.where}", span) for span in sample.media_spans]
+        return [(f"{name}.{span.where}", span) for span in samples[index].media_spans]
     except PlaceholderError as error:
         error.where = f"{name}.{error.where}"
         raise
@@ -76,16 +72,12 @@ class _Keyword:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One tensor of one item: rows `[start, start + shape[0])` in the buffer of its keyword."""
+    """One tensor of one item: which rows of the buffer of its keyword it takes, with the item's own form."""
 
     name: str
-    start: int
+    rows: slice
     shape: tuple[int, ...]
     spec: TensorSpec
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.shape[0])
 
 
 def collate_fields(
@@ -120,10 +112,15 @@ def collate_fields(
     copies: list[tuple[_Slot, _Slot]] = []
     for row, samples in enumerate(rows):
         for where, span in (entry for sample in samples for entry in sample):
-            specs = _specs(span.item, name_of_dtype, where)
+            if isinstance(span.item, ReferenceItem):
+                raise BatchError(
+                    "an item is by reference only",
+                    where=where,
+                    remedy="Process it again with resolve_references",
+                )
             slots = [
                 _slot(keywords, name, spec, rule=family.rule(name), row=row, rows=len(rows), where=where)
-                for name, spec in specs.items()
+                for name, spec in tensor_specs(span.item, name_of_dtype).items()
                 if family.rule(name).layout != "counts"
             ]
             first = known.setdefault((span.item.identity, type(span.item)), slots)
@@ -157,14 +154,6 @@ def collate_fields(
     return {name: values.to(device, non_blocking=pin) for name, values in lists.items()}
 
 
-def _specs(item: MediaItem, dtype: TensorDtype, where: str) -> Mapping[str, TensorSpec]:
-    if isinstance(item, ReferenceItem):
-        raise BatchError(
-            "an item is by reference only", where=where, remedy="Process it again with resolve_references"
-        )
-    return tensor_specs(item, dtype)
-
-
 def _slot(
     keywords: dict[str, _Keyword],
     name: str,
@@ -195,10 +184,9 @@ def _slot(
             remedy="Put samples of different kinds into different batches",
         )
     keyword.trailing = tuple(map(max, keyword.trailing, shape[1:]))
-    slot = _Slot(name, keyword.total, shape, spec)
+    start, keyword.total = keyword.total, keyword.total + shape[0]
     keyword.lengths[row] += shape[0]
-    keyword.total += shape[0]
-    return slot
+    return _Slot(name, slice(start, keyword.total), shape, spec)
 
 
 def _allocated(keyword: _Keyword, dtype: Any, pinned: bool) -> Any:

@@ -16,7 +16,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.base import MediaProcessor
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import ExpandOptions, collate_fields, media_of, name_of
+from mmrender.training.fields import ExpandOptions, collate_fields, media_of
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
 
@@ -46,8 +46,7 @@ def collate_mm_kwargs(
         PlaceholderError: Placeholders and items of a sample do not match.
     """
     rows = [[index] for index in range(len(samples))] if rows is None else rows
-    media = [media_of(sample, name_of(sample, index)) for index, sample in enumerate(samples)]
-    by_row = [[media[index] for index in row] for row in rows]
+    by_row = [[media_of(samples, index) for index in row] for row in rows]
     fields = collate_fields(by_row, family, **options)
     return family.model_kwargs(fields)
 
@@ -205,7 +204,8 @@ def resolve_references(
                 key = (item.identity, count)
                 if key not in known:
                     known[key] = item.resolve(processor, policy, company=count)
-                where = f"{name_of(sample, number)}.mm_items[{modality!r}][{index}]"
+                name = sample.sample_id or f"samples[{number}]"
+                where = f"{name}.mm_items[{modality!r}][{index}]"
                 _check_length(item, known[key], sidecar.mm_placeholders[modality][index], where)
                 items[index] = known[key]
         whole = MultiModalData(sidecar.mm_hashes, sidecar.mm_placeholders, found)

@@ -9,7 +9,7 @@ images that touch stay two, and a grid too many or too few is an error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +39,6 @@ class MRope:
     tokens_per_second: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Feature tokens of one modality, one run for each grid.
-
-    Attributes:
-        starts: First token of each run, `(n,)`.
-        grids: Merged grids `(t, h, w)`, `(n, 3)`.
-        intervals: Positions between time steps, float32 `(n,)`.
-    """
-
-    starts: IntArray
-    grids: IntArray
-    intervals: npt.NDArray[np.float32]
-
-    @property
-    def sizes(self) -> IntArray:
-        return np.asarray(self.grids.prod(1), np.int64)
-
-
 def mrope_position_ids(
     token_types: npt.ArrayLike,
     rope: MRope,
@@ -85,41 +66,66 @@ def mrope_position_ids(
     types = np.asarray(token_types)
     rows, width = types.shape
     segments = [[(0, width)]] * rows if segments is None else segments
-    spans = [(row * width + a, n) for row, own in enumerate(segments) for a, n in own if n]
+    spans = [(row * width + start, n) for row, own in enumerate(segments) for start, n in own if n]
     owner = np.full(rows * width, -1, np.int64)  # the segment that each token belongs to
     for number, (start, length) in enumerate(spans):
         owner[start : start + length] = number
     inside = owner >= 0
     flat = np.where(inside, types.reshape(-1), 0)
     advance = (inside & (flat == 0)).astype(np.int64)
-    found = []
-    for modality, grids in (("image", image_grid_thw), ("video", video_grid_thw)):
-        merged, intervals = _merged(modality, grids, second_per_grid_ts, rope)
-        tokens = np.flatnonzero(flat == TOKEN_TYPES[modality])
-        _check_count(modality, tokens, merged, width)
-        ends = np.cumsum(merged.prod(1))
-        starts, lasts = tokens[ends - merged.prod(1)], tokens[ends - 1]
-        _check_whole(modality, (starts, lasts, owner), merged, width)
-        runs = _Runs(starts, merged, intervals)
-        advance[runs.starts + runs.sizes - 1] = runs.grids[:, 1:].max(1, initial=0)
-        found.append(runs)
+    runs = [
+        _runs("image", image_grid_thw, None, rope, flat=flat, owner=owner, width=width),
+        _runs("video", video_grid_thw, second_per_grid_ts, rope, flat=flat, owner=owner, width=width),
+    ]
+    for starts, grids, _ in runs:
+        advance[starts + grids.prod(1) - 1] = grids[:, 1:].max(1, initial=0)
     before = np.cumsum(advance) - advance
     firsts = np.array([start for start, _ in spans], np.int64)
     base = before - np.append(before[np.minimum(firsts, flat.size - 1)], 0)[owner]
     out = np.where(inside, base, 0)[None].repeat(3, axis=0)
-    for runs in found:
-        _add_places(out, runs)
+    for starts, grids, intervals in runs:
+        # Each feature token's place in its grid is added to the position where its run starts.
+        sizes = grids.prod(1)
+        local = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        _, height, width_ = (np.repeat(side, sizes) for side in grids.T)
+        time = local // (height * width_)
+        tokens = local + np.repeat(starts, sizes)
+        # torch multiplies an integer range by a float in float32, and cuts towards zero.
+        out[0, tokens] += (time.astype(np.float32) * np.repeat(intervals, sizes)).astype(np.int64)
+        out[1, tokens] += local // width_ % height
+        out[2, tokens] += local % width_
     return out.reshape(3, rows, width)
 
 
-def _merged(modality: str, grids: Any, seconds: Any, rope: MRope) -> tuple[IntArray, npt.NDArray[np.float32]]:
-    """Return the grids in tokens, and the positions between their time steps."""
-    array = np.asarray(np.zeros((0, 3)) if grids is None else grids, np.int64)
-    intervals = np.ones(len(array), np.float32)
-    if modality == "video" and rope.tokens_per_second is not None:
-        each = np.ones(len(array), np.float32) if seconds is None else np.asarray(seconds, np.float32)
-        intervals = np.float32(rope.tokens_per_second) * each
-    merged = array // np.array([1, rope.merge, rope.merge])
+class _Runs(NamedTuple):
+    """Feature tokens of one modality, one run for each grid.
+
+    Attributes:
+        starts: First token of each run, `(n,)`.
+        grids: Merged grids `(t, h, w)`, `(n, 3)`.
+        intervals: Positions between time steps, float32 `(n,)`.
+    """
+
+    starts: IntArray
+    grids: IntArray
+    intervals: npt.NDArray[np.float32]
+
+
+def _runs(
+    modality: str, grid_thw: Any, seconds: Any, rope: MRope, *, flat: IntArray, owner: IntArray, width: int
+) -> _Runs:
+    """Find the run of tokens of each grid.
+
+    Args:
+        modality: `"image"` or `"video"`.
+        grid_thw: Grids in patches, or None.
+        seconds: Seconds a time step of each grid lasts, or None.
+        rope: How the family numbers tokens.
+        flat: Token types of all rows, one after another.
+        owner: The segment that each token belongs to.
+        width: Tokens of a row, for errors.
+    """
+    array = np.asarray(np.zeros((0, 3)) if grid_thw is None else grid_thw, np.int64)
     bad = np.flatnonzero((array[:, 1:] % rope.merge).any(1) | (array < 1).any(1))
     if len(bad):
         raise BatchError(
@@ -128,40 +134,35 @@ def _merged(modality: str, grids: Any, seconds: Any, rope: MRope) -> tuple[IntAr
             expected=f"(t, h, w) of 1 or more, height and width divisible by {rope.merge}",
             got=str(array[bad[0]].tolist()),
         )
+    grids = array // np.array([1, rope.merge, rope.merge])
+    intervals = np.ones(len(grids), np.float32)
+    if modality == "video" and rope.tokens_per_second is not None:
+        lasting = intervals if seconds is None else np.asarray(seconds, np.float32)
+        intervals = np.float32(rope.tokens_per_second) * lasting
     if modality == "video" and rope.frames_apart:
-        steps = merged[:, 0]
-        merged, intervals = merged.repeat(steps, axis=0), intervals.repeat(steps)
-        merged[:, 0] = 1
-    return merged, intervals
-
-
-def _check_count(modality: str, tokens: IntArray, merged: IntArray, width: int) -> None:
-    """Check that grids and feature tokens are equally many."""
-    covered = int(merged.prod(1).sum())
+        steps = grids[:, 0]
+        grids, intervals = grids.repeat(steps, axis=0), intervals.repeat(steps)
+        grids[:, 0] = 1
+    sizes = grids.prod(1)
+    ends = np.cumsum(sizes)
+    covered = int(sizes.sum())
+    tokens = np.flatnonzero(flat == TOKEN_TYPES[modality])
     if covered < len(tokens):
         place = int(tokens[covered])
         raise BatchError(
             f"{modality} tokens without a grid",
             where=f"row {place // width}, token {place % width}",
             expected=f"{modality}_grid_thw for all {len(tokens)} {modality} tokens",
-            got=f"{len(merged)} grids for {covered}",
+            got=f"{len(grids)} grids for {covered}",
         )
     if covered > len(tokens):
-        ends = np.cumsum(merged.prod(1))
         raise BatchError(
             f"a grid without {modality} tokens",
             where=f"{modality}_grid_thw, run {int(np.searchsorted(ends, len(tokens), 'right'))}",
             expected=f"grids for {len(tokens)} {modality} tokens",
-            got=f"{len(merged)} grids for {covered}",
+            got=f"{len(grids)} grids for {covered}",
         )
-
-
-def _check_whole(
-    modality: str, bounds: tuple[IntArray, IntArray, IntArray], merged: IntArray, width: int
-) -> None:
-    """Check that the tokens of each grid are one run within one segment."""
-    starts, lasts, owner = bounds
-    sizes = merged.prod(1)
+    starts, lasts = tokens[ends - sizes], tokens[ends - 1]
     broken = np.flatnonzero((lasts - starts + 1 != sizes) | (owner[starts] != owner[lasts]))
     if len(broken):
         run, place = int(broken[0]), int(starts[broken[0]])
@@ -171,17 +172,4 @@ def _check_whole(
             expected=f"{int(sizes[run])} {modality} tokens in a row",
             got=f"the last of them at row {int(lasts[run]) // width}, token {int(lasts[run]) % width}",
         )
-
-
-def _add_places(out: IntArray, runs: _Runs) -> None:
-    """Add each feature token's place in its grid to the position where its run starts."""
-    sizes = runs.sizes
-    local = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    _, height, width = (np.repeat(side, sizes) for side in runs.grids.T)
-    time = local // (height * width)
-    # torch multiplies an integer range by a float in float32, and cuts towards zero.
-    spaced = (time.astype(np.float32) * np.repeat(runs.intervals, sizes)).astype(np.int64)
-    tokens = local + np.repeat(runs.starts, sizes)
-    out[0, tokens] += spaced
-    out[1, tokens] += local // width % height
-    out[2, tokens] += local % width
+    return _Runs(starts, grids, intervals)

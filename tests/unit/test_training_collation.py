@@ -433,7 +433,7 @@ PAD_SAMPLED = changed(GOOD, token_ids=np.append(GOOD.token_ids[:-1], np.int32(IM
                 replace(sample(name="b"), routed_experts=RoutedExperts(np.zeros((3, 1, 4), np.uint8))),
             ),
             "b.routed_experts: router choices are of different models - "
-            "expected (layers, top_k) = (1, 2), as a has, got (1, 4)",
+            "expected (layers, top_k) = (1, 2), as the first sample has, got (1, 4)",
         ),
         (
             lambda: batch_of(GOOD, width=11),
