@@ -38,12 +38,12 @@ import msgspec  # noqa: E402
 from client_contenders import Load, OpenAI, Ours, Peer  # noqa: E402
 from client_stub import generate_answer  # noqa: E402
 from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
+from mmrender.client.encoding import encode  # noqa: E402
 from render_cases import make_image  # noqa: E402
 
 from mmrender import Renderer, generate  # noqa: E402
-from mmrender.client.encoding import encode  # noqa: E402
-from mmrender.client.generation import Generation  # noqa: E402
 from mmrender.client.transport import Reply  # noqa: E402
+from mmrender.client.types import Generation  # noqa: E402
 from mmrender.client.vllm import VLLMBackend  # noqa: E402
 from mmrender.errors import EngineStatusError  # noqa: E402
 from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402

@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from measure import machine, table  # noqa: E402
 
-from mmrender.client.backend import EngineResponse, Usage  # noqa: E402
+from mmrender.client.types import EngineResponse, Usage  # noqa: E402
 from mmrender.engines.client import InferenceEngineClient  # noqa: E402
 from mmrender.engines.policy import ClientPolicy  # noqa: E402
 from mmrender.engines.ring import HashRing, session_text  # noqa: E402

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from mmrender import Renderer, generate
-from mmrender.client.backend import EngineRequest, EngineResponse
-from mmrender.client.checks import check_prompt
 from mmrender.client.encoding import PlainText
+
+from mmrender import Renderer, generate
 from mmrender.client.http import HTTPTransport
+from mmrender.client.placeholders import check_prompt
 from mmrender.client.transport import Transport
-from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_call import GenerateCall
+from mmrender.client.types import EngineRequest, EngineResponse
+from mmrender.client.vllm import GenerateCall, VLLMBackend
 from mmrender.spans import MultiModalData
 
 Call = Callable[[], Awaitable[Any]]

@@ -12,7 +12,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
-    from mmrender.client.backends import BackendName
+    from mmrender.client.generation import BackendName
     from mmrender.tokens.rendered import RenderedTokens
 
 try:
@@ -197,7 +197,7 @@ def serve(
 
 
 def _engine(name: str) -> "BackendName":
-    from mmrender.client.backends import resolve_backend
+    from mmrender.client.generation import resolve_backend
 
     resolve_backend(cast("BackendName", name), None, "")  # refuses a name that there is not
     return cast("BackendName", name)

@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.client.backend import EngineRequest, EngineResponse
-from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.client.types import EngineRequest, EngineResponse
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
 

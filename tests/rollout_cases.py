@@ -6,8 +6,8 @@ from typing import Any
 
 from PIL import Image
 
-from mmrender.client.backend import EngineResponse, Usage
 from mmrender.client.local import NoTransport
+from mmrender.client.types import EngineResponse, Usage
 from mmrender.errors import EngineConnectionError, PromptTooLongError
 from mmrender.rollout.environment import Observation
 
@@ -61,7 +61,7 @@ class ScriptedBackend:
     def transport(self):
         return NoTransport()
 
-    async def generate(self, request, transport):
+    async def generate(self, request, transport, *, on_tokens=None):
         self.requests.append(request)
         self.busy += 1
         self.busiest = max(self.busiest, self.busy)

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from mmrender.client.encoding import encode
 from PIL import Image
 
-from mmrender.client.backend import EngineRequest
-from mmrender.client.collapse import collapse
-from mmrender.client.encoding import encode
+from mmrender.client.placeholders import collapse
+from mmrender.client.types import EngineRequest
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
 

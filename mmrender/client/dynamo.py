@@ -2,27 +2,62 @@
 
 The chat route takes a prompt of tokens beside a placeholder message, in the extension `nvext`. It takes no
 tensors, so a prompt with images goes by `/inference/v1/generate`, which a frontend passes on to vLLM workers
-as it is. Verified with Dynamo 1.6.1.
+unchanged. Verified with Dynamo 1.6.1.
+
+Tokens and logprobs of a chat reply come by several channels, some of which a worker or a frontend may omit:
+
+1. `nvext.engine_data`: what the worker gathered. It comes with the worker's last chunk, and so not at all
+   where the frontend itself ended the completion, at a stop string.
+2. `nvext.completion_token_ids`: what passed through the frontend.
+3. `choices[0].logprobs.content`: a logprob for each token, and since 1.6 the token's id.
+
+Tokens are taken from the first that has them, logprobs from `engine_data` if the tokens are, and otherwise
+from `content`, where each must name the token that it belongs to. Present but empty is an answer.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.backend import EngineRequest, EngineResponse
-from mmrender.client.checks import check_prompt, check_sidecar
-from mmrender.client.dynamo_images import generate_with_images
-from mmrender.client.dynamo_reply import read_reply
-from mmrender.client.dynamo_request import chat_body, check_size
-from mmrender.client.large_text import decode_reply
-from mmrender.client.off_loop import read_off_loop
+from mmrender.client.placeholders import Ids, check_placeholders, check_prompt, check_prompt_seen
+from mmrender.client.reply import (
+    LogprobEntry,
+    ReportedExperts,
+    ReportedUsage,
+    alternatives,
+    check_completion,
+    check_count,
+    check_named,
+    check_prompt_count,
+    convert,
+    decode_json,
+    experts_from_mapping,
+    read_reply,
+)
+from mmrender.client.sampling import spell
+from mmrender.client.server_facts import model_cards
 from mmrender.client.transport import Transport
-from mmrender.client.vllm_features import PixelDtype
-from mmrender.errors import EngineReplyError, EngineStatusError, PromptTooLongError
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
+from mmrender.client.vllm import GENERATE_PATH, GenerateCall, with_extra_body
+from mmrender.client.vllm_features import PixelDtype, WireForm, features_of, layout_for
+from mmrender.errors import (
+    EngineReplyError,
+    EngineStatusError,
+    EngineUnsupportedError,
+    InputError,
+    PromptTooLongError,
+)
+from mmrender.media.item import tensor_specs
+from mmrender.spans import MediaSpan
+from mmrender.trajectory.engine_data import RoutedExperts
 
 CHAT_PATH: Final = "/v1/chat/completions"
+EXTRA_FIELDS: Final = ("completion_token_ids", "prompt_token_ids", "engine_data")
+_BYTES_PER_ID: Final = 8
+"""An id of up to six digits, its comma and a margin for the rest of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +65,8 @@ class DynamoBackend:
     """A Dynamo frontend.
 
     It erases what a worker says of an error, so an overflow is recognised only before sending. A call that is
-    cancelled closes its connection, which stops the worker.
+    cancelled closes its connection, which stops the worker. It says `stop` also of an aborted completion, so
+    an end is told from an abort by the last token.
 
     Attributes:
         nvext: Members of the request's `nvext`, such as `{"annotations": ["llm_metrics"]}`. `extra_fields`
@@ -38,12 +74,14 @@ class DynamoBackend:
         pixels: Which pixels the vLLM workers take: `"uint8"` where they normalise, as vLLM does by default
             since 0.28 or 0.32, `"float32"` where they run with `--no-mm-device-do-normalize`. A frontend
             renders nothing, so this cannot be asked for.
+        eos_token_ids: Tokens on which the model ends a completion, for requests that do not name them.
         max_body_bytes: The largest body; the frontend's `DYN_HTTP_BODY_LIMIT_MB`.
         max_image_bytes: The largest body with images, which the frontend passes on in one message.
     """
 
     nvext: Mapping[str, Any] = field(default_factory=dict)
     pixels: PixelDtype | None = None
+    eos_token_ids: tuple[int, ...] | None = None
     max_body_bytes: int = 45 << 20
     max_image_bytes: int = 32 << 20
 
@@ -52,51 +90,308 @@ class DynamoBackend:
         """`dynamo`."""
         return "dynamo"
 
-    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
-        """Sample one completion.
+    async def generate(
+        self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
+    ) -> EngineResponse:
+        """Sample one completion; `on_tokens` is called once, at the end.
 
         Raises:
             InputError: The prompt or the backend's own `nvext` cannot be used.
             SamplingParameterError: Dynamo does not know a parameter.
             PlaceholderError: Tokens, ranges and items do not fit together.
-            EngineUnsupportedError: The request is too large, or the frontend cannot take images.
+            EngineUnsupportedError: The request is too large, the frontend cannot take images, or it is not
+                known on which tokens a completion ends.
             EngineMismatchError: The worker had another prompt than the renderer's.
-            EngineError: The server could not be reached, refused, or gave an answer that cannot be used.
+            EngineError: The server could not be reached, refused, or gave an unusable answer.
         """
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        placed = check_sidecar(
-            ids, request.multi_modal_data, token_ids=request.media_token_ids, takes_sparse=False
-        )
+        spans = check_placeholders(ids, request, takes_sparse=False)
         try:
-            if placed:
-                return await generate_with_images(
-                    request, transport, ids, placed, pixels=self.pixels, max_bytes=self.max_image_bytes
-                )
-            body = chat_body(request, self.nvext)
-            check_size(body, self.max_body_bytes, where=CHAT_PATH)
-            reply = await transport.request("POST", CHAT_PATH, json=body, headers=request.extra_headers)
+            if spans:
+                response = await self._with_images(request, transport, ids, spans)
+            else:
+                ends = self._ends(request)
+                body = with_extra_body(chat_body(request, self.nvext), request)
+                _check_size(len(ids) * _BYTES_PER_ID, self.max_body_bytes, where=CHAT_PATH)
+                reply = await transport.request("POST", CHAT_PATH, json=body, headers=request.extra_headers)
+                response = await read_reply(reply.body, lambda body: parse_reply(body, request, ends))
         except EngineStatusError as error:
             if error.status == 400 and error.remedy is None:
-                error.remedy = "A frontend keeps back what the worker said; the worker's log has it"
+                error.remedy = "A frontend withholds the worker's message; the worker's log has it"
             raise
-        return await read_off_loop(reply.body, lambda: read_reply(decode_reply(reply.body), request))
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         """Return one token less than the model's `context_window`.
 
         Raises:
-            EngineError: The server could not be asked.
+            EngineError: The server could not be asked, or its answer is malformed.
         """
-        reply = await transport.request("GET", "/v1/models")
-        try:
-            models = msgspec.json.decode(reply.body)["data"]
-            window = next((entry.get("context_window") for entry in models if entry["id"] == model), None)
-        except (msgspec.DecodeError, AttributeError, KeyError, TypeError) as error:
-            raise EngineReplyError(
-                "the server's list of models is not to be understood", where="GET /v1/models", got=repr(error)
-            ) from error
-        return window - 1 if isinstance(window, int) else None
+        card = (await model_cards(transport)).get(model)
+        window = None if card is None else card.context_window
+        return window and window - 1
 
     def is_overflow_error(self, exc: BaseException) -> bool:
         """Whether the prompt was found too long before it was sent; no reply says so."""
         return isinstance(exc, PromptTooLongError)
+
+    def _ends(self, request: EngineRequest) -> frozenset[int]:
+        """Return the tokens that can end a completion."""
+        named = request.sampling_params.get("stop_token_ids") or ()
+        if request.sampling_params.get("ignore_eos"):
+            return frozenset(named)
+        eos_ids = self.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
+        if eos_ids is None:
+            raise EngineUnsupportedError(
+                "a Dynamo frontend says `stop` of aborted completions too, and it is not known which tokens end one",
+                where="eos_token_ids",
+                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)",
+            )
+        return frozenset((*eos_ids, *named))
+
+    async def _with_images(
+        self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
+    ) -> EngineResponse:
+        """Send tensors by vLLM's generate route, which the frontend passes on to its vLLM workers."""
+        if self.pixels is None:
+            raise EngineUnsupportedError(
+                "a Dynamo frontend renders nothing, so it is not known which pixels its workers take",
+                where="images",
+                remedy="Say it with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers that run with "
+                "--no-mm-device-do-normalize",
+            )
+        forms = {
+            span.item.identity: WireForm(layout_for(tensor_specs(span.item), span.modality), self.pixels)
+            for span in spans
+        }
+        features = await asyncio.to_thread(features_of, spans, forms)
+        texts = [text for texts in features["kwargs_data"].values() for text in texts]
+        size = len(ids) * _BYTES_PER_ID + sum(len(memoryview(text)) for text in texts)
+        _check_size(size, self.max_image_bytes, where=GENERATE_PATH)
+        # The frontend has no route that aborts; closing the connection does.
+        call = GenerateCall(request, transport, ids, aborts=False)
+        try:
+            return await call.send({"features": features})
+        except EngineUnsupportedError as error:
+            if not isinstance(error.__cause__, EngineStatusError):
+                raise
+            raise EngineUnsupportedError(
+                "the Dynamo frontend does not take images for this model",
+                where=error.where,
+                got=str(error.__cause__),
+                remedy="Start the frontend with DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1, and vLLM workers, "
+                "which advertise the route; GET /v1/models lists the models that are served at all",
+            ) from error
+
+
+def _check_size(size: int, most: int, *, where: str) -> None:
+    """Refuse a body that the frontend or its worker would refuse, or break the connection over."""
+    if size > most:
+        raise EngineUnsupportedError(
+            "the request is larger than the Dynamo frontend takes",
+            where=where,
+            expected=f"at most {most:,} bytes",
+            got=f"about {size:,}",
+            remedy="Send fewer or smaller images, or raise the limit at the frontend and in DynamoBackend",
+        )
+
+
+def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat request whose prompt is `nvext.token_data`.
+
+    Args:
+        request: The prompt, without images.
+        nvext: The caller's own members of `nvext`.
+
+    Raises:
+        SamplingParameterError: Dynamo does not know a parameter, or `max_tokens` is missing.
+        InputError: The caller's `nvext` names the prompt.
+    """
+    missing = "how long a completion may be is then the worker's choice"
+    spelled = spell(request.sampling_params, "dynamo", without_max_tokens=missing)
+    if "token_data" in nvext:
+        raise InputError(
+            "the prompt is the request's own",
+            where="nvext.token_data",
+            expected="nothing",
+            remedy="Pass it to generate as prompt_ids",
+        )
+    wanted = [*EXTRA_FIELDS, *(["routed_experts"] if request.routed_experts else [])]
+    merged: dict[str, Any] = {
+        **nvext,
+        "token_data": list(request.prompt_ids),
+        "extra_fields": list(dict.fromkeys([*nvext.get("extra_fields", ()), *wanted])),
+    }
+    if request.cache_salt is not None:
+        merged["cache_salt"] = request.cache_salt
+    if request.priority is not None:
+        # Dynamo serves high values first, and turns the sign for engines that do not.
+        merged["agent_hints"] = {**nvext.get("agent_hints", {}), "priority": -request.priority}
+    return {
+        "model": request.model,
+        # Ignored where there is `token_data`, but a request without messages is refused.
+        "messages": [{"role": "user", "content": ""}],
+        "stream": False,
+        "logprobs": True,
+        **spelled.sampling,
+        "nvext": merged,
+    }
+
+
+# --- replies ---
+
+
+class _EngineData(msgspec.Struct):
+    completion_token_ids: list[int] | None = None
+    completion_logprobs: list[float | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: ReportedExperts | None = None
+    finished: bool | None = None
+
+
+class _Nvext(msgspec.Struct):
+    engine_data: _EngineData | None = None
+    completion_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: ReportedExperts | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[LogprobEntry] | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    id: str | None = None
+    nvext: _Nvext | None = None
+    usage: ReportedUsage | None = None
+
+
+_REASONS: Final[Mapping[str, FinishReason]] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "stop",  # the frontend's own parser found a call
+    "abort": "abort",
+}
+_CONTENT: Final = "choices[0].logprobs.content"
+_LARGE: Final = ("engine_data", "routed_experts", "completion_token_ids", "prompt_token_ids", "token_data")
+
+
+def parse_reply(body: bytes, request: EngineRequest, ends: frozenset[int]) -> EngineResponse:
+    """Parse a chat reply of status 200.
+
+    Args:
+        body: The reply.
+        request: What was asked.
+        ends: Tokens that can end a completion.
+
+    Raises:
+        EngineMismatchError: The worker had another prompt than the renderer's.
+        EngineUnsupportedError: The worker gives no router choices, though they were asked for.
+        EngineReplyError: It is malformed: no tokens, or not one logprob for each.
+    """
+    decoded = decode_json(body, where="reply")
+    reply = convert(decoded, _Reply, where="reply")
+    if len(reply.choices) != 1:
+        raise EngineReplyError(
+            "the reply is not one completion", where="choices", got=str(len(reply.choices))
+        )
+    choice, nvext = reply.choices[0], reply.nvext or _Nvext()
+    data = nvext.engine_data or _EngineData()
+    _check_prompt(reply, nvext, data, request)
+    if data.finished is False:
+        raise EngineReplyError(
+            "the worker failed during the request", where="nvext.engine_data.finished", got="false"
+        )
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    ids, logprobs = check_completion(*_completion(data, nvext, content), request, where="completion")
+    top = None
+    if request.sampling_params.get("logprobs"):
+        check_count(content, len(ids), what="alternatives", where=_CONTENT)
+        top = alternatives(content or [], where=_CONTENT)
+    return EngineResponse(
+        completion_ids=ids,
+        logprobs=logprobs,
+        finish_reason=_finish_reason(choice.finish_reason, ids, request, ends),
+        usage=Usage(len(request.prompt_ids), len(ids), reply.usage.cached_tokens if reply.usage else None),
+        routed_experts=_experts(nvext, data, request) if request.routed_experts else None,
+        request_id=reply.id,
+        top_logprobs=top,
+        raw={
+            **decoded,
+            "choices": [{key: value for key, value in decoded["choices"][0].items() if key != "logprobs"}],
+            "nvext": {key: value for key, value in (decoded.get("nvext") or {}).items() if key not in _LARGE},
+        },
+    )
+
+
+def _finish_reason(
+    reported: str | None, ids: Sequence[int], request: EngineRequest, ends: frozenset[int]
+) -> FinishReason:
+    """Return why sampling ended: a frontend says `stop` also of a completion that was aborted."""
+    reason = _REASONS.get(reported or "")
+    if reason is None:
+        raise EngineReplyError(
+            "the completion ended for an unknown reason",
+            where="choices[0].finish_reason",
+            expected=", ".join(_REASONS),
+            got=repr(reported),
+        )
+    ended = bool(ids) and ids[-1] in ends
+    # A stop string may end it at any token.
+    return "abort" if reason == "stop" and not ended and not request.sampling_params.get("stop") else reason
+
+
+def _completion(
+    data: _EngineData, nvext: _Nvext, content: list[LogprobEntry] | None
+) -> tuple[list[int], Sequence[float | None]]:
+    """Return tokens and logprobs, each from the first channel that has them, and never of different tokens."""
+    if data.completion_token_ids is not None and data.completion_logprobs is not None:
+        return data.completion_token_ids, data.completion_logprobs
+    ids = data.completion_token_ids
+    if ids is None:
+        ids = nvext.completion_token_ids
+    if ids is None and content is not None:
+        named = [entry.token_id for entry in content]
+        # Frontends before 1.6 give the text only.
+        ids = [token for token in named if token is not None] if None not in named else None
+    if ids is None:
+        raise EngineReplyError(
+            "the reply holds no token ids",
+            where="nvext",
+            expected="engine_data or completion_token_ids",
+            remedy="Retokenizing its text would train on other tokens; use a frontend that gives them",
+        )
+    entries = content or []
+    check_named(entries, ids, where=_CONTENT, required=False)
+    return ids, [entry.logprob for entry in entries]
+
+
+def _check_prompt(reply: _Reply, nvext: _Nvext, data: _EngineData, request: EngineRequest) -> None:
+    if data.prompt_token_ids is not None:
+        check_prompt_seen(data.prompt_token_ids, request, where="nvext.engine_data.prompt_token_ids")
+    elif nvext.prompt_token_ids is not None:
+        check_prompt_seen(nvext.prompt_token_ids, request, where="nvext.prompt_token_ids")
+    else:
+        check_prompt_count(reply.usage, request, where="usage.prompt_tokens")
+
+
+def _experts(nvext: _Nvext, data: _EngineData, request: EngineRequest) -> RoutedExperts:
+    reported = nvext.routed_experts or data.routed_experts
+    if reported is None:
+        raise EngineUnsupportedError(
+            "router choices were asked for, and the worker gives none",
+            where="nvext.routed_experts",
+            remedy="Start the workers with --enable-return-routed-experts, with a mixture-of-experts model",
+        )
+    experts = experts_from_mapping(reported, where="nvext.routed_experts")
+    start = request.routed_experts_prompt_start
+    # A worker may have left out the rows by itself.
+    return experts if start is None or experts.start >= start else experts.from_position(start)

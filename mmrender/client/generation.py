@@ -1,81 +1,297 @@
-"""`Generation`: one sampled turn, read and ready to be trained on or continued."""
+"""`generate`: render, check the length, call the engine, parse.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+Backends are named here too. What an engine takes, and what its reply must be, is the backend's.
+"""
 
-from mmrender.client.backend import EngineResponse, Usage
-from mmrender.messages import Message
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Final, Literal, TypeAlias, TypeGuard, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.client.placeholders import known_tokens
+from mmrender.client.sampling import complete_sampling
+from mmrender.client.server_facts import prompt_limit
+from mmrender.client.transport import Transport, as_transport
+from mmrender.client.types import (
+    EngineRequest,
+    Generation,
+    OnTokens,
+    Prompt,
+    RendererBackend,
+    finish_reason_of,
+)
+from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
+from mmrender.protocols import AsyncRenderer, TurnRenderer
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
-if TYPE_CHECKING:
-    from mmrender.parsing import ParsedResponse, ToolCallAttempt
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+BackendName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
+RouteName: TypeAlias = Literal["vllm_generate", "sglang_generate", "dynamo_chat"]
 
-TurnFinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
+_CLASSES: Final[dict[str, tuple[str, str]]] = {
+    "vllm": ("mmrender.client.vllm", "VLLMBackend"),
+    "sglang": ("mmrender.client.sglang", "SGLangBackend"),
+    "dynamo": ("mmrender.client.dynamo", "DynamoBackend"),
+    "local": ("mmrender.client.local", "LocalBackend"),
+}
+_ROUTES: Final[dict[str, str]] = {
+    "vllm_generate": "vllm",
+    "sglang_generate": "sglang",
+    "dynamo_chat": "dynamo",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What `generate` gives.
+async def generate(
+    *,
+    client: Any = None,
+    renderer: TurnRenderer,
+    messages: Sequence[Any] | None = None,
+    model: str,
+    backend: RendererBackend | BackendName | None = None,
+    transport: RouteName | None = None,
+    prompt_ids: TokenIds | None = None,
+    multi_modal_data: MultiModalData | None = None,
+    prompt_attribution: RenderedTokens | None = None,
+    tools: Sequence[Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    cache_salt: str | None = None,
+    priority: int | None = None,
+    extra_headers: Mapping[str, str] | None = None,
+    extra_body: Mapping[str, Any] | None = None,
+    max_prompt_len: int | None = None,
+    routed_experts: bool = False,
+    routed_experts_prompt_start: int | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    on_tokens: OnTokens | None = None,
+) -> Generation:
+    """Sample one assistant turn from an engine.
 
-    Attributes:
-        prompt_ids: The prompt, placeholders widened.
-        completion_ids: The sampled tokens, stop token included where the model sampled one.
-        logprobs: One finite number for each of `completion_ids`.
-        finish_reason: `tool_calls` where a well-formed call ended in a stop; else why sampling ended.
-        usage: Token counts.
-        parsed: The completion, read.
-        message: The assistant message, ready to be appended to the conversation.
-        multi_modal_data: The sidecar of the prompt.
-        prompt_attribution: What is known of each token of the prompt; None where only ids were given.
-        response: What the engine said.
+    A call that is cancelled is aborted on the engine.
+
+    Args:
+        client: Base URL of the server, a transport, or an object with `base_url` and `api_key` such as
+            `openai.AsyncOpenAI`. A `LocalBackend` needs none.
+        renderer: A renderer, which renders on the event loop, or a pool, which keeps the loop free.
+        messages: The conversation; ignored where a prompt is given.
+        model: Name under which the server knows the model; for `"local"` its directory.
+        backend: The engine: `"vllm"` (default), `"sglang"`, `"dynamo"`, `"local"`, or a backend object.
+        transport: The engine by its route: `"vllm_generate"`, `"sglang_generate"` or `"dynamo_chat"`.
+        prompt_ids: The prompt, placeholders widened, such as a bridge gives it.
+        multi_modal_data: Its sidecar.
+        prompt_attribution: Its `RenderedTokens`. If given alone, it replaces messages, `prompt_ids` and
+            `multi_modal_data`.
+        tools: Tools that the model is offered.
+        sampling_params: In vLLM's names, whatever the engine. Without `max_tokens` a completion may fill the
+            engine's context, or have `DEFAULT_MAX_TOKENS` where its length is unknown. The model's stop
+            tokens are added. The member `extra` is a mapping of parameters that are sent unchecked.
+        cache_salt: Separates the prefix caches of requests that must not share one.
+        priority: Lower is served first, where the engine schedules by priority.
+        extra_headers: HTTP headers of this call.
+        extra_body: Members of the request body that this version does not know; sent unchecked.
+        max_prompt_len: The longest prompt; by default the engine's limit, asked once for each server.
+        routed_experts: Ask for router choices.
+        routed_experts_prompt_start: Ask for them, without those of the prompt before this position.
+        template_arguments: Further template variables, such as `{"enable_thinking": False}`.
+        on_tokens: Called with tokens as they arrive; see `OnTokens`.
+
+    Raises:
+        PromptTooLongError: The prompt is too long: seen before sending, or said by the engine.
+        SamplingParameterError: The engine does not know a parameter, or not such a value.
+        PlaceholderError: Tokens, ranges and items do not fit together.
+        EngineError: The server could not be reached, refused, or gave an unusable answer.
+        InputError: Another argument cannot be used.
+        MMRenderError: The conversation cannot be rendered; see `Renderer.render`.
     """
+    engine = resolve_backend(backend, transport, model)
+    server = _server_of(client, engine)
+    arguments = dict(template_arguments or {})
+    if prompt_ids is None and prompt_attribution is None:
+        prompt = await rendered_prompt(renderer, messages, tools, arguments)
+    else:
+        prompt = given_prompt(renderer, prompt_ids, multi_modal_data, prompt_attribution)
+    limit, room = max_prompt_len, None
+    if limit is None and (limit := await prompt_limit(engine, model, server)) is not None:
+        # The context holds prompt and completion, and a prompt leaves room for one token at least.
+        room = limit + 1 - len(prompt.ids)
+    if limit is not None and len(prompt.ids) > limit:
+        raise PromptTooLongError(len(prompt.ids), limit, where="prompt")
+    known = known_tokens(renderer, prompt.data)
+    request = EngineRequest(
+        model=model,
+        prompt_ids=prompt.ids,
+        sampling_params=complete_sampling(
+            sampling_params or {}, room=room, stop_token_ids=known["eos_token_ids"] or ()
+        ),
+        request_id=uuid.uuid4().hex,
+        multi_modal_data=prompt.data,
+        cache_salt=cache_salt,
+        priority=priority,
+        extra_headers=dict(extra_headers or {}),
+        extra_body=dict(extra_body or {}),
+        routed_experts=routed_experts or routed_experts_prompt_start is not None,
+        routed_experts_prompt_start=routed_experts_prompt_start,
+        **known,
+    )
+    try:
+        response = await engine.generate(request, server, on_tokens=on_tokens)
+    except (EngineError, PromptTooLongError) as error:
+        has_length = isinstance(error, PromptTooLongError) and error.prompt_len is not None
+        if has_length or not engine.is_overflow_error(error):
+            raise
+        raise PromptTooLongError(len(prompt.ids), limit, where="prompt") from error
+    # Many replies may come at once; other tasks have their turn between the parsing of each.
+    await asyncio.sleep(0)
+    options = {"tools": tools, "prompt_ids": prompt.ids, **arguments}
+    if is_async(renderer):
+        parsed = await renderer.aparse_response(response.completion_ids, **options)
+    else:
+        parsed = renderer.parse_response(response.completion_ids, **options)
+    return Generation(
+        prompt_ids=prompt.ids,
+        completion_ids=response.completion_ids,
+        logprobs=response.logprobs,
+        finish_reason=finish_reason_of(response, parsed),
+        usage=response.usage,
+        parsed=parsed,
+        message=parsed.to_message(),
+        multi_modal_data=prompt.data,
+        prompt_attribution=prompt.attribution,
+        response=response,
+    )
 
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    finish_reason: TurnFinishReason
-    usage: Usage
-    parsed: "ParsedResponse"
-    message: Message
-    multi_modal_data: MultiModalData
-    prompt_attribution: RenderedTokens | None
-    response: EngineResponse
 
-    @property
-    def content(self) -> str:
-        """The text that is neither reasoning nor calls."""
-        return self.parsed.content
+def resolve_backend(
+    backend: RendererBackend | BackendName | None, route: RouteName | None, model: str
+) -> RendererBackend:
+    """Return a backend by itself, by its name or by its route; vLLM's by default.
 
-    @property
-    def reasoning_content(self) -> str | None:
-        """The reasoning; None where there is none."""
-        return self.parsed.reasoning_content
+    Args:
+        backend: The backend, or its name.
+        route: Its route.
+        model: The model, which for `"local"` is its directory.
 
-    @property
-    def tool_calls(self) -> "tuple[ToolCallAttempt, ...]":
-        """Every call that the model tried, each with a status; `message` holds those that are well-formed."""
-        return self.parsed.tool_calls
-
-    @property
-    def routed_experts(self) -> RoutedExperts | None:
-        """Router choices, where they were asked for and given."""
-        return self.response.routed_experts
-
-    @property
-    def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        """Which weights sampled which completion tokens; empty where the engine does not say."""
-        return self.response.weight_versions
-
-    @property
-    def raw(self) -> Mapping[str, Any]:
-        """The engine's decoded reply without its large fields."""
-        return self.response.raw
+    Raises:
+        InputError: The name or route is unknown, or they contradict each other.
+    """
+    if route is not None and route not in _ROUTES:
+        raise InputError("unknown route", where="transport", expected=", ".join(_ROUTES), got=repr(route))
+    name = backend if isinstance(backend, str) or backend is None else backend.name
+    if route is not None and name is not None and name != _ROUTES[route]:
+        raise InputError(
+            "backend and transport name different engines",
+            where="transport",
+            expected=f"{name}'s route, or no transport",
+            got=repr(route),
+        )
+    if backend is not None and not isinstance(backend, str):
+        return backend
+    chosen = name or (_ROUTES[route] if route is not None else "vllm")
+    if chosen not in _CLASSES:
+        raise InputError(
+            "unknown backend",
+            where="backend",
+            expected=f"{', '.join(_CLASSES)}, or an object such as VLLMBackend()",
+            got=repr(chosen),
+        )
+    return _new_backend(chosen, model if chosen == "local" else None)
 
 
-def finish_reason_of(response: EngineResponse, parsed: "ParsedResponse") -> TurnFinishReason:
-    """Why the turn ended: `tool_calls` where a well-formed call ended in a stop."""
-    called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
-    return "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
+@lru_cache(maxsize=16)
+def _new_backend(name: str, model: str | None) -> RendererBackend:
+    module, attribute = _CLASSES[name]
+    backend_class = getattr(import_module(module), attribute)
+    return cast(RendererBackend, backend_class() if model is None else backend_class(model))
+
+
+def _server_of(client: Any, backend: RendererBackend) -> Transport:
+    """Resolve `client` to a transport; in-process backends have a null transport of their own."""
+    if client is not None:
+        return as_transport(client)
+    own = getattr(backend, "transport", None)
+    if own is None:
+        raise InputError(
+            "there is no server to ask",
+            where="client",
+            expected="a base URL, a transport, or an object with base_url and api_key",
+            got="None",
+        )
+    return cast(Transport, own)
+
+
+def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
+    """Whether a renderer works off the event loop; `isinstance` of a protocol takes far longer."""
+    return hasattr(renderer, "arender") and hasattr(renderer, "aparse_response")
+
+
+async def rendered_prompt(
+    renderer: TurnRenderer,
+    messages: Sequence[Any] | None,
+    tools: Sequence[Any] | None,
+    template_arguments: Mapping[str, Any],
+) -> Prompt:
+    """Render a conversation with the generation prompt; a pool does so off the event loop.
+
+    Raises:
+        MMRenderError: As for `Renderer.render`.
+        InputError: There are no messages.
+    """
+    if messages is None:
+        raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")
+    if is_async(renderer):
+        rendered = await renderer.arender(
+            messages, tools=tools, add_generation_prompt=True, **template_arguments
+        )
+    else:
+        rendered = renderer.render(messages, tools=tools, add_generation_prompt=True, **template_arguments)
+    # A rendering may be memoised, and the prompt's list is the caller's to change.
+    return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
+
+
+def given_prompt(
+    renderer: TurnRenderer,
+    prompt_ids: TokenIds | None,
+    data: MultiModalData | None,
+    attribution: RenderedTokens | None,
+) -> Prompt:
+    """Take a prompt as it is, such as a bridge gives it.
+
+    Raises:
+        InputError: The attribution belongs to other tokens.
+        PlaceholderError: The prompt holds media tokens, and has no sidecar.
+    """
+    if prompt_ids is None:
+        ids = list(attribution.token_ids) if attribution is not None else []
+    else:
+        ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
+    if attribution is not None and attribution.token_ids != ids:
+        raise InputError(
+            "the attribution belongs to other tokens than the prompt's",
+            where="prompt_attribution",
+            expected=f"the {len(ids)} tokens of prompt_ids",
+            got=f"{len(attribution.token_ids)} tokens",
+        )
+    if data is None and attribution is not None:
+        data = attribution.multi_modal_data
+    if data is None:
+        # Without a sidecar, an engine would answer as if no image were there.
+        media: Any = getattr(renderer, "media", None)
+        tokenizer: Any = getattr(renderer, "tokenizer", None)
+        texts = media.processor.placeholder_tokens if media is not None and tokenizer is not None else ()
+        tokens = {tokenizer.token_id(text) for text in texts} - {None}
+        found = next((index for index, token in enumerate(ids) if token in tokens), None)
+        if found is not None:
+            raise PlaceholderError(
+                "the prompt holds media tokens, but no sidecar says what they stand for",
+                where=f"prompt_ids[{found}]",
+                expected="multi_modal_data",
+                got=f"the token {ids[found]}",
+                remedy="Pass the sidecar; an empty MultiModalData() says that the model itself sampled them",
+            )
+        data = MultiModalData()
+    return Prompt(ids, data, attribution)

@@ -1,15 +1,19 @@
-"""What a transport tells of its requests, for metrics and tracing.
+"""Hooks: callbacks at the begin, the retries and the end of each call, for metrics and tracing.
 
-A hook is an object with the four methods of `ClientHooks`; subclass it and override what you need. Hooks run
-on the event loop, so they must be quick. One that fails is logged and never fails the request.
+Hooks run on the event loop and must be quick. A hook that fails is logged and never fails the request.
 """
 
 import itertools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 _log = logging.getLogger("mmrender.client")
+_call_ids = itertools.count(1)
+
+Moment: TypeAlias = Literal["on_request", "on_retry", "on_response", "on_error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class RequestEvent:
         seconds: Since the call began.
         status: HTTP status of the reply, once there is one.
         reply_bytes: Size of the reply's body, once it was read.
-        error: What went wrong: on a retry in the attempt before, on an error at last. A cancelled call ends
+        error: On a retry the error of the attempt before, on an error the final one. A cancelled call ends
             with `asyncio.CancelledError`.
     """
 
@@ -41,71 +45,76 @@ class RequestEvent:
 
 
 class ClientHooks:
-    """Does nothing; the base of all hooks.
+    """Base of all hooks; does nothing.
 
     A call gives `on_request` once, `on_retry` for each further attempt, and at its end either `on_response`
     or `on_error`.
     """
 
     def on_request(self, event: RequestEvent) -> Mapping[str, str] | None:
-        """The call begins. What is returned is sent as headers, such as `traceparent`."""
+        """Called when the call begins. The result is sent as headers, such as `traceparent`."""
         return None
 
     def on_retry(self, event: RequestEvent) -> None:
-        """A further attempt begins; `event.error` says why."""
+        """Called when a further attempt begins; `event.error` says why."""
 
     def on_response(self, event: RequestEvent) -> None:
-        """The reply was read whole, and its status is one of 2xx."""
+        """Called when a reply of status 2xx was read."""
 
     def on_error(self, event: RequestEvent) -> None:
-        """The call failed, or was cancelled."""
+        """Called when the call failed or was cancelled."""
 
 
-_call_ids = itertools.count(1)
+class ObservedCall:
+    """One call and its progress, reported to hooks.
 
+    Args:
+        method: HTTP method.
+        target: Server and path, with query.
+        request_bytes: Size of the body.
+        hooks: What is called.
 
-def next_call_id() -> int:
-    """A number for one call."""
-    return next(_call_ids)
+    Attributes:
+        status: HTTP status of the last attempt's reply, once there is one.
+    """
 
+    def __init__(self, method: str, target: str, request_bytes: int, hooks: Sequence[ClientHooks]) -> None:
+        self.method = method
+        self.target = target
+        self.url = target.partition("?")[0]
+        self.status: int | None = None
+        self.attempt = 1
+        self._size = request_bytes
+        self._hooks = hooks
+        self._begun = time.perf_counter()
+        self._id = next(_call_ids)
 
-class HookList:
-    """Tells several hooks of an event, and outlives those that fail."""
+    @property
+    def where(self) -> str:
+        """The call in errors."""
+        return f"{self.method} {self.url}"
 
-    __slots__ = ("hooks",)
-
-    def __init__(self, hooks: Sequence[ClientHooks] = ()) -> None:
-        self.hooks = tuple(hooks)
-
-    def __bool__(self) -> bool:
-        return bool(self.hooks)
-
-    def on_request(self, event: RequestEvent) -> dict[str, str]:
-        """Tell of a call's begin, and return the headers that hooks want to send."""
+    def report(
+        self, moment: Moment, *, error: BaseException | None = None, reply_bytes: int | None = None
+    ) -> dict[str, str]:
+        """Call every hook; return the headers that they want to send."""
         headers: dict[str, str] = {}
-        for hook in self.hooks:
-            headers.update(self._tell(hook, "on_request", event) or {})
+        if not self._hooks:
+            return headers
+        event = RequestEvent(
+            call_id=self._id,
+            method=self.method,
+            url=self.url,
+            attempt=self.attempt,
+            request_bytes=self._size,
+            seconds=time.perf_counter() - self._begun,
+            status=self.status,
+            reply_bytes=reply_bytes,
+            error=error,
+        )
+        for hook in self._hooks:
+            try:
+                headers.update(getattr(hook, moment)(event) or {})
+            except Exception:  # noqa: BLE001 - a hook is foreign code
+                _log.exception("the hook %s.%s failed", type(hook).__name__, moment)
         return headers
-
-    def on_retry(self, event: RequestEvent) -> None:
-        """Tell of a further attempt."""
-        for hook in self.hooks:
-            self._tell(hook, "on_retry", event)
-
-    def on_response(self, event: RequestEvent) -> None:
-        """Tell of a good end."""
-        for hook in self.hooks:
-            self._tell(hook, "on_response", event)
-
-    def on_error(self, event: RequestEvent) -> None:
-        """Tell of a bad end."""
-        for hook in self.hooks:
-            self._tell(hook, "on_error", event)
-
-    def _tell(self, hook: ClientHooks, method: str, event: RequestEvent) -> Mapping[str, str] | None:
-        try:
-            told: Mapping[str, str] | None = getattr(hook, method)(event)
-        except Exception:  # noqa: BLE001 - a hook is foreign code
-            _log.exception("the hook %s.%s failed", type(hook).__name__, method)
-            return None
-        return told

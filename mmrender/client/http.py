@@ -1,58 +1,67 @@
 """`HTTPTransport`: requests over pooled connections, with a deadline, bounded retries and hooks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
-from typing import Any
+import contextlib
+import io
+import logging
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
-from mmrender.client.calls import Call
-from mmrender.client.config import TransportConfig
-from mmrender.client.encoding import Body, encode_body
-from mmrender.client.hooks import ClientHooks, HookList
-from mmrender.client.replies import MAX_ERROR_BYTES, is_success, status_error
-from mmrender.client.transport import Reply
-from mmrender.errors import EngineError, EngineStatusError, EngineTimeoutError, MissingDependencyError
+import msgspec
+
+from mmrender.client.hooks import ClientHooks, ObservedCall
+from mmrender.client.transport import MAX_ERROR_BYTES, Reply, TransportConfig, status_error
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineTimeoutError,
+    InputError,
+    MissingDependencyError,
+)
 
 try:
     import aiohttp
-    import stamina
 except ImportError as error:
-    raise MissingDependencyError.of_extra("aiohttp or stamina", "client", "the HTTP client") from error
+    raise MissingDependencyError.of_extra("aiohttp", "client", "the HTTP client") from error
 
-from mmrender.client.body import payload_of, read_body, read_lines, read_start
-from mmrender.client.failures import engine_errors, retry_rule
-from mmrender.client.sessions import LoopSessions
+_log = logging.getLogger("mmrender.client")
+_NEVER_MADE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_UNTRUSTED: Final = (
+    aiohttp.ClientConnectorCertificateError,
+    aiohttp.ClientConnectorSSLError,
+    aiohttp.ServerFingerprintMismatch,
+)
+_BUSY: Final = frozenset({502, 503, 504})
+_LARGE_BODY: Final = 256 << 10
+"""Larger bodies are written in slices, so that other tasks have their turn."""
 
 
 class HTTPTransport:
-    """The way to one server over HTTP/1.1.
+    """Requests to one server over HTTP/1.1.
 
     It may be shared by threads, each with its event loop, and pickled where its hooks can be. Connections
     are pooled for each loop, and closed by `aclose` or when the loop ends. Redirects are not followed,
-    cookies are not kept, and proxy settings of the environment are not used. Retries are carried out by
-    stamina, whose own instrumentation sees them too.
+    cookies are not kept, and proxy settings of the environment are not used.
 
     Args:
-        config: The server and all settings, or only its base URL.
-        hooks: What is told of each call.
-        **settings: Fields of `TransportConfig`.
+        config: The server's base URL, or that and all other settings.
+        hooks: Called at the begin, the retries and the end of each call.
 
     Raises:
-        InputError: The base URL or a setting cannot be used.
+        InputError: The base URL cannot be used.
     """
 
-    def __init__(
-        self, config: TransportConfig | str, *, hooks: Sequence[ClientHooks] = (), **settings: Any
-    ) -> None:
-        self.config = (
-            TransportConfig(config, **settings) if isinstance(config, str) else replace(config, **settings)
-        )
-        self._hooks = HookList(hooks)
-        self._sessions = LoopSessions(self.config)
+    def __init__(self, config: TransportConfig | str, *, hooks: Sequence[ClientHooks] = ()) -> None:
+        self.config = TransportConfig(config) if isinstance(config, str) else config
+        self.hooks = tuple(hooks)
+        self._sessions = _LoopSessions(self.config)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (self.config, self._hooks.hooks)
+        return _reconstruct, (self.config, self.hooks)
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self.config.base_url!r})"
@@ -84,61 +93,49 @@ class HTTPTransport:
         Raises:
             EngineConnectionError: The server was not reached, or the connection broke.
             EngineTimeoutError: The call took longer than `timeout`.
-            EngineStatusError: The status of the reply is not one of 2xx.
+            EngineStatusError: The status of the reply is outside 2xx.
             EngineReplyError: The reply is longer than `max_reply_bytes`.
             InputError: The body cannot be written as JSON, or a header cannot be sent.
         """
         repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
-        call = Call(method, self.base_url, path, self._hooks)
+        body = None if json is None else encode_json(json)
+        call = ObservedCall(method, self.base_url + path, len(body or b""), self.hooks)
+        sent = _headers(call, body, headers)
+        policy = self.config.retries
+        failure: EngineError | None = None
         try:
             async with asyncio.timeout(seconds):
-                body = None if json is None else await encode_body(json, self.config.encode_inline_bytes)
-                sent = call.begin(body, headers)
-                reply = await self._with_retries(call, body, sent, repeatable)
+                async for attempt in policy.attempts_on(_retry_rule(repeatable, policy.wait_max)):
+                    with attempt:
+                        if attempt.num > 1:
+                            _log.debug("%s: attempt %d after: %s", call.where, attempt.num, failure)
+                            call.attempt = attempt.num
+                            call.report("on_retry", error=failure)
+                            call.status = None
+                        try:
+                            reply = await self._once(call, body, sent)
+                        except EngineError as error:
+                            failure = error
+                            raise
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
-            call.fail(late)
+            call.report("on_error", error=late)
             raise late from error
         except BaseException as error:
-            call.fail(error)
+            call.report("on_error", error=error)
             raise
-        call.succeed(len(reply.body))
+        call.report("on_response", reply_bytes=len(reply.body))
         return reply
 
-    async def _with_retries(
-        self, call: Call, body: Body | None, headers: Mapping[str, str], repeatable: bool
-    ) -> Reply:
-        config = self.config
-        attempts = stamina.retry_context(
-            on=retry_rule(idempotent=repeatable, wait_max=config.wait_max),
-            attempts=config.attempts,
-            timeout=None,
-            wait_initial=config.wait_initial,
-            wait_max=config.wait_max,
-            wait_jitter=config.wait_jitter,
-        )
-        failure: EngineError | None = None
-        async for attempt in attempts:
-            with attempt:
-                if attempt.num > 1:
-                    call.retry(attempt.num, failure)
-                try:
-                    return await self._once(call, body, headers)
-                except EngineError as error:
-                    failure = error
-                    raise
-        raise RuntimeError("unreachable: the last attempt returns or raises")
-
-    async def _once(self, call: Call, body: Body | None, headers: Mapping[str, str]) -> Reply:
-        session = await self._sessions.get()
-        with engine_errors(call.where):
-            async with self._sent(session, call, body, headers) as response:
-                call.status = response.status
-                if not is_success(response.status):
-                    raise await _refusal(call, response)
-                content = await read_body(response, self.config.max_reply_bytes, call.where)
-                return Reply(response.status, response.headers, content)
+    async def _once(self, call: ObservedCall, body: bytes | None, headers: Mapping[str, str]) -> Reply:
+        async with self._opened(call, body, headers) as response:
+            content = bytearray()
+            async for chunk in response.content.iter_any():
+                content += chunk
+                if len(content) > self.config.max_reply_bytes:
+                    raise _too_long(self.config.max_reply_bytes, call.where)
+            return Reply(response.status, response.headers, bytes(content))
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -151,50 +148,189 @@ class HTTPTransport:
         Raises:
             EngineError: As for `request`.
         """
-        call = Call(method, self.base_url, path, self._hooks)
-        silence = aiohttp.ClientTimeout(
-            sock_connect=self.config.connect_timeout, sock_read=self.config.timeout
-        )
+        body = None if json is None else encode_json(json)
+        call = ObservedCall(method, self.base_url + path, len(body or b""), self.hooks)
+        sent = _headers(call, body, headers)
         total = 0
         try:
-            body = None if json is None else await encode_body(json, self.config.encode_inline_bytes)
-            sent = call.begin(body, headers)
-            session = await self._sessions.get()
-            with engine_errors(call.where):
-                async with self._sent(session, call, body, sent, timeout=silence) as response:
-                    call.status = response.status
-                    if not is_success(response.status):
-                        raise await _refusal(call, response)
-                    async for line in read_lines(response, self.config.max_reply_bytes, call.where):
-                        total += len(line)
-                        yield line
+            async with self._opened(call, body, sent, silence=self.config.timeout) as response:
+                pending = bytearray()
+                async for chunk in response.content.iter_any():
+                    total += len(chunk)
+                    pending += chunk
+                    if b"\n" in chunk:
+                        *lines, rest = bytes(pending).split(b"\n")
+                        pending = bytearray(rest)
+                        for line in lines:
+                            yield line.removesuffix(b"\r")
+                    if len(pending) > self.config.max_reply_bytes:
+                        raise _too_long(self.config.max_reply_bytes, call.where)
+                if pending:
+                    yield bytes(pending).removesuffix(b"\r")
         except BaseException as error:
-            call.fail(error)
+            call.report("on_error", error=error)
             raise
-        call.succeed(total)
+        call.report("on_response", reply_bytes=total)
 
-    @staticmethod
-    def _sent(
-        session: aiohttp.ClientSession,
-        call: Call,
-        body: Body | None,
+    @contextlib.asynccontextmanager
+    async def _opened(
+        self,
+        call: ObservedCall,
+        body: bytes | None,
         headers: Mapping[str, str],
-        **options: Any,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return session.request(
-            call.method,
-            call.target,
-            data=payload_of(body),
-            headers=headers,
-            allow_redirects=False,
-            **options,
+        *,
+        silence: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send one attempt and yield its reply, of status 2xx; errors of aiohttp become ours."""
+        with _engine_errors(call.where):
+            session = await self._sessions.get()
+            waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
+            # aiohttp writes the first kind with the headers in one piece, the second in slices.
+            data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+            async with session.request(
+                call.method, call.target, data=data, headers=headers, timeout=waits, allow_redirects=False
+            ) as response:
+                call.status = response.status
+                if 200 <= response.status < 300:
+                    yield response
+                    return
+                start = b""
+                async for chunk in response.content.iter_any():
+                    start += chunk
+                    if len(start) >= MAX_ERROR_BYTES:
+                        break
+            raise status_error(call.method, call.url, response.status, start, response.headers)
+
+
+def encode_json(value: Any) -> bytes:
+    """Encode a JSON value: what msgspec takes, `msgspec.Raw` among it.
+
+    Raises:
+        InputError: It cannot be written as JSON.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InputError(
+            "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
+        ) from error
+
+
+def _headers(call: ObservedCall, body: bytes | None, given: Mapping[str, str] | None) -> dict[str, str]:
+    """Report the begin of a call and return its headers; the caller's override those of hooks."""
+    content_type = {} if body is None else {"Content-Type": "application/json"}
+    return {**call.report("on_request"), **content_type, **(given or {})}
+
+
+def _too_long(limit: int, where: str) -> EngineReplyError:
+    return EngineReplyError(
+        "the server's reply is too long",
+        where=where,
+        expected=f"at most {limit} bytes",
+        remedy="Raise max_reply_bytes of the transport",
+    )
+
+
+def _retry_rule(idempotent: bool, wait_max: float) -> Callable[[Exception], bool | float]:
+    """Decide whether an error is tried again, or after how many seconds."""
+
+    def decide(error: Exception) -> bool | float:
+        if isinstance(error, EngineConnectionError):
+            cause = error.__cause__
+            return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
+        if not idempotent or not isinstance(error, EngineStatusError) or error.status not in _BUSY:
+            return False
+        return True if error.retry_after is None else min(error.retry_after, wait_max)
+
+    return decide
+
+
+@contextmanager
+def _engine_errors(where: str) -> Iterator[None]:
+    """Turn aiohttp's errors into errors that name the call; the cause stays beneath."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except _UNTRUSTED as error:
+        raise EngineConnectionError("the server cannot be trusted", where=where, got=str(error)) from error
+    except _NEVER_MADE as error:
+        raise EngineConnectionError("the server was not reached", where=where, got=_text(error)) from error
+    except aiohttp.SocketTimeoutError as error:
+        raise EngineTimeoutError("the server went silent", where=where, got=_text(error)) from error
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        raise InputError("the path cannot be requested", where=where, got=str(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineConnectionError("the connection broke", where=where, got=_text(error)) from error
+    except (ValueError, TypeError) as error:
+        raise InputError("the request cannot be sent", where=where, got=str(error)) from error
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+class _Entry(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    session: aiohttp.ClientSession
+    keeper: AsyncGenerator[None, None]
+
+
+class _LoopSessions:
+    """One aiohttp session for each event loop.
+
+    A session is closed by `aclose` in its loop; by `asyncio.run` at the loop's end, since a suspended
+    asynchronous generator keeps it; or, where this object is dropped first, by that generator's finalizer.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        self._config = config
+        self._entries: dict[int, _Entry] = {}
+        self._lock = threading.Lock()
+
+    async def get(self) -> aiohttp.ClientSession:
+        """Return the session of the running loop."""
+        loop = asyncio.get_running_loop()
+        entry = self._entries.get(id(loop))
+        # A loop that ended may have left its address to another one.
+        if entry is not None and entry.loop is loop and not entry.session.closed:
+            return entry.session
+        config = self._config
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=config.max_connections, limit_per_host=0, keepalive_timeout=config.keepalive
+            ),
+            headers={"Accept": "application/json", "Accept-Encoding": "identity", **config.all_headers},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=1 << 20,
         )
+        keeper = _close_at_end(session)
+        # Runs to its first `yield` without giving way, so no second task can open another session meanwhile.
+        await anext(keeper)
+        with self._lock:
+            ended = [key for key, entry in self._entries.items() if entry.loop.is_closed()]
+            dropped = [self._entries.pop(key) for key in ended]
+            self._entries[id(loop)] = _Entry(loop, session, keeper)
+        for entry in dropped:
+            # Its loop ended without ending its generators, so nothing can be awaited there.
+            with contextlib.suppress(StopIteration):
+                entry.session.close().send(None)
+        return session
+
+    async def aclose(self) -> None:
+        """Close the session of the running loop; a later `get` opens another."""
+        with self._lock:
+            entry = self._entries.pop(id(asyncio.get_running_loop()), None)
+        if entry is not None:
+            await entry.keeper.aclose()
 
 
-async def _refusal(call: Call, response: aiohttp.ClientResponse) -> EngineStatusError:
-    body = await read_start(response, MAX_ERROR_BYTES)
-    return status_error(call.method, call.url, response.status, body, response.headers)
+async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+    try:
+        yield
+    finally:
+        await session.close()
 
 
-def _arrived(config: TransportConfig, hooks: tuple[ClientHooks, ...]) -> HTTPTransport:
+def _reconstruct(config: TransportConfig, hooks: tuple[ClientHooks, ...]) -> HTTPTransport:
     return HTTPTransport(config, hooks=hooks)

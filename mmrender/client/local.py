@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from mmrender.client.backend import EngineRequest, EngineResponse
-from mmrender.client.checks import check_prompt, check_sidecar
 from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.local_model import LocalModel
 from mmrender.client.local_sampling import LocalSampling
 from mmrender.client.local_sequence import LocalSequence
 from mmrender.client.local_turns import TurnTaker
+from mmrender.client.placeholders import check_placeholders, check_prompt
 from mmrender.client.transport import Reply, Transport
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
@@ -99,7 +99,13 @@ class LocalBackend:
 
     # --- what `generate` asks of a back end ---
 
-    async def generate(self, request: EngineRequest, transport: Transport | None = None) -> EngineResponse:
+    async def generate(
+        self,
+        request: EngineRequest,
+        transport: Transport | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+    ) -> EngineResponse:
         """Sample one completion; `transport` is not used.
 
         Raises:
@@ -116,9 +122,12 @@ class LocalBackend:
         future = self._turns.submit(sequence.steps())
         try:
             # Cancelling the await cancels the future, which the thread sees before the next token.
-            return await asyncio.wrap_future(future)
+            response = await asyncio.wrap_future(future)
         finally:
             del self._running[request.request_id]
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int:
         """Tokens that a prompt may have: one less than the whole, as for vLLM. `model` is not looked at."""
@@ -198,7 +207,7 @@ class LocalBackend:
         limit = self._limit(model)
         if len(request.prompt_ids) >= limit:
             raise PromptTooLongError(len(request.prompt_ids), limit - 1)
-        check_sidecar(check_prompt(request.prompt_ids, model.vocab_size), request.multi_modal_data)
+        check_placeholders(check_prompt(request.prompt_ids, model.vocab_size), request, only_images=False)
         stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else model.eos_token_ids)
         room = min(sampling.max_tokens, limit - len(request.prompt_ids))
         return LocalSequence(

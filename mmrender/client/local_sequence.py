@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmrender.client.backend import EngineRequest, EngineResponse, FinishReason, Usage
 from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.local_model import LocalModel, SequenceState
 from mmrender.client.local_sampling import LocalSampling, TokenSampler
 from mmrender.client.local_turns import Steps
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, Usage
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 

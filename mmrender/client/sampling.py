@@ -1,133 +1,153 @@
-"""Sampling parameters: spelled once, in the names of vLLM's `SamplingParams`, and checked before sending.
+"""Sampling parameters: named once, as in vLLM's `SamplingParams`, checked and spelled for each engine.
 
 Engines ignore or refuse a name that they do not know, each in its own way, so names and values are checked
-here. Names, types and ranges were read from vLLM 0.32's `vllm/sampling_params.py`. How each engine spells
-them is `mmrender.client.spelling`.
+before sending. `PARAMETERS` is the one table: the type of each, and how SGLang and Dynamo spell it. Types and
+ranges were read from vLLM 0.32's `sampling_params.py`, SGLang's names from its 0.5.23, Dynamo's from 1.6.1.
+What this version does not know goes into the parameter `extra`, a mapping that is sent unchecked.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from mmrender.errors import SamplingParameterError
 
 DEFAULT_MAX_TOKENS: Final = 1024
-"""`max_tokens` where neither the caller nor the engine's limit says how long a completion may be."""
+"""`max_tokens` where neither the caller nor the engine's limit bounds a completion."""
 
-Accepts: TypeAlias = Callable[[Any], bool]
+EngineName: TypeAlias = Literal["vllm", "sglang", "dynamo"]
+Spelling: TypeAlias = str | Callable[[Any], Mapping[str, Any]] | None
+"""Another engine's name for a parameter, or a function of the value that gives members; None: unknown to it."""
 
-
-class Parameter(NamedTuple):
-    """What a parameter may be: a test, and the same in words."""
-
-    accepts: Accepts
-    expected: str
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_Count = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+_Texts = list[Annotated[str, Meta(min_length=1)]]
+_AboveZero = Annotated[float, Meta(gt=0)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-def _is_number(value: Any) -> bool:
-    return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One sampling parameter.
+
+    Attributes:
+        type: What msgspec converts a value to, strictly.
+        sglang: SGLang's spelling.
+        dynamo: Dynamo's spelling.
+        top_level: Whether SGLang takes it at the top level of the request, beside `sampling_params`.
+    """
+
+    type: Any
+    sglang: Spelling = None
+    dynamo: Spelling = None
+    top_level: bool = False
 
 
-def _integer(least: int, most: int | None = None) -> Parameter:
-    bound = f"an integer of {least} or more" if most is None else f"an integer in [{least}, {most}]"
-    return Parameter(
-        lambda value: _is_int(value) and value >= least and (most is None or value <= most), bound
-    )
+def _listed(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: [value] if isinstance(value, str) else list(value)}
 
 
-def _number(least: float, most: float, *, open_below: bool = False) -> Parameter:
-    def accepts(value: Any) -> bool:
-        return _is_number(value) and (least < value if open_below else least <= value) and value <= most
-
-    shown = f"{least:g}, {most:g}" if math.isfinite(most) else f"{least:g}, inf"
-    return Parameter(accepts, f"a finite number in {'(' if open_below else '['}{shown}]")
+def _logit_bias(value: Mapping[Any, float]) -> dict[str, Any]:
+    return {"logit_bias": {str(token): bias for token, bias in value.items()}}
 
 
-def _list_of(accepts: Accepts, what: str, *, least: int = 0) -> Parameter:
-    return Parameter(
-        lambda value: isinstance(value, list | tuple) and len(value) >= least and all(map(accepts, value)),
-        what,
-    )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_id(value: Any) -> bool:
-    return _is_int(value) and value >= 0
-
-
-def _is_bias(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        _is_id(int(key) if isinstance(key, str) and key.isdecimal() else key) and _is_number(bias)
-        for key, bias in value.items()
-    )
-
-
-def _is_structure(value: Any) -> bool:
-    kinds = [kind for kind in STRUCTURES if isinstance(value, Mapping) and value.get(kind) is not None]
-    return len(kinds) == 1
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""What `structured_outputs` may ask for; one of them."""
+"""What `structured_outputs` may ask for: one of them."""
 
-_FLAG: Final = Parameter(lambda value: isinstance(value, bool), "True or False")
-_IDS: Final = _list_of(_is_id, "a list of token ids")
-_MAPPING: Final = Parameter(lambda value: isinstance(value, Mapping), "a mapping")
+_SGLANG_STRUCTURES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    # An object in place of the schema's text is a 400.
+    "json": lambda schema: {"json_schema": _json_text(schema)},
+    "json_object": lambda _: {"json_schema": '{"type":"object"}'},
+    "regex": lambda pattern: {"regex": pattern},
+    "grammar": lambda grammar: {"ebnf": grammar},
+    "structural_tag": lambda tag: {"structural_tag": _json_text(tag)},
+}
+_DYNAMO_STRUCTURES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    "json": lambda schema: {"guided_json": schema},
+    "json_object": lambda _: {"guided_json": {"type": "object"}},
+    "regex": lambda pattern: {"guided_regex": pattern},
+    "grammar": lambda grammar: {"guided_grammar": grammar},
+    "choice": lambda choices: {"guided_choice": list(choices)},
+}
+
+
+def _structure(
+    engine: str, kinds: Mapping[str, Callable[[Any], dict[str, Any]]]
+) -> Callable[[Any], Mapping[str, Any]]:
+    """Spell the one structure that is asked for; engines other than vLLM take no options beside it."""
+
+    def spell(value: Mapping[str, Any]) -> dict[str, Any]:
+        asked = {name: wish for name, wish in value.items() if name in kinds or wish}
+        for name in asked:
+            if name not in kinds:
+                raise SamplingParameterError(
+                    f"{engine} has no such structured output",
+                    where=f"{where('structured_outputs')}[{name!r}]",
+                    remedy=f"It has: {', '.join(kinds)}",
+                )
+        return next(kinds[name](wish) for name, wish in asked.items() if wish is not None)
+
+    return spell
+
 
 PARAMETERS: Final[Mapping[str, Parameter]] = {
-    "n": Parameter(
-        lambda value: _is_int(value) and value == 1, "1; ask several times for several completions"
+    # Several completions of one prompt are several requests.
+    "n": Parameter(Annotated[int, Meta(ge=1, le=1)], "n", "n"),
+    "temperature": Parameter(Annotated[float, Meta(ge=0, le=2)], "temperature", "temperature"),
+    "top_p": Parameter(Annotated[float, Meta(gt=0, le=1)], "top_p", "top_p"),
+    # All tokens: 0 or -1 for vLLM, only -1 for SGLang.
+    "top_k": Parameter(Annotated[int, Meta(ge=-1)], lambda value: {"top_k": value or -1}, "top_k"),
+    "min_p": Parameter(Annotated[float, Meta(ge=0, le=1)], "min_p", "min_p"),
+    "presence_penalty": Parameter(_Penalty, "presence_penalty", "presence_penalty"),
+    "frequency_penalty": Parameter(_Penalty, "frequency_penalty", "frequency_penalty"),
+    "repetition_penalty": Parameter(_AboveZero, "repetition_penalty", "repetition_penalty"),
+    "seed": Parameter(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "sampling_seed", "seed"),
+    "max_tokens": Parameter(_Positive, "max_new_tokens", "max_completion_tokens"),
+    "min_tokens": Parameter(_Count, "min_new_tokens", "min_tokens"),
+    "stop": Parameter(Annotated[str, Meta(min_length=1)] | _Texts, _listed("stop"), _listed("stop")),
+    "stop_token_ids": Parameter(list[_Count], "stop_token_ids", "stop_token_ids"),
+    "include_stop_str_in_output": Parameter(bool, "no_stop_trim", "include_stop_str_in_output"),
+    "ignore_eos": Parameter(bool, "ignore_eos", "ignore_eos"),
+    "logprobs": Parameter(
+        Annotated[int, Meta(ge=-1)],
+        lambda value: {"return_logprob": True, "top_logprobs_num": value},
+        lambda value: {"logprobs": True, "top_logprobs": value},
+        top_level=True,
     ),
-    "temperature": _number(0.0, 2.0),
-    "top_p": _number(0.0, 1.0, open_below=True),
-    "top_k": _integer(-1),
-    "min_p": _number(0.0, 1.0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "repetition_penalty": _number(0.0, math.inf, open_below=True),
-    "seed": _integer(-(2**63), 2**63 - 1),
-    "max_tokens": _integer(1),
-    "min_tokens": _integer(0),
-    "stop": Parameter(
-        lambda value: _is_text(value) or (isinstance(value, list | tuple) and all(map(_is_text, value))),
-        "text, or a list of texts, none of them empty",
+    "prompt_logprobs": Parameter(Annotated[int, Meta(ge=-1)], dynamo="prompt_logprobs"),
+    "prompt_logprob_start": Parameter(_Count),
+    "prompt_logprob_token_ids": Parameter(list[list[int]]),
+    "logprob_token_ids": Parameter(list[_Count]),
+    "flat_logprobs": Parameter(bool),
+    "detokenize": Parameter(bool, dynamo="detokenize"),
+    "skip_special_tokens": Parameter(bool, "skip_special_tokens", "skip_special_tokens"),
+    "spaces_between_special_tokens": Parameter(bool, "spaces_between_special_tokens"),
+    "stream_interval": Parameter(_Positive, "stream_interval"),
+    "structured_outputs": Parameter(
+        dict[str, Any], _structure("sglang", _SGLANG_STRUCTURES), _structure("dynamo", _DYNAMO_STRUCTURES)
     ),
-    "stop_token_ids": _IDS,
-    "include_stop_str_in_output": _FLAG,
-    "ignore_eos": _FLAG,
-    "logprobs": _integer(-1),
-    "prompt_logprobs": _integer(-1),
-    "prompt_logprob_start": _integer(0),
-    "prompt_logprob_token_ids": _list_of(
-        lambda row: isinstance(row, list | tuple) and all(map(_is_int, row)), "a list of lists of token ids"
-    ),
-    "logprob_token_ids": _IDS,
-    "flat_logprobs": _FLAG,
-    "detokenize": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "spaces_between_special_tokens": _FLAG,
-    "stream_interval": _integer(1),
-    "structured_outputs": Parameter(_is_structure, f"a mapping with one of {', '.join(STRUCTURES)}"),
-    "logit_bias": Parameter(_is_bias, "a mapping of token ids to finite numbers"),
-    "allowed_token_ids": _list_of(_is_id, "a list of token ids, not empty", least=1),
-    "bad_words": _list_of(_is_text, "a list of texts, none of them empty"),
-    "extra_args": _MAPPING,
-    "skip_reading_prefix_cache": _FLAG,
-    "thinking_token_budget": _integer(0),
-    "repetition_detection": _MAPPING,
-    "watermarking": _FLAG,
-    "trace_decode_token_ids": _IDS,
+    # JSON has no integer keys, so the tokens may be text.
+    "logit_bias": Parameter(dict[_Count | str, float], _logit_bias, _logit_bias),
+    "allowed_token_ids": Parameter(Annotated[list[_Count], Meta(min_length=1)], dynamo="allowed_token_ids"),
+    "bad_words": Parameter(_Texts),
+    "extra_args": Parameter(dict[str, Any]),
+    "skip_reading_prefix_cache": Parameter(bool),
+    "thinking_token_budget": Parameter(_Count),
+    "repetition_detection": Parameter(dict[str, Any]),
+    "watermarking": Parameter(bool),
+    "trace_decode_token_ids": Parameter(list[_Count]),
 }
-"""Every name that a caller may use. `SamplingParams` has a few more, which engines set for themselves."""
+"""Every known name. `SamplingParams` has a few more, which engines set for themselves."""
 
-_CALLED_HERE: Final[Mapping[str, str]] = {
+_OTHER_NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -143,81 +163,149 @@ _CALLED_HERE: Final[Mapping[str, str]] = {
     "regex": "structured_outputs={'regex': ...}",
     "ebnf": "structured_outputs={'grammar': ...}",
 }
-_ARGUMENTS: Final = ("routed_experts_prompt_start", "cache_salt", "priority")
+_ARGUMENTS: Final = ("routed_experts_prompt_start", "cache_salt", "priority", "extra_body")
+
+
+def where(name: str) -> str:
+    """Path of a parameter in errors."""
+    return f"sampling_params[{name!r}]"
 
 
 def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are set, each of a known name and a value that it may have.
-
-    A value of None stands for a parameter that is not set.
+    """Return the parameters that are set; a value of None means that one is not set.
 
     Raises:
-        SamplingParameterError: A name is unknown, or a value is not one that it may have; `where` names it.
+        SamplingParameterError: A name is unknown, a value is of the wrong type or out of range, or two
+            contradict each other; `where` names it.
     """
     checked: dict[str, Any] = {}
     for name, value in params.items():
+        if name == "extra" and isinstance(value, Mapping):
+            checked[name] = value
+            continue
         if name not in PARAMETERS:
             raise _unknown(name)
         if value is None:
             continue
-        parameter = PARAMETERS[name]
-        if not parameter.accepts(value):
+        try:
+            msgspec.convert(value, PARAMETERS[name].type)
+            expected = None if _is_finite(value) else "finite numbers"
+        except msgspec.ValidationError as error:
+            expected = str(error).removeprefix("Expected ").partition(", got")[0]
+        if name == "structured_outputs" and expected is None:
+            kinds = [kind for kind in STRUCTURES if value.get(kind) is not None]
+            expected = None if len(kinds) == 1 else f"one of {', '.join(STRUCTURES)}"
+        if name == "logit_bias" and expected is None:
+            if not all(isinstance(token, int) or token.isdecimal() for token in value):
+                expected = "token ids as keys"
+        if expected is not None:
             raise SamplingParameterError(
-                "is not a value that this sampling parameter may have",
+                "this sampling parameter cannot have this value",
                 where=where(name),
-                expected=parameter.expected,
+                expected=expected,
                 got=repr(value)[:200],
             )
         checked[name] = value
-    _check_together(checked)
-    return checked
-
-
-def _check_together(params: Mapping[str, Any]) -> None:
-    least, most = params.get("min_tokens", 0), params.get("max_tokens")
+    least, most = checked.get("min_tokens", 0), checked.get("max_tokens")
     if most is not None and least > most:
         raise SamplingParameterError(
             "is more than max_tokens", where=where("min_tokens"), expected=f"at most {most}", got=str(least)
         )
-    if params.get("stop") and params.get("detokenize") is False:
+    if checked.get("stop") and checked.get("detokenize") is False:
         raise SamplingParameterError(
-            "stop strings are looked for in text, which is not made",
+            "stop strings are looked for in text, which detokenize=False turns off",
             where=where("stop"),
             remedy="Leave out detokenize=False, or name stop_token_ids",
         )
+    return checked
 
 
-def where(name: str) -> str:
-    """A parameter in errors."""
-    return f"sampling_params[{name!r}]"
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
-def _unknown(name: Any) -> SamplingParameterError:
-    here = _CALLED_HERE.get(name)
-    if here is not None:
-        remedy = f"Sampling parameters have vLLM's names for every engine; this one is {here}"
-    elif name in _ARGUMENTS:
+def _unknown(name: object) -> SamplingParameterError:
+    if name in _ARGUMENTS:
         remedy = f"It is an argument of generate: {name}=..."
+    elif isinstance(name, str) and name in _OTHER_NAMES:
+        known = _OTHER_NAMES[name]
+        remedy = f"Sampling parameters have vLLM's names for every engine; this one is {known}"
     else:
-        remedy = f"Known are: {', '.join(sorted(PARAMETERS))}"
-    return SamplingParameterError("no engine knows this sampling parameter", where=where(name), remedy=remedy)
+        remedy = (
+            f"Known are: {', '.join(sorted(PARAMETERS))}. To send one that this version does not know, put it "
+            "into sampling_params['extra'], or a member of the request into extra_body"
+        )
+    return SamplingParameterError("unknown sampling parameter", where=where(str(name)), remedy=remedy)
 
 
-def with_max_tokens(params: Mapping[str, Any], room: int | None) -> dict[str, Any]:
-    """Add `max_tokens` where it is missing.
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """Parameters as one engine takes them.
+
+    Attributes:
+        sampling: Members of the request's `sampling_params`; for Dynamo, which has none, of the request.
+        request: Members of the top level of the request.
+    """
+
+    sampling: dict[str, Any]
+    request: dict[str, Any]
+
+
+def spell(params: Mapping[str, Any], engine: EngineName, *, without_max_tokens: str) -> Spelled:
+    """Check sampling parameters and spell them as an engine does.
 
     Args:
-        params: Checked parameters.
-        room: How many tokens fit behind the prompt; None where that is not known.
+        params: In vLLM's names; `max_tokens` is required.
+        engine: Whose spelling.
+        without_max_tokens: What the engine would do without `max_tokens`, for the error.
+
+    Raises:
+        SamplingParameterError: As `check_sampling_params`; or the engine has no such parameter; or a name in
+            `extra` is set already.
     """
-    if params.get("max_tokens") is not None:
-        return dict(params)
-    return {**params, "max_tokens": DEFAULT_MAX_TOKENS if room is None else max(1, room)}
+    checked = check_sampling_params(params)
+    if "max_tokens" not in checked:
+        raise SamplingParameterError(
+            f"is missing, and {without_max_tokens}",
+            where=where("max_tokens"),
+            expected="an integer of 1 or more",
+        )
+    spelled = Spelled({}, {})
+    extra = checked.pop("extra", {})
+    for name, value in checked.items():
+        parameter = PARAMETERS[name]
+        spelling: Spelling = name if engine == "vllm" else getattr(parameter, engine)
+        if spelling is None:
+            known = sorted(other for other, row in PARAMETERS.items() if getattr(row, engine) is not None)
+            raise SamplingParameterError(
+                f"{engine} has no such sampling parameter",
+                where=where(name),
+                remedy=f"It has: {', '.join(known)}. sampling_params['extra'] sends others unchecked",
+            )
+        target = spelled.request if engine == "sglang" and parameter.top_level else spelled.sampling
+        target.update({spelling: value} if isinstance(spelling, str) else spelling(value))
+    if taken := sorted(extra.keys() & spelled.sampling.keys()):
+        raise SamplingParameterError("is set twice", where=f"{where('extra')}[{taken[0]!r}]")
+    spelled.sampling.update(extra)
+    return spelled
 
 
-def with_stop_token_ids(params: Mapping[str, Any], stop_token_ids: Iterable[int]) -> dict[str, Any]:
-    """Add stop tokens to those that the caller named; none where `ignore_eos` is set."""
-    if params.get("ignore_eos"):
-        return dict(params)
-    named: Sequence[int] = params.get("stop_token_ids") or ()
-    return {**params, "stop_token_ids": list(dict.fromkeys([*named, *stop_token_ids]))}
+def complete_sampling(
+    params: Mapping[str, Any], *, room: int | None = None, stop_token_ids: Iterable[int] = ()
+) -> dict[str, Any]:
+    """Add `max_tokens` where it is missing, and stop tokens unless `ignore_eos` is set.
+
+    Args:
+        params: Unchecked parameters; backends check them.
+        room: Tokens that fit behind the prompt; None if unknown.
+        stop_token_ids: Added to those that the caller named.
+    """
+    completed = dict(params)
+    if completed.get("max_tokens") is None:
+        completed["max_tokens"] = DEFAULT_MAX_TOKENS if room is None else max(1, room)
+    named = completed.get("stop_token_ids")
+    if not completed.get("ignore_eos") and (named is None or isinstance(named, list | tuple)):
+        completed["stop_token_ids"] = list(dict.fromkeys([*(named or ()), *stop_token_ids]))
+    return completed

@@ -1,29 +1,37 @@
-"""`SGLangBackend`: SGLang's `POST /generate`.
+"""`SGLangBackend`: tokens and images to an SGLang server, by its `POST /generate`.
 
-Over HTTP SGLang takes images only encoded, and widens placeholders itself. So the prompt goes out with one
+Over HTTP SGLang takes images only encoded, and widens placeholders itself. So the prompt is sent with one
 placeholder for each image, and the prompt that comes back must be ours, token for token. Facts were read from
 SGLang 0.5.23's sources and seen on a running server.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.backend import EngineRequest, EngineResponse
-from mmrender.client.checks import Placed, check_prompt, check_sidecar
-from mmrender.client.collapse import collapse
-from mmrender.client.item_checks import check_data_url
-from mmrender.client.off_loop import read_off_loop
+from mmrender.client.placeholders import check_placeholders, check_prompt, check_prompt_seen, collapse
+from mmrender.client.reply import (
+    ReportedVersion,
+    check_completion,
+    check_count,
+    convert,
+    decode_as,
+    decode_json,
+    experts_from_int32,
+    read_reply,
+    version_spans,
+)
+from mmrender.client.sampling import spell
 from mmrender.client.sampling import where as parameter
-from mmrender.client.sglang_errors import overflow_error
-from mmrender.client.sglang_reply import read_reply
-from mmrender.client.spelling import translate
 from mmrender.client.transport import Transport
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, TopLogprobs, Usage
+from mmrender.client.vllm import check_data_url, send_abort, with_extra_body
 from mmrender.errors import (
-    EngineError,
     EngineReplyError,
     EngineStatusError,
     EngineTimeoutError,
@@ -33,16 +41,18 @@ from mmrender.errors import (
     SamplingParameterError,
 )
 from mmrender.media.item import encoded_image
+from mmrender.spans import MediaSpan
+from mmrender.trajectory.engine_data import RoutedExperts
 
-_ABORT_SECONDS: Final = 5.0
+_log = logging.getLogger("mmrender.client")
 
 
 @dataclass(frozen=True, slots=True)
 class SGLangBackend:
     """SGLang over HTTP.
 
-    SGLang reports the logprobs of what it sampled from: unlike vLLM's they are taken after the division by
-    `temperature` (and before `top_p`, `top_k` and `min_p`), unless the server runs with
+    SGLang reports the logprobs of the distribution that it sampled from: unlike vLLM's they are taken after
+    the division by `temperature` (and before `top_p`, `top_k` and `min_p`), unless the server runs with
     `SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
 
     Attributes:
@@ -63,8 +73,10 @@ class SGLangBackend:
         """`sglang`."""
         return "sglang"
 
-    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
-        """Sample one completion.
+    async def generate(
+        self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
+    ) -> EngineResponse:
+        """Sample one completion; `on_tokens` is called once, at the end.
 
         A call that is cancelled or times out is aborted on the server, by its `request_id`.
 
@@ -74,22 +86,25 @@ class SGLangBackend:
             PlaceholderError: Tokens, ranges and items do not fit together.
             EngineMismatchError: The server made another prompt of it than the renderer.
             EngineUnsupportedError: A video, or router choices that the server does not give.
-            EngineError: The server could not be reached, refused, or gave an answer that cannot be used.
+            EngineError: The server could not be reached, refused, or gave an unusable answer.
         """
         body = await self._body(request)
         try:
             reply = await transport.request("POST", "/generate", json=body, headers=request.extra_headers)
         except (asyncio.CancelledError, EngineTimeoutError):
-            await _abort(request.request_id, transport)
+            await send_abort(transport, "/abort_request", {"rid": request.request_id})
             raise
         except EngineStatusError as error:
-            overflow = overflow_error(error, body["sampling_params"]["max_new_tokens"])
+            overflow = _overflow_error(error, body["sampling_params"]["max_new_tokens"])
             if overflow is None:
                 raise
             raise overflow from error
-        return await read_off_loop(
-            reply.body, lambda: read_reply(reply.body, request, self.routed_experts_shape)
+        response = await read_reply(
+            reply.body, lambda body: parse_reply(body, request, self.routed_experts_shape)
         )
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         """Return the longest prompt: one token less than `max_req_input_len`, which already is too long.
@@ -97,54 +112,25 @@ class SGLangBackend:
         It lies some tokens below the model's context length, which `/v1/models` has.
 
         Raises:
-            EngineError: The server could not be asked.
+            EngineError: The server could not be asked, or its answer is malformed.
         """
         reply = await transport.request("GET", "/server_info")
-        try:
-            limit = msgspec.json.decode(reply.body).get("max_req_input_len")
-        except (msgspec.DecodeError, AttributeError) as error:
-            raise EngineReplyError(
-                "the server's answer is not to be understood", where="GET /server_info", got=str(error)
-            ) from error
-        return limit - 1 if isinstance(limit, int) else None
+        limit = decode_as(reply.body, _ServerInfo, where="GET /server_info").max_req_input_len
+        return limit and limit - 1
 
     def is_overflow_error(self, exc: BaseException) -> bool:
         """Whether the server refused a prompt, or prompt and completion together, as too long."""
         if isinstance(exc, EngineStatusError):
-            return overflow_error(exc, 1) is not None
+            return _overflow_error(exc, 1) is not None
         return isinstance(exc, PromptTooLongError)
 
     async def _body(self, request: EngineRequest) -> dict[str, Any]:
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        placed = check_sidecar(ids, request.multi_modal_data, token_ids=request.media_token_ids)
-        spelled = translate(request.sampling_params, "sglang")
-        self._check_sampling(request.sampling_params)
-        body: dict[str, Any] = {
-            "input_ids": list(request.prompt_ids),
-            "rid": request.request_id,
-            "stream": False,
-            "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True, **spelled.sampling},
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "top_logprobs_num": 0,
-            "return_text_in_logprobs": False,
-            "return_prompt_token_ids": True,
-            **spelled.request,
-            **self._options(request),
-        }
-        if placed:
-            body["input_ids"] = _collapsed_ids(request, placed)
-            # Encoding takes tens of milliseconds for an image that was not sent before.
-            body["image_data"] = await asyncio.to_thread(_image_data, placed)
-        return body
-
-    def _check_sampling(self, params: Mapping[str, Any]) -> None:
-        if params.get("max_tokens") is None:
-            raise SamplingParameterError(
-                "is missing, and SGLang would stop after 128 tokens",
-                where=parameter("max_tokens"),
-                expected="an integer of 1 or more",
-            )
+        spans = check_placeholders(ids, request)
+        spelled = spell(
+            request.sampling_params, "sglang", without_max_tokens="SGLang would stop after 128 tokens"
+        )
+        params = request.sampling_params
         if params.get("seed") is not None and not self.deterministic:
             raise SamplingParameterError(
                 "SGLang ignores seeds unless it runs with --enable-deterministic-inference",
@@ -158,13 +144,22 @@ class SGLangBackend:
                 expected="0 or more",
                 got=str(params["logprobs"]),
             )
-
-    def _options(self, request: EngineRequest) -> dict[str, Any]:
-        options: dict[str, Any] = {}
+        body: dict[str, Any] = {
+            "input_ids": ids.tolist(),
+            "rid": request.request_id,
+            "stream": False,
+            "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True, **spelled.sampling},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "return_text_in_logprobs": False,
+            "return_prompt_token_ids": True,
+            **spelled.request,
+        }
         if request.cache_salt is not None:
-            options["cache_salt"] = request.cache_salt
+            body["cache_salt"] = request.cache_salt
         if request.priority is not None:
-            options["priority"] = request.priority if self.low_priority_values_first else -request.priority
+            body["priority"] = request.priority if self.low_priority_values_first else -request.priority
         if request.routed_experts:
             if self.routed_experts_shape is None:
                 raise EngineUnsupportedError(
@@ -172,58 +167,236 @@ class SGLangBackend:
                     where="routed_experts",
                     remedy="Name it with SGLangBackend(routed_experts_shape=(layers, experts of a token))",
                 )
-            options["return_routed_experts"] = True
-            options["routed_experts_start_len"] = request.routed_experts_prompt_start or 0
-        return options
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = request.routed_experts_prompt_start or 0
+        if spans:
+            body["input_ids"] = _collapsed_ids(request, spans)
+            # Encoding takes tens of milliseconds for an image that was not sent before.
+            body["image_data"] = await asyncio.to_thread(_image_data, spans)
+        return with_extra_body(body, request)
 
 
-def _collapsed_ids(request: EngineRequest, placed: Sequence[Placed]) -> list[int]:
-    """The prompt with one placeholder for each image, and no other token that would be taken for one."""
-    collapsed = request.collapsed_ids
-    if collapsed is None:
-        collapsed = collapse(request.prompt_ids, request.multi_modal_data)
-    saved = sum(entry.range.length - 1 for entry in placed)
-    position = placed[0].start
-    expected = len(request.prompt_ids) - saved
-    if len(collapsed) != expected:
-        raise PlaceholderError(
-            "the prompt with one placeholder for each image has another length",
-            where="collapsed_ids",
-            expected=str(expected),
-            got=str(len(collapsed)),
-        )
-    placeholder = collapsed[position]
+def _collapsed_ids(request: EngineRequest, spans: Sequence[MediaSpan]) -> list[int]:
+    """Return the prompt with one placeholder for each image, and no stray ones."""
+    collapsed = collapse(request.prompt_ids, request.multi_modal_data, request.placeholder_ids)
+    placeholder = collapsed[spans[0].start]
     count = sum(token == placeholder for token in collapsed)
-    if count != len(placed):
+    if count != len(spans):
         raise PlaceholderError(
             "SGLang takes every placeholder token for an image",
-            where="collapsed_ids",
-            expected=f"{len(placed)} of the token {placeholder}, one for each image",
+            where="prompt_ids",
+            expected=f"{len(spans)} of the token {placeholder}, one for each image",
             got=str(count),
             remedy="A placeholder that the model itself sampled cannot be sent along with images",
         )
-    return list(collapsed)
+    return collapsed
 
 
-def _image_data(placed: Sequence[Placed]) -> list[str]:
-    for entry in placed:
-        if entry.modality != "image":
-            raise EngineUnsupportedError(
-                f"SGLang is sent images only, and this is of modality {entry.modality!r}", where=entry.where
-            )
+def _image_data(spans: Sequence[MediaSpan]) -> list[str]:
     return [
-        check_data_url(encoded_image(entry.item).data_url, where=f"image_data[{index}]")
-        for index, entry in enumerate(placed)
+        check_data_url(encoded_image(span.item).data_url, where=f"image_data[{index}]")
+        for index, span in enumerate(spans)
     ]
 
 
-async def _abort(request_id: str, transport: Transport) -> None:
-    """Tell the server to stop sampling; it also does so by itself, some seconds after a disconnect."""
-    call = transport.request(
-        "POST", "/abort_request", json={"rid": request_id}, timeout=_ABORT_SECONDS, idempotent=True
+# --- replies ---
+
+
+class _ServerInfo(msgspec.Struct):
+    max_req_input_len: int | None = None
+
+
+class _Logprob(msgspec.Struct, array_like=True):
+    logprob: float | None
+    token_id: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | list[int | str] | None = None
+    status_code: int | None = None
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    id: str | None = None
+    cached_tokens: int | None = None
+    output_token_logprobs: list[_Logprob] | None = None
+    output_top_logprobs: list[list[_Logprob] | None] | None = None
+    routed_experts: str | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[ReportedVersion] | None = None
+
+
+class _Reply(msgspec.Struct):
+    output_ids: list[int]
+    prompt_token_ids: list[int]
+    meta_info: _Meta
+
+
+_REASONS: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length", "abort": "abort"}
+_LARGE: Final = (
+    "input_token_logprobs",
+    "input_top_logprobs",
+    "output_token_logprobs",
+    "output_top_logprobs",
+    "routed_experts",
+)
+
+
+def parse_reply(body: bytes, request: EngineRequest, experts_shape: tuple[int, int] | None) -> EngineResponse:
+    """Parse a reply of status 200.
+
+    Args:
+        body: The reply.
+        request: What was asked.
+        experts_shape: Layers, and experts of a token.
+
+    Raises:
+        EngineMismatchError: The server made another prompt of it than the renderer.
+        EngineStatusError: The server gave up, and says with which status.
+        EngineUnsupportedError: It gives no router choices.
+        EngineReplyError: It is malformed, or a token lacks its logprob.
+    """
+    decoded = decode_json(body, where="reply")
+    if isinstance(decoded, list) and len(decoded) == 1:
+        decoded = decoded[0]
+    reply = convert(decoded, _Reply, where="reply")
+    meta = reply.meta_info
+    finish = meta.finish_reason
+    if finish.type == "abort" and finish.status_code is not None:
+        raise EngineStatusError(
+            f"the server gave up: {finish.message}",
+            status=finish.status_code,
+            body=str(decoded["meta_info"]["finish_reason"]),
+            where="finish_reason",
+        )
+    if finish.type not in _REASONS:
+        raise EngineReplyError(
+            "the completion ended for an unknown reason",
+            where="finish_reason.type",
+            expected=", ".join(_REASONS),
+            got=repr(finish.type),
+        )
+    check_prompt_seen(reply.prompt_token_ids, request, where="prompt_token_ids")
+    entries = meta.output_token_logprobs or []
+    ids, logprobs = check_completion(
+        reply.output_ids, [entry.logprob for entry in entries], request, where="output_ids"
     )
+    for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
+        if entry.token_id != token:
+            raise EngineReplyError(
+                "a logprob is that of another token",
+                where=f"output_token_logprobs[{index}]",
+                expected=f"the token {token}",
+                got=f"the token {entry.token_id}",
+            )
+    versions = meta.weight_versions
+    if versions is None and meta.weight_version is not None:  # servers before 0.5.23 name the last one only
+        versions = [ReportedVersion(meta.weight_version, 0, len(ids))]
+    raw: dict[str, Any] = {
+        "text": decoded.get("text"),
+        "meta_info": {name: value for name, value in decoded["meta_info"].items() if name not in _LARGE},
+    }
+    if finish.type == "length" and len(ids) < request.sampling_params["max_tokens"]:
+        raw["max_tokens_granted"] = len(ids)
+        _log.warning(
+            "SGLang cut max_tokens from %d to %d, since the prompt has %d tokens",
+            request.sampling_params["max_tokens"],
+            len(ids),
+            len(request.prompt_ids),
+        )
+    return EngineResponse(
+        completion_ids=ids,
+        logprobs=logprobs,
+        finish_reason=_REASONS[finish.type],
+        stop_reason=finish.matched if isinstance(finish.matched, int | str) else None,
+        usage=Usage(len(request.prompt_ids), len(ids), meta.cached_tokens),
+        routed_experts=_experts(meta, request, len(ids), experts_shape) if request.routed_experts else None,
+        weight_versions=version_spans(versions, len(ids), where="meta_info.weight_versions"),
+        request_id=meta.id,
+        top_logprobs=_top_logprobs(meta, len(ids)),
+        raw=raw,
+    )
+
+
+def _top_logprobs(meta: _Meta, count: int) -> TopLogprobs | None:
+    rows = meta.output_top_logprobs
+    if not rows:
+        return None
+    check_count(rows, count, what="alternatives", where="output_top_logprobs")
+    return tuple(
+        tuple((entry.token_id, entry.logprob) for entry in row or () if entry.logprob is not None)
+        for row in rows
+    )
+
+
+def _experts(
+    meta: _Meta, request: EngineRequest, completion: int, shape: tuple[int, int] | None
+) -> RoutedExperts:
+    if meta.routed_experts is None or shape is None:
+        raise EngineUnsupportedError(
+            "the server gives no router choices",
+            where="meta_info.routed_experts",
+            remedy="Start SGLang with --enable-return-routed-experts",
+        )
+    start = request.routed_experts_prompt_start or 0
+    return experts_from_int32(
+        meta.routed_experts,
+        rows=len(request.prompt_ids) + completion - 1 - start,
+        layers=shape[0],
+        top_k=shape[1],
+        start=start,
+        where="meta_info.routed_experts",
+    )
+
+
+# Read from SGLang 0.5.23: managers/tokenizer_manager.py, managers/utils.py and managers/scheduler.py.
+_TOO_LONG: Final = (
+    r"The input \((\d+) tokens\) is longer than the model's context length \((\d+) tokens\)",
+    r"Input length \((\d+) tokens\) exceeds the maximum allowed length \((\d+) tokens\)",
+    r"too long after expanding .* => (\d+) >= (\d+)",
+)
+_NO_ROOM: Final = r"maximum context length of (\d+) tokens\..*?(\d+) tokens from the input messages"
+
+
+def _overflow_error(
+    error: EngineStatusError, max_tokens: int
+) -> PromptTooLongError | SamplingParameterError | None:
+    """Return the error of a reply that finds the request too long; None for other replies."""
+    if error.status != 400:
+        return None
+    text = _error_text(error.body)
+    for pattern in _TOO_LONG:
+        if found := re.search(pattern, text, re.DOTALL):
+            # A prompt of the length that the server names is refused already.
+            return PromptTooLongError(int(found[1]), int(found[2]) - 1, where="prompt")
+    if not (found := re.search(_NO_ROOM, text, re.DOTALL)):
+        return None
+    context_length, prompt_len = int(found[1]), int(found[2])
+    if max_tokens < context_length:
+        return PromptTooLongError(
+            prompt_len,
+            context_length - max_tokens,
+            where="prompt",
+            remedy=f"Shorten it, or ask for less than {max_tokens} tokens",
+        )
+    return SamplingParameterError(
+        "is more than the model's context holds",
+        where=parameter("max_tokens"),
+        expected=f"at most {context_length - prompt_len}",
+        got=str(max_tokens),
+    )
+
+
+def _error_text(body: str) -> str:
+    """Return the message of an error reply, in any of its shapes: three of JSON, and plain text."""
     try:
-        # A second cancellation must not keep the server sampling.
-        await asyncio.shield(asyncio.ensure_future(call))
-    except EngineError:
-        return
+        found: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return body.strip()
+    for key in ("error", "message"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return found if isinstance(found, str) else body.strip()

@@ -1,25 +1,39 @@
-"""The way to a server, as backends see it."""
+"""`Transport`: requests to one server, as backends see it; its configuration, retry policy and errors.
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+`as_transport` builds one from whatever a caller names a server by. Needs no HTTP library until then.
+"""
+
+import http
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from urllib.parse import urlsplit
+
+import msgspec
+
+from mmrender.caching import LRUCache
+from mmrender.errors import EngineReplyError, EngineStatusError, InputError, MissingDependencyError
+
+MAX_ERROR_BYTES: Final = 8192
+"""Bytes of an error reply that are read and kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A successful HTTP answer. `body` is the whole of it, not copied again."""
+    """A successful HTTP answer with its whole body."""
 
     status: int
     headers: Mapping[str, str]
-    body: bytes | memoryview
+    body: bytes
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Sends one request to one server.
+    """Sends requests to one server.
 
-    Errors are of one tree: `EngineConnectionError`, `EngineTimeoutError`, and `EngineStatusError` for every
-    status outside 2xx. Cancelling the awaiting task closes the request's connection.
+    Errors are `EngineConnectionError`, `EngineTimeoutError`, and `EngineStatusError` for every status outside
+    2xx. Cancelling the awaiting task closes the request's connection.
     """
 
     @property
@@ -42,12 +56,11 @@ class Transport(Protocol):
         Args:
             method: HTTP method.
             path: Path below `base_url`, query included.
-            json: Body, encoded by msgspec; off the event loop when it is large. Base64 as
-                `mmrender.client.encoding.PlainText` is sent without being copied.
+            json: Body, encoded by msgspec; `msgspec.Raw` members are sent as they are.
             headers: Besides the transport's own.
             timeout: Seconds for the whole call; None takes the transport's setting.
-            idempotent: Whether the call may be repeated after it may have reached the server; None says so
-                for GET only. A connection that was never made is always tried again.
+            idempotent: Whether the call may be repeated after it may have reached the server; None means for
+                GET only. A connection that was never made is always tried again.
         """
         ...
 
@@ -60,3 +73,238 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Close connections that belong to the running event loop."""
         ...
+
+
+def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
+    """Require a finite number, more than `above` or at least `least`.
+
+    Raises:
+        InputError: It is something else; `where` is `name`.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (above is not None and value <= above) or (least is not None and value < least):
+        bound = f"more than {above:g}" if above is not None else f"{least:g} or more"
+        raise InputError("a setting is out of range", where=name, expected=bound, got=repr(value))
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how soon a failed attempt is repeated; carried out by stamina, whose hooks see it.
+
+    Attributes:
+        attempts: Attempts in all; 1 turns retries off.
+        wait_initial: Seconds before the second attempt; doubled for each further one.
+        wait_jitter: Up to so many random seconds are added to each wait.
+        wait_max: The longest wait in seconds, also where the server names one by `Retry-After`.
+
+    Raises:
+        InputError: A value is out of range.
+    """
+
+    attempts: int = 4
+    wait_initial: float = 0.1
+    wait_jitter: float = 0.5
+    wait_max: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_number("attempts", self.attempts, above=0)
+        for name in ("wait_initial", "wait_jitter", "wait_max"):
+            check_number(name, getattr(self, name), least=0)
+
+    def attempts_on(self, rule: Callable[[Exception], bool | float]) -> Any:
+        """Return stamina's iterator of attempts: `async for attempt in ...: with attempt: ...`.
+
+        Args:
+            rule: Says of an error whether to try again, or after how many seconds.
+
+        Raises:
+            MissingDependencyError: stamina is not installed.
+        """
+        try:
+            import stamina
+        except ImportError as error:
+            raise MissingDependencyError.of_extra("stamina", "client", "a retry") from error
+        return stamina.retry_context(
+            on=rule,
+            attempts=self.attempts,
+            timeout=None,
+            wait_initial=self.wait_initial,
+            wait_max=self.wait_max,
+            wait_jitter=self.wait_jitter,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Settings of the connection to one server; picklable.
+
+    Attributes:
+        base_url: Root of the server; `http` or `https`, perhaps with a path.
+        api_key: Sent as `Authorization: Bearer ...`; never printed.
+        headers: Sent with every request.
+        timeout: Seconds for a whole call, its retries included; None waits for ever.
+        connect_timeout: Seconds for making one connection.
+        retries: Which failures are tried again is the transport's; how often and when is said here.
+        max_connections: Open connections of one event loop; 0 for no bound. Calls beyond it wait.
+        keepalive: Seconds that an idle connection is kept. Uvicorn, under vLLM and SGLang, closes one after
+            5, and a request that meets the closing is lost; so it should be less than the server's.
+        max_reply_bytes: A longer reply, decompressed, is an error and is not read to its end.
+
+    Raises:
+        InputError: A value is out of range, or the URL or a header cannot be used.
+    """
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout: float | None = 3600.0
+    connect_timeout: float = 10.0
+    retries: RetryPolicy = RetryPolicy()
+    max_connections: int = 1024
+    keepalive: float = 4.0
+    max_reply_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise InputError(
+                "the address of the server is not usable",
+                where="base_url",
+                expected="http://HOST[:PORT][/PATH] or https://...",
+                got=repr(self.base_url),
+            )
+        object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
+        object.__setattr__(self, "headers", dict(self.headers))
+        for name, value in self.all_headers.items():
+            given: tuple[Any, Any] = (name, value)
+            texts = all(isinstance(text, str) for text in given)
+            if not texts or any(character in "\r\n\0" for character in name + value):
+                raise InputError(
+                    "a header is not usable",
+                    where=f"headers[{name!r}]",
+                    expected="text without line breaks",
+                    got=type(value).__name__,
+                )
+        if self.timeout is not None:
+            check_number("timeout", self.timeout, above=0)
+        check_number("connect_timeout", self.connect_timeout, above=0)
+        check_number("max_reply_bytes", self.max_reply_bytes, above=0)
+        check_number("max_connections", self.max_connections, least=0)
+        check_number("keepalive", self.keepalive, least=0)
+
+    @property
+    def all_headers(self) -> dict[str, str]:
+        """Headers of every request, the key among them."""
+        bearer = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return {**bearer, **self.headers}
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Hashable form; configurations with equal keys may share connections."""
+        values = (getattr(self, name) for name in self.__slots__ if name != "headers")
+        return (*values, tuple(sorted(self.headers.items())))
+
+
+def status_error(
+    method: str, url: str, status: int, body: bytes, headers: Mapping[str, str] | None = None
+) -> EngineStatusError:
+    """Build the error of a reply whose status is outside 2xx; only the start of `body` is kept."""
+    text = body[:MAX_ERROR_BYTES].decode("utf-8", "replace")
+    excerpt = " ".join(text.split())[:300]
+    phrase = next((known.phrase for known in http.HTTPStatus if known == status), "")
+    # `Retry-After` in its other form, a date, is rare and depends on two clocks.
+    wait = (headers or {}).get("Retry-After", "")
+    return EngineStatusError(
+        f"the server answered {status}{phrase and f' {phrase}'}{excerpt and f': {excerpt}'}",
+        status=status,
+        body=text,
+        retry_after=float(wait) if wait.isascii() and wait.isdigit() else None,
+        where=f"{method} {url}",
+    )
+
+
+async def read_events(lines: AsyncIterator[bytes], *, where: str) -> AsyncIterator[dict[str, Any]]:
+    """Yield the JSON objects of a stream of server-sent events, up to `[DONE]`.
+
+    Raises:
+        EngineReplyError: An event is not a JSON object, or the stream ends early.
+    """
+    async for line in lines:
+        if not line.startswith(b"data:"):
+            continue  # empty lines between events, comments, names of events
+        text = line[5:].strip()
+        if text == b"[DONE]":
+            return
+        try:
+            event = msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineReplyError(
+                "an event is not a JSON object", where=where, got=repr(text[:200])
+            ) from error
+        yield event
+    raise EngineReplyError("the stream broke off", where=where, expected="[DONE] at its end")
+
+
+_shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)
+# Headers that an SDK always sends, beside those that its user set.
+_SDK_HEADERS: Final = (
+    "accept",
+    "accept-encoding",
+    "authorization",
+    "content-type",
+    "user-agent",
+    "x-stainless-",
+)
+
+
+def as_transport(client: Any) -> Transport:
+    """Return the transport to a server; equal configurations share one and its connections.
+
+    Args:
+        client: A transport; a `TransportConfig`; a base URL; or an object with `base_url` and `api_key`, such
+            as `openai.AsyncOpenAI`, whose `default_headers` are sent too. A trailing `/v1` of the URL is left
+            out, since engines serve their own routes beside it. Timeouts and retries are those of
+            `TransportConfig`, not the object's.
+
+    Raises:
+        InputError: `client` is something else, or its URL cannot be used.
+        MissingDependencyError: The HTTP client is not installed.
+    """
+    if _is_transport(client):
+        return client
+    if isinstance(client, TransportConfig):
+        config = client
+    elif isinstance(client, str):
+        config = TransportConfig(server_root(client))
+    elif (base_url := getattr(client, "base_url", None)) is not None:
+        key = getattr(client, "api_key", None)
+        headers = getattr(client, "default_headers", None)
+        config = TransportConfig(
+            server_root(str(base_url)),
+            api_key=key if isinstance(key, str) and key else None,
+            headers={
+                name: value
+                for name, value in (headers if isinstance(headers, Mapping) else {}).items()
+                if isinstance(value, str) and not name.lower().startswith(_SDK_HEADERS)
+            },
+        )
+    else:
+        raise InputError(
+            "cannot build a transport from this",
+            where="client",
+            expected="a base URL, a transport, or an object with base_url and api_key",
+            got=type(client).__name__,
+        )
+    from mmrender.client.http import HTTPTransport
+
+    return _shared.get_or_compute(config.key, lambda: HTTPTransport(config))
+
+
+def _is_transport(client: Any) -> TypeGuard[Transport]:
+    # `isinstance` of a protocol costs as much as the rest of a call's checks.
+    return all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url"))
+
+
+def server_root(url: str) -> str:
+    """Strip a trailing slash and `/v1` from a base URL."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

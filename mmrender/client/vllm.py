@@ -4,42 +4,44 @@ Images go in one of three ways:
 
 - `features`: tensors of our own encoding, after a handshake that shows which pixels the server takes;
 - `hash_only`: the same, without the data of images that the server has seen;
-- `content_parts`: encoded images, which the server processes; the prompt that it makes of them is held
-  against ours.
+- `content_parts`: encoded images, which the server processes; its prompt is then compared with ours.
 
 What kills the engine or passes silently wrong is refused before it is sent. Verified with vLLM 0.32.
 """
 
 import asyncio
+import contextlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
-import msgspec
+import pybase64
 
-from mmrender.client.backend import EngineRequest, EngineResponse
-from mmrender.client.checks import Placed, check_prompt, check_sidecar
-from mmrender.client.collapse import collapse
-from mmrender.client.item_checks import check_data_url
-from mmrender.client.transport import Transport
-from mmrender.client.vllm_cache import cache_refusal
-from mmrender.client.vllm_call import GenerateCall
-from mmrender.client.vllm_errors import overflow_of
+from mmrender.client.placeholders import Ids, check_placeholders, check_prompt, collapse
+from mmrender.client.reply import decode_json, read_reply
+from mmrender.client.sampling import spell
+from mmrender.client.server_facts import agreed_form, facts_of, forget, model_cards, require_safe_cache
+from mmrender.client.transport import Transport, read_events
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm_features import PIXEL_DTYPES, PixelDtype, WireForm, features_of, layout_for
-from mmrender.client.vllm_handshake import handshake_key, shake_hands
-from mmrender.client.vllm_reply import FailedInEngineError, check_returned_prompt
-from mmrender.client.vllm_state import forget, state_of
+from mmrender.client.vllm_reply import FailedInEngineError, StreamedReply, parse_reply
 from mmrender.errors import (
     EngineConnectionError,
-    EngineReplyError,
+    EngineError,
     EngineStatusError,
+    EngineTimeoutError,
     EngineUnsupportedError,
     InputError,
     PromptTooLongError,
 )
 from mmrender.media.item import encoded_image, tensor_specs
+from mmrender.spans import MediaSpan
 
+GENERATE_PATH: Final = "/inference/v1/generate"
+ABORT_PATH: Final = "/inference/v1/abort_requests"
 ImageMode: TypeAlias = Literal["features", "hash_only", "content_parts"]
+_ABORT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class VLLMBackend:
     """vLLM's wire. Frozen and picklable; what it learns about a server is kept with the transport.
 
     Attributes:
-        images: How images go; see the module.
-        pixels: What pixels the server takes: `"ask"` it by a handshake, or say so without one. `"uint8"` are
+        images: How images are sent: `"features"`, `"hash_only"` or `"content_parts"`; see the module.
+        pixels: Which pixels the server takes: `"ask"` it by a handshake, or say so without one. `"uint8"` are
             levels that the server normalises, the others normalised values.
         trust_cache: Leave out images of `hash_only` also where the server does not say how it caches them. A
             wrong answer kills the engine.
@@ -56,7 +58,7 @@ class VLLMBackend:
             connection stops it too, unless something stands between.
 
     Raises:
-        InputError: A setting is not one of those known.
+        InputError: A setting has an unknown value.
     """
 
     images: ImageMode = "features"
@@ -68,7 +70,7 @@ class VLLMBackend:
         for name, known in (("images", get_args(ImageMode)), ("pixels", ("ask", *PIXEL_DTYPES))):
             if getattr(self, name) not in known:
                 raise InputError(
-                    "a setting of the backend is not one of those known",
+                    "unknown setting of the backend",
                     where=f"VLLMBackend.{name}",
                     expected=", ".join(map(repr, known)),
                     got=repr(getattr(self, name)),
@@ -79,147 +81,286 @@ class VLLMBackend:
         """`vllm`."""
         return "vllm"
 
-    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
-        """Sample one completion.
+    async def generate(
+        self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
+    ) -> EngineResponse:
+        """Sample one completion; tokens are streamed where `on_tokens` is given.
 
         Raises:
             InputError: The prompt is empty or holds an id outside the vocabulary.
             PlaceholderError: Tokens, ranges and items do not fit together. Nothing was sent.
             SamplingParameterError: vLLM has no such parameter, or not of that value. Nothing was sent.
             MediaError: An item cannot be sent as an encoded image.
-            PromptTooLongError: The server says so.
+            PromptTooLongError: The server says that the prompt is too long.
             EngineUnsupportedError: The server or the mode of images lacks what is needed.
             EngineMismatchError: The server takes other pixels, or made another prompt of the images.
-            EngineError: The server could not be reached, refused, or gave an answer that cannot be used.
+            EngineError: The server could not be reached, refused, or gave an unusable answer.
         """
         by_parts = self.images == "content_parts"
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        placed = check_sidecar(
-            ids, request.multi_modal_data, token_ids=request.media_token_ids, takes_sparse=by_parts
-        )
-        for entry in placed:
-            if entry.modality != "image":
-                raise EngineUnsupportedError(
-                    "only images can be sent to this engine", where=entry.where, got=entry.modality
-                )
-        call = GenerateCall(request, transport, ids, placed, self.abort_on_cancel)
+        spans = check_placeholders(ids, request, takes_sparse=by_parts)
+        call = GenerateCall(request, transport, ids, self.abort_on_cancel, on_tokens)
         try:
-            if not placed:
-                return call.read(await call.post({}))
-            return await (_by_parts(call) if by_parts else self._by_features(call))
+            if not spans:
+                return await call.send({})
+            if not by_parts:
+                return await self._by_features(call, spans)
+            collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
+            parts = await asyncio.to_thread(_content_parts, spans)
+            images = {"token_ids": collapsed, "content_parts": parts, "return_token_ids": True}
+            return await call.send(images, widened=True)
         except EngineConnectionError:
-            forget(transport)  # it may come back with other flags
+            forget(transport)  # the server may come back with other flags
             raise
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         """Ask `/v1/models`: the context less one token, since a prompt that fills it is refused.
 
         Raises:
-            EngineReplyError: The answer is not to be understood.
-            EngineError: The server could not be asked.
+            EngineError: The server could not be asked, or its answer is malformed.
         """
-        reply = await transport.request("GET", "/v1/models")
-        try:
-            cards = {card["id"]: card for card in msgspec.json.decode(reply.body)["data"]}
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
-            raise EngineReplyError(
-                "the server's list of models is not to be understood",
-                where=f"{transport.base_url}/v1/models",
-                got=f"{type(error).__name__}: {error}",
-            ) from error
-        card = cards.get(model, {})
+        cards = await model_cards(transport)
         # An adapter's own entry says nothing; its base model's does.
-        length = card.get("max_model_len") or cards.get(card.get("parent"), {}).get("max_model_len")
-        return length - 1 if isinstance(length, int) and length > 1 else None
+        card = cards.get(model)
+        base = cards.get(card.parent or "") if card is not None else None
+        length = (card and card.max_model_len) or (base and base.max_model_len)
+        return length - 1 if length and length > 1 else None
 
     def is_overflow_error(self, exc: BaseException) -> bool:
         """Whether the server refused a prompt as too long, by any of its texts."""
-        return isinstance(exc, PromptTooLongError) or overflow_of(exc) is not None
+        return isinstance(exc, PromptTooLongError) or _overflow_of(exc) is not None
 
-    async def _by_features(self, call: GenerateCall) -> EngineResponse:
-        """Send tensors, and those that were wrongly left out once more."""
-        forms = await self._forms(call)
-        state = state_of(call.transport)
-        hashes = [forms[entry.item.identity].mm_hash(entry.item) for entry in call.placed]
-        sparing = self.images == "hash_only"
-        if sparing:
-            await self._require_safe_cache(call.transport)
-        left_out = state.seen(hashes) if sparing else set()
+    async def _by_features(self, call: "GenerateCall", spans: Sequence[MediaSpan]) -> EngineResponse:
+        """Send tensors; with `hash_only` leave out those that the server has, and send them after a miss."""
+        forms = await self._forms(call, spans)
+        if self.images == "features":
+            return await _send_features(call, spans, forms)
+        await require_safe_cache(call.transport, trusted=self.trust_cache)
+        facts = facts_of(call.transport)
+        hashes = [forms[span.item.identity].mm_hash(span.item) for span in spans]
+        left_out = facts.seen(hashes)
         try:
-            response = await _with_features(call, forms, left_out, once=sparing)
+            response = await _send_features(call, spans, forms, left_out, repeats_left_out=True)
         except (EngineStatusError, FailedInEngineError) as error:
-            spared = left_out or (sparing and len(set(hashes)) < len(hashes))
-            if not spared or not _may_be_a_miss(error):
+            # A miss has no text of its own: status 500, or on older servers an empty completion.
+            may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
+            if not may_be_miss or not (left_out or len(set(hashes)) < len(hashes)):
                 raise
-            state.unsee(hashes)
-            response = await _with_features(call, forms, (), once=False)
-        state.remember(hashes)
+            facts.unsee(hashes)
+            response = await _send_features(call, spans, forms)
+        facts.remember(hashes)
         return response
 
-    async def _forms(self, call: GenerateCall) -> dict[str, WireForm]:
-        """How the server takes each item, by identity."""
-        state = state_of(call.transport)
+    async def _forms(self, call: "GenerateCall", spans: Sequence[MediaSpan]) -> dict[str, WireForm]:
+        """Find out how the server takes each item, by identity."""
         forms: dict[str, WireForm] = {}
         # The smallest image of a kind is the one that the server is asked to render.
-        for entry in sorted(call.placed, key=lambda entry: entry.range.length):
-            identity = entry.item.identity
-            if identity in forms:
+        for span in sorted(spans, key=lambda span: span.range.length):
+            if span.item.identity in forms:
                 continue
             if self.pixels != "ask":
-                forms[identity] = WireForm(layout_for(tensor_specs(entry.item), entry.modality), self.pixels)
-                continue
-
-            async def ask(entry: Placed = entry) -> WireForm:
-                return await shake_hands(entry, call.ids, call.request.model, call.transport)
-
-            forms[identity] = await state.ask_once(handshake_key(entry.item, call.request.model), ask)
+                form = WireForm(layout_for(tensor_specs(span.item), span.modality), self.pixels)
+            else:
+                form = await agreed_form(span, call.ids, call.request.model, call.transport)
+            forms[span.item.identity] = form
         return forms
 
-    async def _require_safe_cache(self, transport: Transport) -> None:
-        async def ask() -> str | None:
-            try:
-                return await cache_refusal(transport)
-            except EngineUnsupportedError:
-                if self.trust_cache:
-                    return None
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A checked request to vLLM's generate route; also used through a Dynamo frontend.
+
+    Attributes:
+        request: What the caller asked.
+        transport: The server.
+        ids: The prompt, placeholders widened; of shape `(n,)`.
+        aborts: Whether the server is told to stop where the call is cancelled or times out.
+        on_tokens: Called with tokens as they come; the answer is streamed then.
+    """
+
+    request: EngineRequest
+    transport: Transport
+    ids: Ids
+    aborts: bool
+    on_tokens: OnTokens | None = None
+
+    async def send(self, images: Mapping[str, Any], *, widened: bool = False) -> EngineResponse:
+        """Send the request with `images` among its members, and parse the answer.
+
+        Args:
+            images: Members of the body for the prompt's images.
+            widened: Whether the server widens the placeholders, so that its prompt is compared with ours.
+
+        Raises:
+            SamplingParameterError: vLLM has no such parameter, or not of that value.
+            PromptTooLongError: The server says that the prompt is too long.
+            EngineUnsupportedError: The route is closed or missing.
+            EngineError: The server could not be reached, refused, or gave an unusable answer.
+        """
+        where = f"{self.transport.base_url}{GENERATE_PATH}"
+        body = with_extra_body(self._body(images), self.request)
+        headers = dict(self.request.extra_headers)
+        try:
+            if self.on_tokens is not None:
+                return await self._streamed(body, headers, self.on_tokens, where, widened)
+            reply = await self.transport.request("POST", GENERATE_PATH, json=body, headers=headers)
+        except EngineStatusError as error:
+            meaning = _meaning_of(error, where=where)
+            if meaning is error:
                 raise
+            raise meaning from error
+        except (asyncio.CancelledError, EngineTimeoutError):
+            if self.aborts:
+                # A header of that name comes before the body's id.
+                given = {name.lower(): value for name, value in headers.items()}
+                engine_id = f"generate-tokens-{given.get('x-request-id', self.request.request_id)}"
+                await send_abort(self.transport, ABORT_PATH, {"request_ids": [engine_id]})
+            raise
+        return await read_reply(
+            reply.body,
+            lambda body: parse_reply(
+                decode_json(body, where=where), self.request, where=where, widened=widened
+            ),
+        )
 
-        refusal = await state_of(transport).ask_once(("cache", self.trust_cache), ask)
-        if refusal is not None:
-            raise EngineUnsupportedError(
-                "the server's settings make a hash without data fatal to its engine",
-                where=transport.base_url,
-                got=refusal,
-                remedy="Send the data each time: VLLMBackend(images='features')",
-            )
+    def _body(self, images: Mapping[str, Any]) -> dict[str, Any]:
+        request = self.request
+        spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")
+        params = spelled.sampling
+        params.setdefault("logprobs", 0)  # of the sampled token alone
+        if request.routed_experts_prompt_start is not None:
+            params["routed_experts_prompt_start"] = request.routed_experts_prompt_start
+        body: dict[str, Any] = {
+            "model": request.model,
+            "request_id": request.request_id,
+            "sampling_params": params,
+            "token_ids": self.ids.tolist(),
+            **images,
+        }
+        if request.cache_salt is not None:
+            body["cache_salt"] = request.cache_salt
+        if request.priority is not None:
+            body["priority"] = request.priority
+        return body
+
+    async def _streamed(
+        self, body: dict[str, Any], headers: dict[str, str], on_tokens: OnTokens, where: str, widened: bool
+    ) -> EngineResponse:
+        """Read the answer as a stream; one that breaks after the last token is complete."""
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        lines = self.transport.stream("POST", GENERATE_PATH, json=streamed, headers=headers)
+        whole = StreamedReply(self.request, on_tokens, where=where)
+        try:
+            async for chunk in read_events(lines, where=where):
+                whole.take(chunk)
+        except EngineError:
+            if not whole.is_finished:
+                raise
+        return parse_reply(whole.reply(), self.request, where=where, widened=widened)
 
 
-async def _with_features(
-    call: GenerateCall, forms: Mapping[str, WireForm], left_out: Collection[str], *, once: bool
+async def _send_features(
+    call: GenerateCall,
+    spans: Sequence[MediaSpan],
+    forms: Mapping[str, WireForm],
+    left_out: Collection[str] = (),
+    *,
+    repeats_left_out: bool = False,
 ) -> EngineResponse:
-    features = await asyncio.to_thread(features_of, call.placed, forms, left_out, repeats_left_out=once)
-    return call.read(await call.post({"features": features}))
+    features = await asyncio.to_thread(features_of, spans, forms, left_out, repeats_left_out=repeats_left_out)
+    return await call.send({"features": features})
 
 
-def _may_be_a_miss(error: EngineStatusError | FailedInEngineError) -> bool:
-    """Whether a request may have failed for a hash whose data the server lacks; it has no text of its own."""
-    return isinstance(error, FailedInEngineError) or error.status == 500
+def with_extra_body(body: dict[str, Any], request: EngineRequest) -> dict[str, Any]:
+    """Add `extra_body` of a request, unchecked, to its body.
+
+    Raises:
+        InputError: A member is one that the request itself sets.
+    """
+    if taken := sorted(body.keys() & request.extra_body.keys()):
+        raise InputError("the request itself sets this member", where=f"extra_body[{taken[0]!r}]")
+    return {**body, **request.extra_body}
 
 
-async def _by_parts(call: GenerateCall) -> EngineResponse:
-    """Send encoded images, and hold the prompt that the server makes of them against ours."""
-    request, widened = call.request, call.ids.tolist()
-    written = request.collapsed_ids
-    images = {
-        "token_ids": list(collapse(widened, request.multi_modal_data) if written is None else written),
-        "content_parts": await asyncio.to_thread(_content_parts, call.placed),
-        "return_token_ids": True,
-    }
-    reply = await call.post(images)
-    check_returned_prompt(reply, request, widened, where=call.where)
-    return call.read(reply)
+async def send_abort(transport: Transport, path: str, body: Mapping[str, Any]) -> None:
+    """Tell a server to stop sampling; failures are ignored, as they must not hide why it was told."""
+    call = transport.request("POST", path, json=body, timeout=_ABORT_SECONDS, idempotent=True)
+    sending = asyncio.ensure_future(call)
+    # A second cancellation ends the wait, not the request; then its failure has no one to report it to.
+    sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+    with contextlib.suppress(EngineError):
+        await asyncio.shield(sending)
 
 
-def _content_parts(placed: Sequence[Placed]) -> list[dict[str, Any]]:
-    urls = ((entry, encoded_image(entry.item).data_url) for entry in placed)
-    return [{"type": "image_url", "url": check_data_url(url, where=entry.where)} for entry, url in urls]
+_DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]+;base64,(?=.)", re.I | re.S)
+
+
+def check_data_url(value: Any, *, where: str) -> str:
+    """Return an image that is to be sent, which must be a `data:` URL: a server would open a path.
+
+    Raises:
+        InputError: It is something else.
+    """
+    found = _DATA_URL.match(value) if isinstance(value, str) else None
+    try:
+        # Decoding is the fastest way to look at every character.
+        is_data = found is not None and bool(pybase64.b64decode(value[found.end() :], validate=True))
+    except ValueError:
+        is_data = False
+    if not is_data:
+        raise InputError(
+            "images are sent as data URLs only",
+            where=where,
+            expected="data:image/...;base64,...",
+            got=repr(value[:40] if isinstance(value, str) else type(value).__name__),
+            remedy="A server may open any other text as a file of its own",
+        )
+    return str(value)
+
+
+def _content_parts(spans: Sequence[MediaSpan]) -> list[dict[str, Any]]:
+    urls = ((span, encoded_image(span.item).data_url) for span in spans)
+    return [{"type": "image_url", "url": check_data_url(url, where=span.where)} for span, url in urls]
+
+
+_OVERFLOWS: Final = (
+    # "The decoder prompt (length 3000) is longer than the maximum model length of 2048. ...", and the same
+    # with "plus the number of requested output tokens" before "is".
+    re.compile(
+        r"prompt \(length (?P<length>\d+)\).{0,80}is longer than the maximum model length of (?P<limit>\d+)"
+    ),
+    # "This model's maximum context length is 2048 tokens. However, your prompt contains at least 2049 ..."
+    re.compile(r"maximum context length is (?P<limit>\d+) tokens.{0,80}?(?P<length>\d+)[^.]{0,60}tokens"),
+    # "Input length (3000) exceeds model's maximum context length (2048)."
+    re.compile(r"Input length \((?P<length>\d+)\) exceeds model's maximum context length \((?P<limit>\d+)\)"),
+)
+
+
+def _overflow_of(error: BaseException) -> tuple[int, int] | None:
+    """Return the counted tokens and the context length, where the prompt is too long."""
+    if not isinstance(error, EngineStatusError) or error.status != 400:
+        return None
+    found = next((match for text in _OVERFLOWS if (match := text.search(error.body))), None)
+    return None if found is None else (int(found["length"]), int(found["limit"]))
+
+
+def _meaning_of(error: EngineStatusError, *, where: str) -> EngineError | PromptTooLongError:
+    """Return the error that a refusal of the generate route means, or the refusal itself."""
+    overflow = _overflow_of(error)
+    if overflow is not None:
+        length, context = overflow
+        # A prompt that fills the context leaves no room for a single sampled token.
+        return PromptTooLongError(length, context - 1, where=where)
+    if error.status == 403 and "--enable-scale-out" in error.body:
+        return EngineUnsupportedError(
+            "the server's generate route is closed", where=where, remedy="Start vLLM with --enable-scale-out"
+        )
+    if error.status == 404 and "does not exist" not in error.body:
+        return EngineUnsupportedError(
+            "the server has no generate route for tokens",
+            where=where,
+            got="status 404",
+            remedy="It takes vLLM 0.20 or later, or a Dynamo frontend with "
+            "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1",
+        )
+    return error

@@ -1,32 +1,35 @@
-"""Media items as vLLM takes them: `features` of a generate request.
+"""Media items as vLLM takes them: the `features` of a generate request.
 
-vLLM joins the tensors of many requests by the field layout of the model (`mmcodecs.vllm_fields`). Each item
-is encoded by itself, its slices naming itself alone, so what goes on the wire does not depend on its company.
+vLLM joins the tensors of many requests by the field layout of the model. Each item is encoded by itself, its
+slices naming itself alone, so its bytes are the same in every request, and are encoded once.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mmcodecs.tensors import RawTensor
 from mmcodecs.vllm_batch import collate_items
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared
 from mmcodecs.vllm_items import encode_mm_kwargs_item_as_bytes
-from mmrender.client.checks import Placed
-from mmrender.client.encoding import PlainText
-from mmrender.client.item_checks import check_patches
-from mmrender.errors import EngineUnsupportedError
+from mmrender.caching import LRUCache
+from mmrender.errors import EngineUnsupportedError, PlaceholderError
 from mmrender.media.item import PatchItem, ProcessedItem
 from mmrender.media.levels import Levels
-from mmrender.spans import MediaItem
+from mmrender.spans import MediaItem, MediaSpan
 
 PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
-"""What pixels are on the wire: levels that the server normalises itself, or normalised values."""
+"""Pixels on the wire: `uint8` levels that the server normalises itself, or normalised values."""
 
 PIXEL_DTYPES: Final[tuple[PixelDtype, ...]] = get_args(PixelDtype)
+
+_encoded: LRUCache[tuple[str, type[MediaItem], str, PixelDtype], msgspec.Raw] = LRUCache(
+    256 << 20, size_of=lambda text: len(memoryview(text))
+)
+"""Encoded items as JSON text, by identity, class, layout and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +38,22 @@ class WireForm:
 
     Attributes:
         layout: How fields are joined.
-        pixels: What floating-point tensors of the reference processor are on the wire.
+        pixels: Dtype on the wire of what the reference processor gives as floating-point tensors.
     """
 
     layout: Layout
     pixels: PixelDtype
 
     def mm_hash(self, item: MediaItem) -> str:
-        """The name of an item's data on the server, which keeps what first came under a name.
+        """Name of an item's data on the server, which keeps the data that first came under a name.
 
-        It names the kind of pixels too, so data of a wrong kind is never taken for that of the right one.
+        It names the dtype too, so data of a wrong kind is never taken for that of the right one.
         """
         return f"{item.identity}-{self.pixels}"
 
 
 def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
-    """Expand one item to what goes on the wire.
+    """Expand one item to the tensors that go on the wire.
 
     Raises:
         EngineUnsupportedError: Levels are asked for, and the item's pixels do not come from any.
@@ -66,27 +69,26 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
         }
     if isinstance(item, PatchItem) and item.modality == "image":
         return {"pixel_values": item.levels(), "image_grid_thw": np.array([item.grid], np.int64)}
-    if isinstance(item, ProcessedItem) and item.compact:
-        return {
-            name: _whole_levels(part, name) if isinstance(part, Levels) else part.expanded("float32")
-            for name, part in item.parts.items()
-        }
-    raise EngineUnsupportedError(
-        "the server normalises pixels itself, and this item has none that are not normalised",
-        where=f"item {item.identity[:12]}",
-        got=f"{type(item).__name__} of modality {item.modality!r}",
-        remedy="Start vLLM with --no-mm-device-do-normalize",
-    )
-
-
-def _whole_levels(part: Levels, name: str) -> npt.NDArray[np.uint8]:
-    if part.levels.size == np.prod(part.shape):
-        return part.levels.reshape(part.shape)
-    raise EngineUnsupportedError(
-        "the server normalises pixels itself, and this item is padded with zeros that are not pixels",
-        where=name,
-        remedy="Start vLLM with --no-mm-device-do-normalize",
-    )
+    if not isinstance(item, ProcessedItem) or not item.compact:
+        raise EngineUnsupportedError(
+            "the server normalises pixels itself, and this item holds normalised ones only",
+            where=f"item {item.identity[:12]}",
+            got=f"{type(item).__name__} of modality {item.modality!r}",
+            remedy="Start vLLM with --no-mm-device-do-normalize",
+        )
+    levels: dict[str, Any] = {}
+    for name, part in item.parts.items():
+        if not isinstance(part, Levels):
+            levels[name] = part.expanded("float32")
+        elif part.levels.size == np.prod(part.shape):
+            levels[name] = part.levels.reshape(part.shape)
+        else:
+            raise EngineUnsupportedError(
+                "the server normalises pixels itself, and this item is padded with zeros that are not pixels",
+                where=name,
+                remedy="Start vLLM with --no-mm-device-do-normalize",
+            )
+    return levels
 
 
 def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] | None = None) -> Layout:
@@ -94,62 +96,90 @@ def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] |
 
     Args:
         names: The item's tensors.
-        modality: The item's.
+        modality: The item's modality.
         kinds: How the server says that each is joined: `batched`, `flat` or `shared`.
 
     Raises:
         EngineUnsupportedError: No layout has these fields, or several that join them differently.
     """
-    found = [layout for layout in LAYOUTS if _takes(layout, names, modality, kinds or {})]
+
+    def takes(layout: Layout) -> bool:
+        for name in names:
+            spec = layout.fields.get(name)
+            if spec is None or spec.modality != modality:
+                return False
+            kind = type(spec).__name__.lower()
+            if (kinds or {}).get(name, kind) != kind:
+                return False
+            if isinstance(spec, Flat | Shared) and spec.sizes not in names:
+                return False
+        return True
+
+    found = [layout for layout in LAYOUTS if takes(layout)]
     if not found or any(layout.fields[n] != found[0].fields[n] for layout in found for n in names):
         raise EngineUnsupportedError(
             "it is not known how vLLM joins these tensors",
             where=f"{modality} items",
-            expected="the fields of one of the layouts in mmcodecs.vllm_fields",
+            expected="the fields of one of the known layouts",
             got=", ".join(sorted(names)),
             remedy="Send encoded images: VLLMBackend(images='content_parts')",
         )
     return found[0]
 
 
-def _takes(layout: Layout, names: Collection[str], modality: str, kinds: Mapping[str, str]) -> bool:
-    for name in names:
-        spec = layout.fields.get(name)
-        if spec is None or spec.modality != modality:
-            return False
-        if kinds.get(name, type(spec).__name__.lower()) != type(spec).__name__.lower():
-            return False
-        if isinstance(spec, Flat | Shared) and spec.sizes not in names:
-            return False
-    return True
-
-
-def encode_item(entry: Placed, form: WireForm) -> PlainText:
-    """Encode one item as vLLM's base64 text, after a check that its tensors fit together and their range.
+def encode_item(span: MediaSpan, form: WireForm) -> msgspec.Raw:
+    """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered.
 
     Raises:
         PlaceholderError: Patches, grid and range do not fit, or pixels are of another dtype than `form` says.
         EngineUnsupportedError: As `item_tensors`.
     """
-    tensors = item_tensors(entry.item, form.pixels)
-    if isinstance(entry.item, PatchItem):
-        pixels = tensors["pixel_values"]
-        array = pixels.bits if isinstance(pixels, RawTensor) else pixels
-        check_patches(
-            array,
-            tensors["image_grid_thw"],
-            width=entry.item.layout.features,
-            dtype="uint16" if form.pixels == "bfloat16" else form.pixels,  # numpy holds its bits so
-            merge_size=entry.item.layout.merge,
-            num_embeds=entry.range.num_embeds,
-            where=entry.where,
+
+    def encode() -> msgspec.Raw:
+        tensors = item_tensors(span.item, form.pixels)
+        if isinstance(span.item, PatchItem):
+            _check_patches(span, span.item, tensors, form.pixels)
+        (item,) = collate_items(form.layout, [tensors])
+        return msgspec.Raw(b'"%b"' % encode_mm_kwargs_item_as_bytes(item))
+
+    key = (span.item.identity, type(span.item), form.layout.name, form.pixels)
+    return _encoded.get_or_compute(key, encode)
+
+
+def _check_patches(span: MediaSpan, item: PatchItem, tensors: Mapping[str, Any], dtype: PixelDtype) -> None:
+    """Check patches of the Qwen kind against their grid and range; an engine dies of what does not fit."""
+    pixels = tensors["pixel_values"]
+    array = pixels.bits if isinstance(pixels, RawTensor) else pixels
+    grid = tensors["image_grid_thw"]
+    sides = [int(side) for side in np.ravel(grid)]
+    if len(sides) != 3 or grid.dtype != np.int64 or any(side < 1 for side in sides):
+        raise PlaceholderError(
+            "the grid is malformed",
+            where=f"{span.where}.grid",
+            expected="three positive numbers of int64",
+            got=f"{sides} of {grid.dtype}",
         )
-    (item,) = collate_items(form.layout, [tensors])
-    return PlainText(encode_mm_kwargs_item_as_bytes(item))
+    patches = sides[0] * sides[1] * sides[2]
+    stored = "uint16" if dtype == "bfloat16" else dtype  # numpy holds its bits so
+    if array.shape != (patches, item.layout.features) or array.dtype.name != stored:
+        raise PlaceholderError(
+            "the patches do not fit their grid",
+            where=f"{span.where}.pixel_values",
+            expected=f"{stored} [{patches}, {item.layout.features}] for the grid {sides}",
+            got=f"{array.dtype.name} {list(array.shape)}",
+        )
+    expected = span.range.num_embeds * item.layout.merge**2
+    if patches != expected:
+        raise PlaceholderError(
+            "the grid does not fit its placeholder range",
+            where=f"{span.where}.grid",
+            expected=f"{expected} patches for {span.range.num_embeds} tokens",
+            got=f"{patches} of {sides}",
+        )
 
 
 def features_of(
-    placed: Sequence[Placed],
+    spans: Sequence[MediaSpan],
     forms: Mapping[str, WireForm],
     left_out: Collection[str] = (),
     *,
@@ -158,26 +188,27 @@ def features_of(
     """Return the `features` of a request.
 
     Args:
-        placed: Items in prompt order.
+        spans: Items in prompt order.
         forms: How the server takes each, by identity.
-        left_out: Hashes whose data the server has; of these nothing else is sent.
-        repeats_left_out: Send the data of an item once within the request. A server takes the hash behind
-            it as one whose data it has, so this holds where hashes without data do.
+        left_out: Hashes whose data the server has; the data of these is not sent.
+        repeats_left_out: Send the data of an item once within the request. A server takes the second hash
+            for one whose data it has, so this is safe only where hashes without data are.
 
     Raises:
         PlaceholderError: An item does not fit its range.
+        EngineUnsupportedError: An item cannot be sent in its form.
     """
     features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
-    encoded: dict[str, PlainText] = {}
-    for entry in placed:
-        form = forms[entry.item.identity]
-        mm_hash = form.mm_hash(entry.item)
-        repeated = mm_hash in encoded
-        if mm_hash not in left_out and not repeated:
-            encoded[mm_hash] = encode_item(entry, form)
-        data = None if repeated and repeats_left_out else encoded.get(mm_hash)
-        place = {"offset": entry.range.offset, "length": entry.range.length}
-        features["mm_hashes"].setdefault(entry.modality, []).append(mm_hash)
-        features["mm_placeholders"].setdefault(entry.modality, []).append(place)
-        features["kwargs_data"].setdefault(entry.modality, []).append(data)
+    sent: dict[str, msgspec.Raw] = {}
+    for span in spans:
+        form = forms[span.item.identity]
+        mm_hash = form.mm_hash(span.item)
+        is_repeat = mm_hash in sent
+        if mm_hash not in left_out and not is_repeat:
+            sent[mm_hash] = encode_item(span, form)
+        data = None if is_repeat and repeats_left_out else sent.get(mm_hash)
+        place = {"offset": span.range.offset, "length": span.range.length}
+        features["mm_hashes"].setdefault(span.modality, []).append(mm_hash)
+        features["mm_placeholders"].setdefault(span.modality, []).append(place)
+        features["kwargs_data"].setdefault(span.modality, []).append(data)
     return features

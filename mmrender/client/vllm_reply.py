@@ -1,25 +1,68 @@
-"""vLLM's answer to a generate request, checked and in our terms.
+"""vLLM's answer to a generate request, whole or streamed, as an `EngineResponse`."""
 
-Logprobs have two shapes: since 0.32 `{"token_id": 7, "logprob": -1.5, ...}`, and before that
-`{"token": "token_id:7", "logprob": -1.5, ...}`.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
-from mmrender.client.backend import EngineRequest, EngineResponse, FinishReason, Usage
-from mmrender.client.completions import checked_completion
-from mmrender.client.routed_experts import experts_from_npy
-from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+import msgspec
 
-_FINISHED: Final[Mapping[str, FinishReason]] = {
+from mmrender.client.placeholders import check_prompt_seen
+from mmrender.client.reply import (
+    LogprobEntry,
+    ReportedExperts,
+    ReportedUsage,
+    ReportedVersion,
+    alternatives,
+    check_budget,
+    check_completion,
+    check_named,
+    check_prompt_count,
+    convert,
+    experts_from_mapping,
+    experts_from_npy,
+    version_spans,
+)
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
+from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
+from mmrender.trajectory.engine_data import RoutedExperts
+
+_REASONS: Final[Mapping[str, FinishReason]] = {
     "stop": "stop",
     "length": "length",
     "abort": "abort",
     "repetition": "stop",  # the detection of repetition that a caller asked for; `stop_reason` says so
 }
-_OLD_NAME: Final = "token_id:"
+_LARGE: Final = ("token_ids", "logprobs", "routed_experts", "sampling_mask")
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[LogprobEntry] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+    routed_experts: str | ReportedExperts | None = None  # the second is a Dynamo frontend's
+    weight_versions: list[ReportedVersion] | None = None
+
+    @property
+    def entries(self) -> list[LogprobEntry]:
+        """The logprob of each token."""
+        return (self.logprobs and self.logprobs.content) or []
+
+
+class _Place(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    usage: ReportedUsage | None = None
+    request_id: str | None = None
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[_Place]] | None = None
 
 
 class FailedInEngineError(EngineReplyError):
@@ -29,245 +72,182 @@ class FailedInEngineError(EngineReplyError):
     """
 
 
-def read_reply(reply: Any, request: EngineRequest, prompt_len: int, *, where: str) -> EngineResponse:
-    """Read the whole answer.
+def parse_reply(decoded: Any, request: EngineRequest, *, where: str, widened: bool = False) -> EngineResponse:
+    """Parse the whole answer.
 
     Args:
-        reply: The answer as `decode_reply` gives it; routed experts are views of the answer's bytes.
+        decoded: The answer, decoded from JSON.
         request: What was asked.
-        prompt_len: Tokens of the prompt as it was sent or is to come out.
         where: The call in errors.
+        widened: Whether the server widened the placeholders, so that its prompt must be compared with ours.
 
     Raises:
         FailedInEngineError: The engine failed, and the answer is empty.
-        EngineMismatchError: The server counted other prompt tokens than were meant.
+        EngineMismatchError: The server used another prompt than ours.
         EngineUnsupportedError: Routed experts were asked for, and the server gives none.
-        EngineReplyError: The answer has another form than those known, or a token lacks its logprob.
+        EngineReplyError: The answer is malformed, or a token lacks its logprob.
     """
-    choice = _only_choice(reply, where)
-    finish_reason = _finish_reason(choice, where)
-    tokens = choice.get("token_ids") or []
-    entries = entries_of(choice, tokens, where)
-    ids, logprobs = checked_completion(
-        tokens, [entry.get("logprob") for entry in entries], request.vocab_size, where=f"{where} token_ids"
+    reply = convert(decoded, _Reply, where=where)
+    if len(reply.choices) != 1:
+        raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
+    choice = reply.choices[0]
+    reason = _finish_reason(choice, where)
+    tokens, entries = choice.token_ids or [], choice.entries
+    ids, logprobs = check_completion(
+        tokens, [entry.logprob for entry in entries], request, where=f"{where} token_ids"
     )
+    check_named(entries, ids, where=f"{where} logprobs", required=True)
+    check_prompt_count(reply.usage, request, where=f"{where} usage.prompt_tokens")
+    if widened:
+        _check_widened(reply, request, where)
+    asked_top = request.sampling_params.get("logprobs")
     return EngineResponse(
         completion_ids=ids,
         logprobs=logprobs,
-        finish_reason=finish_reason,
-        usage=_usage(reply, prompt_len, len(ids), where),
-        stop_reason=choice.get("stop_reason"),
-        routed_experts=_routed_experts(choice, request, prompt_len, len(ids), where),
-        weight_versions=_weight_versions(choice, len(ids), where),
-        request_id=reply.get("request_id"),
-        top_logprobs=_top_logprobs(entries, request, where),
-        raw=_without_large(reply, choice),
+        finish_reason=reason,
+        usage=Usage(len(request.prompt_ids), len(ids), reply.usage.cached_tokens if reply.usage else None),
+        stop_reason=choice.stop_reason,
+        routed_experts=_routed_experts(choice, request, len(ids), f"{where} routed_experts"),
+        weight_versions=version_spans(choice.weight_versions, len(ids), where=f"{where} weight_versions"),
+        request_id=reply.request_id,
+        top_logprobs=alternatives(entries, where=f"{where} logprobs") if asked_top else None,
+        raw={
+            **decoded,
+            "prompt_token_ids": None,
+            "choices": [{name: value for name, value in decoded["choices"][0].items() if name not in _LARGE}],
+        },
     )
 
 
-def _only_choice(reply: Any, where: str) -> dict[str, Any]:
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise _unusable("no single choice", where, "an object with one of `choices`", choices)
-    return choices[0]
-
-
-def _finish_reason(choice: Mapping[str, Any], where: str) -> FinishReason:
-    reason = choice.get("finish_reason")
-    if reason == "error":
+def _finish_reason(choice: _Choice, where: str) -> FinishReason:
+    if choice.finish_reason == "error":
         raise FailedInEngineError(
             "the engine failed during the request",
             where=where,
             got="finish_reason 'error'",
             remedy="The server's log says why",
         )
-    known = _FINISHED.get(reason) if isinstance(reason, str) else None
-    if known is None:
-        raise _unusable("an unknown finish_reason", where, f"one of {', '.join(_FINISHED)}", reason)
-    return known
-
-
-def entries_of(choice: Mapping[str, Any], tokens: Any, where: str) -> list[Mapping[str, Any]]:
-    """The logprob entries, one for each token and of that token.
-
-    Raises:
-        EngineReplyError: They are not.
-    """
-    content = (choice.get("logprobs") or {}).get("content") or []
-    if not isinstance(tokens, list) or not isinstance(content, list):
-        raise _unusable("malformed tokens or logprobs", where, "two lists", content)
-    if len(tokens) != len(content):
+    reason = _REASONS.get(choice.finish_reason or "")
+    if reason is None:
         raise EngineReplyError(
-            "tokens and logprobs are not equally many",
-            where=where,
-            expected=f"{len(tokens)} logprobs, one for each token",
-            got=str(len(content)),
+            "the completion ended for an unknown reason",
+            where=f"{where} finish_reason",
+            expected=", ".join(_REASONS),
+            got=repr(choice.finish_reason),
         )
-    for index, (token, entry) in enumerate(zip(tokens, content, strict=True)):
-        named = _token_of(entry)
-        if named is None:
-            raise _nameless(entry, f"{where} logprobs[{index}]")
-        if named != token:
-            raise EngineReplyError(
-                "a logprob is that of another token",
-                where=f"{where} logprobs[{index}]",
-                expected=f"the token {token}",
-                got=str(named),
-            )
-    return content
-
-
-def _token_of(entry: Any) -> int | None:
-    """The token that an entry is about, in either shape."""
-    if not isinstance(entry, dict):
-        return None
-    token, name = entry.get("token_id"), entry.get("token")
-    if type(token) is int:
-        return token
-    if isinstance(name, str) and name.startswith(_OLD_NAME) and name[len(_OLD_NAME) :].isdecimal():
-        return int(name[len(_OLD_NAME) :])
-    return None
-
-
-def _nameless(entry: Any, where: str) -> EngineReplyError:
-    return _unusable("a logprob without its token", where, "token_id, or token as 'token_id:N'", entry)
-
-
-def _top_logprobs(
-    entries: Sequence[Mapping[str, Any]], request: EngineRequest, where: str
-) -> tuple[tuple[tuple[int, float], ...], ...] | None:
-    if not request.sampling_params.get("logprobs"):
-        return None
-    return tuple(
-        tuple(_alternative(other, f"{where} top_logprobs") for other in entry.get("top_logprobs") or ())
-        for entry in entries
-    )
-
-
-def _alternative(entry: Any, where: str) -> tuple[int, float]:
-    token = _token_of(entry)
-    if token is None:
-        raise _nameless(entry, where)
-    logprob = entry.get("logprob")
-    if not isinstance(logprob, int | float):
-        raise _unusable("an alternative without its logprob", where, "a number", entry)
-    return token, float(logprob)
-
-
-def _usage(reply: Mapping[str, Any], prompt_len: int, completion_len: int, where: str) -> Usage:
-    usage = reply.get("usage") or {}
-    counted = usage.get("prompt_tokens", prompt_len)
-    if counted != prompt_len:
-        raise EngineMismatchError(
-            "the server counted other prompt tokens than were meant",
-            where=f"{where} usage.prompt_tokens",
-            expected=str(prompt_len),
-            got=str(counted),
-        )
-    details = usage.get("prompt_tokens_details") or {}
-    return Usage(prompt_len, completion_len, details.get("cached_tokens"))
-
-
-def _weight_versions(choice: Mapping[str, Any], length: int, where: str) -> tuple[WeightVersionSpan, ...]:
-    spans = []
-    position = 0
-    for index, span in enumerate(choice.get("weight_versions") or ()):
-        version, start, stop = _span_fields(span)
-        if type(start) is not int or type(stop) is not int or not position <= start <= stop <= length:
-            raise _unusable(
-                "weight versions that are no spans of the completion",
-                f"{where} weight_versions[{index}]",
-                f"version, start and end within [{position}, {length}]",
-                span,
-            )
-        spans.append(WeightVersionSpan(str(version), start, stop))
-        position = stop
-    return tuple(spans)
-
-
-def _span_fields(span: Any) -> tuple[Any, Any, Any]:
-    """Version, start and end, of an object or a list; Nones where it is neither."""
-    if isinstance(span, dict):
-        return span.get("version"), span.get("start"), span.get("end")
-    return tuple(span) if isinstance(span, list) and len(span) == 3 else (None, None, None)
+    return reason
 
 
 def _routed_experts(
-    choice: Mapping[str, Any], request: EngineRequest, prompt_len: int, completion_len: int, where: str
+    choice: _Choice, request: EngineRequest, completion: int, where: str
 ) -> RoutedExperts | None:
-    data = choice.get("routed_experts")
-    asked_from = request.routed_experts_prompt_start
+    start = request.routed_experts_prompt_start
+    data = choice.routed_experts
     if data is None:
-        if request.routed_experts and completion_len:
+        if request.routed_experts and completion:
             raise EngineUnsupportedError(
-                "routed experts were asked for, and the server gives none",
+                "router choices were asked for, and the server gives none",
                 where=where,
                 remedy="Start vLLM with --enable-return-routed-experts, with a mixture-of-experts model",
             )
         return None
-    field = f"{where} routed_experts"
-    experts = experts_from_npy(data, where=field)
-    rows, whole = len(experts.data), max(0, prompt_len + completion_len - 1)
-    if rows != whole:
-        # Servers that know the parameter leave out the rows before it; others send them all.
-        if asked_from is None or rows != max(0, whole - asked_from):
-            raise _unusable(
-                "another number of routed rows", field, f"{whole} rows, one for each fed token", rows
-            )
-        return RoutedExperts(experts.data, asked_from)
-    return experts if asked_from is None else experts.from_position(min(asked_from, whole))
-
-
-def _without_large(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    large = ("token_ids", "logprobs", "routed_experts", "sampling_mask")
-    small = {name: value for name, value in choice.items() if name not in large}
-    return {**reply, "prompt_token_ids": None, "choices": [small]}
-
-
-def check_returned_prompt(reply: Any, request: EngineRequest, ids: Sequence[int], *, where: str) -> None:
-    """Hold the prompt that the server made of encoded images against ours.
-
-    Raises:
-        EngineMismatchError: Its tokens or ranges are others.
-        EngineReplyError: The server does not give them back.
-    """
-    returned = reply.get("prompt_token_ids") if isinstance(reply, dict) else None
-    if not isinstance(returned, list):
-        raise _unusable(
-            "no prompt_token_ids, without which its prompt cannot be held against ours",
-            where,
-            "a list",
-            returned,
+    if isinstance(data, ReportedExperts):
+        experts = experts_from_mapping(data, where=where)
+        return experts if start is None or experts.start >= start else experts.from_position(start)
+    experts = experts_from_npy(data, where=where)
+    # One row for each token that was fed. Servers that know `routed_experts_prompt_start` leave out the rows
+    # before it, others send them all.
+    rows, whole = len(experts.data), max(0, len(request.prompt_ids) + completion - 1)
+    if rows == whole:
+        return experts if start is None else experts.from_position(min(start, whole))
+    if start is None or rows != max(0, whole - start):
+        raise EngineReplyError(
+            "the reply has another number of routed rows", where=where, expected=str(whole), got=str(rows)
         )
-    if returned != list(ids):
-        index = next((i for i, pair in enumerate(zip(returned, ids, strict=False)) if pair[0] != pair[1]), -1)
-        at = min(len(returned), len(ids)) if index < 0 else index
-        raise EngineMismatchError(
-            "the server made another prompt of the images than the renderer",
-            where=f"{where} prompt_token_ids[{at}]",
-            expected=f"{_token_at(ids, at)}, and {len(ids)} tokens",
-            got=f"{_token_at(returned, at)}, and {len(returned)} tokens",
-            remedy="Render with the files and processor settings of the model that the server runs",
+    return RoutedExperts(experts.data, start)
+
+
+def _check_widened(reply: _Reply, request: EngineRequest, where: str) -> None:
+    """Require that the prompt that the server made of encoded images is ours, in tokens and places."""
+    if reply.prompt_token_ids is None:
+        raise EngineReplyError(
+            "the reply lacks the server's prompt, which must be compared with ours",
+            where=f"{where} prompt_token_ids",
+            expected="a list",
         )
+    check_prompt_seen(reply.prompt_token_ids, request, where=f"{where} prompt_token_ids")
     ours = {
-        modality: [{"offset": place.offset, "length": place.length} for place in ranges]
+        modality: [(place.offset, place.length) for place in ranges]
         for modality, ranges in request.multi_modal_data.mm_placeholders.items()
     }
-    placed = reply.get("mm_placeholders")
-    if placed is not None and placed != ours:
+    theirs = {
+        modality: [(place.offset, place.length) for place in ranges]
+        for modality, ranges in (reply.mm_placeholders or {}).items()
+    }
+    if reply.mm_placeholders is not None and theirs != ours:
         raise EngineMismatchError(
             "the server has the images at other places than the renderer",
             where=f"{where} mm_placeholders",
             expected=str(ours),
-            got=str(placed),
+            got=str(theirs),
         )
 
 
-def _token_at(ids: Sequence[int], index: int) -> str:
-    return f"the token {ids[index]}" if index < len(ids) else "the end"
+class StreamedReply:
+    """Chunks of a generate stream, reported as they come and put together to the whole answer.
 
+    Args:
+        request: What was asked.
+        on_tokens: Called with the checked tokens of each chunk.
+        where: The call in errors.
+    """
 
-def _unusable(problem: str, where: str, expected: str, got: object) -> EngineReplyError:
-    return EngineReplyError(
-        f"the server's reply has {problem}", where=where, expected=expected, got=repr(got)[:200]
-    )
+    def __init__(self, request: EngineRequest, on_tokens: OnTokens, *, where: str) -> None:
+        self._request = request
+        self._on_tokens = on_tokens
+        self._where = where
+        self._head: dict[str, Any] = {}
+        self._choice: dict[str, Any] = {"index": 0, "token_ids": [], "logprobs": {"content": []}}
+
+    def take(self, decoded: Mapping[str, Any]) -> None:
+        """Take one chunk.
+
+        Raises:
+            EngineReplyError: The engine reports an error, or a token comes without a usable logprob.
+        """
+        where = self._where
+        if "error" in decoded:
+            raise EngineReplyError(
+                "the engine failed within a stream", where=where, got=repr(decoded["error"])[:300]
+            )
+        chunk = convert(decoded, _Reply, where=where) if decoded.get("choices") else _Reply([])
+        self._head.update({name: value for name, value in decoded.items() if value is not None})
+        for choice, members in zip(chunk.choices, decoded.get("choices") or (), strict=True):
+            tokens, entries = choice.token_ids or [], choice.entries
+            ids, logprobs = check_completion(
+                tokens, [entry.logprob for entry in entries], self._request, where=f"{where} token_ids"
+            )
+            check_named(entries, ids, where=f"{where} logprobs", required=True)
+            self._choice["token_ids"] += ids
+            check_budget(self._choice["token_ids"], self._request, where=f"{where} token_ids")
+            if entries:
+                self._choice["logprobs"]["content"] += members["logprobs"]["content"]
+            self._choice.update(
+                {
+                    name: value
+                    for name, value in members.items()
+                    if name not in ("index", "token_ids", "logprobs") and value is not None
+                }
+            )
+            reason = _finish_reason(choice, where) if choice.finish_reason is not None else None
+            if ids or reason is not None:
+                self._on_tokens(ids, logprobs, reason)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a chunk has said why the completion ended; only token counts can follow."""
+        return self._choice.get("finish_reason") in ("stop", "length")
+
+    def reply(self) -> dict[str, Any]:
+        """Return the answer as the route gives it without streaming."""
+        return {**self._head, "choices": [self._choice]}

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Self
 
-from mmrender.client.backend import EngineResponse
+from mmrender.client.types import EngineResponse
 from mmrender.engines.dispatch import Dispatcher
 from mmrender.engines.fan_out import FanOut
 from mmrender.engines.fleet import Fleet

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmrender.client.backends import BackendName, resolve_backend
+from mmrender.client.generation import BackendName, resolve_backend
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.policy import ClientPolicy

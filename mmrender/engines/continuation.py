@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mmrender.client.backend import EngineResponse, FinishReason, Usage
-from mmrender.client.completions import LOGPROB_SENTINEL
+from mmrender.client.reply import LOGPROB_SENTINEL
+from mmrender.client.types import EngineResponse, FinishReason, Usage
 from mmrender.errors import EngineReplyError, SamplingParameterError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from mmrender.client.backend import EngineRequest, EngineResponse
 from mmrender.client.local import NoTransport
 from mmrender.client.transport import Transport
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import PromptTooLongError
 
@@ -39,14 +39,19 @@ class FleetBackend:
         """One to nowhere: the engines have their own."""
         return NoTransport()
 
-    async def generate(self, request: EngineRequest, transport: Transport | None = None) -> EngineResponse:
+    async def generate(
+        self,
+        request: EngineRequest,
+        transport: Transport | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+    ) -> EngineResponse:
         """Sample one completion on one of the engines; errors as for `InferenceEngineClient.generate`."""
         del transport
         headers = dict(request.extra_headers)
         session = headers.pop(SESSION_HEADER, None)
         options: dict[str, Any] = {
             "multi_modal_data": request.multi_modal_data,
-            "collapsed_ids": request.collapsed_ids,
             "cache_salt": request.cache_salt,
             "priority": request.priority,
             "extra_headers": headers,
@@ -55,6 +60,8 @@ class FleetBackend:
         if session is not None:
             options["session_id"] = session
         response = await self.engines.complete(request.prompt_ids, request.sampling_params, **options)
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
         start = request.routed_experts_prompt_start
         if start is None or response.routed_experts is None:
             return response

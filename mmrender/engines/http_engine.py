@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from mmrender.client.backend import EngineRequest, EngineResponse, RendererBackend
-from mmrender.client.collapse import can_collapse, collapse, media_token_ids_of, placeholder_ids_of
-from mmrender.client.limits import LIMITS
-from mmrender.client.resolve import as_transport
-from mmrender.client.transport import Transport
+from mmrender.client.placeholders import known_tokens
+from mmrender.client.server_facts import prompt_limit
+from mmrender.client.transport import Transport, as_transport
+from mmrender.client.transport import read_events as events
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, RendererBackend
 from mmrender.engines.control import Controller
 from mmrender.engines.interface import (
     InferenceEngineInput,
@@ -22,8 +22,6 @@ from mmrender.engines.interface import (
 from mmrender.engines.openai_bodies import opened
 from mmrender.engines.routes import TABLES, RouteTable
 from mmrender.engines.seeds import several
-from mmrender.engines.sse import events
-from mmrender.engines.tee import TeeTransport
 from mmrender.engines.together import together
 from mmrender.engines.work import Work, joined, taken_apart
 from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
@@ -80,7 +78,6 @@ class HTTPEngine:
         self._sizes = (tp_size, pp_size, dp_size)
         self._vocab_size = vocab_size
         self._tokens_of: Any = None
-        self._placeholder_ids: Mapping[str, int] = {}
         if renderer is not None:
             self.learn_tokens(renderer)
         self._controller = Controller(self._routes, self.transport, self.worker, self._name)
@@ -119,7 +116,6 @@ class HTTPEngine:
         if self._tokens_of is not None:
             return
         self._tokens_of = renderer
-        self._placeholder_ids = placeholder_ids_of(renderer)
         if self._vocab_size is None:
             self._vocab_size = getattr(renderer, "vocab_size", None)
 
@@ -146,13 +142,14 @@ class HTTPEngine:
         )
 
     async def _complete(self, work: Work) -> EngineResponse:
-        transport = self.transport
-        if work.on_tokens is not None and self._routes.engine == "vllm":
-            transport = TeeTransport(transport, work.on_tokens, self._vocab_size)
-        return await self.backend.generate(self._request(work), transport)
+        return await self.backend.generate(
+            self._request(work), self.transport, on_tokens=_listener(work.on_tokens)
+        )
 
     def _request(self, work: Work) -> EngineRequest:
         options = work.options
+        known = known_tokens(self._tokens_of, work.multi_modal_data)
+        known["vocab_size"] = self._vocab_size
         return EngineRequest(
             model=self.model,
             prompt_ids=work.prompt_ids,
@@ -162,24 +159,13 @@ class HTTPEngine:
             cache_salt=options.get("cache_salt"),
             priority=options.get("priority"),
             extra_headers=options.get("extra_headers") or {},
-            vocab_size=self._vocab_size,
-            collapsed_ids=self._collapsed(work),
-            media_token_ids=media_token_ids_of(self._tokens_of, work.multi_modal_data),
             routed_experts=bool(options.get("routed_experts")),
-            eos_token_ids=_stop_token_ids(self._tokens_of),
+            **known,
         )
-
-    def _collapsed(self, work: Work) -> Sequence[int] | None:
-        data = work.multi_modal_data
-        if work.collapsed_ids is not None or not data:
-            return work.collapsed_ids
-        if not can_collapse(data, self._placeholder_ids):
-            return None
-        return collapse(work.prompt_ids, data, self._placeholder_ids)
 
     async def max_prompt_len(self) -> int | None:
         """The most tokens that a prompt may have, as the server says; asked once."""
-        return await LIMITS.get(self.backend, self.model, self.transport)
+        return await prompt_limit(self.backend, self.model, self.transport)
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Ask the server's own chat route; an abort is returned as such."""
@@ -330,9 +316,18 @@ def _routes_of(backend: RendererBackend) -> RouteTable:
     return TABLES[backend.name]
 
 
-def _stop_token_ids(renderer: Any) -> Sequence[int] | None:
-    stops = getattr(renderer, "get_stop_token_ids", None)
-    return None if stops is None else stops()
+def _listener(listener: Any) -> OnTokens | None:
+    """Adapt a listener that takes the finish reason by its method `ended`, where it has one."""
+    if listener is None:
+        return None
+
+    def tell(ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None) -> None:
+        if ids:
+            listener(ids, logprobs)
+        if reason in ("stop", "length") and hasattr(listener, "ended"):
+            listener.ended(reason)
+
+    return tell
 
 
 def _listed(tags: Sequence[str] | None) -> list[str] | None:

@@ -6,7 +6,7 @@
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
-from mmrender.client.backend import EngineResponse, Usage
+from mmrender.client.types import EngineResponse, Usage
 from mmrender.spans import MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 

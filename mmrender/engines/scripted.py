@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from mmrender.client.backend import EngineResponse, FinishReason, Usage
+from mmrender.client.types import EngineResponse, FinishReason, Usage
 from mmrender.engines.interface import (
     InferenceEngineInput,
     InferenceEngineOutput,

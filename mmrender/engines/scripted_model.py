@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from mmrender.client.backend import EngineResponse, FinishReason, Usage
+from mmrender.client.types import EngineResponse, FinishReason, Usage
 
 STOP, MUTE, FIRST_LETTER = 0, 1, 2
 """The stop token, a token without text, and the first of 26 letters."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrender.client.backend import EngineResponse
+from mmrender.client.types import EngineResponse
 from mmrender.engines.scripted_model import letters, token_text
 
 

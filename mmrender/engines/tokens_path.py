@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from mmrender.client.backend import EngineResponse, FinishReason, Usage
+from mmrender.client.types import EngineResponse, FinishReason, Usage
 from mmrender.engines.continuation import Continuation, check_logprobs
 from mmrender.engines.dispatch import Dispatcher, no_progress, within
 from mmrender.engines.interface import InferenceEngineInterface, OnTokens

@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrender.client.backend import EngineResponse
-from mmrender.client.prompts import is_async
+from mmrender.client.generation import is_async
+from mmrender.client.types import EngineResponse
 from mmrender.engines.interface import InferenceEngineInput, InferenceEngineOutput, OnTokens
 from mmrender.engines.together import together
 from mmrender.errors import InputError

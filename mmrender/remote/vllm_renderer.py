@@ -14,8 +14,8 @@ import blake3
 import msgspec
 import pybase64
 
-from mmrender.client.resolve import as_transport
-from mmrender.client.vllm_handshake import RENDER_PATH
+from mmrender.client.server_facts import RENDER_PATH
+from mmrender.client.transport import as_transport
 from mmrender.engines.together import together
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
 from mmrender.media.policy import MediaPolicy

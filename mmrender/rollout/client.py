@@ -15,11 +15,8 @@ import msgspec
 import numpy as np
 
 from mmrender.bridge.bridge import History
-from mmrender.client.backend import RendererBackend
-from mmrender.client.backends import BackendName, resolve_backend
-from mmrender.client.generate import generate
-from mmrender.client.generation import Generation
-from mmrender.client.prompts import is_async
+from mmrender.client.generation import BackendName, generate, is_async, resolve_backend
+from mmrender.client.types import Generation, RendererBackend
 from mmrender.content import normalize_messages, normalize_tools, to_openai
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, ToolCall, VideoPart

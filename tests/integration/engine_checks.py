@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from integration.engine_server import EngineServer
-from mmrender.client.generation import Generation
 from mmrender.client.http import HTTPTransport
+from mmrender.client.types import Generation
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
 

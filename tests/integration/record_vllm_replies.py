@@ -19,12 +19,10 @@ import msgspec
 from integration.engine_checks import MODEL
 from integration.engine_server import EngineServer, start_vllm
 from mmrender import Renderer
-from mmrender.client.backend import EngineRequest
 from mmrender.client.http import HTTPTransport
-from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
-from mmrender.client.vllm_handshake import RENDER_PATH
-from mmrender.client.vllm_state import state_of
+from mmrender.client.server_facts import RENDER_PATH, state_of
+from mmrender.client.types import EngineRequest
+from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import EngineStatusError, MMRenderError
 from mmrender.testing.tiny_model import build_tiny_model
 from vllm_contract import (

@@ -26,8 +26,8 @@ from integration.engine_checks import (
 from integration.engine_server import needs_tier
 from mmcodecs.vllm_items import decode_mm_kwargs_item
 from mmrender import Renderer, generate
-from mmrender.client.backend import EngineRequest
 from mmrender.client.dynamo import DynamoBackend
+from mmrender.client.types import EngineRequest
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,

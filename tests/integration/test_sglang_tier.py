@@ -26,8 +26,8 @@ from integration.engine_checks import (
 from integration.engine_server import needs_tier
 from integration.sglang_server import start_sglang
 from mmrender import Renderer, generate
-from mmrender.client.backend import EngineRequest
 from mmrender.client.sglang import SGLangBackend
+from mmrender.client.types import EngineRequest
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mmrender.client.encoding import encode
 
 from integration.engine_checks import (
     MODEL,
@@ -24,11 +25,9 @@ from integration.engine_checks import (
 )
 from integration.engine_server import needs_tier
 from mmrender import Renderer, generate
-from mmrender.client.backend import EngineRequest
-from mmrender.client.encoding import encode
-from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
-from mmrender.client.vllm_state import state_of
+from mmrender.client.server_facts import state_of
+from mmrender.client.types import EngineRequest
+from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,

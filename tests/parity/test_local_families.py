@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmrender.client.backend import EngineRequest
 from mmrender.client.local import LocalBackend
+from mmrender.client.types import EngineRequest
 from mmrender.training import collate
 from training_models import FAMILIES, IMAGE_ID, PAD_ID, VIDEO_ID, make_samples, tiny_family
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mmrender.client.large_text import decode_reply, decode_reply_whole
 
 from client_prompts import IMAGE, PAD, TOKENS, FakeItem, PromptMaker, qwen_item, tiled_item
-from mmrender.client.checks import check_sidecar
-from mmrender.client.collapse import collapse
-from mmrender.client.large_text import decode_reply, decode_reply_whole
+from mmrender.client.placeholders import check_sidecar, collapse
 from mmrender.errors import PlaceholderError
 from mmrender.spans import MultiModalData
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_cases import faults, paused_now_and_then, pauses, prompts, setup, sidecar, turns
-from mmrender.client.backend import EngineResponse, Usage
+from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.scripted_model import encoded, letters, sampled, token_text
 from mmrender.engines.scripted_text import chat_text

@@ -9,8 +9,8 @@ from PIL import Image
 
 from mmrender.audit import TrainerModel, audit, inspect_sample, save_plot
 from mmrender.audit.variations import ChangedItem, sampled_runs
-from mmrender.client.backend import EngineRequest
 from mmrender.client.local import LocalBackend
+from mmrender.client.types import EngineRequest
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
 from mmrender.trajectory.sample import TrainingSample

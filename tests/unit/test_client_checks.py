@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mmrender.client.item_checks import check_data_url, check_patches
 
 from client_prompts import (
     CLOSE,
@@ -20,10 +21,8 @@ from client_prompts import (
     tiled_item,
 )
 from client_prompts import video_item as a_video
-from mmrender.client.checks import check_prompt, check_sidecar
-from mmrender.client.collapse import can_collapse, collapse
-from mmrender.client.completions import checked_completion
-from mmrender.client.item_checks import check_data_url, check_patches
+from mmrender.client.placeholders import can_collapse, check_prompt, check_sidecar, collapse
+from mmrender.client.reply import checked_completion
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, InputError, PlaceholderError
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat, Text
 

@@ -13,9 +13,8 @@ import pytest
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
 from engine_replies import Recording, an_image, digested
 from mmrender.client import dynamo
-from mmrender.client.backend import EngineRequest, RendererBackend, Usage
 from mmrender.client.dynamo import DynamoBackend
-from mmrender.client.memory import Answer, MemoryTransport
+from mmrender.client.types import EngineRequest, RendererBackend, Usage
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
@@ -29,6 +28,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 PROMPT = [10, 11, 12]
 GREEDY = {"temperature": 0.0, "max_tokens": 4}

@@ -12,13 +12,12 @@ import pytest
 from PIL import Image
 
 from mmrender import Renderer, generate
-from mmrender.client.backend import EngineRequest, EngineResponse, Usage
-from mmrender.client.backends import resolve_backend
-from mmrender.client.limits import LIMITS
+from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
-from mmrender.client.memory import MemoryTransport
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
+from mmrender.client.server_facts import LIMITS
 from mmrender.client.transport import Transport
+from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -30,6 +29,7 @@ from mmrender.errors import (
 )
 from mmrender.pool import RendererPool
 from mmrender.spans import MultiModalData
+from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))

@@ -17,13 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 import stamina
+from mmrender.client.encoding import Body, PlainText, encode, encode_body, weigh
 
 from client_server import StubServer, stub_server
-from mmrender.client.config import TransportConfig
-from mmrender.client.encoding import Body, PlainText, encode, encode_body, weigh
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
-from mmrender.client.transport import Transport
+from mmrender.client.transport import Transport, TransportConfig
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,

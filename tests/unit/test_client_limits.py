@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mmrender.client.backend import EngineRequest, EngineResponse, RendererBackend
-from mmrender.client.limits import PromptLimits
-from mmrender.client.memory import MemoryTransport
+from mmrender.client.server_facts import PromptLimits
 from mmrender.client.transport import Transport
+from mmrender.client.types import EngineRequest, EngineResponse, RendererBackend
 from mmrender.errors import EngineStatusError
+from mmrender.testing.memory_transport import MemoryTransport
 
 
 @dataclass

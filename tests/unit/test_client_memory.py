@@ -7,12 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from mmrender.client.config import TransportConfig
 from mmrender.client.http import HTTPTransport
-from mmrender.client.memory import DROPPED, Answer, Asked, MemoryTransport
-from mmrender.client.resolve import as_transport, server_root
-from mmrender.client.transport import Transport
+from mmrender.client.transport import Transport, TransportConfig, as_transport, server_root
 from mmrender.errors import EngineConnectionError, EngineStatusError, EngineTimeoutError, InputError
+from mmrender.testing.memory_transport import DROPPED, Answer, Asked, MemoryTransport
 
 
 def ask(transport: MemoryTransport, method: str = "POST", path: str = "/generate", **options: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mmrender.client.config import TransportConfig
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
+from mmrender.client.transport import TransportConfig
 from mmrender.errors import EngineConnectionError, EngineStatusError
 from mmrender.renderer import Renderer
 

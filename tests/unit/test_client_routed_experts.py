@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pybase64
 import pytest
-
 from mmrender.client.large_text import SMALLEST, cut_large_texts, decode_reply, decode_reply_whole
-from mmrender.client.routed_experts import experts_from_int32, experts_from_mapping, experts_from_npy
+
+from mmrender.client.reply import experts_from_int32, experts_from_mapping, experts_from_npy
 from mmrender.errors import EngineReplyError
 from mmrender.trajectory.engine_data import RoutedExperts
 

@@ -7,11 +7,13 @@ import pytest
 from mmrender.client.sampling import (
     DEFAULT_MAX_TOKENS,
     PARAMETERS,
+    SPELLINGS,
+    EngineName,
     check_sampling_params,
+    complete_sampling,
+    translate,
     with_max_tokens,
-    with_stop_token_ids,
 )
-from mmrender.client.spelling import SPELLINGS, EngineName, translate
 from mmrender.errors import SamplingParameterError
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -266,13 +268,13 @@ def test_max_tokens_is_always_there() -> None:
 
 
 def test_stop_tokens_are_added_unless_they_are_to_be_ignored() -> None:
-    assert with_stop_token_ids({}, [7, 8]) == {"stop_token_ids": [7, 8]}
-    assert with_stop_token_ids({"stop_token_ids": [9, 7]}, [7, 8]) == {"stop_token_ids": [9, 7, 8]}
-    assert with_stop_token_ids({"ignore_eos": True}, [7]) == {"ignore_eos": True}
+    assert complete_sampling({}, [7, 8]) == {"stop_token_ids": [7, 8]}
+    assert complete_sampling({"stop_token_ids": [9, 7]}, [7, 8]) == {"stop_token_ids": [9, 7, 8]}
+    assert complete_sampling({"ignore_eos": True}, [7]) == {"ignore_eos": True}
 
 
 def test_the_callers_parameters_are_not_changed() -> None:
     params = {"stop_token_ids": [1], "temperature": 1}
     translate(params, "sglang")
-    with_stop_token_ids(with_max_tokens(params, 3), [2])
+    complete_sampling(with_max_tokens(params, 3), [2])
     assert params == {"stop_token_ids": [1], "temperature": 1}

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pybase64
 import pytest
+from mmrender.client.sglang_errors import error_text
 
 from client_prompts import CLOSE, OPEN, PAD, PromptMaker, qwen_item, video_item
 from engine_replies import Recording, an_image, digested
-from mmrender.client.backend import EngineRequest, RendererBackend, Usage
-from mmrender.client.memory import Answer, MemoryTransport
 from mmrender.client.sglang import SGLangBackend
-from mmrender.client.sglang_errors import error_text
+from mmrender.client.types import EngineRequest, RendererBackend, Usage
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,
@@ -27,6 +26,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 PROMPT = [10, 11, 12]

@@ -18,13 +18,10 @@ from mmcodecs.vllm_items import (
     decode_mm_kwargs_item,
     encode_mm_kwargs_item,
 )
-from mmrender.client.checks import Placed
-from mmrender.client.memory import DROPPED, Answer, MemoryTransport
-from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
+from mmrender.client.placeholders import Placed
+from mmrender.client.server_facts import RENDER_PATH, ServerState, state_of
+from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_features import PIXEL_DTYPES, WireForm, encode_item, item_tensors
-from mmrender.client.vllm_handshake import RENDER_PATH
-from mmrender.client.vllm_state import ServerState, state_of
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,
@@ -39,6 +36,7 @@ from mmrender.errors import (
 from mmrender.media.item import PatchItem, ProcessedItem
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
+from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 from vllm_contract import blocks, contract_request, one_image, text_prompt, three_images
 
 GENERATE = f"POST {GENERATE_PATH}"

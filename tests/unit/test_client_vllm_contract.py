@@ -6,11 +6,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from mmrender.client.backend import Usage
-from mmrender.client.memory import Answer, MemoryTransport
-from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_call import ABORT_PATH, GENERATE_PATH
-from mmrender.client.vllm_state import state_of
+from mmrender.client.server_facts import state_of
+from mmrender.client.types import Usage
+from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import (
     EngineStatusError,
     EngineUnsupportedError,
@@ -18,6 +16,7 @@ from mmrender.errors import (
 )
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 from vllm_contract import (
     ALTERNATIVES,
     GREEDY,

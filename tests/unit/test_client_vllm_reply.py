@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 
-from mmrender.client.backend import EngineRequest, Usage
+from mmrender.client.types import EngineRequest, Usage
 from mmrender.client.vllm_reply import FailedInEngineError, check_returned_prompt, read_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.spans import MultiModalData, PlaceholderRange

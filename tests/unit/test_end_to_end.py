@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
 from mmrender.audit.command import audit_files
 from mmrender.cli import app
-from mmrender.client.backend import EngineRequest
 from mmrender.client.local import LocalBackend
+from mmrender.client.types import EngineRequest
 from mmrender.media.item import ReferenceItem
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from engine_cases import PATIENT, setup, turns
-from mmrender.client.backend import EngineResponse, Usage
+from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines import command
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.endpoint.deltas import DeltaWriter

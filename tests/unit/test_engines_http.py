@@ -7,22 +7,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from mmrender.engines.tee import GENERATE_PATH, TeeTransport
 
 from engine_cases import PATIENT, sidecar
-from mmrender.client.backend import EngineRequest, EngineResponse, Usage
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.http import HTTPTransport
-from mmrender.client.memory import DROPPED, Answer, MemoryTransport
-from mmrender.client.resolve import as_transport
+from mmrender.client.server_facts import forget, state_of
 from mmrender.client.sglang import SGLangBackend
+from mmrender.client.transport import as_transport
+from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_state import forget, state_of
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.engines.routes import DYNAMO, SGLANG, TABLES, VLLM, Route, RouteTable
 from mmrender.engines.sse import event_of, events
-from mmrender.engines.tee import GENERATE_PATH, TeeTransport
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -32,6 +31,7 @@ from mmrender.errors import (
     InputError,
 )
 from mmrender.spans import Repeat
+from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
 OK = lambda asked: {}  # noqa: E731
@@ -294,7 +294,7 @@ class Echo:
     name: str = "vllm"
     requests: list[EngineRequest] = field(default_factory=list)
 
-    async def generate(self, request, transport):
+    async def generate(self, request, transport, *, on_tokens=None):
         self.requests.append(request)
         return EngineResponse([1, 2], [-0.5, -1.0], "stop", Usage(len(request.prompt_ids), 2), request_id="r")
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import tokenizers
 
-from mmrender.client.backend import EngineRequest, RendererBackend
 from mmrender.client.local import LocalBackend
 from mmrender.client.local_choice import ChoiceGuide
 from mmrender.client.transport import Transport
+from mmrender.client.types import EngineRequest, RendererBackend
 from mmrender.demo.conversation import load_pictures
 from mmrender.demo.proofs import media_inputs
 from mmrender.engines.local_engine import LocalEngine

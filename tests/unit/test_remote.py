@@ -9,7 +9,6 @@ import pybase64
 import pytest
 from PIL import Image
 
-from mmrender.client.memory import Answer, MemoryTransport
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,
@@ -29,6 +28,7 @@ from mmrender.remote import (
     VLLMRenderer,
 )
 from mmrender.spans import PlaceholderRange
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 PAD = 151655
 MODELS = {"data": [{"id": "base"}, {"id": "adapter", "parent": "base"}]}

@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from mmrender.client.backend import EngineResponse
-from mmrender.client.prompts import Prompt, is_async, rendered_prompt
-from mmrender.client.sampling import with_stop_token_ids
+from mmrender.client.generation import is_async, rendered_prompt
+from mmrender.client.sampling import complete_sampling
+from mmrender.client.types import EngineResponse, Prompt
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.endpoint.deltas import DeltaWriter
 from mmrender.engines.endpoint.replies import ChatHead, choice_of, chunk_of, logprobs_of, usage_of
@@ -151,7 +151,9 @@ class TokenChat:
             raise PromptTooLongError(len(prompt.ids), limit, where="messages")
         if params.get("max_tokens") is None:
             params["max_tokens"] = self._budget(limit, len(prompt.ids))
-        return seeded(with_stop_token_ids(params, self._renderer.get_stop_token_ids()), request.count)
+        return seeded(
+            complete_sampling(params, stop_token_ids=self._renderer.get_stop_token_ids()), request.count
+        )
 
     def _budget(self, limit: int | None, prompt_tokens: int) -> int:
         if self._settings.default_max_tokens is not None:

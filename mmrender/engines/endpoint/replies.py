@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mmrender.client.backend import EngineResponse
-from mmrender.client.generation import finish_reason_of
+from mmrender.client.types import EngineResponse, finish_reason_of
 from mmrender.engines.endpoint.requests import ChatRequest
 from mmrender.parsing import ParsedResponse
 

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.client.collapse import collapse
+from mmrender.client.placeholders import collapse
 from mmrender.media.item import encoded_image
 from servers.recording import Recorder
 

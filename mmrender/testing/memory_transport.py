@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.encoding import encode
-from mmrender.client.replies import checked_reply, is_success, status_error
-from mmrender.client.transport import Reply
+from mmrender.client.http import encode_json
+from mmrender.client.transport import Reply, status_error
 from mmrender.errors import EngineConnectionError, EngineTimeoutError
 
 
@@ -139,7 +138,10 @@ class MemoryTransport:
             raise answer.error
         if answer.drop:
             raise EngineConnectionError("the connection broke", where=f"{method} {url}")
-        return checked_reply(method, url, answer.status, answer.headers, _encoded(answer.body))
+        body = _encoded(answer.body)
+        if not 200 <= answer.status < 300:
+            raise status_error(method, url, answer.status, body, answer.headers)
+        return Reply(answer.status, answer.headers, body)
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -152,7 +154,7 @@ class MemoryTransport:
             if answer.error is not None:
                 raise answer.error
             body = _encoded(answer.body)
-            if not is_success(answer.status):
+            if not 200 <= answer.status < 300:
                 raise status_error(method, url, answer.status, body, answer.headers)
             for line in body.splitlines():
                 await asyncio.sleep(self._delay + answer.delay)
@@ -176,7 +178,7 @@ class MemoryTransport:
         idempotent: bool | None,
     ) -> Asked:
         path, _, query = path.partition("?")
-        body = b"" if json is None else encode(json).joined()
+        body = b"" if json is None else encode_json(json)
         repeatable = method == "GET" if idempotent is None else idempotent
         asked = Asked(method, path, query, body, dict(headers or {}), repeatable)
         self.asked.append(asked)

@@ -1,0 +1,233 @@
+"""What passes between `generate`, a backend and an engine: requests, responses, and one sampled turn.
+
+A backend knows one engine's wire and nothing else; a `Transport` carries its requests. Backends are plain
+values: frozen, picklable, shared by all calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from mmrender.client.transport import Transport
+from mmrender.messages import Message
+from mmrender.spans import MultiModalData
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+
+if TYPE_CHECKING:
+    from mmrender.parsing import ParsedResponse, ToolCallAttempt
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+"""Why sampling ended: a stop token or string, the token budget, or an abort."""
+
+TurnFinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
+
+TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
+"""For each completion token the alternatives `(token_id, logprob)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens to sample from. `attribution` is None where only ids were given."""
+
+    ids: list[int]
+    data: MultiModalData
+    attribution: RenderedTokens | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt for one engine.
+
+    Attributes:
+        model: Name under which the server knows the model.
+        prompt_ids: The prompt with placeholders widened, as the renderer gives it.
+        sampling_params: In vLLM's names; `max_tokens` is required.
+        request_id: Unique for each call; an abort names it.
+        multi_modal_data: Items and ranges within `prompt_ids`.
+        cache_salt: Separates the prefix caches of requests that must not share one.
+        priority: Lower is served first, where the engine schedules by priority.
+        extra_headers: HTTP headers besides the transport's own.
+        extra_body: Members of the request body that this version does not know; sent unchecked.
+        routed_experts: Whether to ask for router choices.
+        routed_experts_prompt_start: Return rows from this position on; None keeps every row.
+        vocab_size: Ids at or above it are refused before sending; None if unknown.
+        placeholder_ids: By modality the token that the template writes for an item, for engines that widen
+            placeholders themselves.
+        media_token_ids: Ids of the tokens that expansions consist of, by their text, to check ranges against.
+        eos_token_ids: Tokens on which the model itself ends a completion; None if unknown. They tell an end
+            from an abort where the server does not.
+    """
+
+    model: str
+    prompt_ids: Sequence[int]
+    sampling_params: Mapping[str, Any]
+    request_id: str
+    multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
+    cache_salt: str | None = None
+    priority: int | None = None
+    extra_headers: Mapping[str, str] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: bool = False
+    routed_experts_prompt_start: int | None = None
+    vocab_size: int | None = None
+    placeholder_ids: Mapping[str, int] = field(default_factory=dict)
+    media_token_ids: Mapping[str, int] = field(default_factory=dict)
+    eos_token_ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one call. `cached_tokens` is None where the engine does not report it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResponse:
+    """One sampled completion.
+
+    Attributes:
+        completion_ids: The sampled tokens, with the stop token where the model sampled one.
+        logprobs: One finite number for each of `completion_ids`.
+        finish_reason: Why sampling ended.
+        usage: Token counts.
+        stop_reason: The stop token or string that was met, where the engine reports it.
+        routed_experts: Router choices, where asked for and given.
+        weight_versions: Which weights sampled which completion tokens; empty where not reported.
+        request_id: The engine's own name of the request.
+        top_logprobs: Alternatives of each completion token, where asked for.
+        raw: The decoded reply without its large fields.
+    """
+
+    completion_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    usage: Usage
+    stop_reason: int | str | None = None
+    routed_experts: RoutedExperts | None = None
+    weight_versions: tuple[WeightVersionSpan, ...] = ()
+    request_id: str | None = None
+    top_logprobs: TopLogprobs | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OnTokens(Protocol):
+    """Callback for sampled tokens as they arrive, each token once and in order.
+
+    The last call of a completed request carries its finish reason; its tokens may be empty. An engine that
+    does not stream makes one call, at the end.
+    """
+
+    def __call__(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason | None, /
+    ) -> None:
+        """Take checked tokens and as many logprobs. It runs on the event loop, so it must be quick."""
+        ...
+
+
+@runtime_checkable
+class RendererBackend(Protocol):
+    """The wire of one engine."""
+
+    @property
+    def name(self) -> str:
+        """Short name, such as `vllm`."""
+        ...
+
+    async def generate(
+        self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
+    ) -> EngineResponse:
+        """Sample one completion.
+
+        Args:
+            request: What to sample.
+            transport: The server.
+            on_tokens: Called with tokens as they arrive; what it was given stays valid if the call fails.
+
+        Raises:
+            EngineError: The server could not be reached, refused, or gave an unusable answer.
+            PromptTooLongError: The server's reply says that the prompt is too long.
+            SamplingParameterError: The engine does not know a parameter.
+            PlaceholderError: Tokens, ranges and items do not fit together.
+        """
+        ...
+
+    async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
+        """Ask the server for the longest prompt of `model` in tokens; None where it does not say.
+
+        Raises:
+            EngineError: The server could not be asked. Nothing about it is remembered.
+        """
+        ...
+
+    def is_overflow_error(self, exc: BaseException) -> bool:
+        """Whether `exc` means, for this engine, that the prompt is too long."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sampled turn, parsed, ready to be trained on or continued.
+
+    Attributes:
+        prompt_ids: The prompt, placeholders widened.
+        completion_ids: The sampled tokens, with the stop token where the model sampled one.
+        logprobs: One finite number for each of `completion_ids`.
+        finish_reason: `tool_calls` where a well-formed call ended in a stop; else why sampling ended.
+        usage: Token counts.
+        parsed: The parsed completion.
+        message: The assistant message, ready to be appended to the conversation.
+        multi_modal_data: The sidecar of the prompt.
+        prompt_attribution: Attribution of the prompt's tokens; None where only ids were given.
+        response: The engine's response.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+    finish_reason: TurnFinishReason
+    usage: Usage
+    parsed: "ParsedResponse"
+    message: Message
+    multi_modal_data: MultiModalData
+    prompt_attribution: RenderedTokens | None
+    response: EngineResponse
+
+    @property
+    def content(self) -> str:
+        """Text outside of reasoning and tool calls."""
+        return self.parsed.content
+
+    @property
+    def reasoning_content(self) -> str | None:
+        """The reasoning, or None."""
+        return self.parsed.reasoning_content
+
+    @property
+    def tool_calls(self) -> "tuple[ToolCallAttempt, ...]":
+        """Every attempted call with its status; `message` holds the well-formed ones."""
+        return self.parsed.tool_calls
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Router choices, where asked for and given."""
+        return self.response.routed_experts
+
+    @property
+    def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
+        """Which weights sampled which completion tokens; empty where the engine does not say."""
+        return self.response.weight_versions
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The engine's decoded reply without its large fields."""
+        return self.response.raw
+
+
+def finish_reason_of(response: EngineResponse, parsed: "ParsedResponse") -> TurnFinishReason:
+    """Return `tool_calls` where a well-formed call ended in a stop, else the engine's own reason."""
+    called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
+    return "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
