@@ -74,14 +74,19 @@ Change: TypeAlias = Callable[[ProbeHistory], ProbeHistory]
 
 
 class Variation(NamedTuple):
-    """One respect in which histories differ: what a template must look at to notice, and the change.
+    """One respect in which histories differ.
 
-    `combines` says that it is also tried together with others.
+    Attributes:
+        looks_at: What a template that notices has looked at.
+        change: Makes the other history.
+        combines: Whether it is also tried together with others.
+        in_parts: Whether it gives content as a list of parts, which some templates print as Python does.
     """
 
     looks_at: str
     change: Change
     combines: bool = True
+    in_parts: bool = False
 
 
 def skeleton(
@@ -93,7 +98,7 @@ def skeleton(
     under the name and id that the answer states.
     """
     calls = _calls_for(extension)
-    text = f"{WORD}A" if not calls or profile.takes_content_beside_calls else None
+    text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
     question = user() if media == NO_MEDIA else _with_media(f"{WORD}U", media)
     return ProbeHistory(question, assistant(text, tool_calls=calls))
 
@@ -157,11 +162,12 @@ def _user_says(text: str) -> Change:
 
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:
     """Everything that can be different while the number of media stays as it is."""
+    calls = _calls_for(extension)
     thought = assistant(f"{WORD}H", reasoning_content=f"{WORD}G")
     begin, close = "<think>", "</think>\n\n"
     if (reasoning := profile.reasoning) is not None:
         begin, close = reasoning.begin, reasoning.before_end + reasoning.end + reasoning.after_end
-    return [
+    found = [
         Variation("the number of earlier turns", _earlier(*_TURN)),
         Variation("the number of earlier turns", _earlier(*_TURN * 5)),
         Variation("the number of earlier turns", _earlier(*_TURN * 30), combines=False),
@@ -176,12 +182,8 @@ def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[V
         Variation("the text of the last user message", _user_says(f"Another text.\n\n1. {WORD}\n")),
         Variation("the text of the last user message", _user_says(f"{WORD} " * 500)),
         Variation("the name of the user", _user_with(name=f"n{WORD}")),
-        Variation("the assistant's text", _assistant_with(content="Something else. " * 100)),
-        Variation("the assistant's text", _assistant_with(content=f"{WORD} \n\n")),
-        Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {WORD}?')),
         Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"{WORD}T")),
-        Variation("the assistant's reasoning", _assistant_with(content=f"{begin}{WORD}T{close}{WORD}A")),
-        *_call_variations(extension),
+        *_call_variations(calls, extension),
         Variation(
             "the tool definitions", lambda history: replace(history, tools=(tool_definition("probe"),))
         ),
@@ -190,11 +192,25 @@ def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[V
         ),
         Variation("the documents", lambda history: replace(history, documents=_DOCUMENTS)),
     ]
+    if calls and not profile.writes_content_before_results:
+        # Such content was not sampled before the call that ends the completion.
+        return found
+    said = TextPart(f"{WORD}A")
+    thinking = (ThinkingPart(f"{WORD}T"), said)
+    return [
+        *found,
+        Variation("the assistant's text", _assistant_with(content="Something else. " * 100)),
+        Variation("the assistant's text", _assistant_with(content=f"{WORD} \n\n")),
+        Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {WORD}?')),
+        Variation("the assistant's reasoning", _assistant_with(content=f"{begin}{WORD}T{close}{WORD}A")),
+        Variation("whether the assistant wrote text", _assistant_with(content="")),
+        Variation("the shape of the assistant's content", _assistant_with(content=(said,)), in_parts=True),
+        Variation("the assistant's reasoning", _assistant_with(content=thinking), in_parts=True),
+    ]
 
 
-def _call_variations(extension: Sequence[Message]) -> list[Variation]:
+def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) -> list[Variation]:
     """Other calls by the assistant, as far as the extension's tool messages leave them open."""
-    calls = _calls_for(extension)
     extra = probe_call(90099, name="another", alpha="bravo")
     if not calls:
         return [Variation("tool calls that nothing answers", _assistant_with(tool_calls=(extra,)))]
@@ -209,16 +225,6 @@ def _call_variations(extension: Sequence[Message]) -> list[Variation]:
     return [
         Variation("the number of tool calls", _assistant_with(tool_calls=(*calls, extra))),
         Variation("the name, id or arguments of a tool call", _assistant_with(tool_calls=renamed)),
-        Variation("whether the assistant wrote text", _assistant_with(content="")),
-    ]
-
-
-def in_parts() -> list[Variation]:
-    """The assistant's content as a list of parts, for templates that take one."""
-    said = TextPart(f"{WORD}A")
-    return [
-        Variation("the shape of the assistant's content", _assistant_with(content=(said,))),
-        Variation("the assistant's reasoning", _assistant_with(content=(ThinkingPart(f"{WORD}T"), said))),
     ]
 
 

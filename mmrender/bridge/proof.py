@@ -20,7 +20,6 @@ from mmrender.bridge.histories import (
     ProbeHistory,
     Reads,
     Variation,
-    in_parts,
     media_placements,
     skeleton,
     text_in,
@@ -117,16 +116,16 @@ class TailProver:
     def _variations(
         self, history: ProbeHistory, extension: Sequence[Message], media: MediaCount | None
     ) -> Iterator[Variation]:
-        yield from variations(extension, self._tails.profile)
-        for variation in in_parts():
-            changed = variation.change(history)
-            try:
-                # A template that expects text prints a list of parts as Python does.
-                if "'type'" not in self._tails.text(changed, changed.messages, prompt=False):
-                    yield variation
-            except TemplateError:
-                continue
+        for variation in variations(extension, self._tails.profile):
+            if not variation.in_parts or self._takes_parts(variation.change(history)):
+                yield variation
         yield from chain(media_placements(media), self._reads.variations())
+
+    def _takes_parts(self, history: ProbeHistory) -> bool:
+        try:
+            return "'type'" not in self._tails.text(history, history.messages, prompt=False)
+        except TemplateError:
+            return False
 
     def _joint_dependence(
         self, history: ProbeHistory, extension: Sequence[Message], expected: Tail, taken: Sequence[Variation]

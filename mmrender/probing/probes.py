@@ -189,7 +189,10 @@ class Probes:
             flat = self.render([parts], form=text_only)
             if flat is not None and f"{WORD}P" in flat:
                 form = text_only
-        if form.content == "parts" and self.added_by_image("user", form) == "":
+        if form.content == "parts" and not self._prints_strings(form):
+            listed = replace(form, content="list")
+            form = listed if self._prints_strings(listed) else form
+        if form.content != "text" and self.added_by_image("user", form) == "":
             url = replace(form, image="image_url")
             if self.added_by_image("user", url):
                 form = url
@@ -201,6 +204,10 @@ class Probes:
                 if shown is not None and "None" not in shown and "{'alpha'" not in shown:
                     return candidate
         return replace(form, none_content="empty")
+
+    def _prints_strings(self, form: ViewForm) -> bool:
+        shown = self.render([user(), assistant()], form=form)
+        return shown is not None and f"{WORD}U" in shown and f"{WORD}A" in shown and "'type'" not in shown
 
     def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
         """What an image part adds to a message of `role`; None where the template refuses it."""

@@ -79,7 +79,7 @@ class TemplateProfile:
         roles: Roles the template accepts.
         prints_tools: Whether tool definitions are printed.
         prints_tool_calls: Whether calls are printed.
-        takes_content_beside_calls: Whether one message may hold content and calls.
+        writes_content_before_results: Whether content beside calls is printed, and before the calls' results.
         prints_reasoning: Where `reasoning_content` is printed: in the turns after the last user message
             (`last`), in earlier ones (`history`).
         reasoning: How reasoning is written; None where the template shows none.
@@ -97,7 +97,7 @@ class TemplateProfile:
     roles: tuple[Role, ...]
     prints_tools: bool
     prints_tool_calls: bool
-    takes_content_beside_calls: bool
+    writes_content_before_results: bool
     prints_reasoning: tuple[str, ...]
     reasoning: ReasoningFormat | None
     arguments: tuple[str, ...]
@@ -131,7 +131,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         roles=_roles(probes),
         prints_tools=with_tools is not None and f"{WORD}F" in with_tools,
         prints_tool_calls=with_call is not None and "bravo" in with_call,
-        takes_content_beside_calls=probes.render([user(), assistant(tool_calls=(CALL,)), RESULT]) is not None,
+        writes_content_before_results=_writes_content_before_results(probes),
         prints_reasoning=_prints_reasoning(probes),
         reasoning=_reasoning(probes, prompts[0] if prompts else ""),
         arguments=probes.template.arguments,
@@ -192,6 +192,11 @@ def _stop_ids(
         if ids and model_stop_ids.isdisjoint(ids) and ids[0] in tokenizer.special_ids:
             found.add(ids[0])
     return frozenset(found)
+
+
+def _writes_content_before_results(probes: Probes) -> bool:
+    shown = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT])
+    return shown is not None and f"{WORD}A" in shown.partition(f"{WORD}T")[0]
 
 
 def _is_prefix_stable(probes: Probes) -> bool:
@@ -255,7 +260,7 @@ def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None
         after = between.lstrip()
         begin, end = _last_delimiter(probes, before.rstrip()), _first_delimiter(probes, after)
         if begin is None or end is None:
-            return None
+            continue
         return ReasoningFormat(
             begin,
             end,

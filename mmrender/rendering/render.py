@@ -15,7 +15,7 @@ from mmrender.template.ownership import disown_prompt
 from mmrender.template.traced import TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.tokens.sampled import assistant_turns, mark_sampled, prompted_turns, turns_by_rendering
+from mmrender.tokens.sampled import assistant_turns, mark_sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +92,10 @@ class Rendering:
     def _attributed(
         self, messages: Sequence[Message], layout: Layout, items: Sequence[MediaItem | None]
     ) -> RenderedTokens:
-        assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        prompts = self.profile.generation_prompts
-        if len(prompts) == 1:
-            turns, rewritten = assistant_turns(layout.text, assistants, prompts[0])
-            if not self.profile.prefix_stable:
-                turns, moved = prompted_turns(layout.text, messages, turns, self.text)
-                rewritten += moved
-        else:
-            turns, rewritten = turns_by_rendering(layout.text, messages, assistants, self.text)
-        cuts = sorted({cut for turn in turns for cut in (turn.prompt_stop, turn.content_stop)})
+        turns, rewritten = assistant_turns(layout.text, messages, self.profile, self.text)
+        cuts = sorted({turn.prompt_stop for turn in turns})
         encoded = self.writer.write(layout, items, cuts)
-        spans, torn = mark_sampled(encoded, turns, self.stop_ids)
+        spans, misaligned = mark_sampled(encoded, turns, self.stop_ids)
         entries = [
             (placeholder, item)
             for placeholder, item in zip(encoded.ranges, items, strict=True)
@@ -116,7 +108,7 @@ class Rendering:
             tool_names=tool_names(messages),
             multi_modal_data=MultiModalData.of(entries),
             text=plain(layout.text),
-            rewritten=tuple(sorted([*rewritten, *torn])),
+            rewritten=tuple(sorted([*rewritten, *misaligned])),
             _decode=self.writer.tokenizer.decode,
         )
 

@@ -26,13 +26,13 @@ class ViewForm:
         none_content: How absent content is given: as `None`, by leaving the key out, or as empty text.
         arguments: How the arguments of a call are given: parsed, or as JSON text.
         image: How an image part names itself.
-        content: Whether lists of parts are taken, or text only.
+        content: Whether the template takes text and lists of parts, text only, or lists only.
     """
 
     none_content: Literal["none", "absent", "empty"] = "none"
     arguments: Literal["parsed", "json"] = "parsed"
     image: Literal["image", "image_url"] = "image"
-    content: Literal["parts", "text"] = "parts"
+    content: Literal["parts", "text", "list"] = "parts"
 
 
 @lru_cache(maxsize=1 << 16)
@@ -69,7 +69,8 @@ class _MessageView:
         if content is None:
             return "" if self.form.none_content == "empty" else None
         if isinstance(content, str):
-            return self.text(content, "content", "content")
+            text = self.text(content, "content", "content")
+            return [{"type": "text", "text": text}] if self.form.content == "list" else text
         parts = [self.part(part, f"content[{index}]") for index, part in enumerate(content)]
         if self.form.content == "text" and all(isinstance(part, TextPart) for part in content):
             return TracedStr("").join([part["text"] for part in parts])

@@ -6,83 +6,69 @@ generation prompt, to the token. Where it does not, the template writes history 
 the model for: the turn counts as rewritten, and none of its tokens as sampled.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.template.origin import Span
+from mmrender.probing.profile import TemplateProfile
 from mmrender.template.traced import TracedStr, plain
 from mmrender.tokens.rendered import TokenSpan
 from mmrender.tokens.stream import Encoded
 
 
 class Turn(NamedTuple):
-    """The characters of one assistant message: where it begins, where its prompt and its content end."""
+    """An assistant message, and the character at which its generation prompt ends."""
 
     message: int
-    start: int
     prompt_stop: int
-    content_stop: int
 
 
 def assistant_turns(
-    text: TracedStr, assistants: Collection[int], prompt: str
+    text: TracedStr,
+    messages: Sequence[Message],
+    profile: TemplateProfile,
+    render: Callable[[Sequence[Message], bool], TracedStr],
 ) -> tuple[list[Turn], list[int]]:
-    """Find the assistant turns that begin with the generation prompt, and the messages whose turns do not.
+    """Find the assistant turns that follow their prompt, and the messages whose turns do not.
 
     Args:
         text: The rendered conversation.
-        assistants: Indices of the assistant messages.
-        prompt: What the template writes to open the assistant's turn.
+        messages: The conversation.
+        profile: Says what the generation prompt is. Where it depends on the conversation, or where the
+            template rewrites history, each turn's prompt is rendered.
+        render: Renders messages, with the generation prompt where the flag says so.
     """
-    turns: dict[int, Turn] = {}
-    for start, stop, origin in _own_turns(text, assistants):
-        index = origin.message
-        turn = turns.get(index) or Turn(index, start, start + len(prompt), start + len(prompt))
-        if origin.is_content:
-            turn = turn._replace(content_stop=max(stop, turn.prompt_stop))
-        turns[index] = turn
     body = plain(text)
-    opened = [turn for turn in turns.values() if body.startswith(prompt, turn.start)]
-    kept = {turn.message for turn in opened}
-    return opened, [index for index in assistants if index not in kept]
-
-
-def _own_turns(text: TracedStr, assistants: Collection[int]) -> Iterator[Span]:
-    """Spans of each assistant message, up to where the text turns to another message.
-
-    A later turn may print a value of an earlier one, such as the name of the tool that it answers for.
-    """
-    left: set[int] = set()
-    current = -1
-    for span in text._spans:
-        index = span[2].message
-        if index < 0:
+    starts: dict[int, int] = {}
+    for start, _, origin in text._spans:
+        starts.setdefault(origin.message, start)
+    is_fixed = len(profile.generation_prompts) == 1
+    turns, rewritten = [], []
+    for index, message in enumerate(messages):
+        if message.role != "assistant":
             continue
-        if index != current:
-            left.add(current)
-            current = index
-        if index in assistants and index not in left:
-            yield span
+        stop: int | None = None
+        if is_fixed and index in starts and body.startswith(profile.generation_prompt, starts[index]):
+            stop = starts[index] + len(profile.generation_prompt)
+        if not is_fixed or (stop is not None and not profile.prefix_stable):
+            prompt = _prompt_of(messages[:index], render)
+            follows = prompt is not None and body.startswith(prompt) and stop in (None, len(prompt))
+            stop = len(prompt) if prompt is not None and follows else None
+        if stop is None:
+            rewritten.append(index)
+        else:
+            turns.append(Turn(index, stop))
+    return turns, rewritten
 
 
-def prompted_turns(
-    text: TracedStr,
-    messages: Sequence[Message],
-    turns: Sequence[Turn],
-    render: Callable[[Sequence[Message], bool], TracedStr],
-) -> tuple[list[Turn], list[int]]:
-    """Keep the turns that follow what the template writes as their prompt; list the messages of others.
-
-    For a template that rewrites history: it may, say, move the system prompt into a later turn.
-    """
-    body = plain(text)
-    kept = [
-        turn for turn in turns if _prompt_of(messages[: turn.message], render) == body[: turn.prompt_stop]
-    ]
-    messages_kept = {turn.message for turn in kept}
-    return kept, [turn.message for turn in turns if turn.message not in messages_kept]
+def _prompt_of(
+    messages: Sequence[Message], render: Callable[[Sequence[Message], bool], TracedStr]
+) -> str | None:
+    try:
+        return plain(render(messages, True))
+    except TemplateError:
+        return None
 
 
 def mark_sampled(
@@ -90,27 +76,23 @@ def mark_sampled(
 ) -> tuple[tuple[TokenSpan, ...], list[int]]:
     """Return the spans with sampled tokens marked, and the messages whose prompt does not end at a token.
 
-    A stop token belongs to the message that it ends, also where the template writes it as the next opener.
+    A sampled span ends with its first stop token, also where the template writes it as the next turn's opener
+    or goes on within the message.
     """
-    ranges, torn = [], []
+    ranges, misaligned = [], []
     for turn in turns:
         start = encoded.cuts[turn.prompt_stop]
         if not start.clean:
-            torn.append(turn.message)
+            misaligned.append(turn.message)
             continue
-        ranges.append((start.token, _sampled_stop(encoded, turn, stop_ids), turn.message))
-    return tuple(_overlaid(encoded.spans, ranges)), torn
-
-
-def _sampled_stop(encoded: Encoded, turn: Turn, stop_ids: Collection[int]) -> int:
-    """Token index after the stop token, or after the last token of the message where there is none."""
-    first = encoded.cuts[turn.content_stop].token
-    last = _turn_end(encoded.spans, turn.message, first)
-    ids = encoded.ids
-    for index in range(first, min(last + 1, len(ids))):
-        if ids[index] in stop_ids:
-            return index + 1
-    return last
+        end = _turn_end(encoded.spans, turn.message, start.token)
+        stops = (
+            index + 1
+            for index in range(start.token, min(end + 1, len(encoded.ids)))
+            if encoded.ids[index] in stop_ids
+        )
+        ranges.append((start.token, next(stops, end), turn.message))
+    return tuple(_overlaid(encoded.spans, ranges)), misaligned
 
 
 def _turn_end(spans: Sequence[TokenSpan], message: int, default: int) -> int:
@@ -144,39 +126,3 @@ def _overlaid(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]
         if position < span.stop:
             result.append(span._replace(start=position))
     return result
-
-
-def turns_by_rendering(
-    text: TracedStr,
-    messages: Sequence[Message],
-    assistants: Collection[int],
-    render: Callable[[Sequence[Message], bool], TracedStr],
-) -> tuple[list[Turn], list[int]]:
-    """As `assistant_turns`, for a template whose generation prompt depends on the conversation.
-
-    Args:
-        text: The rendered conversation.
-        messages: The conversation.
-        assistants: Indices of the assistant messages.
-        render: Renders messages, with the generation prompt where the flag says so.
-    """
-    body = plain(text)
-    turns, rewritten = [], []
-    for index in assistants:
-        prompt = _prompt_of(messages[:index], render)
-        if prompt is None or not body.startswith(prompt):
-            rewritten.append(index)
-            continue
-        stop = len(prompt)
-        content = [high for _, high, origin in _own_turns(text, [index]) if origin.is_content]
-        turns.append(Turn(index, stop, stop, max([stop, *content])))
-    return turns, rewritten
-
-
-def _prompt_of(
-    messages: Sequence[Message], render: Callable[[Sequence[Message], bool], TracedStr]
-) -> str | None:
-    try:
-        return plain(render(messages, True))
-    except TemplateError:
-        return None

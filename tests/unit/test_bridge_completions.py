@@ -98,6 +98,41 @@ def test_reasoning_that_the_prompt_opened_is_closed(chatml: Renderer) -> None:
     assert after(chatml, "because\n</think>\n\nFine<|im_end|>", USER, thinking=True) == following
 
 
+DROPS_REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_reasoning_is_closed_where_the_template_drops_it_from_history(directory: Path) -> None:
+    renderer = load(directory, DROPS_REASONING)
+    assert after(renderer, "because", USER) == "\n</think>\n\n<|im_end|>" + NEXT + "<think>\n"
+    assert after(renderer, "because\n</think>\n\nFine", USER) == "<|im_end|>" + NEXT + "<think>\n"
+    assert after(renderer, "because\n</think>\n\nFine<|im_end|>", USER) == NEXT + "<think>\n"
+
+
+LISTS_ONLY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content if p.type == 'text' %}{{ p.text }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL_OR_CONTENT = (
+    "{% for m in messages %}{% if m.tool_calls and m.content %}{{ raise_exception('not both') }}{% endif %}"
+    + CHATML.removeprefix("{% for m in messages %}").replace("{{ m.content }}", "{{ m.content or '' }}")
+)
+
+
+def test_template_that_takes_lists_of_parts_only(directory: Path) -> None:
+    assert after(load(directory, LISTS_ONLY), "Fine.<|im_end|>", USER) == NEXT
+
+
+def test_template_that_refuses_content_beside_calls(directory: Path) -> None:
+    renderer = load(directory, CALL_OR_CONTENT)
+    following = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert after(renderer, "<tool_call>\nzoom({})\n</tool_call><|im_end|>", TOOL) == following
+    assert after(renderer, "<tool_call>\nzo", TOOL) == "<|im_end|>" + following
+
+
 def test_tool_results_after_a_cut_off_call(chatml: Renderer) -> None:
     results = [*TOOL, {"role": "tool", "content": "43", "name": "zoom"}]
     following = "<|im_start|>tool\n42<|im_end|>\n<|im_start|>tool\n43<|im_end|>\n<|im_start|>assistant\n"

@@ -3,6 +3,7 @@
 import numpy as np
 
 from mmrender import Renderer
+from mmrender.probing.templates import TemplateSet
 
 LOOKS_UP_THE_TOOL = """\
 {%- set ns = namespace(calls=[]) -%}
@@ -18,26 +19,88 @@ LOOKS_UP_THE_TOOL = """\
 """
 
 
-def test_a_call_named_in_the_tool_turn_is_not_sampled_there(tiny_model):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=LOOKS_UP_THE_TOOL)
-    call = {"id": "a", "type": "function", "function": {"name": "zoom", "arguments": {}}}
+# As Gemma 4 does: results are written inside the assistant's turn, and the message's own content after them.
+RESULTS_WITHIN_THE_TURN = """\
+{%- for m in messages if m.role != 'tool' -%}
+{%- set outer = loop -%}
+{%- if not (m.role == 'assistant' and outer.previtem and outer.previtem.role == 'assistant') -%}
+{{- '<|im_start|>' + m.role + '\n' -}}
+{%- endif -%}
+{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + c.function.name + '</tool_call>' -}}{%- endfor -%}
+{%- set results = messages | selectattr('tool_call_id', 'defined') | list if m.tool_calls else [] -%}
+{%- for t in results if t.role == 'tool' and t.tool_call_id == m.tool_calls[0].id -%}
+{{- '<tool_response>' + m.tool_calls[0].function.name + ':' + t.content + '</tool_response>' -}}
+{%- endfor -%}
+{{- m.content or '' -}}
+{%- if m.tool_calls and not results -%}{{- '<tool_response>' -}}
+{%- elif not m.tool_calls -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+CALL = {"id": "a", "type": "function", "function": {"name": "zoom", "arguments": {}}}
+
+
+def with_results_within_the_turn(tiny_model):
+    base = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    stops = [base.tokenizer.token_id(token) for token in ("<|im_end|>", "<tool_response>")]
+    templates = TemplateSet({"default": RESULTS_WITHIN_THE_TURN}, base.tokenizer, model_stop_ids=stops)
+    return Renderer(templates, base.tokenizer)
+
+
+def test_a_sampled_span_ends_with_its_stop_token(tiny_model):
+    renderer = with_results_within_the_turn(tiny_model)
     rendered = renderer.render(
         [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "look", "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "42", "tool_call_id": "a"},
+            {"role": "assistant", "content": "done"},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "one<|im_end|>two"},
+        ]
+    )
+    assert _sampled(renderer, rendered) == [
+        "<tool_call>zoom</tool_call><tool_response>",
+        "done<|im_end|>",
+        "one<|im_end|>",
+    ]
+
+
+def test_bridges_of_a_template_that_writes_results_within_the_turn(tiny_model):
+    renderer = with_results_within_the_turn(tiny_model)
+    encode, user = renderer.tokenizer.encode, [{"role": "user", "content": "hi"}]
+    prompt = renderer.render_ids(user, add_generation_prompt=True)
+    answered = renderer.bridge_to_next_turn(prompt, encode("fine<|im_end|>"), user)
+    assert answered is not None, renderer.why_not_bridged
+    assert answered.text == "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    result = [{"role": "tool", "content": "42", "name": "zoom", "tool_call_id": "call00001"}]
+    called = encode("<tool_call>zoom</tool_call><tool_response>")
+    assert renderer.bridge_to_next_turn(prompt, called, result).text == "zoom:42</tool_response>"
+    # Cut off, the turn may have been about to call a tool.
+    assert renderer.bridge_to_next_turn(prompt, encode("fine"), user) is None
+    assert renderer.why_not_bridged == (
+        "what the template writes for this extension depends on tool calls that nothing answers"
+    )
+
+
+def test_a_call_named_in_the_tool_turn_is_not_sampled_there(tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=LOOKS_UP_THE_TOOL)
+    rendered = renderer.render(
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "look", "tool_calls": [CALL]},
             {"role": "tool", "content": "42", "tool_call_id": "a"},
             {"role": "assistant", "content": "done"},
         ]
     )
-    sampled = [
-        renderer.decode(rendered.token_ids[start:stop]) for start, stop in _runs(rendered.sampled_mask)
-    ]
-    assert sampled == ["look<tool_call>zoom</tool_call><|im_end|>", "done<|im_end|>"]
+    expected = ["look<tool_call>zoom</tool_call><|im_end|>", "done<|im_end|>"]
+    assert _sampled(renderer, rendered) == expected
 
 
-def _runs(mask):
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return edges.reshape(-1, 2).tolist()
+def _sampled(renderer, rendered):
+    """Text of each stretch of sampled tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], rendered.sampled_mask, [False]]).astype(np.int8)))
+    return [renderer.decode(rendered.token_ids[start:stop]) for start, stop in edges.reshape(-1, 2)]
 
 
 def test_renderings_with_images_compare(tiny_model):
