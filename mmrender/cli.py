@@ -217,7 +217,7 @@ def audit(
     plot: Annotated[Path | None, typer.Option(help="Draw the differences to this file.")] = None,
 ) -> None:
     """Run the model over what a trainer would see, and compare with the sampler; exit 1 where they part."""
-    from mmrender.audit.command import audit_files
+    from mmrender.audit.run import audit_files
 
     with _log.status("auditing"):
         report = audit_files(

@@ -1,25 +1,141 @@
-"""What an audit says, as data and as text."""
+"""The outcome of an audit, as data, as text and as a picture."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from mmrender.audit.compare import Comparison
-from mmrender.audit.finding import Finding
+from mmrender.errors import MissingDependencyError, TrajectoryError
+from mmrender.spans import MediaSpan
+from mmrender.trajectory.sample import TrainingSample
 
-Decode = Callable[[Sequence[int]], str]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+Cause: TypeAlias = Literal["pixels", "ids", "positions", "masks", "sampling", "precision", "unknown"]
+"""What differs between sampler and trainer: what the model sees of an image, the tokens or their order, the
+rotary positions, which tokens count as sampled, what the sampler was allowed, or only the arithmetic."""
 
-_MOST_LISTED = 10
-_MOST_FINDINGS = 20
+_MOST_LISTED: Final = 10
+_MOST_FINDINGS: Final = 20
+_MOST_TRACES: Final = 6
+_FLOOR: Final = 1e-8
+"""Smaller differences are drawn as this one: the axis is logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """A sample that the trainer's model could not be run on, and why."""
+class Finding:
+    """One cause, with its evidence.
 
+    Attributes:
+        cause: Which kind.
+        statement: What was found, as a sentence without its full stop.
+        evidence: The numbers behind it.
+        sample_id: The sample it was found in.
+        image: Index of the image, where it is about one.
+    """
+
+    cause: Cause
+    statement: str
+    evidence: str
     sample_id: str
-    reason: str
+    image: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.statement} ({self.evidence})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """The sampled tokens of one sample with both log-probabilities.
+
+    Attributes:
+        sample: The sample.
+        positions: Indices of the compared tokens in `sample.token_ids`; int32 of shape `(m,)`, rising.
+        sampler: Log-probabilities that came with the sample; float32 of shape `(m,)`.
+        trainer: Log-probabilities that the trainer's model gives; float32 of shape `(m,)`.
+    """
+
+    sample: TrainingSample
+    positions: npt.NDArray[np.int32]
+    sampler: Float32Array
+    trainer: Float32Array
+
+    @classmethod
+    def of(cls, sample: TrainingSample, trainer: Float32Array) -> "Comparison":
+        """Compare the tokens in the sample's loss mask.
+
+        Args:
+            sample: With the sampler's log-probabilities.
+            trainer: Of each token given those before it, of shape `(len(sample),)`; entry 0 is not used.
+
+        Raises:
+            TrajectoryError: The shapes differ, or the sample has no log-probabilities.
+        """
+        if sample.logprobs is None or trainer.shape != (len(sample),):
+            got = (
+                "no log-probabilities in the sample" if sample.logprobs is None else f"shape {trainer.shape}"
+            )
+            raise TrajectoryError(
+                "sampler and trainer cannot be compared",
+                where=sample.sample_id or "sample",
+                expected=f"log-probabilities of shape ({len(sample)},) from both",
+                got=got,
+            )
+        positions = np.flatnonzero(sample.loss_mask).astype(np.int32)
+        return cls(sample, positions, sample.logprobs[positions], trainer[positions].astype(np.float32))
+
+    @property
+    def difference(self) -> Float32Array:
+        """Trainer minus sampler; float32 of shape `(m,)`. Not finite where either is not."""
+        with np.errstate(invalid="ignore"):
+            return self.trainer - self.sampler
+
+    @property
+    def largest(self) -> float:
+        """Largest absolute difference; infinite where a number is not finite, 0.0 without tokens."""
+        return self.largest_of(slice(None))
+
+    def largest_of(self, part: slice) -> float:
+        """Largest absolute difference within a slice of `positions`."""
+        difference = self.difference[part]
+        if not np.isfinite(difference).all():
+            return float("inf")
+        return float(np.abs(difference).max(initial=0.0))
+
+    @property
+    def kl(self) -> float:
+        """Estimate of KL(sampler || trainer) in nats a token, non-negative and of low variance.
+
+        The mean of `exp(d) - 1 - d` with `d` the difference (Schulman, "Approximating KL divergence", k3).
+        """
+        if not len(self.positions):
+            return 0.0
+        difference = self.difference.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.mean(np.expm1(difference) - difference))
+
+    def first_departure(self, tolerance: float) -> int | None:
+        """Index into `positions` of the first token that differs by more than `tolerance`, or None."""
+        beyond = ~(np.abs(self.difference) <= tolerance)
+        return int(beyond.argmax()) if beyond.any() else None
+
+    def suspects(self, departure: int) -> list[MediaSpan]:
+        """Images that the departing token saw and the last agreeing one before it did not, in order.
+
+        Empty where every image was seen before with agreement, or there are none.
+        """
+        agreeing = int(self.positions[departure - 1]) if departure else -1
+        stop = int(self.positions[departure])
+        return [span for span in self.sample.media_spans if agreeing < span.start < stop]
+
+
+def described(span: MediaSpan) -> str:
+    """Return a text such as "image 1 (tokens 5 to 20)"."""
+    return f"{span.modality} {span.position} (tokens {span.start} to {span.stop - 1})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +144,14 @@ class AuditReport:
 
     Attributes:
         comparisons: One for each sample that the model could be run on.
-        findings: Causes, those that samples show by themselves first.
-        unread: Samples that the model could not be run on.
+        findings: Causes; those that samples show by themselves first.
+        unread: Names of samples that the model could not be run on, and why.
         tolerance: In nats a token; beyond it a token departs.
     """
 
     comparisons: tuple[Comparison, ...]
     findings: tuple[Finding, ...]
-    unread: tuple[Unread, ...]
+    unread: tuple[tuple[str, str], ...]
     tolerance: float
     _decode: Decode | None = field(default=None, repr=False)
 
@@ -77,43 +193,76 @@ class AuditReport:
         ]
         if self.ok:
             return "\n".join([*lines, "the trainer sees what was sampled"])
-        lines += self._departures()
-        lines += [f"not compared: {unread.sample_id}: {unread.reason}" for unread in self.unread]
-        lines += self._causes()
+        departures = [
+            f"  {self._departure(compared, first)}"
+            for compared in self.departing
+            if (first := compared.first_departure(self.tolerance)) is not None
+        ]
+        if departures:
+            lines += ["", f"{len(departures)} of {len(self.comparisons)} samples depart, the worst first:"]
+            lines += _listed(departures, _MOST_LISTED)
+        lines += [f"not compared: {name}: {reason}" for name, reason in self.unread]
+        if self.findings:
+            found = [f"  {finding.sample_id or 'sample'}: {finding}" for finding in self.findings]
+            lines += ["", "likely causes:", *_listed(found, _MOST_FINDINGS)]
         return "\n".join(lines)
 
-    def _departures(self) -> list[str]:
-        departing = self.departing
-        if not departing:
-            return []
-        lines = ["", f"{len(departing)} of {len(self.comparisons)} samples depart, the worst first:"]
-        lines += [f"  {self._departure(compared)}" for compared in departing[:_MOST_LISTED]]
-        if len(departing) > _MOST_LISTED:
-            lines.append(f"  and {len(departing) - _MOST_LISTED} more")
-        return lines
-
-    def _departure(self, compared: Comparison) -> str:
-        first = compared.first_departure(self.tolerance)
-        if first is None:  # not reached: only departing samples are listed
-            return ""
+    def _departure(self, compared: Comparison, first: int) -> str:
         position = int(compared.positions[first])
         token = int(compared.sample.token_ids[position])
         shown = f" {self._decode([token])!r}" if self._decode is not None else ""
         suspects = compared.suspects(first)
-        after = f", after {', '.join(map(str, suspects))}" if suspects else ""
+        after = f", after {', '.join(map(described, suspects))}" if suspects else ""
         return (
             f"{compared.sample.sample_id or 'sample'}: first at token {position} ({token}{shown}), sampled "
             f"token {first + 1} of {len(compared.positions)}{after}: sampler {compared.sampler[first]:.4f}, "
             f"trainer {compared.trainer[first]:.4f}; largest {compared.largest:.4g}"
         )
 
-    def _causes(self) -> list[str]:
-        if not self.findings:
-            return []
-        lines = ["", "likely causes:"]
-        lines += [
-            f"  {finding.sample_id or 'sample'}: {finding}" for finding in self.findings[:_MOST_FINDINGS]
-        ]
-        if len(self.findings) > _MOST_FINDINGS:
-            lines.append(f"  and {len(self.findings) - _MOST_FINDINGS} more")
-        return lines
+
+def _listed(lines: list[str], most: int) -> list[str]:
+    more = [f"  and {len(lines) - most} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
+
+
+def save_plot(report: AuditReport, path: str | os.PathLike[str]) -> Path:
+    """Draw a report, and return the file's path; its ending chooses the format.
+
+    Left, the log-probability of every token from sampler and trainer, which should lie on a line. Right, the
+    difference along the tokens of the samples that differ most, with images shaded.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError.of_extra("matplotlib", "plot", "a plot of the audit") from error
+    figure: Any = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)  # draws to files without a display
+    scatter, traces = figure.subplots(1, 2, width_ratios=(1, 2))
+    for compared in report.comparisons:
+        scatter.plot(compared.sampler, compared.trainer, ".", markersize=2, color="tab:blue")
+    lows = [float(compared.sampler.min()) for compared in report.comparisons if len(compared.sampler)]
+    corner = min(lows, default=-1.0)
+    scatter.plot([corner, 0.0], [corner, 0.0], color="grey", linewidth=0.8)
+    scatter.set_xlabel("sampler, nats")
+    scatter.set_ylabel("trainer, nats")
+    worst = sorted(report.comparisons, key=lambda compared: -compared.largest)[:_MOST_TRACES]
+    for number, compared in enumerate(worst):
+        label = compared.sample.sample_id or f"sample {number}"
+        drawn = np.nan_to_num(np.abs(compared.difference), nan=1e3, posinf=1e3)
+        drawn = np.maximum(drawn, _FLOOR)
+        traces.plot(compared.positions, drawn, ".-", markersize=3, linewidth=0.6, label=label)
+    for span in worst[0].sample.media_spans if worst else ():
+        traces.axvspan(span.start, span.stop, color="tab:orange", alpha=0.15)
+    traces.axhline(report.tolerance, color="tab:red", linewidth=0.8, label="tolerance")
+    traces.set_yscale("log")
+    traces.set_xlabel("token (images of the worst sample shaded)")
+    traces.set_ylabel("absolute difference, nats")
+    traces.legend(fontsize="small")
+    largest = f"largest difference {report.largest:.3g} nats, KL {report.kl:.2g} nats a token"
+    figure.suptitle(f"{report.tokens} tokens, {largest}")
+    figure.savefig(path)
+    return Path(path)

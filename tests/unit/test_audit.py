@@ -121,7 +121,7 @@ def test_one_patch_off(samples, trainer):
     (departing,) = report.departing
     first = departing.first_departure(TOLERANCE)
     assert first == 12  # the second completion's first token; the first never saw that image
-    assert [place.number for place in departing.suspects(first)] == [1]
+    assert [place.position for place in departing.suspects(first)] == [1]
 
 
 def test_wrong_normalisation(samples, trainer):
@@ -191,15 +191,17 @@ def test_ranges_and_masks_that_do_not_fit(samples):
     )
     (finding,) = inspect_sample(shifted)
     assert finding.statement == (
-        "the tokens do not stand where the placeholder range of image 0 says; the run that fits stands "
-        "1 token(s) earlier"
+        "the placeholder range of image 0 covers other tokens; the run that fits begins 1 token(s) earlier"
     )
+    outside = replace(sample, multi_modal_data=sidecar.shifted(10_000))
+    (finding,) = inspect_sample(outside)
+    assert finding.statement == "the placeholder ranges do not fit the tokens"
     late = replace(sample, loss_mask=np.roll(sample.loss_mask, 1))
     assert {found.cause for found in inspect_sample(late)} == {"masks"}
     sentinel = sample.logprobs.copy()
     sentinel[np.flatnonzero(sample.loss_mask)[2]] = np.nan
     (finding,) = inspect_sample(replace(sample, logprobs=sentinel))
-    assert finding.statement == "sampled tokens carry what is no log-probability"
+    assert finding.statement == "sampled tokens carry values that are not log-probabilities"
 
 
 def test_precision(samples, trainer):
@@ -229,7 +231,7 @@ def test_the_text_says_where_and_the_plot_is_drawn(samples, trainer, renderer, t
     assert save_plot(report, tmp_path / "audit.png").stat().st_size > 10_000
 
 
-def test_a_sampler_held_to_a_grammar(samples, trainer):
+def test_a_sampler_restricted_by_a_grammar(samples, trainer):
     def held(sample):
         start, stop = sampled_runs(sample.loss_mask)[1]
         logprobs = sample.logprobs.copy()

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
-from mmrender.audit.command import audit_files
+from mmrender.audit.run import audit_files
 from mmrender.cli import app
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
@@ -66,7 +66,7 @@ def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_pat
         app, ["audit", str(path), "--model", str(tiny_model), "--plot", str(tmp_path / "a.svg")]
     )
     assert done.exit_code == 1  # the guided tool call's numbers are those of its grammar
-    assert "sampling: the sampler was held to a grammar or a few tokens" in done.stdout
+    assert "sampling: the sampler was restricted to a grammar or a few tokens" in done.stdout
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     missing = CliRunner().invoke(app, ["audit", str(tmp_path / "none.mmr"), "--model", str(tiny_model)])
     assert (
