@@ -50,7 +50,7 @@ from mmrender.media.load import load_image  # noqa: E402
 from mmrender.media.processors.qwen import PatchProcessor  # noqa: E402
 from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.training import ModelFamily, TrainingBatch, collate  # noqa: E402
-from mmrender.trajectory import Trajectory, group_from_wire, group_to_wire  # noqa: E402
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
 
 IMAGE_ID, PAD_ID, TEXT = 90, 0, 150
 FAMILY = ModelFamily.from_config(
@@ -102,7 +102,7 @@ def make_case(samples: int, images: int, seed: int = 0) -> Case:
 
 
 def ours(message: Any, dtype: Any, executor: ThreadPoolExecutor | None) -> Batch:
-    group = group_from_wire(mmcodecs.decode(message))
+    group = trajectories_from_wire(mmcodecs.decode(message))
     samples = [branch.sample() for trajectory in group for branch in trajectory.branches()]
     batch: TrainingBatch = collate(
         samples, FAMILY, pad_token_id=PAD_ID, dtype=dtype, device=DEVICE, executor=executor
@@ -190,7 +190,7 @@ def check_same(expected: Batch, got: Batch, name: str) -> None:
 
 def measured(case: Case, dtype: Any, rounds: int, clock: Clock) -> list[dict[str, Any]]:
     """Time and memory of each contender for one dtype of pixels."""
-    message = mmcodecs.encode(group_to_wire(case.trajectories, share=False))
+    message = mmcodecs.encode(trajectories_to_wire(case.trajectories, share=False))
     packed = msgpack.packb(as_plain(case, tagged))
     text = json.dumps(as_plain(case, tagged_text))
     threads = os.cpu_count() or 1

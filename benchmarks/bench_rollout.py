@@ -51,7 +51,8 @@ from codec_peers import Peer, peers  # noqa: E402
 from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
 
 from mmrender.shipping import Receiver, Sender, Window  # noqa: E402
-from mmrender.trajectory import Trajectory, step_sample  # noqa: E402
+from mmrender.trajectory import Trajectory  # noqa: E402
+from mmrender.trajectory.step import step_sample  # noqa: E402
 
 GROUP, TURNS, SHARED_IMAGES = 8, 16, 4
 IN_A_ROW = 4

@@ -12,7 +12,7 @@ text and 100 sampled ones. The cases:
 Three ways to ship each of them, all with images as uint8 planes; float32 patches would be eight times the
 bytes. "cumulative" sends every step with all of its tokens and images, as steps in the shape of
 `TrajectoryStepTokens` hold them; "last only" sends images for the ends of branches alone; "tree" is
-`group_to_wire`. Bytes of the first two are counted, not sent. Times are medians
+`trajectories_to_wire`. Bytes of the first two are counted, not sent. Times are medians
 of processor time, of the tree's four parts: appending all steps, packing and encoding as frames, decoding and
 unpacking, samples of all branches. "again" is a second message with the same images over a connection with a
 shared table. "peak" is the memory that packing, encoding, decoding and unpacking take at most, besides the
@@ -44,7 +44,7 @@ from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import LoadedImage  # noqa: E402
 from mmrender.media.processors.qwen import PatchProcessor  # noqa: E402
 from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
-from mmrender.trajectory import Trajectory, group_from_wire, group_to_wire  # noqa: E402
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
 
 PROCESSOR = PatchProcessor(
     name="Qwen2VLImageProcessor",
@@ -152,16 +152,16 @@ def nbytes(frames: list[Any]) -> int:
 
 def measure(rollouts: list[Calls], rounds: int) -> dict[str, float]:
     append, group = timed(lambda: grown(rollouts), rounds)
-    out, frames = timed(lambda: mmcodecs.encode_frames(group_to_wire(group)), rounds)
+    out, frames = timed(lambda: mmcodecs.encode_frames(trajectories_to_wire(group)), rounds)
     received = [bytes(frame) for frame in frames]
-    back, read = timed(lambda: group_from_wire(mmcodecs.decode(received)), rounds)
+    back, read = timed(lambda: trajectories_from_wire(mmcodecs.decode(received)), rounds)
     sample, _ = timed(lambda: [trajectory.samples() for trajectory in read], rounds)
     encoder = mmcodecs.Encoder()
-    encoder.encode_frames(group_to_wire(group))
-    again = nbytes(encoder.encode_frames(group_to_wire(group)))
+    encoder.encode_frames(trajectories_to_wire(group))
+    again = nbytes(encoder.encode_frames(trajectories_to_wire(group)))
     tracemalloc.start()
-    mmcodecs.encode_frames(group_to_wire(group))
-    group_from_wire(mmcodecs.decode(received))
+    mmcodecs.encode_frames(trajectories_to_wire(group))
+    trajectories_from_wire(mmcodecs.decode(received))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {

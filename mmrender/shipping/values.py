@@ -3,13 +3,7 @@
 from typing import Any
 
 from mmrender.errors import ShippingProtocolError
-from mmrender.trajectory.tree import Trajectory
-from mmrender.trajectory.tree_wire import (
-    group_from_wire,
-    group_to_wire,
-    trajectory_from_wire,
-    trajectory_to_wire,
-)
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
 
@@ -22,9 +16,9 @@ def to_wire(value: Any) -> tuple[str, Any]:
         MediaError: It holds a media item that has none.
     """
     if isinstance(value, Trajectory):
-        return TRAJECTORY, trajectory_to_wire(value)
+        return TRAJECTORY, trajectories_to_wire([value])
     if type(value) is list and value and all(isinstance(each, Trajectory) for each in value):
-        return GROUP, group_to_wire(value)
+        return GROUP, trajectories_to_wire(value)
     return PLAIN, value
 
 
@@ -39,9 +33,9 @@ def from_wire(kind: str, value: Any) -> Any:
     if kind == PLAIN:
         return value
     if kind == TRAJECTORY:
-        return trajectory_from_wire(value)
+        return trajectories_from_wire(value)[0]
     if kind == GROUP:
-        return group_from_wire(value)
+        return trajectories_from_wire(value)
     raise ShippingProtocolError(
         "an unknown kind of value", expected=f"{TRAJECTORY!r} or {GROUP!r}", got=repr(kind)
     )

@@ -1,7 +1,8 @@
-"""What an engine says of a completion besides its tokens: router choices, and the weights it ran with."""
+"""What an engine reports about a completion besides its tokens: router choices and weight versions."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,12 @@ class WeightVersionSpan(NamedTuple):
 class RoutedExperts:
     """Experts that the routers of a mixture-of-experts model chose, to be replayed in training.
 
-    Attributes:
-        data: Integers of shape `(rows, layers, top_k)`, often a read-only view of what the engine sent.
-        start: Position in prompt plus completion of the token that row 0 belongs to.
-
-    The last sampled token is never fed back, so an engine has no row for it: of `n` tokens and start 0 there
+    The last sampled token is never fed back, so an engine has no row for it: for `n` tokens and start 0 there
     are `n - 1` rows.
+
+    Attributes:
+        data: Integers of shape `(rows, layers, top_k)`, often a read-only view of the engine's reply.
+        start: Position in prompt plus completion of the token that row 0 belongs to.
 
     Raises:
         TrajectoryError: The array has another shape or dtype, or `start` is negative.
@@ -53,7 +54,7 @@ class RoutedExperts:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows, layers and experts a token."""
+        """Rows, layers and experts per token."""
         rows, layers, top_k = self.data.shape
         return rows, layers, top_k
 
@@ -71,7 +72,7 @@ class RoutedExperts:
         """Return the rows of the positions from `start` on, as a view.
 
         Raises:
-            TrajectoryError: There is no row for `start`, nor for the position before it.
+            TrajectoryError: `start` lies before the first row, or more than one position after the last.
         """
         if not self.start <= start <= self.stop:
             raise TrajectoryError(
@@ -89,3 +90,125 @@ class RoutedExperts:
         return same and np.array_equal(self.data, other.data)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+Contributions: TypeAlias = Sequence[tuple[RoutedExperts, int]]
+"""From the root on: the rows that a step holds, and up to which position the sequence is that step's."""
+
+
+def last_run(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the last gapless run `[start, stop)` that spans of positions cover, None if they are empty."""
+    spans = sorted((span for span in spans if span[0] < span[1]), reverse=True, key=lambda span: span[1])
+    if not spans:
+        return None
+    start, end = spans[0]
+    for first, last in spans[1:]:
+        if last >= start:
+            start = min(start, first)
+    return start, end
+
+
+def assembled_experts(contributions: Contributions) -> RoutedExperts | None:
+    """Return the rows of the last gapless run; where several steps hold a row, that of the earliest.
+
+    The earliest call is the one that sampled a token, or first met it. Rows of one step are a view.
+    """
+    span = last_run((experts.start, min(experts.stop, stop)) for experts, stop in contributions)
+    if span is None:
+        return None
+    start, end = span
+    used = [pair for pair in contributions if max(pair[0].start, start) < min(pair[0].stop, pair[1])]
+    if len(used) == 1:
+        experts = used[0][0]
+        return RoutedExperts(experts.data[start - experts.start : end - experts.start], start)
+    first = used[0][0]
+    data = np.empty((end - start, *first.shape[1:]), first.dtype)
+    for experts, stop in reversed(used):  # the earliest is written last
+        low, high = max(experts.start, start), min(experts.stop, stop)
+        data[low - start : high - start] = experts.data[low - experts.start : high - experts.start]
+    return RoutedExperts(data, start)
+
+
+def new_rows(experts: RoutedExperts, known: tuple[int, int] | None, keep: int) -> RoutedExperts:
+    """Return the rows that are not known from earlier steps.
+
+    The row of the last kept token is new: no earlier call fed that token back. Where the known rows leave
+    gaps, all rows are returned.
+
+    Args:
+        experts: Router choices of the whole sequence.
+        known: Positions that earlier steps cover, see `last_run`.
+        keep: Number of leading tokens that are shared with them.
+    """
+    if known is None or known[0] > experts.start or known[1] < keep - 1:
+        return experts
+    start = max(experts.start, min(keep - 1, experts.stop))
+    if start == experts.start:
+        return experts
+    # Copied, or the few rows would keep the engine's whole reply alive.
+    return RoutedExperts(experts.data[start - experts.start :].copy(), start)
+
+
+def check_experts(value: Any, length: int, form: RoutedExperts | None, where: str) -> RoutedExperts | None:
+    """Return router choices that fit a sequence of `length` tokens.
+
+    Args:
+        value: What the engine reported.
+        length: Tokens of prompt and completion.
+        form: Router choices of an earlier step, whose layers, experts per token and dtype must be the same.
+        where: Path for errors.
+
+    Raises:
+        TrajectoryError: The rows leave the sequence, end before its last token but one, or differ in form.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, RoutedExperts):
+        raise TrajectoryError(
+            "router choices have the wrong type",
+            where=where,
+            expected="RoutedExperts",
+            got=type(value).__name__,
+        )
+    # The last token is never fed back, so an engine need not have a row for it.
+    if not max(0, length - 1) <= value.stop <= length or value.start > length:
+        raise TrajectoryError(
+            "the rows of routed experts do not fit the tokens",
+            where=where,
+            expected=f"rows to position {max(0, length - 1)} or {length}",
+            got=f"positions [{value.start}, {value.stop})",
+        )
+    if form is not None and (form.shape[1:] != value.shape[1:] or form.dtype != value.dtype):
+        raise TrajectoryError(
+            "routed experts have another form than in earlier steps",
+            where=where,
+            expected=f"{form.dtype} [rows, {form.shape[1]}, {form.shape[2]}]",
+            got=f"{value.dtype} [rows, {value.shape[1]}, {value.shape[2]}]",
+        )
+    return value
+
+
+def check_versions(value: Sequence[Any], count: int, where: str) -> tuple[WeightVersionSpan, ...]:
+    """Return spans of weight versions.
+
+    Raises:
+        TrajectoryError: They are out of order, overlap, or leave the completion of `count` tokens.
+    """
+    spans = []
+    end = 0
+    for index, entry in enumerate(value):
+        try:
+            version, start, stop = entry
+        except (TypeError, ValueError):
+            version, start, stop = "", -1, -1
+        typed = isinstance(version, str) and isinstance(start, int) and isinstance(stop, int)
+        if not typed or not end <= start <= stop <= count:
+            raise TrajectoryError(
+                "a span of a weight version is malformed",
+                where=f"{where}[{index}]",
+                expected=f"version, start and stop within sampled tokens [{end}, {count})",
+                got=repr(tuple(entry) if isinstance(entry, tuple) else entry)[:80],
+            )
+        spans.append(WeightVersionSpan(version, start, stop))
+        end = stop
+    return tuple(spans)

@@ -2,7 +2,7 @@
 
 Recorded conversations (`mmrender.training.build_training_sample`) and rollouts (`Trajectory.samples`) give
 the same class, and `mmrender.training.collate` takes both. To add a field: declare it here, where `ALIGNED`
-checks arrays of one value a token; fill it in `mmrender.trajectory.branch`; place it in
+checks arrays of one value a token; fill it in `mmrender.trajectory.step`; place it in
 `mmrender.training.collate`.
 """
 

@@ -1,273 +1,221 @@
-"""Sidecars as references into a table of distinct items.
+"""Steps of other libraries without repeated sidecars: each image is kept where no later step repeats it.
 
-An item is known by its modality, its hash and its type, so a hash that comes with its tensors here and
-without them there gives two rows. Every repetition is checked against the first: the same hash with other
-content is an error, since a reference would then show the model another image.
+Rollout libraries of the verifiers kind write every step of a multi-turn rollout with all the images so far, so
+a rollout grows with the square of its turns. A step is a mapping or an object of any class. Its token block
+(`prompt_ids`, `completion_ids`, `multi_modal_data`) lies at `tokens`, and a second one may lie at
+`response.message.tokens`. A step continues the one named by its `parent` (an index, None for a root), or else
+the step before it.
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import msgspec
-import numpy as np
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.wire import ranges_to_array
-from mmrender.spans import MultiModalData, PlaceholderRange
-from mmrender.trajectory.packed import (
-    Int32Array,
-    PackedEntries,
-    PackedItem,
-    PackedSidecar,
-    PoolReader,
-    check_keep,
-)
-from mmrender.trajectory.ranges import RANGE_FORMS, range_form, read_range
-from mmrender.trajectory.steps import as_fields, get_field
+from mmrender.spans import MultiModalData, common_prefix
+from mmrender.trajectory.prefix import check_ids, same_value
 
-FIELDS: Final = ("mm_hashes", "mm_placeholders", "mm_items")
-
-_NO_RANGE: Final = PlaceholderRange(0, 0)
+_Path: TypeAlias = tuple[str, ...]
+_BLOCK_PATHS: Final[tuple[_Path, ...]] = (("tokens",), ("response", "message", "tokens"))
+_SIDECAR: Final = "multi_modal_data"
+_FIELDS: Final = ("mm_hashes", "mm_placeholders", "mm_items")
 
 
-class Entry(NamedTuple):
-    """One placeholder of a sidecar: the row of its item in the table, and its range."""
+def strip_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
+    """Return the steps with their sidecars left only where no continuation repeats them.
 
-    row: int
-    range: PlaceholderRange
+    A step loses its sidecar, in both token blocks, if a step that continues it extends it: the later prompt
+    begins with this step's prompt and completion, and the later sidecar with this one's entries. In a plain
+    multi-turn rollout the last step alone keeps its sidecar; before a branch or a compaction the step that
+    would otherwise lose images keeps it. Where neither step has token ids, the sidecars decide.
+
+    The input is not changed: steps that lose a sidecar are copied along the path to it, which then holds
+    None; the others are returned as they are.
+
+    Raises:
+        TrajectoryError: Token ids are malformed, a parent comes after its child, or a step cannot be copied.
+    """
+    children = _children(trajectory)
+    stripped = list(trajectory)
+    for index, step in enumerate(trajectory):
+        held = [path for path in _BLOCK_PATHS if _at(step, (*path, _SIDECAR)) is not None]
+        if held and any(_extends(trajectory, child, index, held) for child in children[index]):
+            for path in held:
+                stripped[index] = _replaced(stripped[index], (*path, _SIDECAR), None, f"steps[{index}]")
+    return stripped
 
 
-Entries: TypeAlias = dict[str, list[Entry]]
-"""Per modality the placeholders of a step, in prompt order."""
+def restore_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
+    """Return the steps of `strip_intermediate_mm_data` with their sidecars put back.
+
+    A step without a sidecar takes the entries of a step that extends its tokens, as far as their placeholders
+    lie in its own prompt. A step that shows no image keeps None, also where it had an empty sidecar.
+
+    Raises:
+        TrajectoryError: Token ids are malformed, or a parent comes after its child. A sidecar is cut by its
+            placeholder ranges: one without them cannot be put back.
+    """
+    children = _children(trajectory)
+    restored = list(trajectory)
+    for index in reversed(range(len(restored))):  # children come later, and theirs are restored first
+        block = _token_block(restored[index])
+        if _sidecar_of(restored[index]) is not None or block is None:
+            continue
+        length = len(check_ids(_get(block, "prompt_ids"), f"steps[{index}].prompt_ids"))
+        for child in children[index]:
+            later = _sidecar_of(restored[child])
+            if later is not None and _tokens_extend(trajectory, child, index):
+                earlier = _entries_before(later, length, f"steps[{child}].{_SIDECAR}")
+                for path in _BLOCK_PATHS if earlier is not None else ():
+                    if _at(restored[index], path) is not None:
+                        restored[index] = _replaced(
+                            restored[index], (*path, _SIDECAR), earlier, f"steps[{index}]"
+                        )
+                break
+    return restored
 
 
-def same_item(first: Any, second: Any) -> bool:
-    """Whether two items have equal content: the same object, equal identities, or equal values and arrays."""
-    if first is second:
-        return True
-    if type(first) is not type(second):
+def _children(trajectory: Sequence[Any]) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in trajectory]
+    for index, step in enumerate(trajectory):
+        has_parent = "parent" in step if isinstance(step, Mapping) else hasattr(step, "parent")
+        parent = _get(step, "parent") if has_parent else index - 1 if index else None
+        if parent is None:
+            continue
+        if isinstance(parent, bool) or not isinstance(parent, int) or not 0 <= parent < index:
+            raise TrajectoryError(
+                "a step must come after the step that it continues",
+                where=f"steps[{index}].parent",
+                expected=f"None or an index in 0..{index - 1}" if index else "None",
+                got=repr(parent),
+                remedy="Order the steps so that parents come first",
+            )
+        children[parent].append(index)
+    return children
+
+
+def _extends(trajectory: Sequence[Any], child: int, parent: int, held: Iterable[_Path]) -> bool:
+    tokens = _tokens_extend(trajectory, child, parent)
+    if tokens is False:
         return False
-    identity = getattr(first, "identity", None)
-    if isinstance(identity, str):
-        return bool(identity == second.identity)
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(same_item(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same_item, first, second))
-    if isinstance(first, msgspec.Struct):
-        names = first.__struct_fields__
-        return all(same_item(getattr(first, name), getattr(second, name)) for name in names)
-    if hasattr(first, "dtype") and hasattr(first, "shape"):
-        return _same_array(first, second)
-    return bool(first == second)
+    later = _sidecar_of(trajectory[child])
+    return all(_covers(later, _at(trajectory[parent], (*path, _SIDECAR)), bool(tokens)) for path in held)
 
 
-def _same_array(first: Any, second: Any) -> bool:
-    if first.dtype != second.dtype or tuple(first.shape) != tuple(second.shape):
-        return False
-    if isinstance(first, np.ndarray):
-        return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
-    return bool(first.equal(second))  # a torch tensor
+def _tokens_extend(trajectory: Sequence[Any], child: int, parent: int) -> bool | None:
+    """Whether the child's prompt begins with all the parent's tokens; None if neither has token ids."""
+    blocks = _token_block(trajectory[child]), _token_block(trajectory[parent])
+    if None in blocks:
+        return None if blocks == (None, None) else False
+    prompt = check_ids(_get(blocks[0], "prompt_ids"), f"steps[{child}].prompt_ids")
+    for key in ("prompt_ids", "completion_ids"):
+        ids = check_ids(_get(blocks[1], key), f"steps[{parent}].{key}")
+        if common_prefix(ids, prompt) < len(ids):
+            return False
+        prompt = prompt[len(ids) :]
+    return True
 
 
-@dataclass(slots=True)
-class _Fields:
-    """The three lists that a sidecar holds for one modality, `None` where it holds none."""
+def _covers(later: Any, earlier: Any, tokens_extend: bool) -> bool:
+    held = [field for field in _FIELDS if isinstance(_get(earlier, field), Mapping)]
+    if not held:
+        # A sidecar of unknown form: a prompt that extends another needs all that the other needed.
+        return later is not None and (tokens_extend or same_value(later, earlier))
+    for field in held:
+        for modality, entries in _get(earlier, field).items():
+            head = list(_get(_get(later, field), modality) or ())[: len(entries)]
+            if len(head) != len(entries) or not all(map(same_value, head, entries)):
+                return False
+    return True
 
-    hashes: Sequence[Any] | None
-    ranges: Sequence[Any] | None
-    items: Sequence[Any] | None
 
-    def length(self, where: str) -> int:
-        lengths = {len(entries) for entries in (self.hashes, self.ranges, self.items) if entries is not None}
-        if len(lengths) > 1:
+def _entries_before(sidecar: Any, length: int, where: str) -> Any:
+    """Return the sidecar of the first `length` tokens in the form that it has, None if it is empty."""
+    ranges = _get(sidecar, "mm_placeholders")
+    counts = {}
+    for modality, entries in (ranges or {}).items():
+        offsets = [_get(entry, "offset") for entry in entries]
+        counts[modality] = sum(offset < length for offset in offsets)
+    if not any(counts.values()):
+        held = [field for field in _FIELDS if _get(sidecar, field)]
+        if held and not ranges:
             raise TrajectoryError(
-                "hashes, placeholders and items of a sidecar must be equally many",
+                "a sidecar without placeholder ranges cannot be cut",
                 where=where,
-                got=", ".join(
-                    f"{len(entries)} {name}"
-                    for name, entries in zip(
-                        ("hashes", "placeholders", "items"),
-                        (self.hashes, self.ranges, self.items),
-                        strict=True,
-                    )
-                    if entries is not None
-                ),
+                expected="mm_placeholders",
+                got=", ".join(held),
             )
-        return lengths.pop()
-
-
-class SidecarPacker:
-    """Builds the item table and the placeholder pool."""
-
-    def __init__(self) -> None:
-        self.items: list[PackedItem] = []
-        self._rows: dict[tuple[str, str, type], int] = {}
-        self._added: list[Entry] = []
-
-    def add(self, sidecar: Any, reference: Entries, where: str) -> tuple[PackedSidecar, Entries]:
-        """Store what a sidecar adds to the placeholders of `reference`.
-
-        Returns:
-            The packed sidecar and its entries, for later steps to refer to.
-
-        Raises:
-            TrajectoryError: It is no sidecar, its lists differ in length, an item has no hash, a range is
-                malformed, or a hash stands for two different items.
-        """
-        fields = as_fields(sidecar, where)
-        held = [name for name in FIELDS if isinstance(fields.get(name), Mapping)]
-        if not held:
-            raise TrajectoryError(
-                "this is no sidecar", where=where, expected=f"some of {', '.join(FIELDS)}", got=_keys(fields)
-            )
-        rest = {name: value for name, value in fields.items() if name not in held}
-        if rest and not isinstance(sidecar, Mapping):
-            raise TrajectoryError(
-                "a sidecar object with other fields cannot be packed",
-                where=where,
-                expected=", ".join(FIELDS),
-                got=_keys(rest),
-            )
-        entries: Entries = {}
-        modalities: dict[str, PackedEntries] = {}
-        for modality in dict.fromkeys(key for name in held for key in fields[name]):
-            lists = _Fields(*(get_field(fields.get(name), modality) for name in FIELDS))
-            path = f"{where}.{modality}"
-            if not isinstance(modality, str):
-                raise TrajectoryError("a modality is no text", where=where, got=repr(modality))
-            entries[modality] = self._entries(modality, lists, path)
-            known = reference.get(modality, [])
-            modalities[modality] = self._pack(entries[modality], known, lists, path)
-        form: Literal["MultiModalData", "mapping"] = (
-            "mapping" if isinstance(sidecar, Mapping) else "MultiModalData"
-        )
-        return PackedSidecar(form, modalities, held, rest), entries
-
-    def _entries(self, modality: str, lists: _Fields, where: str) -> list[Entry]:
-        entries = []
-        for index in range(lists.length(where)):
-            path = f"{where}[{index}]"
-            item = lists.items[index] if lists.items is not None else None
-            digest = lists.hashes[index] if lists.hashes is not None else getattr(item, "identity", None)
-            if not isinstance(digest, str):
-                raise TrajectoryError("an item has no hash", where=path, expected="text", got=repr(digest))
-            placeholder = _NO_RANGE if lists.ranges is None else read_range(lists.ranges[index], path)
-            entries.append(Entry(self._row(modality, digest, item, path), placeholder))
-        return entries
-
-    def _row(self, modality: str, digest: str, item: Any, where: str) -> int:
-        key = (modality, digest, type(item))
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = len(self.items)
-            self.items.append(PackedItem(modality, digest, item))
-        elif not same_item(self.items[row].item, item):
-            raise TrajectoryError(
-                f"the hash {digest!r} stands for two different items",
-                where=where,
-                remedy="Derive hashes from the pixels and the processor's settings",
-            )
-        return row
-
-    def _pack(self, entries: list[Entry], known: list[Entry], lists: _Fields, where: str) -> PackedEntries:
-        keep = 0
-        while keep < min(len(entries), len(known)) and entries[keep] == known[keep]:
-            keep += 1
-        self._added += entries[keep:]
-        return PackedEntries(
-            keep,
-            len(entries) - keep,
-            _sequence_form(lists.hashes, where),
-            _sequence_form(lists.ranges, where),
-            _sequence_form(lists.items, where),
-            range_form(lists.ranges or (), [entry.range for entry in entries], where),
-        )
-
-    def pools(self) -> tuple[Int32Array, Int32Array]:
-        """Return the pool of placeholders, int32 `[P, 4]`, and that of embed spans, int32 `[S, 2]`."""
-        return ranges_to_array(self._added)
-
-
-def _keys(fields: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(fields)) or "nothing"
-
-
-def _sequence_form(value: Any, where: str) -> Literal["list", "tuple"] | None:
-    if value is None:
         return None
-    if type(value) not in (list, tuple):
-        raise TrajectoryError(
-            "the lists of a sidecar must be lists or tuples", where=where, got=type(value).__name__
-        )
-    return cast(Literal["list", "tuple"], type(value).__name__)
-
-
-class SidecarUnpacker:
-    """Reads sidecars back from the item table and the pools."""
-
-    def __init__(self, items: Sequence[PackedItem], pool: Int32Array, spans: Int32Array) -> None:
-        self._items = items
-        self._placeholders = PoolReader(pool, "placeholders")
-        self._spans = PoolReader(spans, "spans")
-
-    def finish(self) -> None:
-        """Raise `TrajectoryError` if placeholders or embed spans are left over."""
-        self._placeholders.finish()
-        self._spans.finish()
-
-    def expand(self, packed: PackedSidecar, reference: Entries, where: str) -> tuple[Any, Entries]:
-        """Return the sidecar in the form that it had, and its entries.
-
-        Raises:
-            TrajectoryError: It refers to something that is not there.
-        """
-        entries = {
-            modality: self._entries(modality, part, reference.get(modality, []), f"{where}.{modality}")
-            for modality, part in packed.modalities.items()
+    cut = {
+        field: {
+            modality: entries[: counts[modality]]
+            for modality, entries in _get(sidecar, field).items()
+            if counts.get(modality)
         }
-        if not set(packed.fields) <= set(FIELDS):
-            raise TrajectoryError(
-                "a sidecar names an unknown field", where=where, got=_keys(dict.fromkeys(packed.fields))
-            )
-        values: dict[str, Any] = {name: {} for name in packed.fields}
-        for modality, part in packed.modalities.items():
-            for name, column, form in self._columns(entries[modality], part):
-                if form is not None and name in values:
-                    values[name][modality] = tuple(column) if form == "tuple" else list(column)
-        if packed.form == "mapping":
-            return {**values, **packed.rest}, entries
-        return MultiModalData(**values), entries
+        for field in _FIELDS
+        if isinstance(_get(sidecar, field), Mapping)
+    }
+    return {**sidecar, **cut} if isinstance(sidecar, Mapping) else MultiModalData(**cut)
 
-    def _columns(
-        self, entries: list[Entry], part: PackedEntries
-    ) -> Iterable[tuple[str, Iterable[Any], str | None]]:
-        ranges = (RANGE_FORMS[part.range_form](entry.range) for entry in entries)
-        yield "mm_hashes", (self._items[entry.row].hash for entry in entries), part.hashes
-        yield "mm_placeholders", ranges, part.ranges
-        yield "mm_items", (self._items[entry.row].item for entry in entries), part.items
 
-    def _entries(self, modality: str, part: PackedEntries, known: list[Entry], where: str) -> list[Entry]:
-        check_keep(part.keep, len(known), f"{where}.keep")
-        added = self._placeholders.take(part.add, f"{where}.add").tolist()
-        return known[: part.keep] + [
-            Entry(self._checked_row(row, modality, where), self._range(offset, length, count, where))
-            for row, offset, length, count in added
-        ]
+def _get(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
 
-    def _range(self, offset: int, length: int, count: int, where: str) -> PlaceholderRange:
-        if count < 0:
-            return PlaceholderRange(offset, length)
-        spans = self._spans.take(count, where).tolist()
-        return PlaceholderRange(offset, length, tuple((start, stop) for start, stop in spans))
 
-    def _checked_row(self, row: int, modality: str, where: str) -> int:
-        if not 0 <= row < len(self._items) or self._items[row].modality != modality:
-            raise TrajectoryError(
-                f"a placeholder refers to no {modality} of the item table",
-                where=where,
-                expected=f"a row below {len(self._items)}",
-                got=str(row),
-            )
-        return row
+def _at(step: Any, path: _Path) -> Any:
+    for name in path:
+        if step is None:
+            return None
+        step = _get(step, name)
+    return step
+
+
+def _sidecar_of(step: Any) -> Any:
+    """Return the sidecar of the first token block that has one; an empty sidecar counts."""
+    found = (_at(step, (*path, _SIDECAR)) for path in _BLOCK_PATHS)
+    return next((sidecar for sidecar in found if sidecar is not None), None)
+
+
+def _token_block(step: Any) -> Any:
+    blocks = (_at(step, path) for path in _BLOCK_PATHS)
+    return next((block for block in blocks if _get(block, "prompt_ids") is not None), None)
+
+
+def _replaced(node: Any, path: _Path, value: Any, where: str) -> Any:
+    """Return a copy of `node` with `value` at `path`; only the objects along the path are copied."""
+    name, *rest = path
+    if rest:
+        value = _replaced(_get(node, name), tuple(rest), value, f"{where}.{name}")
+    try:
+        return _with_field(node, name, value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TrajectoryError(
+            f"a {type(node).__name__} cannot be copied with another {name!r}",
+            where=where,
+            got=str(error),
+            remedy="Use a mapping, a dataclass, a msgspec or pydantic model, or a plain object",
+        ) from error
+
+
+def _with_field(node: Any, name: str, value: Any) -> Any:
+    if isinstance(node, dict):
+        clone = copy.copy(node)
+        clone[name] = value
+        return clone
+    if isinstance(node, Mapping):
+        return {**node, name: value}
+    if hasattr(node, "model_copy"):  # pydantic
+        return node.model_copy(update={name: value})
+    if isinstance(node, msgspec.Struct):
+        return msgspec.structs.replace(node, **{name: value})
+    if isinstance(node, tuple) and hasattr(node, "_replace"):
+        return node._replace(**{name: value})
+    clone = copy.copy(node)
+    try:
+        setattr(clone, name, value)
+    except AttributeError:
+        # A frozen dataclass refuses setattr; its copy belongs to nobody else yet, so it may be filled in.
+        object.__setattr__(clone, name, value)
+    return clone

@@ -1,54 +1,50 @@
 """`Trajectory`: the steps of a rollout as a tree, each token, image and message stored once.
 
 ```python
-trajectory = Trajectory("task-17/3")
-first = trajectory.append(prompt_ids, response.completion_ids, logprobs=response.logprobs,
-                          multi_modal_data=rendered.multi_modal_data)
+trajectory = Trajectory()
+trajectory.append(prompt_ids, response.completion_ids, logprobs=response.logprobs,
+                  multi_modal_data=rendered.multi_modal_data)
 trajectory.append(next_prompt_ids, more.completion_ids, logprobs=more.logprobs,
                   multi_modal_data=bridged.multi_modal_data)
-[branch.sample() for branch in trajectory.branches()]
+samples = trajectory.samples()
+frames = trajectory.to_frames()            # for a transport of your own: Trajectory.from_frames(frames)
 ```
 
-Every step is given whole and stored as what it adds. Where it belongs is found by its tokens: it starts from
-the step that shares the longest prefix with it, its media included. So a next turn extends the one before, a
-retry or a sibling starts at the end of their common prompt, and a conversation whose history was summarised
-or dropped starts where the tokens part.
+Every step is given whole and stored as what it adds. Where it belongs is found by its tokens and media: a next
+turn extends the step before, a retry or a sibling starts at the end of their common prompt, and a conversation
+whose history was summarised starts where the tokens part.
 """
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any, Self
 
 import numpy as np
 
-from mmrender.errors import TrajectoryError
-from mmrender.spans import MediaItem, MultiModalData
-from mmrender.trajectory.append_checks import (
-    check_agreement,
-    checked_entries,
-    checked_experts,
-    checked_ids,
-    checked_logprobs,
-    checked_versions,
+import mmcodecs
+from mmrender.errors import PlaceholderError, TrajectoryError
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData
+from mmrender.trajectory.engine_data import (
+    RoutedExperts,
+    WeightVersionSpan,
+    check_experts,
+    check_versions,
+    last_run,
+    new_rows,
 )
-from mmrender.trajectory.branch import Branch
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
-from mmrender.trajectory.packed import Int32Array
-from mmrender.trajectory.routed_rows import rows_beyond
-from mmrender.trajectory.sample import TrainingSample
-from mmrender.trajectory.shared_prefix import (
+from mmrender.trajectory.prefix import (
     NOTHING_SHARED,
-    MediaEntry,
+    Int32Array,
     SharedPrefix,
-    entries_from,
+    check_ids,
+    media_from,
+    same_messages,
     shared_prefix,
 )
-from mmrender.trajectory.sidecars import same_item
-from mmrender.trajectory.tree_step import Step, read_extra, read_reward
-
-_REMEMBERED: Final = 4
-"""Steps whose whole sequence is kept at hand; those of others are put together when asked for."""
+from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.step import Branch, Step, check_extra, check_logprobs, check_reward
+from mmrender.trajectory.wire import MediaSources, Record, read_records, write_records
 
 
 class Trajectory:
@@ -57,24 +53,25 @@ class Trajectory:
     Not for use from several threads at once.
 
     Args:
-        trajectory_id: Names it, for messages, samples and deduplication on the way to a trainer.
-        extra: What the caller keeps beside it; text keys.
+        trajectory_id: Name in error messages and sample ids; None makes a unique one.
+        extra: Data of the caller; text keys.
 
     Attributes:
-        trajectory_id: As given.
+        trajectory_id: As given or made.
         reward: Of the rollout as a whole, or None.
         error: Why the rollout ended early, or None.
         extra: A copy of what was given.
     """
 
-    def __init__(self, trajectory_id: str = "", *, extra: Mapping[str, Any] | None = None) -> None:
-        self.trajectory_id = trajectory_id
+    def __init__(self, trajectory_id: str | None = None, *, extra: Mapping[str, Any] | None = None) -> None:
+        self.trajectory_id = uuid.uuid4().hex if trajectory_id is None else trajectory_id
         self.reward: float | None = None
         self.error: str | None = None
-        self.extra = read_extra(extra, "extra")
+        self.extra = check_extra(extra, "extra")
         self._steps: list[Step] = []
         self._items: dict[tuple[str, type], MediaItem] = {}
-        self._recent: deque[Step] = deque()
+        self._experts_form: RoutedExperts | None = None
+        self._newest: _Newest | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -89,13 +86,13 @@ class Trajectory:
             | {"parent": None if step.parent is None else step.parent.index, "_sequence": None}
             for step in self._steps
         ]
-        return {**self.__dict__, "_steps": steps, "_recent": deque(), "_items": {}}
+        return {**self.__dict__, "_steps": steps, "_items": {}, "_newest": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _steps=[])
         for values in state["_steps"]:
             parent = values["parent"]
-            self.restore(Step(**{**values, "parent": None if parent is None else self._steps[parent]}))
+            self._add(Step(**{**values, "parent": None if parent is None else self._steps[parent]}))
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -129,75 +126,86 @@ class Trajectory:
     ) -> Step:
         """Add one call of the model.
 
+        A call that extends the newest step costs what it adds, and one comparison of the tokens before.
+
         Args:
             prompt_ids: The whole prompt: a list, tuple or integer array.
-            completion_ids: What was sampled, stop token included.
+            completion_ids: The sampled tokens, stop token included.
             logprobs: One finite number for each sampled token; None if there are none.
             multi_modal_data: Sidecar of the whole prompt.
-            parent: The step to start from; None finds the one that shares the longest prefix.
-            messages: The whole conversation that the tokens stand for, what was sampled included.
+            parent: The step to start from. None takes the newest step if the prompt begins with all of it, and
+                else the step that shares the longest prefix.
+            messages: The whole conversation, the sampled message included.
             finish_reason: Why sampling ended.
-            routed_experts: Router choices of prompt and completion; rows that earlier steps brought are
-                dropped.
+            routed_experts: Router choices of prompt and completion; rows that earlier steps hold are dropped.
             weight_versions: Which weights sampled which tokens of the completion.
             reward: A number, or one for each sampled token.
-            extra: What to keep beside the step; text keys.
+            extra: Data to keep beside the step; text keys.
 
         Raises:
             TrajectoryError: Something does not fit the tokens or the parent. The trajectory is as it was.
+            PlaceholderError: The sidecar does not hold together, or does not fit the prompt.
         """
         where = f"steps[{len(self)}]"
-        prompt = checked_ids(prompt_ids, f"{where}.prompt_ids")
-        completion = checked_ids(completion_ids, f"{where}.completion_ids")
-        entries = checked_entries(multi_modal_data, len(prompt), f"{where}.multi_modal_data")
-        parent, shared = self._start(prompt, entries, parent, where)
-        if parent is not None:
-            check_agreement(parent, shared, where)
-        keep = shared.length
-        sequence = np.concatenate([prompt, completion])
-        experts = checked_experts(
-            routed_experts, len(sequence), self._known_experts(), f"{where}.routed_experts"
+        if parent is not None and not (parent.index < len(self) and self._steps[parent.index] is parent):
+            raise TrajectoryError(
+                "the parent is not a step of this trajectory",
+                where=f"{where}.parent",
+                expected=f"one of {len(self)} steps",
+                got=repr(parent)[:80],
+            )
+        newest = self._newest
+        sidecar = MultiModalData() if multi_modal_data is None else multi_modal_data
+        found = newest.extension(prompt_ids, sidecar, where) if newest and parent in (None, newest.step) else None
+        if newest is not None and found is not None:
+            parent, keep = newest.step, newest.length
+            prompt_delta, media = found
+        else:
+            parent, keep, prompt_delta, media = self._placed(prompt_ids, sidecar, parent, where)
+        completion = check_ids(completion_ids, f"{where}.completion_ids")
+        own_ids: Int32Array = np.concatenate([prompt_delta, completion])
+        own_ids.flags.writeable = False
+        experts = check_experts(
+            routed_experts, keep + len(own_ids), self._experts_form, f"{where}.routed_experts"
         )
+        if experts is not None and parent is not None:
+            known_run = newest.experts_run if newest is not None and found is not None else None
+            if found is None:
+                contributions = parent.expert_contributions()
+                known_run = last_run((rows.start, min(rows.stop, stop, keep)) for rows, stop in contributions)
+            experts = new_rows(experts, known_run, keep)
         conversation = list(messages) if messages is not None else []
-        messages_keep = _shared_messages(parent, conversation)
+        messages_keep = 0
+        if parent is not None and conversation:
+            known = newest.messages if newest is not None and newest.step is parent else parent.messages
+            messages_keep = same_messages(known, conversation)
         step = Step(
             index=len(self),
             parent=parent,
             keep=keep,
-            own_ids=_frozen(sequence[keep:].copy()),
-            added=len(prompt) - keep,
-            own_entries=tuple(self._interned(entries_from(entries, keep))),
-            logprobs=checked_logprobs(logprobs, len(completion), f"{where}.logprobs"),
-            finish_reason=finish_reason,
-            own_routed_experts=rows_beyond(
-                experts, parent.brought_experts() if parent is not None else (), keep
+            own_ids=own_ids,
+            added=len(prompt_delta),
+            own_media=tuple(
+                span._replace(item=self._items.get((span.item.identity, type(span.item)), span.item))
+                for span in media
             ),
-            weight_versions=checked_versions(weight_versions, len(completion), f"{where}.weight_versions"),
+            logprobs=check_logprobs(logprobs, len(completion), f"{where}.logprobs"),
+            finish_reason=finish_reason,
+            own_experts=experts,
+            weight_versions=check_versions(weight_versions, len(completion), f"{where}.weight_versions"),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
-            _reward=read_reward(reward, len(completion), f"{where}.reward"),
-            extra=read_extra(extra, f"{where}.extra"),
+            _reward=check_reward(reward, len(completion), f"{where}.reward"),
+            extra=check_extra(extra, f"{where}.extra"),
         )
-        self.restore(step)
-        self._remember(step, sequence)
+        self._add(step)
+        if newest is None or found is None:
+            if newest is not None:
+                newest.step._sequence = None
+            self._newest = _Newest(step)
+        else:
+            newest.extend(step)
         return step
-
-    def find(
-        self, prompt_ids: Any, multi_modal_data: MultiModalData | None = None
-    ) -> tuple[Step | None, int]:
-        """Return the step that a prompt would start from, and how many tokens they share.
-
-        Raises:
-            TrajectoryError: Token ids or sidecar are malformed.
-        """
-        prompt = checked_ids(prompt_ids, "prompt_ids")
-        entries = checked_entries(multi_modal_data, len(prompt), "multi_modal_data")
-        parent, shared = self._longest(prompt, entries)
-        return parent, shared.length
-
-    def children(self, step: Step) -> list[Step]:
-        """Return the steps that start from `step`."""
-        return [other for other in self._steps if other.parent is step]
 
     def branches(self) -> list[Branch]:
         """Return, in order, the sequences that no later step extends: one for each last step of a line.
@@ -231,24 +239,76 @@ class Trajectory:
                 samples.append(sample)
         return samples
 
-    def _start(
-        self, prompt: Int32Array, entries: Sequence[MediaEntry], parent: Step | None, where: str
-    ) -> tuple[Step | None, SharedPrefix]:
-        if parent is None:
-            return self._longest(prompt, entries)
-        if not self._holds(parent):
+    def to_frames(self, *, media_sources: MediaSources = "drop") -> list[bytearray | memoryview]:
+        """Return the trajectory as frames for a transport that sends several parts; pixels are not copied.
+
+        Args:
+            media_sources: `"drop"` puts None in place of images in messages, whose pixels travel in the items;
+                `"keep"` carries messages as they are, with each image a second time.
+
+        Raises:
+            TrajectoryError: A message or `extra` holds something that cannot be encoded.
+            MediaError: The class of a media item has no form on the wire.
+        """
+        return mmcodecs.encode_frames(trajectories_to_wire([self], media_sources=media_sources, share=False))
+
+    @classmethod
+    def from_frames(cls, frames: Sequence[Any]) -> Self:
+        """Return the trajectory of `to_frames`; its pixels are read-only views of the frames.
+
+        Raises:
+            CodecError: The frames are damaged.
+            TrajectoryError: They hold something else, several trajectories, or another version of the format.
+            MediaError: A media item is damaged.
+            PlaceholderError: Placeholder ranges do not fit the tokens.
+        """
+        found = [cls._of(record) for record in read_records(mmcodecs.decode(frames))]
+        if len(found) != 1:
             raise TrajectoryError(
-                "the parent is no step of this trajectory",
-                where=f"{where}.parent",
-                expected=f"one of {len(self)} steps",
-                got=repr(parent)[:80],
+                "the message holds a group", where="trajectories", expected="one", got=str(len(found))
             )
-        return parent, shared_prefix(0, parent.token_ids, parent.entries, prompt, entries)
+        return found[0]
 
-    def _holds(self, step: Any) -> bool:
-        return isinstance(step, Step) and step.index < len(self) and self._steps[step.index] is step
+    def to_bytes(self, *, media_sources: MediaSources = "drop") -> memoryview:
+        """Return the trajectory as one buffer; otherwise as `to_frames`."""
+        return mmcodecs.encode(trajectories_to_wire([self], media_sources=media_sources, share=False))
 
-    def _longest(self, prompt: Int32Array, entries: Sequence[MediaEntry]) -> tuple[Step | None, SharedPrefix]:
+    @classmethod
+    def from_bytes(cls, data: Any) -> Self:
+        """Return the trajectory of `to_bytes`; otherwise as `from_frames`."""
+        return cls.from_frames(data)
+
+    @classmethod
+    def _of(cls, record: Record) -> Self:
+        trajectory = cls(record.trajectory_id, extra=record.extra)
+        trajectory.reward = record.reward
+        trajectory.error = record.error
+        for step in record.steps:
+            trajectory._add(step)
+        return trajectory
+
+    def _placed(
+        self, prompt_ids: Any, sidecar: MultiModalData, parent: Step | None, where: str
+    ) -> tuple[Step | None, int, Int32Array, Sequence[MediaSpan]]:
+        """Return parent, number of shared tokens, and the prompt tokens and media that follow them."""
+        prompt = check_ids(prompt_ids, f"{where}.prompt_ids")
+        if not isinstance(sidecar, MultiModalData):
+            raise TrajectoryError(
+                "the sidecar has the wrong type",
+                where=f"{where}.multi_modal_data",
+                expected="MultiModalData",
+                got=type(sidecar).__name__,
+            )
+        media = sidecar.spans(len(prompt), where=f"{where}.multi_modal_data")
+        if parent is None:
+            parent, shared = self._longest(prompt, media)
+        else:
+            shared = shared_prefix(0, parent.token_ids, parent.media, prompt, media)
+        if parent is not None:
+            _check_agreement(parent, shared, where)
+        return parent, shared.length, prompt[shared.length :], media_from(media, shared.length)
+
+    def _longest(self, prompt: Int32Array, media: Sequence[MediaSpan]) -> tuple[Step | None, SharedPrefix]:
         """Compare a prompt with all steps; each token that is stored is looked at once at most."""
         best: Step | None = None
         found = NOTHING_SHARED
@@ -256,50 +316,177 @@ class Trajectory:
         for step in self._steps:
             shared = NOTHING_SHARED if step.parent is None else all_shared[step.parent.index]
             if step.parent is None or shared.length >= step.keep:
-                shared = shared_prefix(step.keep, step.own_ids, step.own_entries, prompt, entries)
+                shared = shared_prefix(step.keep, step.own_ids, step.own_media, prompt, media)
             all_shared.append(shared)
             if shared.tokens > found.tokens:
                 best, found = step, shared
-        # Tokens that the step has from its own parent are that one's.
+        # Tokens that the step has from its own parent are the parent's.
         while best is not None and best.parent is not None and found.length <= best.keep:
             best = best.parent
         return (best, found) if found.tokens else (None, found)
 
-    def _known_experts(self) -> RoutedExperts | None:
-        held = (step.own_routed_experts for step in self._steps)
-        return next((experts for experts in held if experts is not None), None)
-
-    def _interned(self, entries: Sequence[MediaEntry]) -> list[MediaEntry]:
-        return [
-            MediaEntry(found, self._items.get((item.identity, type(item)), item)) for found, item in entries
-        ]
-
-    def _unseen(self, entries: Sequence[MediaEntry]) -> tuple[MediaItem, ...]:
-        keys = {(entry.item.identity, type(entry.item)): entry.item for entry in entries}
-        return tuple(item for key, item in keys.items() if key not in self._items)
-
-    def restore(self, step: Step) -> None:
-        """Add a step that was stored; whoever read it has checked it."""
-        step.new_items = self._unseen(step.own_entries)
-        for item in step.new_items:
-            self._items[item.identity, type(item)] = item
+    def _add(self, step: Step) -> None:
+        distinct = {(span.item.identity, type(span.item)): span.item for span in step.own_media}
+        new = {key: item for key, item in distinct.items() if key not in self._items}
+        step.new_items = tuple(new.values())
+        self._items |= new
+        self._experts_form = self._experts_form or step.own_experts
         self._steps.append(step)
 
-    def _remember(self, step: Step, sequence: Int32Array) -> None:
-        step._sequence = _frozen(sequence)
-        self._recent.append(step)
-        if len(self._recent) > _REMEMBERED:
-            self._recent.popleft()._sequence = None
+
+class _Newest:
+    """The sequence of the newest step in growing buffers, since the next call mostly extends it."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.messages = step.messages
+        contributions = step.expert_contributions()
+        self.experts_run = last_run((rows.start, min(rows.stop, stop)) for rows, stop in contributions)
+        self._media = step.multi_modal_data
+        self._array: Int32Array = step.token_ids
+        self._list: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and completion."""
+        return len(self.step)
+
+    def extension(
+        self, prompt_ids: Any, sidecar: MultiModalData, where: str
+    ) -> tuple[Int32Array, list[MediaSpan]] | None:
+        """Return the tokens and media that a prompt adds, or None if it does not begin with all of this."""
+        if not len(self.step.own_ids) or not self._begins(prompt_ids):
+            return None
+        media = self._added_media(sidecar, len(prompt_ids))
+        if media is None:
+            return None
+        return check_ids(prompt_ids[self.length :], f"{where}.prompt_ids", start=self.length), media
+
+    def extend(self, step: Step) -> None:
+        """Take in a step that extends this one."""
+        start, stop = self.length, len(step)
+        if len(self._array) < stop or not self._array.flags.writeable:
+            grown = np.empty(max(1024, 2 * stop), np.int32)
+            grown[:start] = self._array[:start]
+            self._array = grown
+        self._array[start:stop] = step.own_ids
+        if step.own_experts is not None:
+            own = step.own_experts.start, step.own_experts.stop
+            self.experts_run = last_run([own] if self.experts_run is None else [self.experts_run, own])
+        for span in step.own_media:
+            for lists, value in (
+                (self._media.mm_hashes, span.item.identity),
+                (self._media.mm_placeholders, span.range),
+                (self._media.mm_items, span.item),
+            ):
+                lists.setdefault(span.modality, []).append(value)  # type: ignore[attr-defined]
+        del self.messages[step.messages_keep :]
+        self.messages.extend(step.new_messages)
+        self.step._sequence = None
+        self.step = step
+        step._sequence = self._array[:stop]
+        step._sequence.flags.writeable = False
+
+    def _begins(self, prompt_ids: Any) -> bool:
+        length = self.length
+        if isinstance(prompt_ids, list):
+            # Lists are compared as lists: a long one costs more to convert than to compare.
+            self._list.extend(self._array[len(self._list) : length].tolist())
+            return prompt_ids[:length] == self._list
+        if isinstance(prompt_ids, np.ndarray) and prompt_ids.ndim == 1 and prompt_ids.dtype.kind in "iu":
+            return np.array_equal(prompt_ids[:length], self._array[:length])
+        return False
+
+    def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
+        """Return the media after those of this step, or None where they do not begin alike or do not fit."""
+        if not isinstance(sidecar, MultiModalData):
+            return None
+        counts: dict[str, int] = {}
+        for modality, items in self._media.mm_items.items():
+            count = counts[modality] = len(items)
+            ours = sidecar.mm_items.get(modality, ())[:count]
+            alike = (
+                sidecar.mm_hashes.get(modality, ())[:count] == self._media.mm_hashes[modality]
+                and sidecar.mm_placeholders.get(modality, ())[:count] == self._media.mm_placeholders[modality]
+                and len(ours) == count
+                and all(a is b or a.identity == b.identity for a, b in zip(ours, items, strict=True))
+            )
+            if not alike:
+                return None
+        hashes, ranges, items_after = (
+            {modality: lists[modality][counts.get(modality, 0) :] for modality in lists}
+            for lists in (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
+        )
+        try:
+            spans = MultiModalData(hashes, ranges, items_after).spans(length)
+        except PlaceholderError:
+            return None  # the whole sidecar is checked next, and its error names the right place
+        if spans and spans[0].start < self.length:
+            return None
+        return [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
 
 
-def _shared_messages(parent: Step | None, messages: Sequence[Any]) -> int:
-    known = parent.messages if parent is not None else []
-    keep = 0
-    while keep < min(len(known), len(messages)) and same_item(known[keep], messages[keep]):
-        keep += 1
-    return keep
+def trajectories_to_wire(
+    trajectories: Iterable[Trajectory], *, media_sources: MediaSources = "drop", share: bool = True
+) -> dict[str, Any]:
+    """Return trajectories as plain data for the codec; content that they share is written once.
+
+    Arrays are those of the trajectories, except the pools of tokens and numbers.
+
+    Args:
+        trajectories: Such as the rollouts of a group.
+        media_sources: As for `Trajectory.to_frames`.
+        share: Whether the arrays of items are wrapped for an encoder with a table.
+
+    Raises:
+        TrajectoryError: A message holds something that cannot be encoded.
+        MediaError: The class of a media item has no form on the wire.
+    """
+    records = (
+        Record(each.trajectory_id, each.steps, each.reward, each.error, each.extra) for each in trajectories
+    )
+    return write_records(records, media_sources=media_sources, share=share)
 
 
-def _frozen(array: Int32Array) -> Int32Array:
-    array.flags.writeable = False
-    return array
+def trajectories_from_wire(wire: Any) -> list[Trajectory]:
+    """Return the trajectories of `trajectories_to_wire`. Arrays are views of those given.
+
+    Raises:
+        TrajectoryError: The data is something else, of another version, or damaged.
+        MediaError: A media item is damaged.
+        PlaceholderError: Placeholder ranges do not fit the tokens.
+    """
+    return [Trajectory._of(record) for record in read_records(wire)]
+
+
+def _check_agreement(parent: Step, shared: SharedPrefix, where: str) -> None:
+    """Require that tokens which agree with the parent's have the same media behind them."""
+    span = shared.conflict
+    if span is None:
+        return
+    place = f"[{span.start}, {span.stop})"
+    if shared.known:
+        raise TrajectoryError(
+            f"the sidecar lacks a medium that steps[{parent.index}] shows at the same tokens",
+            where=f"{where}.multi_modal_data",
+            expected=f"{span.modality} {span.item.identity[:12]} at {place}",
+            got="no range there",
+            remedy="Carry the sidecar of earlier turns along with their tokens",
+        )
+    for step, stop in parent.parts():
+        start = step.prompt_length
+        if start < min(span.stop, stop) and span.start < stop:
+            raise TrajectoryError(
+                "a media range covers sampled tokens",
+                where=f"{where}.multi_modal_data",
+                expected=f"no range within tokens [{start}, {stop}), which steps[{step.index}] sampled",
+                got=f"{span.modality} at {place}",
+                remedy="Shift the ranges of new media by the length of prompt and completion",
+            )
+    raise TrajectoryError(
+        f"the sidecar has a medium that steps[{parent.index}] lacks at the same tokens",
+        where=f"{where}.multi_modal_data",
+        expected="no range there",
+        got=f"{span.modality} {span.item.identity[:12]} at {place}",
+        remedy="Append every step with the sidecar of its whole prompt",
+    )

@@ -37,7 +37,7 @@ def bound(trajectories: list[Trajectory]) -> int:
     return (
         sum(images.values())
         + sum(8 * (len(step.own_ids) + len(step.completion_ids)) for step in steps)
-        + sum(step.own_routed_experts.data.nbytes for step in steps if step.own_routed_experts)
+        + sum(step.own_experts.data.nbytes for step in steps if step.own_experts)
         + sum(400 + 120 * len(step.new_messages) + 40 * len(step.own_entries) for step in steps)
         + sum(2000 + 1500 * len(each.items) for each in trajectories)
     )

@@ -10,8 +10,8 @@ from mmrender.errors import TrajectoryError
 from mmrender.media.item import ReferenceItem
 from mmrender.trajectory import (
     Trajectory,
-    group_from_wire,
-    group_to_wire,
+    trajectories_from_wire,
+    trajectories_to_wire,
     step_multi_modal_data,
     step_sample,
     trajectory_from_wire,
@@ -130,8 +130,8 @@ def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
     for number, trajectory in enumerate(group):
         trajectory.reward = 0.5 * number
         trajectory.error = "timed out" if number == 1 else None
-    wire = group_to_wire(group, media_sources="keep" if keep else "drop")
-    for read in (group_from_wire(wire), group_from_wire(mmcodecs.decode(mmcodecs.encode(wire)))):
+    wire = trajectories_to_wire(group, media_sources="keep" if keep else "drop")
+    for read in (trajectories_from_wire(wire), trajectories_from_wire(mmcodecs.decode(mmcodecs.encode(wire)))):
         assert len(read) == len(group)
         for old, new in zip(group, read, strict=True):
             assert_same(old, new)
@@ -158,7 +158,7 @@ def bound(group, items):
     """Bytes that a group may take: linear in its distinct items, tokens, messages and number of steps."""
     tokens = sum(len(step.own_ids) + len(step.completion_ids) for t in group for step in t.steps)
     rows = sum(
-        step.own_routed_experts.data.nbytes for t in group for step in t.steps if step.own_routed_experts
+        step.own_experts.data.nbytes for t in group for step in t.steps if step.own_experts
     )
     steps = sum(len(trajectory) for trajectory in group)
     messages = sum(len(step.new_messages) for t in group for step in t.steps)
@@ -184,7 +184,7 @@ def test_bytes_are_linear_in_distinct_content(rollouts, copies):
     """However often its rollouts are repeated, a group ships each distinct item and root prompt once."""
     group = [grown(rollout, f"{c}-{n}") for c in range(copies) for n, rollout in enumerate(rollouts)]
     items = {i.identity: i for trajectory in group for i in trajectory.items}
-    wire = group_to_wire(group)
+    wire = trajectories_to_wire(group)
     assert len(wire["items"]["items"]) == len({(i.identity, type(i)) for t in group for i in t.items})
     assert len(read_rows(wire["messages"], "messages")) == len(
         {str(m) for t in group for s in t.steps for m in s.new_messages}

@@ -11,7 +11,7 @@ import torch
 
 import mmcodecs
 from mmrender.training import collate
-from mmrender.trajectory import Trajectory, group_from_wire, group_to_wire
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 from training_cases import PAD_ID, kinds, sample
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
@@ -49,8 +49,8 @@ def test_shipped_trajectories_make_the_same_batch(kind: str) -> None:
         samples = [one for trajectory in group for one in trajectory.samples()]
         return collate(samples, family, pad_token_id=PAD_ID)
 
-    message = mmcodecs.encode(group_to_wire(trajectories, share=False))
-    here, there = batch(trajectories), batch(list(group_from_wire(mmcodecs.decode(message))))
+    message = mmcodecs.encode(trajectories_to_wire(trajectories, share=False))
+    here, there = batch(trajectories), batch(list(trajectories_from_wire(mmcodecs.decode(message))))
     assert here.sample_ids == there.sample_ids
     for name in ("input_ids", "loss_mask", "logprobs", "rewards", "token_types", "positions"):
         assert torch.equal(getattr(here, name), getattr(there, name)), name

@@ -10,7 +10,7 @@ import mmcodecs
 from item_cases import same_tensors
 from mmrender import Renderer
 from mmrender.errors import TrajectoryError
-from mmrender.trajectory import Trajectory, group_from_wire, group_to_wire
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.rendered_wire import rendered_from_wire, rendered_to_wire
 from tree_cases import assert_same
 
@@ -55,9 +55,9 @@ def test_rollouts_of_a_real_renderer(renderer):
         group.append(trajectory)
     assert [len(step.new_items) for step in group[0].steps] == [1, 1, 1, 0]
     assert len(group[0].branches()) == 1
-    wire = mmcodecs.decode(mmcodecs.encode(group_to_wire(group)))
+    wire = mmcodecs.decode(mmcodecs.encode(trajectories_to_wire(group)))
     assert len(wire["items"]["items"]) == 3
-    for old, new in zip(group, group_from_wire(wire), strict=True):
+    for old, new in zip(group, trajectories_from_wire(wire), strict=True):
         assert_same(old, new)
         assert all(map(same_tensors, old.items, new.items))
         np.testing.assert_array_equal(

@@ -236,7 +236,7 @@ def test_routed_experts_are_stored_once_and_put_together():
     rows = np.arange(12 * 2, dtype=np.uint16).reshape(12, 1, 2)
     trajectory.append([1, 2, 3], [4, 5], routed_experts=RoutedExperts(rows[:4]))
     step = trajectory.append([1, 2, 3, 4, 5, 6, 7], [8], routed_experts=RoutedExperts(rows[:7]))
-    assert (step.own_routed_experts.start, step.own_routed_experts.stop) == (4, 7)
+    assert (step.own_experts.start, step.own_experts.stop) == (4, 7)
     assert step.routed_experts == RoutedExperts(rows[:7])
     late = trajectory.append([1, 2, 3, 4, 5, 6, 7, 8], [9], routed_experts=RoutedExperts(rows[7:8], 7))
     assert late.routed_experts == RoutedExperts(rows[:8])

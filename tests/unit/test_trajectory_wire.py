@@ -15,8 +15,8 @@ from mmrender.trajectory import (
     RoutedExperts,
     Trajectory,
     WeightVersionSpan,
-    group_from_wire,
-    group_to_wire,
+    trajectories_from_wire,
+    trajectories_to_wire,
     trajectory_from_wire,
     trajectory_to_wire,
 )
@@ -64,7 +64,7 @@ def test_pixels_and_router_choices_are_views_of_the_message():
     read = trajectory_from_wire(mmcodecs.decode(message))
     memory = np.frombuffer(message, np.uint8)
     assert np.shares_memory(read.items[0].frames, memory)
-    assert np.shares_memory(read.steps[0].own_routed_experts.data, memory)
+    assert np.shares_memory(read.steps[0].own_experts.data, memory)
 
 
 def test_packing_copies_no_pixels():
@@ -84,12 +84,12 @@ def test_a_trajectory_grows_on_after_it_was_read():
 
 def test_rollouts_of_a_group_share_their_first_prompt():
     group = [rollout("a"), rollout("b"), rollout("c")]
-    wire = group_to_wire(group)
+    wire = trajectories_to_wire(group)
     assert wire["steps"][:, 1].tolist() == [-1, 0, 0, 0, 3, 3, 0, 6, 6]
     own = len(rollout().steps[0].own_ids)
     assert len(wire["tokens"]) == 3 * sum(len(step.own_ids) for step in rollout().steps) - 2 * (own - 2)
     assert len(wire["items"]["items"]) == 2
-    for old, new in zip(group, group_from_wire(mmcodecs.decode(mmcodecs.encode(wire))), strict=True):
+    for old, new in zip(group, trajectories_from_wire(mmcodecs.decode(mmcodecs.encode(wire))), strict=True):
         assert_same(old, new)
 
 
@@ -97,9 +97,9 @@ def test_a_group_whose_images_differ_shares_what_is_before_them():
     first, second = Trajectory("a"), Trajectory("b")
     first.append([1, 2, *PAD, 3], [4], logprobs=[-1], multi_modal_data=sidecar((2, A)))
     second.append([1, 2, *PAD, 3], [4], logprobs=[-1], multi_modal_data=sidecar((2, B)))
-    wire = group_to_wire([first, second])
+    wire = trajectories_to_wire([first, second])
     assert wire["steps"][1, 1:4].tolist() == [0, 2, 7]
-    for old, new in zip([first, second], group_from_wire(wire), strict=True):
+    for old, new in zip([first, second], trajectories_from_wire(wire), strict=True):
         assert_same(old, new)
 
 
@@ -193,7 +193,7 @@ def test_a_message_that_holds_itself_is_refused():
 
 def test_sources_are_dropped_or_kept():
     with pytest.raises(TrajectoryError) as error:
-        group_to_wire([], media_sources="hash")
+        trajectories_to_wire([], media_sources="hash")
     assert str(error.value) == (
         "media_sources: there is no such treatment of sources - expected 'drop' or 'keep', got 'hash'"
     )
@@ -303,32 +303,32 @@ def test_large_groups_fit_one_message():
             step = trajectory.append(ids, [turn + 2], logprobs=[-1.0], messages=messages, reward=1.0)
             ids = step.token_ids.tolist()
         group.append(trajectory)
-    read = group_from_wire(mmcodecs.decode(mmcodecs.encode(group_to_wire(group))))
+    read = trajectories_from_wire(mmcodecs.decode(mmcodecs.encode(trajectories_to_wire(group))))
     assert [len(trajectory) for trajectory in read] == [32] * 64
     assert read[-1].steps[-1].messages == group[-1].steps[-1].messages
 
 
 def test_a_group_is_no_single_trajectory():
     with pytest.raises(TrajectoryError) as error:
-        trajectory_from_wire(group_to_wire([rollout(), rollout()]))
+        trajectory_from_wire(trajectories_to_wire([rollout(), rollout()]))
     assert str(error.value) == (
-        "packed.trajectories: the plain form holds a group - expected one trajectory, got 2. Use group_from_wire"
+        "packed.trajectories: the plain form holds a group - expected one trajectory, got 2. Use trajectories_from_wire"
     )
     with pytest.raises(TrajectoryError, match="these are no trajectories that can be read"):
-        group_from_wire([1])
+        trajectories_from_wire([1])
 
 
 def test_few_bytes_cannot_become_many_tokens(monkeypatch):
     """Roots share tokens on the wire, so a form could claim to share far more than it holds."""
     monkeypatch.setattr("mmrender.trajectory.tree_unpacking._MAX_TOKENS", 1 << 12)
-    wire = group_to_wire([])
+    wire = trajectories_to_wire([])
     first, again = [-1, -1, 0, 600, 0, 0, 0, 0, 0], [-1, 0, 600, 0, 0, 0, 0, 0, 0]
     wire["steps"] = np.array([first] + [again] * 9, np.int32)
     wire["tokens"] = np.ones(600, np.int32)
     wire["details"] = write_rows([{}] * 10, "details")
     wire["trajectories"] = [{"id": "", "steps": 1, "reward": None, "error": None, "extra": {}}] * 10
     with pytest.raises(TrajectoryError) as error:
-        group_from_wire(wire)
+        trajectories_from_wire(wire)
     assert str(error.value) == (
         "packed.steps[6]: there are too many tokens - expected at most 4096 in all, got 4200"
     )

@@ -1,7 +1,7 @@
-"""Cutting prompts and samples to a length, at whole images, with the sidecar cut along."""
+"""Cutting a prompt or a sample to a length, at whole images, with the sidecar and all aligned arrays."""
 
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +10,8 @@ from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.prefix import media_before
 from mmrender.trajectory.sample import TrainingSample
-from mmrender.trajectory.shared_prefix import entries_before, entries_of
-
-Ids = TypeVar("Ids", list[int], npt.NDArray[Any])
 
 
 def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
@@ -26,44 +24,22 @@ def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
         raise TrajectoryError(
             "a length is negative", where="max_tokens", expected="0 or more", got=str(max_tokens)
         )
-    before = entries_before(entries_of(sidecar), max_tokens)
+    before = media_before(sidecar.spans(), max_tokens)
     cut = bool(before) and before[-1].stop > max_tokens
-    return before[-1].offset if cut else max_tokens
-
-
-def trim_sidecar(sidecar: MultiModalData, length: int) -> MultiModalData:
-    """Return the sidecar of the first `length` tokens: the media whose ranges end there or before."""
-    if all(entry.stop <= length for entry in entries_of(sidecar)):
-        return sidecar
-    kept = [entry for entry in entries_of(sidecar) if entry.stop <= length]
-    return MultiModalData.of((entry.range, entry.item) for entry in kept)
-
-
-def trim_ids(ids: Ids, sidecar: MultiModalData, max_tokens: int) -> tuple[Ids, MultiModalData]:
-    """Return the first tokens, at most `max_tokens` and no image in part, and their sidecar.
-
-    Raises:
-        TrajectoryError: `max_tokens` is negative.
-    """
-    if len(ids) <= max_tokens:
-        return ids, sidecar
-    length = whole_media_length(sidecar, max_tokens)
-    return ids[:length], trim_sidecar(sidecar, length)
+    return before[-1].start if cut else max_tokens
 
 
 @overload
-def trim_to_length(prompt: RenderedTokens, max_tokens: int) -> RenderedTokens: ...
+def truncate(prompt: RenderedTokens, max_tokens: int) -> RenderedTokens: ...
 @overload
-def trim_to_length(prompt: TrainingSample, max_tokens: int) -> TrainingSample: ...
-def trim_to_length(
-    prompt: RenderedTokens | TrainingSample, max_tokens: int
-) -> RenderedTokens | TrainingSample:
+def truncate(prompt: TrainingSample, max_tokens: int) -> TrainingSample: ...
+def truncate(prompt: RenderedTokens | TrainingSample, max_tokens: int) -> RenderedTokens | TrainingSample:
     """Return a prompt or sample of at most `max_tokens` tokens, cut where no image is cut.
 
     Everything that is aligned to the tokens is cut with them: attribution, masks, advantages, router choices,
-    the sidecar. Rewards of tokens that are cut are added to that of the last token left to train on, as a
-    reward of a whole step stands on its end: their sum stays. What fits is returned as it is. `text` and
-    `roles` of a rendered prompt stay whole.
+    the sidecar. Rewards of tokens that are cut are added to that of the last token left to train on, as the
+    reward of a whole step is placed on its end, so their sum stays. A prompt that fits is returned as it is.
+    `text` and `roles` of a rendered prompt stay whole.
 
     Raises:
         TrajectoryError: `max_tokens` is negative, or rewards are cut and no token is left to train on.
@@ -71,14 +47,15 @@ def trim_to_length(
     if len(prompt) <= max_tokens:
         return prompt
     length = whole_media_length(prompt.multi_modal_data, max_tokens)
-    sidecar = trim_sidecar(prompt.multi_modal_data, length)
+    kept = [span for span in prompt.multi_modal_data.spans() if span.stop <= length]
+    sidecar = MultiModalData.of((span.range, span.item) for span in kept)
     if isinstance(prompt, TrainingSample):
-        return _trim_sample(prompt, length, sidecar)
+        return _truncate_sample(prompt, length, sidecar)
     spans = tuple(span._replace(stop=min(span.stop, length)) for span in prompt.spans if span.start < length)
     return replace(prompt, token_ids=prompt.token_ids[:length], spans=spans, multi_modal_data=sidecar)
 
 
-def _trim_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -> TrainingSample:
+def _truncate_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -> TrainingSample:
     experts = sample.routed_experts
     if experts is not None:
         kept = max(0, length - experts.start)
@@ -95,9 +72,11 @@ def _trim_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -
         logprobs=_cut(sample.logprobs, length),
         multi_modal_data=sidecar,
         rewards=_moved_rewards(sample, length),
-        advantages=_cut(sample.advantages, length),
+        advantages=None if sample.advantages is None else sample.advantages[:length],
         routed_experts=experts,
         weight_versions=tuple(versions),
+        prompt_length=None if sample.prompt_length is None else min(sample.prompt_length, length),
+        rendered=None,
         prompt_length=None if sample.prompt_length is None else min(sample.prompt_length, length),
         rendered=None,
     )
@@ -106,7 +85,7 @@ def _trim_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -
 def _moved_rewards(sample: TrainingSample, length: int) -> npt.NDArray[np.float32] | None:
     """Return the rewards of the kept tokens, those of the others added to the last one that is trained on."""
     if sample.rewards is None or not sample.rewards[length:].any():
-        return _cut(sample.rewards, length)
+        return None if sample.rewards is None else sample.rewards[:length]
     trained = np.flatnonzero(sample.loss_mask[:length])
     if not len(trained):
         place = length + int(np.flatnonzero(sample.rewards[length:])[-1])
@@ -120,7 +99,3 @@ def _moved_rewards(sample: TrainingSample, length: int) -> npt.NDArray[np.float3
     rewards = sample.rewards[:length].copy()
     rewards[trained[-1]] += sample.rewards[length:].sum()
     return rewards
-
-
-def _cut(values: npt.NDArray[np.float32] | None, length: int) -> npt.NDArray[np.float32] | None:
-    return None if values is None else values[:length]

@@ -1,0 +1,279 @@
+"""Files of trajectories: record files of the codec, which survive a crash and are read by memory map; and JSON.
+
+```python
+with TrajectoryWriter("run.mmc") as file:
+    file.append(trajectory)        # one record
+    file.append(group)             # one record; content that its trajectories share is written once
+
+load_trajectories("run.mmc")       # all of them
+TrajectoryReader("run.mmc")[5]     # the trajectories of one record; nothing else is read
+```
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+
+import mmcodecs
+from mmrender.errors import TrajectoryError
+from mmrender.trajectory.step import Step
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
+from mmrender.trajectory.wire import MediaSources, plain_message
+
+_DEPTH: Final = 100
+
+
+class TrajectoryWriter:
+    """Appends trajectories to a file, which is made if it does not exist.
+
+    A record survives the process once `append` has returned, and with `sync` the machine. A record that was
+    torn by a crash is cut off when the file is next opened for writing. One writer at a time.
+
+    Args:
+        path: The file.
+        media_sources: As for `Trajectory.to_frames`.
+        sync: Whether each append waits for the disk.
+
+    Raises:
+        TrajectoryError: The file is of another kind, or another writer has it open.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, media_sources: MediaSources = "drop", sync: bool = False
+    ) -> None:
+        self._path = os.fspath(path)
+        self._media_sources = media_sources
+        try:
+            self._file = mmcodecs.RecordWriter(path, sync=sync)
+        except mmcodecs.CodecError as error:
+            raise _unusable(self._path, error) from error
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def append(self, trajectories: Trajectory | Sequence[Trajectory]) -> int:
+        """Write one trajectory, or a group as one record, and return the number of the record.
+
+        Raises:
+            TrajectoryError: A message or `extra` holds something that cannot be stored; nothing is written.
+            MediaError: The class of an item has no stored form.
+            OSError: Writing failed, such as on a full disk; the part that was written is cut off, and later
+                records can be appended once there is room.
+        """
+        group = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
+        wire = trajectories_to_wire(group, media_sources=self._media_sources, share=False)
+        try:
+            return self._file.append(wire)
+        except mmcodecs.CodecError as error:
+            raise TrajectoryError(
+                "a trajectory cannot be stored",
+                where=f"{self._path}[{len(self)}]",
+                got=str(error),
+                remedy="Keep plain data and arrays in `extra` and messages",
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TrajectoryReader:
+    """The records that a file held when it was opened, by number; each is a list of trajectories.
+
+    Pixels and router choices are read-only views of the memory map, which stays open as long as any of them.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        torn_bytes: Length of a record at the end that a crash has torn, 0 in a sound file.
+
+    Raises:
+        TrajectoryError: The file is of another kind.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        try:
+            self._file = mmcodecs.RecordReader(path)
+        except mmcodecs.CodecError as error:
+            raise _unusable(self._path, error) from error
+        self.torn_bytes = self._file.torn_bytes
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def __getitem__(self, number: int) -> list[Trajectory]:
+        """Read one record; negative numbers count from the end.
+
+        Raises:
+            IndexError: The file has fewer records.
+            TrajectoryError: The record is damaged, or holds something else.
+            MediaError: An item is damaged.
+        """
+        try:
+            value: Any = self._file.read(number)
+        except mmcodecs.CodecError as error:
+            raise _unusable(f"{self._path}[{number}]", error) from error
+        return trajectories_from_wire(value)
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        return (self[number] for number in range(len(self)))
+
+
+def save_trajectories(
+    path: str | os.PathLike[str],
+    trajectories: Iterable[Trajectory | Sequence[Trajectory]],
+    *,
+    media_sources: MediaSources = "drop",
+) -> int:
+    """Append trajectories to a file and return how many records were written.
+
+    Each element is one record: a trajectory, or a group whose members share common content.
+
+    Raises:
+        TrajectoryError: As `TrajectoryWriter`; records before the one that failed stay in the file.
+        MediaError: As `TrajectoryWriter.append`.
+        OSError: As `TrajectoryWriter`.
+    """
+    with TrajectoryWriter(path, media_sources=media_sources) as file:
+        return sum(1 for _ in map(file.append, trajectories))
+
+
+def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
+    """Return all trajectories of a file, those of a group one after another.
+
+    Raises:
+        TrajectoryError: As `TrajectoryReader`.
+        MediaError: As `TrajectoryReader`.
+        OSError: As `TrajectoryReader`.
+    """
+    return [trajectory for record in TrajectoryReader(path) for trajectory in record]
+
+
+def _unusable(where: str, error: mmcodecs.CodecError) -> TrajectoryError:
+    return TrajectoryError("this file of trajectories cannot be used", where=where, got=str(error))
+
+
+def write_jsonl(
+    path: str | os.PathLike[str],
+    trajectories: Iterable[Trajectory],
+    *,
+    mode: Literal["a", "w"] = "a",
+    media_sources: MediaSources = "drop",
+) -> int:
+    """Write one line of JSON for each trajectory, for people and other tools, and return how many.
+
+    Token ids and messages of a step are those that it adds to its parent's, as in `Step`. A medium is written
+    as its identity, size and place, and router choices as their shape; `save_trajectories` keeps both whole.
+
+    Args:
+        path: The file, made if it does not exist.
+        trajectories: What to write.
+        mode: `"a"` appends, `"w"` starts a new file.
+        media_sources: `"drop"` puts None in place of images in messages; `"keep"` refuses those that are not
+            text.
+
+    Raises:
+        TrajectoryError: Something in `extra`, a reward or a message is not JSON; the message names its path.
+            Lines before it stay in the file.
+        OSError: The file cannot be written.
+    """
+    count = 0
+    with Path(path).open(mode, encoding="utf-8", newline="\n") as file:
+        for trajectory in trajectories:
+            plain = {
+                "trajectory_id": trajectory.trajectory_id,
+                "reward": trajectory.reward,
+                "error": trajectory.error,
+                "extra": trajectory.extra,
+                "steps": [_plain_step(step, media_sources) for step in trajectory.steps],
+            }
+            _check_json(plain, trajectory.trajectory_id or "trajectory", 0)
+            line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            # One write, so that a line is whole or absent unless the machine fails.
+            file.write(line + "\n")
+            file.flush()
+            count += 1
+    return count
+
+
+def _plain_step(step: Step, media_sources: MediaSources) -> dict[str, Any]:
+    reward, experts = step.reward, step.own_experts
+    return {
+        "index": step.index,
+        "parent": None if step.parent is None else step.parent.index,
+        "keep": step.keep,
+        "prompt_delta": step.prompt_delta.tolist(),
+        "completion_ids": step.completion_ids.tolist(),
+        "logprobs": None if step.logprobs is None else step.logprobs.tolist(),
+        "finish_reason": step.finish_reason,
+        "weight_versions": [list(span) for span in step.weight_versions],
+        "reward": reward.tolist() if isinstance(reward, np.ndarray) else reward,
+        "media": [
+            {
+                "modality": span.modality,
+                "identity": span.item.identity,
+                "size": list(span.item.size),
+                "offset": span.start,
+                "length": span.range.length,
+            }
+            for span in step.own_media
+        ],
+        "routed_experts": None if experts is None else {"start": experts.start, "shape": list(experts.shape)},
+        "messages_keep": step.messages_keep,
+        "messages": [plain_message(message, media_sources) for message in step.new_messages],
+        "extra": step.extra,
+    }
+
+
+def _check_json(value: Any, where: str, depth: int) -> None:
+    """Refuse by its path what JSON has no form for: arrays, bytes, NaN, other keys than text."""
+    odd = None
+    if depth > _DEPTH:
+        odd = f"more than {_DEPTH} levels"
+    elif isinstance(value, float):
+        odd = None if math.isfinite(value) else str(value)
+    elif isinstance(value, str):
+        odd = None if _is_unicode(value) else "text with a lone surrogate"
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            _check_json(entry, f"{where}[{index}]", depth + 1)
+    elif isinstance(value, dict):
+        odd = next((f"the key {key!r}" for key in value if not isinstance(key, str) or not _is_unicode(key)), None)
+        for key, entry in value.items() if odd is None else ():
+            _check_json(entry, f"{where}.{key}", depth + 1)
+    elif value is not None and not isinstance(value, bool | int):
+        odd = type(value).__qualname__
+    if odd is not None:
+        raise TrajectoryError(
+            "this cannot be written as JSON",
+            where=where,
+            expected="null, booleans, finite numbers, text, lists and objects",
+            got=odd,
+            remedy="Use save_trajectories, which keeps arrays and bytes as they are",
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""How far two sequences agree: in tokens, in the media behind placeholders, and in messages.
+
+Placeholders of two images of one size are the same tokens, so tokens alone do not tell where prompts part.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.errors import TrajectoryError
+from mmrender.spans import MediaSpan, common_prefix
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
+_INT32 = np.iinfo(np.int32)
+_ENCODE = msgspec.msgpack.Encoder().encode
+
+
+class SharedPrefix(NamedTuple):
+    """The first `length` tokens agree, media included, and end inside no placeholder range.
+
+    Where the tokens alone agree further, up to `tokens`, `conflict` is the medium that only one of the two
+    sequences has there, and `known` says whether it is the earlier one.
+    """
+
+    length: int
+    tokens: int
+    conflict: MediaSpan | None = None
+    known: bool = False
+
+
+NOTHING_SHARED: Final = SharedPrefix(0, 0)
+
+
+def media_before(media: Sequence[MediaSpan], stop: int) -> Sequence[MediaSpan]:
+    """Return the media that begin before the token `stop`; they are in prompt order."""
+    return media[: bisect_left(media, stop, key=_start)]
+
+
+def media_from(media: Sequence[MediaSpan], start: int) -> Sequence[MediaSpan]:
+    """Return the media that begin at the token `start` or later; they are in prompt order."""
+    return media[bisect_left(media, start, key=_start) :]
+
+
+def _start(span: MediaSpan) -> int:
+    return span.range.offset
+
+
+def shared_prefix(
+    start: int,
+    known_ids: Int32Array,
+    known: Sequence[MediaSpan],
+    prompt: Int32Array,
+    media: Sequence[MediaSpan],
+) -> SharedPrefix:
+    """Compare a prompt with the part of a known sequence that begins at `start`; before that they agree.
+
+    Args:
+        start: Number of tokens that agree already, media included.
+        known_ids: Tokens of the known sequence from `start` on.
+        known: Its media from `start` on.
+        prompt: All tokens of the prompt.
+        media: All its media.
+    """
+    tokens = start + common_prefix(known_ids, prompt[start:])
+    ours = media_before(media_from(media, start), tokens)
+    theirs = media_before(known, tokens)
+    for first, second in zip(ours, theirs, strict=False):
+        if first.range == second.range and first.item.identity == second.item.identity:
+            continue
+        if first.start == second.start:  # another image at the same place: a branch that starts here
+            return SharedPrefix(first.start, first.start)
+        conflict, is_known = (first, False) if first.start < second.start else (second, True)
+        return SharedPrefix(conflict.start, tokens, conflict, is_known)
+    if len(ours) != len(theirs):
+        more, count = (ours, len(theirs)) if len(ours) > len(theirs) else (theirs, len(ours))
+        return SharedPrefix(more[count].start, tokens, more[count], more is theirs)
+    length = ours[-1].start if ours and ours[-1].stop > tokens else tokens
+    return SharedPrefix(length, length)
+
+
+def check_ids(value: Any, where: str, *, start: int = 0) -> Int32Array:
+    """Return token ids as int32 of shape `(n,)`.
+
+    Args:
+        value: A flat list, tuple or integer array; None for no tokens.
+        where: Path for errors.
+        start: Index of the first of them, for errors.
+
+    Raises:
+        TrajectoryError: They are not flat integers of 32 bits, or one is negative.
+    """
+    if value is None:
+        return NO_IDS
+    array = None
+    if isinstance(value, list | tuple | np.ndarray):
+        try:
+            array = np.asarray(value)
+        except (ValueError, OverflowError):  # a ragged list, or an integer beyond 64 bits
+            array = None
+    if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise _malformed_ids(value, where)
+    if not len(array):
+        return NO_IDS
+    if array.dtype != np.int32 and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
+        raise _malformed_ids(value, where)
+    if array.min() < 0:
+        at = int(np.argmax(array < 0))
+        raise TrajectoryError("a token id is negative", where=f"{where}[{start + at}]", got=str(array[at]))
+    return array.astype(np.int32)
+
+
+def _malformed_ids(value: Any, where: str) -> TrajectoryError:
+    got = type(value).__name__
+    if isinstance(value, np.ndarray):
+        got = f"{value.dtype} {list(value.shape)}"
+    elif isinstance(value, list | tuple):
+        fits = (type(entry) is int and _INT32.min <= entry <= _INT32.max for entry in value)
+        odd = next((entry for entry, fit in zip(value, fits, strict=True) if not fit), None)
+        got = f"a {got} with {odd!r}"[:120]
+    return TrajectoryError(
+        "token ids must be a flat list, tuple or numpy array of integers of 32 bits", where=where, got=got
+    )
+
+
+def same_messages(known: Sequence[Any], messages: Sequence[Any]) -> int:
+    """Return how many leading messages two conversations share."""
+    for index, (first, second) in enumerate(zip(known, messages, strict=False)):
+        if first is not second and not _same_message(first, second):
+            return index
+    return min(len(known), len(messages))
+
+
+def _same_message(first: Any, second: Any) -> bool:
+    try:
+        if _ENCODE(first) == _ENCODE(second):  # plain data, compared at C speed with its types
+            return True
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        pass
+    return same_value(first, second)
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Whether two values have equal content: one object, equal identities, or equal values and arrays."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    identity = getattr(first, "identity", None)
+    if isinstance(identity, str):
+        return bool(identity == second.identity)
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(same_value(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, msgspec.Struct):
+        names = first.__struct_fields__
+        return all(same_value(getattr(first, name), getattr(second, name)) for name in names)
+    if hasattr(first, "dtype") and hasattr(first, "shape"):
+        if first.dtype != second.dtype or tuple(first.shape) != tuple(second.shape):
+            return False
+        if isinstance(first, np.ndarray):
+            return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
+        return bool(first.equal(second))  # a torch tensor
+    return bool(first == second)

@@ -1,0 +1,389 @@
+"""`Step`: one call of the model, stored as what it adds to its parent; `Branch`: one sequence of the tree.
+
+Both give training samples. Everything whole (token ids, sidecar, messages, router choices) is put together
+from the steps on the way to the root when it is asked for.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.errors import TrajectoryError
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, assembled_experts
+from mmrender.trajectory.prefix import Int32Array, media_before
+from mmrender.trajectory.sample import TrainingSample
+
+
+class Part(NamedTuple):
+    """The contribution of a step to the sequence of a later one: its own tokens up to the position `stop`."""
+
+    step: "Step"
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its tokens are in the sequence."""
+        return self.stop == len(self.step)
+
+    @property
+    def sampled(self) -> tuple[int, int]:
+        """Positions `[start, stop)` of its sampled tokens in the sequence."""
+        return self.step.prompt_length, max(self.step.prompt_length, self.stop)
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Step:
+    """One prompt and what was sampled after it. Made by `Trajectory.append`.
+
+    `reward` and `extra` may be set later; everything else is fixed, its arrays are read-only.
+
+    Attributes:
+        index: Position in `Trajectory.steps`.
+        parent: The step that this one starts from, None for a root.
+        keep: Number of leading tokens that it shares with the parent's prompt and completion.
+        own_ids: Tokens after those: the rest of the prompt, then the completion; int32.
+        added: How many of `own_ids` belong to the prompt.
+        own_media: Media that begin after the first `keep` tokens, in prompt order.
+        new_items: Items of `own_media` that no earlier step of the trajectory shows, each once.
+        logprobs: One for each sampled token, float32, or None where the engine gave none.
+        finish_reason: Why sampling ended: `stop`, `length`, `abort`, or another word of the engine.
+        own_experts: Router choices that are not known from the parent; positions count from the first token
+            of the prompt.
+        weight_versions: Spans over the completion.
+        messages_keep: Number of leading messages that it shares with the parent's conversation.
+        new_messages: The messages after those, the sampled one included.
+        reward: One number for the step, one for each sampled token, or None.
+        extra: Data of the caller; text keys.
+    """
+
+    index: int
+    parent: "Step | None"
+    keep: int
+    own_ids: Int32Array
+    added: int
+    own_media: tuple[MediaSpan, ...] = ()
+    new_items: tuple[MediaItem, ...] = ()
+    logprobs: npt.NDArray[np.float32] | None = None
+    finish_reason: str | None = None
+    own_experts: RoutedExperts | None = None
+    weight_versions: tuple[WeightVersionSpan, ...] = ()
+    messages_keep: int = 0
+    new_messages: tuple[Any, ...] = ()
+    _reward: "float | npt.NDArray[np.float32] | None" = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    _sequence: Int32Array | None = None
+
+    def __len__(self) -> int:
+        return self.keep + len(self.own_ids)
+
+    def __bool__(self) -> bool:
+        return True  # a step without tokens is a step: `if step.parent` asks whether there is one
+
+    def __repr__(self) -> str:
+        start = "a root" if self.parent is None else f"{self.keep} tokens of step {self.parent.index}"
+        own = f"{self.added} of the prompt, {len(self.completion_ids)} sampled, {len(self.own_media)} media"
+        return f"Step({self.index}: {start}; {own})"
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        return self.keep + self.added
+
+    @property
+    def prompt_delta(self) -> Int32Array:
+        """Prompt tokens that the parent does not have, int32."""
+        return self.own_ids[: self.added]
+
+    @property
+    def completion_ids(self) -> Int32Array:
+        """Sampled tokens, int32."""
+        return self.own_ids[self.added :]
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Prompt and completion, int32, read-only."""
+        if self._sequence is not None:
+            return self._sequence
+        pieces = [step.own_ids[: stop - step.keep] for step, stop in self.parts()]
+        whole: Int32Array = np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+        whole.flags.writeable = False
+        return whole
+
+    @property
+    def prompt_ids(self) -> Int32Array:
+        """The whole prompt, int32, read-only."""
+        return self.token_ids[: self.prompt_length]
+
+    @property
+    def reward(self) -> "float | npt.NDArray[np.float32] | None":
+        """One number for the step, or one for each sampled token as float32, or None."""
+        return self._reward
+
+    @reward.setter
+    def reward(self, value: "float | Sequence[float] | npt.NDArray[Any] | None") -> None:
+        self._reward = check_reward(value, len(self.completion_ids), f"steps[{self.index}].reward")
+
+    @property
+    def previous(self) -> "Step | None":
+        """The last step whose prompt and completion this one's prompt begins with, None if there is none."""
+        whole = [part.step for part in self.parts()[:-1] if part.whole]
+        return whole[-1] if whole else None
+
+    @property
+    def media(self) -> list[MediaSpan]:
+        """All media of the prompt, in prompt order."""
+        return [span for step, stop in self.parts() for span in media_before(step.own_media, stop)]
+
+    @property
+    def multi_modal_data(self) -> MultiModalData:
+        """The sidecar of the whole prompt; items are shared with all steps that show them."""
+        return MultiModalData.of((span.range, span.item) for span in self.media)
+
+    @property
+    def message_count(self) -> int:
+        """Number of messages of the whole conversation."""
+        return self.messages_keep + len(self.new_messages)
+
+    @property
+    def messages(self) -> list[Any]:
+        """The whole conversation, the sampled message included."""
+        messages: list[Any] = []
+        for step in reversed(list(self._ancestry())):
+            del messages[step.messages_keep :]
+            messages.extend(step.new_messages)
+        return messages
+
+    @property
+    def routed_experts(self) -> RoutedExperts | None:
+        """Router choices of prompt and completion, put together from the steps that hold them.
+
+        For each position the row of the step whose engine call met it first, which for a sampled token is
+        the call that sampled it. Positions before the last gapless run are left out.
+        """
+        return assembled_experts(self.expert_contributions())
+
+    def expert_contributions(self) -> list[tuple[RoutedExperts, int]]:
+        """Return, from the root on, the router choices of each step and how far the sequence is its own."""
+        parts = ((part.step.own_experts, part.stop) for part in self.parts())
+        return [(experts, stop) for experts, stop in parts if experts is not None]
+
+    def parts(self) -> list[Part]:
+        """Return the contribution of each step on the way from the root, this one last.
+
+        Steps that contribute no token are left out, this one excepted.
+        """
+        parts = [Part(self, len(self))]
+        stop = self.keep
+        for step in self._ancestry():
+            if step is not self and stop > step.keep:
+                parts.append(Part(step, stop))
+            stop = min(stop, step.keep)
+        parts.reverse()
+        return parts
+
+    def _ancestry(self) -> Iterator["Step"]:
+        step: Step | None = self
+        while step is not None:
+            yield step
+            step = step.parent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """One sequence of a trajectory, from the first token to the end of its last step.
+
+    Attributes:
+        trajectory_id: Of the trajectory.
+        index: Position in `Trajectory.branches()`.
+        tip: The last step.
+    """
+
+    trajectory_id: str
+    index: int
+    tip: Step
+
+    def __len__(self) -> int:
+        return len(self.tip)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps whose prompt and completion the sequence holds whole, the last one last."""
+        return tuple(part.step for part in self.tip.parts() if part.whole)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """The whole sequence, int32, read-only."""
+        return self.tip.token_ids
+
+    @property
+    def multi_modal_data(self) -> MultiModalData:
+        """The sidecar of the whole sequence."""
+        return self.tip.multi_modal_data
+
+    def sample(
+        self, *, trained: dict[int, int] | None = None, require_logprobs: bool = True
+    ) -> TrainingSample:
+        """Return the sequence as a sample that trains on every token that was sampled.
+
+        Args:
+            trained: By step, up to which position its tokens are trained on already; these are masked out,
+                and the dict is brought up to date. None trains on all.
+            require_logprobs: Refuse sampled tokens without log probabilities, instead of giving them 0.0.
+
+        Raises:
+            TrajectoryError: Log probabilities are required and missing.
+        """
+        parts = self.tip.parts()
+        mask = np.zeros(len(self), np.bool_)
+        for part in parts:
+            start, stop = part.sampled
+            if trained is not None:
+                start = max(start, trained.get(part.step.index, 0))
+                trained[part.step.index] = max(stop, trained.get(part.step.index, 0))
+            mask[start:stop] = True
+        return _sample(self.tip, parts, mask, f"{self.trajectory_id}/{self.index}", require_logprobs)
+
+
+def step_sample(step: Step, trajectory_id: str = "", *, require_logprobs: bool = True) -> TrainingSample:
+    """Return one step as a sample that trains on its own completion only.
+
+    Over all steps of a trajectory, each sampled token is trained on exactly once.
+
+    Raises:
+        TrajectoryError: Log probabilities are required and missing.
+    """
+    mask = np.zeros(len(step), np.bool_)
+    mask[step.prompt_length :] = True
+    sample = _sample(step, step.parts(), mask, f"{trajectory_id}/step-{step.index}", require_logprobs)
+    return replace(sample, prompt_length=step.prompt_length)
+
+
+def _sample(
+    step: Step, parts: Sequence[Part], mask: npt.NDArray[np.bool_], name: str, require_logprobs: bool
+) -> TrainingSample:
+    logprobs = np.zeros(len(mask), np.float32)
+    versions = []
+    for part in parts:
+        start, stop = part.sampled
+        if part.step.logprobs is not None:
+            logprobs[start:stop] = part.step.logprobs[: stop - start]
+        elif require_logprobs and mask[start:stop].any():
+            raise TrajectoryError(
+                "sampled tokens have no log probabilities",
+                where=f"steps[{part.step.index}].logprobs",
+                expected=f"{stop - start} numbers",
+                got="None",
+                remedy="Ask the engine for them, or pass require_logprobs=False for 0.0 in their place",
+            )
+        for version, first, last in part.step.weight_versions:
+            if start + first < min(start + last, stop):
+                versions.append(WeightVersionSpan(version, start + first, min(start + last, stop)))
+    logprobs[~mask] = 0.0
+    return TrainingSample(
+        token_ids=step.token_ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        multi_modal_data=step.multi_modal_data,
+        rewards=_rewards(parts, len(step)),
+        routed_experts=step.routed_experts,
+        weight_versions=tuple(versions),
+        sample_id=name,
+        extra={"steps": tuple(part.step.index for part in parts)},
+    )
+
+
+def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | None:
+    """Place rewards: those of tokens on their tokens, one of a whole step on its last sampled token.
+
+    A step that sampled nothing has its reward on the last token sampled before it; where nothing was, on its
+    own last token, which no loss mask marks and no later token is credited for. One reward of a step that the
+    sequence holds in part is left out: it was given for another ending.
+    """
+    if all(part.step.reward is None for part in parts):
+        return None
+    last = -1
+    rewards = np.zeros(length, np.float32)
+    for part in parts:
+        reward: Any = part.step.reward
+        start, stop = part.sampled
+        last = stop - 1 if stop > start else last
+        if isinstance(reward, np.ndarray):
+            rewards[start:stop] = reward[: stop - start]
+        elif reward is not None and part.whole and part.stop:
+            rewards[last if last >= 0 else part.stop - 1] += reward
+    return rewards
+
+
+def check_logprobs(value: Any, count: int, where: str) -> npt.NDArray[np.float32] | None:
+    """Return log probabilities as read-only float32 `[count]`, None if none were given.
+
+    Raises:
+        TrajectoryError: There is not one for each sampled token, or one is not finite.
+    """
+    if value is None:
+        return None
+    try:
+        logprobs = np.array(value, np.float32)
+    except (TypeError, ValueError):
+        logprobs = np.zeros((0, 0), np.float32)
+    if logprobs.shape != (count,):
+        shape = list(logprobs.shape) if logprobs.ndim == 1 else type(value).__name__
+        raise TrajectoryError(
+            "there is not one log probability for each sampled token",
+            where=where,
+            expected=f"numbers [{count}]",
+            got=str(shape),
+        )
+    odd = np.flatnonzero(~np.isfinite(logprobs))
+    if len(odd):
+        at = int(odd[0])
+        raise TrajectoryError(
+            "a log probability is not finite", where=f"{where}[{at}]", got=str(logprobs[at])
+        )
+    logprobs.flags.writeable = False
+    return logprobs
+
+
+def check_reward(value: Any, count: int | None, where: str) -> "float | npt.NDArray[np.float32] | None":
+    """Return a reward as a number, or as read-only float32 `[count]` unless `count` is None.
+
+    Raises:
+        TrajectoryError: It is neither a finite number nor one for each sampled token.
+    """
+    if value is None:
+        return None
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        array = np.array("", np.str_)
+    shapes: list[tuple[int, ...]] = [()] if count is None else [(), (count,)]
+    if array.dtype.kind != "f" or array.shape not in shapes or not np.isfinite(array).all():
+        several = "" if count is None else f", or {count} of them, one for each sampled token"
+        raise TrajectoryError(
+            "a reward is malformed",
+            where=where,
+            expected=f"a finite number{several}",
+            got=repr(value)[:80],
+        )
+    if array.ndim == 0:
+        return float(array)
+    rewards = array.astype(np.float32)
+    rewards.flags.writeable = False
+    return rewards
+
+
+def check_extra(value: Any, where: str) -> dict[str, Any]:
+    """Return a copy of a mapping with text keys; None gives an empty one.
+
+    Raises:
+        TrajectoryError: It is not a mapping, or a key is not text.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TrajectoryError("extra must be a mapping with text keys", where=where, got=repr(value)[:80])
+    return dict(value)

@@ -1,0 +1,617 @@
+"""One versioned form of trajectories as plain data for the codec, files and sockets, and back.
+
+The form is a dict of lists, scalars and arrays:
+
+- `format` and `version`.
+- `trajectories`: id, number of steps, reward, error and extra of each.
+- `steps`, int32 `[N, 12]`: one row for each step, see `StepRow`.
+- `tokens`, int32; `logprobs`, float32; `rewards`, float64; `versions`, int32 `[V, 3]` (row of `words`, start,
+  stop); `message_rows`, int32: pools that steps take theirs from, in order.
+- `words`: distinct finish reasons and weight versions.
+- `messages`, uint8, and `message_ends`, int64: the distinct messages, each encoded by the codec, back to back.
+- `placeholders`, int32 `[P, 4]`, and `spans`, int32 `[S, 2]`: new media of the steps, in order, as
+  `mmrender.media.wire.ranges_to_array` writes them. Offsets count from the first token of the prompt.
+- `items`: the distinct media items, as `mmrender.media.wire.items_to_wire` writes them.
+- `experts`: step, first position and array `[rows, layers, top_k]` for each step that has router choices.
+- `extras`: step and mapping, for each step that has one.
+
+Pools are used up from front to back, so the form is linear in distinct content: an item, a token or a message
+is written once, however many steps, branches and trajectories show it.
+
+Messages travel without the sources of their media by default, since the pixels travel in the items: encoded
+bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay as they are.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+import mmcodecs
+from mmrender.errors import TrajectoryError
+from mmrender.media.wire import items_from_wire, items_to_wire, ranges_from_array, ranges_to_array
+from mmrender.messages import Message
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, check_experts, check_versions
+from mmrender.trajectory.prefix import (
+    NO_IDS,
+    NOTHING_SHARED,
+    Int32Array,
+    check_ids,
+    media_before,
+    media_from,
+    shared_prefix,
+)
+from mmrender.trajectory.step import Step, check_extra, check_logprobs, check_reward
+
+FORMAT: Final = "mmrender.trees"
+VERSION: Final = 2
+MediaSources: TypeAlias = Literal["drop", "keep"]
+"""Whether messages keep the sources of their media, or hold None in their place."""
+
+_MAX_TOKENS: Final = 1 << 26
+"""Most tokens of all steps of one form together; on the wire, roots may share theirs."""
+_DEPTH: Final = 60
+_MEDIA_TYPES: Final = frozenset(
+    {"image", "image_url", "input_image", "image_pil", "video", "video_url", "input_video"}
+)
+_MEDIA_KEYS: Final = frozenset({"image", "image_url", "image_pil", "video", "video_url"})
+"""Types and keys of content parts that show a medium, as `mmrender.content` reads parts."""
+
+
+class Record(NamedTuple):
+    """The content of one trajectory."""
+
+    trajectory_id: str
+    steps: Sequence[Step]
+    reward: float | None
+    error: str | None
+    extra: Mapping[str, Any]
+
+
+class StepRow(NamedTuple):
+    """One row of `steps`.
+
+    Attributes:
+        parent: Row of the parent, -1 for a root.
+        base: The parent; for a root the root of an earlier trajectory with the same first tokens, or -1.
+        keep: Tokens that are taken from the base.
+        added: Prompt tokens that follow them.
+        sampled: Sampled tokens.
+        media: New media.
+        logprobs: 1 if it has log probabilities.
+        rewards: 0 for no reward, 1 for one of the whole step, 2 for one of each sampled token.
+        finish: Row of its finish reason in `words`, -1 for none.
+        versions: Spans of weight versions.
+        messages_keep: Messages that it shares with the parent's conversation.
+        messages: Messages that follow them.
+    """
+
+    parent: int
+    base: int
+    keep: int
+    added: int
+    sampled: int
+    media: int
+    logprobs: int
+    rewards: int
+    finish: int
+    versions: int
+    messages_keep: int
+    messages: int
+
+
+def write_records(records: Iterable[Record], *, media_sources: MediaSources, share: bool) -> dict[str, Any]:
+    """Return trajectories as plain data.
+
+    Args:
+        records: Their content.
+        media_sources: Whether messages keep the sources of their media.
+        share: Whether the arrays of items are wrapped for an encoder with a table.
+
+    Raises:
+        TrajectoryError: A message cannot be encoded.
+        MediaError: The class of an item has no form on the wire.
+    """
+    writer = _Writer(media_sources)
+    trajectories = []
+    for number, record in enumerate(records):
+        first = len(writer.rows)
+        for step in record.steps:
+            writer.add(step, first, f"trajectories[{number}].steps[{step.index}]")
+        trajectories.append(
+            {
+                "id": record.trajectory_id,
+                "steps": len(record.steps),
+                "reward": None if record.reward is None else float(record.reward),
+                "error": record.error,
+                "extra": record.extra,
+            }
+        )
+    placeholders, spans = ranges_to_array(writer.media)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "trajectories": trajectories,
+        "steps": np.array(writer.rows, np.int32).reshape(-1, len(StepRow._fields)),
+        "tokens": np.concatenate([NO_IDS, *writer.tokens]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *writer.logprobs]),
+        "rewards": np.array(writer.rewards, np.float64),
+        "versions": np.array(writer.versions, np.int32).reshape(-1, 3),
+        "words": list(writer.words),
+        "messages": np.frombuffer(b"".join(writer.messages), np.uint8),
+        "message_ends": np.cumsum([len(each) for each in writer.messages], dtype=np.int64),
+        "message_rows": np.array(writer.message_rows, np.int32),
+        "placeholders": placeholders,
+        "spans": spans,
+        "items": items_to_wire(writer.items, share=share),
+        "experts": writer.experts,
+        "extras": writer.extras,
+    }
+
+
+class _Writer:
+    """Collects the pools and tables of steps."""
+
+    def __init__(self, media_sources: MediaSources) -> None:
+        if media_sources not in ("drop", "keep"):
+            raise TrajectoryError(
+                "unknown treatment of media sources",
+                where="media_sources",
+                expected="'drop' or 'keep'",
+                got=repr(media_sources),
+            )
+        self.rows: list[StepRow] = []
+        self.tokens: list[Int32Array] = []
+        self.logprobs: list[npt.NDArray[np.float32]] = []
+        self.rewards: list[float] = []
+        self.versions: list[tuple[int, int, int]] = []
+        self.words: dict[str, int] = {}
+        self.messages: dict[bytes, int] = {}
+        self.message_rows: list[int] = []
+        self.media: list[tuple[int, PlaceholderRange]] = []
+        self.items: list[MediaItem] = []
+        self.experts: list[list[Any]] = []
+        self.extras: list[list[Any]] = []
+        self._media_sources = media_sources
+        self._item_rows: dict[tuple[str, type], int] = {}
+        self._roots: list[tuple[int, Step]] = []
+        # The objects are kept beside their rows, or an id might come to mean another object.
+        self._known_messages: dict[int, tuple[Any, int]] = {}
+
+    def add(self, step: Step, first: int, where: str) -> None:
+        """Add a step of the trajectory whose steps begin at the row `first`."""
+        index = len(self.rows)
+        if step.parent is not None:
+            parent = base = first + step.parent.index
+            keep = step.keep
+        else:
+            parent = -1
+            base, keep = self._base(step, first)
+            self._roots.append((index, step))
+        skipped = keep - step.keep
+        media = media_from(step.own_media, keep)
+        self.tokens.append(step.own_ids[skipped:])
+        self.media += [(self._item_row(span.item), span.range) for span in media]
+        if step.logprobs is not None:
+            self.logprobs.append(step.logprobs)
+        by_token = isinstance(step.reward, np.ndarray)
+        if step.reward is not None:
+            self.rewards += np.atleast_1d(step.reward).tolist()
+        self.versions += [
+            (self._word(version), start, stop) for version, start, stop in step.weight_versions
+        ]
+        self.message_rows += [
+            self._message(message, f"{where}.messages[{step.messages_keep + number}]")
+            for number, message in enumerate(step.new_messages)
+        ]
+        row = StepRow(
+            parent=parent,
+            base=base,
+            keep=keep,
+            added=step.added - skipped,
+            sampled=len(step.completion_ids),
+            media=len(media),
+            logprobs=int(step.logprobs is not None),
+            rewards=0 if step.reward is None else 1 + by_token,
+            finish=-1 if step.finish_reason is None else self._word(step.finish_reason),
+            versions=len(step.weight_versions),
+            messages_keep=step.messages_keep,
+            messages=len(step.new_messages),
+        )
+        self.rows.append(row)
+        if step.own_experts is not None:
+            self.experts.append([index, step.own_experts.start, step.own_experts.data])
+        if step.extra:
+            self.extras.append([index, step.extra])
+
+    def _base(self, root: Step, first: int) -> tuple[int, int]:
+        """Return the root of an earlier trajectory that shares the longest prefix with this one's prompt."""
+        best, found = -1, NOTHING_SHARED
+        for index, other in self._roots:
+            if index < first:
+                shared = shared_prefix(0, other.own_ids, other.own_media, root.prompt_delta, root.own_media)
+                if shared.length > found.length:
+                    best, found = index, shared
+        return best, found.length
+
+    def _word(self, word: str) -> int:
+        return self.words.setdefault(word, len(self.words))
+
+    def _item_row(self, item: MediaItem) -> int:
+        row = self._item_rows.setdefault((item.identity, type(item)), len(self.items))
+        if row == len(self.items):
+            self.items.append(item)
+        return row
+
+    def _message(self, message: Any, where: str) -> int:
+        known = self._known_messages.get(id(message))
+        if known is not None:
+            return known[1]
+        plain = plain_message(message, self._media_sources, where)
+        try:
+            encoded = bytes(mmcodecs.encode([isinstance(message, Message), plain]))
+        except mmcodecs.CodecError as error:
+            raise TrajectoryError(
+                "a message cannot be encoded",
+                where=where,
+                got=str(error),
+                remedy="Give media as bytes or URLs, or write with media_sources='drop'",
+            ) from error
+        row = self.messages.setdefault(encoded, len(self.messages))
+        self._known_messages[id(message)] = message, row
+        return row
+
+
+def plain_message(message: Any, sources: MediaSources, where: str = "message") -> Any:
+    """Return a message as dicts, lists and scalars, with or without the sources of its media.
+
+    Raises:
+        TrajectoryError: It is nested too deeply, or holds itself.
+    """
+    plain = _plain(message, 0, where)
+    if sources == "drop" and isinstance(plain, dict) and "content" in plain:
+        content = plain["content"]
+        parts = [_without_source(part) for part in content] if isinstance(content, list) else content
+        plain["content"] = _without_source(parts)
+    return plain
+
+
+def _plain(value: Any, depth: int, where: str) -> Any:
+    if depth > _DEPTH:
+        raise TrajectoryError("a message is nested too deeply, or holds itself", where=where)
+    if isinstance(value, msgspec.Struct):
+        tag = value.__struct_config__.tag
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        value = fields if tag is None else {str(value.__struct_config__.tag_field): tag, **fields}
+    if isinstance(value, Mapping):
+        return {key: _plain(entry, depth + 1, where) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, depth + 1, where) for entry in value]
+    return value
+
+
+def _without_source(part: Any) -> Any:
+    """Return a content part without its image or video; any other is returned as it is."""
+    if _is_binary(part):
+        return {"type": "image"}
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    media = kind in _MEDIA_TYPES if kind is not None else not _MEDIA_KEYS.isdisjoint(part)
+    return {key: _blanked(value, key) for key, value in part.items()} if media else part
+
+
+def _blanked(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _blanked(entry, name) for name, entry in value.items()}
+    if isinstance(value, list):
+        return None if any(_blanked(entry) is not entry for entry in value) else value
+    is_data = isinstance(value, str) and (key == "data" or value[:5].lower() == "data:")
+    return None if is_data or _is_binary(value) else value
+
+
+def _is_binary(value: Any) -> bool:
+    if isinstance(value, bytes | bytearray | memoryview | np.ndarray):
+        return True
+    return type(value).__module__.partition(".")[0] in ("PIL", "torch")
+
+
+def read_records(wire: Any) -> list[Record]:
+    """Return the content of trajectories from plain data, which may come from anywhere: all of it is checked.
+
+    Raises:
+        TrajectoryError: The data is something else, of another version, or damaged.
+        MediaError: A media item or a placeholder range is damaged.
+        PlaceholderError: Placeholder ranges do not fit the tokens.
+    """
+    marks = [wire.get(key) for key in ("format", "version")] if isinstance(wire, Mapping) else None
+    # Compared as text, since damaged data may hold anything here, arrays among them.
+    if str(marks) != str([FORMAT, VERSION]):
+        raise TrajectoryError(
+            "the data does not hold trajectories that this release can read",
+            where="wire",
+            expected=f"format {FORMAT!r}, version {VERSION}",
+            got=f"format {marks[0]!r}, version {marks[1]!r}"[:120] if marks else type(wire).__name__,
+            remedy="Write and read with the same release of mmrender",
+        )
+    try:
+        form = msgspec.convert(wire, _Form)
+    except (msgspec.ValidationError, TypeError, AttributeError, ValueError) as error:
+        raise TrajectoryError("the form of trajectories is malformed", where="wire", got=str(error)) from error
+    return _Reader(form).records()
+
+
+class _Trajectory(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    steps: int
+    reward: float | None
+    error: str | None
+    extra: dict[str, Any]
+
+
+class _Form(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    trajectories: list[_Trajectory]
+    steps: Any
+    tokens: Any
+    logprobs: Any
+    rewards: Any
+    versions: Any
+    words: list[str]
+    messages: Any
+    message_ends: Any
+    message_rows: Any
+    placeholders: Any
+    spans: Any
+    items: Any
+    experts: list[tuple[int, int, Any]]
+    extras: list[tuple[int, dict[str, Any]]]
+
+
+_ARRAYS: Final[Mapping[str, tuple[Any, tuple[int, ...]]]] = {
+    "steps": (np.int32, (len(StepRow._fields),)),
+    "tokens": (np.int32, ()),
+    "logprobs": (np.float32, ()),
+    "rewards": (np.float64, ()),
+    "versions": (np.int32, (3,)),
+    "messages": (np.uint8, ()),
+    "message_ends": (np.int64, ()),
+    "message_rows": (np.int32, ()),
+    "placeholders": (np.int32, (4,)),
+    "spans": (np.int32, (2,)),
+}
+"""dtype, and shape after the first dimension."""
+
+
+class _Pool:
+    """A sequence that is used up from front to back."""
+
+    def __init__(self, values: Any, name: str) -> None:
+        self._values = values
+        self._name = name
+        self._taken = 0
+
+    def take(self, count: int, where: str) -> Any:
+        """Return the next `count` entries."""
+        left = len(self._values) - self._taken
+        if not 0 <= count <= left:
+            raise _damaged(f"more {self._name} are taken than there are", where, f"0..{left}", count)
+        self._taken += count
+        return self._values[self._taken - count : self._taken]
+
+    def finish(self) -> None:
+        """Require that nothing is left."""
+        if self._taken != len(self._values):
+            raise _damaged("entries are left over", f"wire.{self._name}", self._taken, len(self._values))
+
+
+class _Reader:
+    """Builds steps from a form whose outline is right."""
+
+    def __init__(self, form: _Form) -> None:
+        for name, (dtype, rest) in _ARRAYS.items():
+            value = getattr(form, name)
+            if not (isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1 + len(rest)) or (
+                value.shape[1:] != rest
+            ):
+                shape = ", ".join(["n", *map(str, rest)])
+                raise _damaged("an array is malformed", f"wire.{name}", f"{np.dtype(dtype)} [{shape}]", value)
+        self._form = form
+        self._rows = form.steps.tolist()
+        self._experts = self._by_step([(row[0], row) for row in form.experts], "experts")
+        self._extras = self._by_step([(row[0], row[1]) for row in form.extras], "extras")
+        self._messages = list(self._read_messages())
+        self._items = items_from_wire(form.items, where="wire.items")
+        ranges = ranges_from_array(form.placeholders, form.spans, len(self._items), "wire.placeholders")
+        self._pools = {
+            name: _Pool(getattr(form, name), name)
+            for name in ("tokens", "logprobs", "rewards", "versions", "message_rows")
+        }
+        self._pools["media"] = _Pool(ranges, "media")
+        self._steps: list[Step] = []
+        self._media: list[list[MediaSpan]] = []
+        self._total = 0
+
+    def records(self) -> list[Record]:
+        """Return the trajectories."""
+        records = []
+        for index, each in enumerate(self._form.trajectories):
+            where = f"wire.trajectories[{index}]"
+            left = len(self._rows) - len(self._steps)
+            if not 0 <= each.steps <= left:
+                raise _damaged("a number of steps is malformed", f"{where}.steps", f"0..{left}", each.steps)
+            check_reward(each.reward, None, f"{where}.reward")
+            first = len(self._steps)
+            form: RoutedExperts | None = None
+            for number in range(first, first + each.steps):
+                step = self._step(StepRow(*self._rows[number]), first, number, form)
+                self._steps.append(step)
+                form = form or step.own_experts
+            records.append(Record(each.id, self._steps[first:], each.reward, each.error, each.extra))
+        if len(self._steps) != len(self._rows):
+            raise _damaged("entries are left over", "wire.steps", len(self._steps), len(self._rows))
+        for pool in self._pools.values():
+            pool.finish()
+        return records
+
+    def _step(self, row: StepRow, first: int, number: int, form: RoutedExperts | None) -> Step:
+        where = f"wire.steps[{number}]"
+        base = self._base(row, first, number, where)
+        parent = self._steps[row.parent] if row.parent >= 0 else None
+        keep = row.keep if parent is not None else 0
+        own_ids, added = self._own_ids(row, None if parent is not None else base, where)
+        length = keep + len(own_ids)
+        logprobs = self._take("logprobs", row.sampled, where) if row.logprobs else None
+        versions = [
+            (self._word(word, where), start, stop)
+            for word, start, stop in self._take("versions", row.versions, where).tolist()
+        ]
+        message_rows = self._take("message_rows", row.messages, where).tolist()
+        if any(not 0 <= each < len(self._messages) for each in message_rows):
+            expected = f"rows below {len(self._messages)}"
+            raise _damaged("a message is not in the table", f"{where}.messages", expected, message_rows)
+        known = 0 if parent is None else parent.message_count
+        if not 0 <= row.messages_keep <= known:
+            raise _damaged(
+                "more messages are kept than there are",
+                f"{where}.messages_keep",
+                f"0..{known}",
+                row.messages_keep,
+            )
+        return Step(
+            index=number - first,
+            parent=parent,
+            keep=keep,
+            own_ids=own_ids,
+            added=added,
+            own_media=self._own_media(row, base, keep + added, where),
+            logprobs=check_logprobs(logprobs, row.sampled, f"{where}.logprobs"),
+            finish_reason=None if row.finish == -1 else self._word(row.finish, where),
+            own_experts=self._own_experts(number, length, form),
+            weight_versions=check_versions(versions, row.sampled, f"{where}.weight_versions"),
+            messages_keep=row.messages_keep,
+            new_messages=tuple(self._messages[each] for each in message_rows),
+            _reward=self._reward(row, f"{where}.reward"),
+            extra=check_extra(self._extras.get(number), f"wire.extras of step {number}"),
+        )
+
+    def _base(self, row: StepRow, first: int, number: int, where: str) -> Step | None:
+        """Return the step whose first tokens are kept: the parent, or for a root that of another tree."""
+        base: Step | None = None
+        if row.parent >= 0:
+            if not first <= row.parent < number or row.base != row.parent:
+                expected = f"an earlier step of its trajectory, {first}..{number - 1}"
+                raise _damaged("a parent is malformed", f"{where}.parent", expected, row.parent)
+            base = self._steps[row.parent]
+        elif row.base >= 0:
+            base = self._steps[row.base] if row.base < first else None
+            if base is None or base.parent is not None:
+                expected = "-1 or the root of an earlier trajectory"
+                raise _damaged("a base is malformed", f"{where}.base", expected, row.base)
+        available = 0 if base is None else len(base)
+        if not 0 <= row.keep <= available:
+            raise _damaged("more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
+        return base
+
+    def _own_ids(self, row: StepRow, base: Step | None, where: str) -> tuple[Int32Array, int]:
+        """Return a step's own tokens, and how many of them belong to the prompt."""
+        if min(row.added, row.sampled) < 0:
+            got = f"{row.added} and {row.sampled}"
+            raise _damaged("a number of tokens is negative", where, "0 or more", got)
+        own = check_ids(self._take("tokens", row.added + row.sampled, where), f"{where}.tokens")
+        kept = row.keep if base is not None else 0
+        self._total += kept + len(own)
+        if self._total > _MAX_TOKENS:
+            raise _damaged("there are too many tokens", where, f"at most {_MAX_TOKENS} in all", self._total)
+        if base is not None and kept:
+            own = np.concatenate([base.own_ids[:kept], own])
+        own.flags.writeable = False
+        return own, kept + row.added
+
+    def _own_media(
+        self, row: StepRow, base: Step | None, prompt_length: int, where: str
+    ) -> tuple[MediaSpan, ...]:
+        known = [] if base is None else media_before(self._media[row.base], row.keep)
+        if known and known[-1].stop > row.keep:
+            span = f"[{known[-1].start}, {known[-1].stop})"
+            raise _damaged("a medium is kept in part", f"{where}.keep", f"no position within {span}", row.keep)
+        taken = self._take("media", row.media, where)
+        spans = MultiModalData.of((found, self._items[index]) for index, found in taken).spans(
+            prompt_length, where=f"{where}.media"
+        )
+        if spans and spans[0].start < row.keep:
+            raise _damaged(
+                "a medium begins before the step's own tokens", where, f"{row.keep} or more", spans[0].start
+            )
+        counts: dict[str, int] = {}
+        for each in known:
+            counts[each.modality] = counts.get(each.modality, 0) + 1
+        spans = [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
+        self._media.append([*known, *spans])
+        return tuple(self._media[-1] if row.parent < 0 else spans)
+
+    def _own_experts(self, number: int, length: int, form: RoutedExperts | None) -> RoutedExperts | None:
+        found = self._experts.get(number)
+        if found is None:
+            return None
+        where = f"wire.experts of step {number}"
+        _, start, data = found
+        if not isinstance(data, np.ndarray):
+            raise _damaged("routed experts are malformed", where, "an array", data)
+        try:
+            return check_experts(RoutedExperts(data, start), length, form, where)
+        except TrajectoryError as error:
+            error.where = where
+            raise
+
+    def _reward(self, row: StepRow, where: str) -> Any:
+        if row.rewards not in (0, 1, 2):
+            raise _damaged("a reward is malformed", where, "0, 1 or 2", row.rewards)
+        if row.rewards == 1:
+            return check_reward(float(self._take("rewards", 1, where)[0]), None, where)
+        values = self._take("rewards", row.sampled, where) if row.rewards else None
+        return check_reward(values, row.sampled, where)
+
+    def _read_messages(self) -> Iterable[Any]:
+        data, start = self._form.messages, 0
+        for index, end in enumerate(self._form.message_ends.tolist()):
+            where = f"wire.messages[{index}]"
+            if not start < end <= len(data):
+                raise _damaged("the end of a message is malformed", where, f"{start + 1}..{len(data)}", end)
+            try:
+                is_message, plain = mmcodecs.decode(
+                    np.ascontiguousarray(data[start:end]).data, type=tuple[bool, Any]
+                )
+                yield msgspec.convert(plain, Message) if is_message else plain
+            except (mmcodecs.CodecError, msgspec.ValidationError) as error:
+                raise TrajectoryError("a message is damaged", where=where, got=str(error)) from error
+            start = end
+        if start != len(data):
+            raise _damaged("entries are left over", "wire.messages", start, len(data))
+
+    def _by_step(self, rows: Sequence[tuple[int, Any]], name: str) -> dict[int, Any]:
+        """Return the rows of a table by step; steps must rise."""
+        last = -1
+        for index, (number, _) in enumerate(rows):
+            if not last < number < len(self._rows):
+                expected = f"{last + 1}..{len(self._rows) - 1}"
+                raise _damaged("a row belongs to no later step", f"wire.{name}[{index}]", expected, number)
+            last = number
+        return dict(rows)
+
+    def _take(self, pool: str, count: int, where: str) -> Any:
+        return self._pools[pool].take(count, f"{where}.{pool}")
+
+    def _word(self, row: int, where: str) -> str:
+        if not 0 <= row < len(self._form.words):
+            raise _damaged("a word is not in the table", where, f"0..{len(self._form.words) - 1}", row)
+        return self._form.words[row]
+
+
+def _damaged(problem: str, where: str, expected: Any, got: Any) -> TrajectoryError:
+    text = f"{got.dtype} {list(got.shape)}" if isinstance(got, np.ndarray) else repr(got)[:80]
+    return TrajectoryError(problem, where=where, expected=str(expected), got=text)
