@@ -7,16 +7,16 @@ text and 100 sampled ones. The cases:
 
 - rollout: one trajectory of 16 turns;
 - group: 8 rollouts of 16 turns that show the same 16 images;
+- long: one trajectory of 1,000 short turns, an image of the 16 every fourth;
 - search: a tree of 200 steps over 8 images, each step starting from a random earlier one.
 
 Three ways to ship each of them, all with images as uint8 planes; float32 patches would be eight times the
-bytes. "cumulative" sends every step with all of its tokens and images, as steps in the shape of
-`TrajectoryStepTokens` hold them; "last only" sends images for the ends of branches alone; "tree" is
-`trajectories_to_wire`. Bytes of the first two are counted, not sent. Times are medians
-of processor time, of the tree's four parts: appending all steps, packing and encoding as frames, decoding and
-unpacking, samples of all branches. "again" is a second message with the same images over a connection with a
-shared table. "peak" is the memory that packing, encoding, decoding and unpacking take at most, besides the
-images.
+bytes. "cumulative" sends every step with all of its tokens and images; "last only" sends images for the ends of
+branches alone; "tree" is what `Trajectory.to_frames` sends. Bytes of the first two are counted, not sent.
+Times are medians of processor time, of the tree's four parts: appending all steps, packing and encoding as
+frames, decoding and unpacking, samples of all branches. "again" is a second message with the same images over a
+connection with a shared table. "peak" is the memory that packing, encoding, decoding and unpacking take at most,
+besides the images.
 """
 
 import argparse
@@ -81,12 +81,12 @@ class Line:
         prompt = [*self.prompt, *[9] * IMAGE_TOKENS, *TEXT]
         return Line(prompt, [*self.entries, (placeholder, item)])
 
-    def call(self, random: np.random.Generator) -> tuple[dict[str, Any], "Line"]:
-        completion = random.integers(10, 50_000, SAMPLED).tolist()
+    def call(self, random: np.random.Generator, sampled: int = SAMPLED) -> tuple[dict[str, Any], "Line"]:
+        completion = random.integers(10, 50_000, sampled).tolist()
         call = {
             "prompt_ids": self.prompt,
             "completion_ids": completion,
-            "logprobs": [-0.5] * SAMPLED,
+            "logprobs": [-0.5] * sampled,
             "multi_modal_data": MultiModalData.of(self.entries),
             "finish_reason": "stop",
             "reward": 0.0,
@@ -99,6 +99,20 @@ def rollout(items: list[PatchItem], seed: int) -> Calls:
     line, calls = Line(list(range(500)), []), []
     for item in items:
         call, line = line.shown(item).call(random)
+        calls.append(call)
+    return calls
+
+
+def long(items: list[PatchItem], turns: int) -> Calls:
+    random = np.random.default_rng(2)
+    line, calls = Line(list(range(500)), []), []
+    for turn in range(turns):
+        line = (
+            line.shown(items[turn // 4 % len(items)])
+            if turn % 4 == 0
+            else Line([*line.prompt, *TEXT], line.entries)
+        )
+        call, line = line.call(random, 30)
         calls.append(call)
     return calls
 
@@ -132,7 +146,7 @@ def plain_bytes(trajectories: list[Trajectory], *, tips_only: bool) -> int:
         for step in trajectory.steps:
             total += 4 * (len(step) + len(step.completion_ids))
             if step.index in tips or not tips_only:
-                total += sum(entry.item.nbytes for entry in step.entries)
+                total += sum(span.item.nbytes for span in step.media)
     return total
 
 
@@ -190,6 +204,7 @@ def main() -> None:
     cases = {
         "rollout, 16 turns": [rollout(items, 0)],
         "group, 8 x 16 turns": [rollout(own[number], number) for number in range(8)],
+        "long, 1,000 turns": [long(items, 1000)],
         "search, 200 steps": [search(items[:8], 200)],
     }
     found = {name: measure(rollouts, options.rounds) for name, rollouts in cases.items()}

@@ -1,4 +1,4 @@
-"""Files of trajectories: record files of the codec, which survive a crash and are read by memory map; and JSON.
+"""Files of trajectories: record files that survive a crash and are read by memory map, and lines of JSON.
 
 ```python
 with TrajectoryWriter("run.mmc") as file:
@@ -256,7 +256,9 @@ def _check_json(value: Any, where: str, depth: int) -> None:
         for index, entry in enumerate(value):
             _check_json(entry, f"{where}[{index}]", depth + 1)
     elif isinstance(value, dict):
-        odd = next((f"the key {key!r}" for key in value if not isinstance(key, str) or not _is_unicode(key)), None)
+        odd = next(
+            (f"the key {key!r}" for key in value if not isinstance(key, str) or not _is_unicode(key)), None
+        )
         for key, entry in value.items() if odd is None else ():
             _check_json(entry, f"{where}.{key}", depth + 1)
     elif value is not None and not isinstance(value, bool | int):

@@ -1,7 +1,7 @@
 """Steps of other libraries without repeated sidecars: each image is kept where no later step repeats it.
 
-Rollout libraries of the verifiers kind write every step of a multi-turn rollout with all the images so far, so
-a rollout grows with the square of its turns. A step is a mapping or an object of any class. Its token block
+Rollout libraries of the verifiers kind write every step of a multi-turn rollout with all images so far, so a
+rollout grows with the square of its turns. A step is a mapping or an object of any class. Its token block
 (`prompt_ids`, `completion_ids`, `multi_modal_data`) lies at `tokens`, and a second one may lie at
 `response.message.tokens`. A step continues the one named by its `parent` (an index, None for a root), or else
 the step before it.

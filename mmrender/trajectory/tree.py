@@ -10,21 +10,21 @@ samples = trajectory.samples()
 frames = trajectory.to_frames()            # for a transport of your own: Trajectory.from_frames(frames)
 ```
 
-Every step is given whole and stored as what it adds. Where it belongs is found by its tokens and media: a next
-turn extends the step before, a retry or a sibling starts at the end of their common prompt, and a conversation
+Every step is given whole and stored as what it adds. Its place is found by its tokens and media: a next turn
+extends the step before, a retry or a sibling starts at the end of their common prompt, and a conversation
 whose history was summarised starts where the tokens part.
 """
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import (
     RoutedExperts,
     WeightVersionSpan,
@@ -45,6 +45,15 @@ from mmrender.trajectory.prefix import (
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import Branch, Step, check_extra, check_logprobs, check_reward
 from mmrender.trajectory.wire import MediaSources, Record, read_records, write_records
+
+
+class _Place(NamedTuple):
+    """Where a prompt starts: parent, number of shared tokens, and the tokens and media that it adds."""
+
+    parent: Step | None
+    keep: int
+    prompt_delta: Int32Array
+    media: Sequence[MediaSpan]
 
 
 class Trajectory:
@@ -133,8 +142,8 @@ class Trajectory:
             completion_ids: The sampled tokens, stop token included.
             logprobs: One finite number for each sampled token; None if there are none.
             multi_modal_data: Sidecar of the whole prompt.
-            parent: The step to start from. None takes the newest step if the prompt begins with all of it, and
-                else the step that shares the longest prefix.
+            parent: The step to start from. None takes the newest step if the prompt begins with all of it,
+                and else the step that shares the longest prefix.
             messages: The whole conversation, the sampled message included.
             finish_reason: Why sampling ended.
             routed_experts: Router choices of prompt and completion; rows that earlier steps hold are dropped.
@@ -147,7 +156,8 @@ class Trajectory:
             PlaceholderError: The sidecar does not hold together, or does not fit the prompt.
         """
         where = f"steps[{len(self)}]"
-        if parent is not None and not (parent.index < len(self) and self._steps[parent.index] is parent):
+        known_parent = isinstance(parent, Step) and parent in self._steps[parent.index : parent.index + 1]
+        if parent is not None and not known_parent:
             raise TrajectoryError(
                 "the parent is not a step of this trajectory",
                 where=f"{where}.parent",
@@ -156,12 +166,19 @@ class Trajectory:
             )
         newest = self._newest
         sidecar = MultiModalData() if multi_modal_data is None else multi_modal_data
-        found = newest.extension(prompt_ids, sidecar, where) if newest and parent in (None, newest.step) else None
-        if newest is not None and found is not None:
-            parent, keep = newest.step, newest.length
-            prompt_delta, media = found
-        else:
-            parent, keep, prompt_delta, media = self._placed(prompt_ids, sidecar, parent, where)
+        if not isinstance(sidecar, MultiModalData):
+            raise TrajectoryError(
+                "the sidecar has the wrong type",
+                where=f"{where}.multi_modal_data",
+                expected="MultiModalData",
+                got=type(sidecar).__name__,
+            )
+        extends = newest is not None and parent in (None, newest.step)
+        found = newest.extension(prompt_ids, sidecar, where) if newest is not None and extends else None
+        if found is None:
+            found = self._placed(prompt_ids, sidecar, parent, where)
+            newest = None
+        parent, keep, prompt_delta, media = found
         completion = check_ids(completion_ids, f"{where}.completion_ids")
         own_ids: Int32Array = np.concatenate([prompt_delta, completion])
         own_ids.flags.writeable = False
@@ -169,15 +186,13 @@ class Trajectory:
             routed_experts, keep + len(own_ids), self._experts_form, f"{where}.routed_experts"
         )
         if experts is not None and parent is not None:
-            known_run = newest.experts_run if newest is not None and found is not None else None
-            if found is None:
-                contributions = parent.expert_contributions()
-                known_run = last_run((rows.start, min(rows.stop, stop, keep)) for rows, stop in contributions)
-            experts = new_rows(experts, known_run, keep)
+            held = parent.expert_contributions() if newest is None else ()
+            spans = ((rows.start, min(rows.stop, stop, keep)) for rows, stop in held)
+            experts = new_rows(experts, last_run(spans) if newest is None else newest.experts_run, keep)
         conversation = list(messages) if messages is not None else []
         messages_keep = 0
         if parent is not None and conversation:
-            known = newest.messages if newest is not None and newest.step is parent else parent.messages
+            known = parent.messages if newest is None else newest.messages
             messages_keep = same_messages(known, conversation)
         step = Step(
             index=len(self),
@@ -199,9 +214,9 @@ class Trajectory:
             extra=check_extra(extra, f"{where}.extra"),
         )
         self._add(step)
-        if newest is None or found is None:
-            if newest is not None:
-                newest.step._sequence = None
+        if newest is None:
+            if self._newest is not None:
+                self._newest.step._sequence = None
             self._newest = _Newest(step)
         else:
             newest.extend(step)
@@ -243,8 +258,8 @@ class Trajectory:
         """Return the trajectory as frames for a transport that sends several parts; pixels are not copied.
 
         Args:
-            media_sources: `"drop"` puts None in place of images in messages, whose pixels travel in the items;
-                `"keep"` carries messages as they are, with each image a second time.
+            media_sources: `"drop"` puts None in place of images in messages, whose pixels travel in the
+                items; `"keep"` carries messages as they are, with each image a second time.
 
         Raises:
             TrajectoryError: A message or `extra` holds something that cannot be encoded.
@@ -287,18 +302,9 @@ class Trajectory:
             trajectory._add(step)
         return trajectory
 
-    def _placed(
-        self, prompt_ids: Any, sidecar: MultiModalData, parent: Step | None, where: str
-    ) -> tuple[Step | None, int, Int32Array, Sequence[MediaSpan]]:
-        """Return parent, number of shared tokens, and the prompt tokens and media that follow them."""
+    def _placed(self, prompt_ids: Any, sidecar: MultiModalData, parent: Step | None, where: str) -> _Place:
+        """Find where a prompt starts by comparing it with the steps."""
         prompt = check_ids(prompt_ids, f"{where}.prompt_ids")
-        if not isinstance(sidecar, MultiModalData):
-            raise TrajectoryError(
-                "the sidecar has the wrong type",
-                where=f"{where}.multi_modal_data",
-                expected="MultiModalData",
-                got=type(sidecar).__name__,
-            )
         media = sidecar.spans(len(prompt), where=f"{where}.multi_modal_data")
         if parent is None:
             parent, shared = self._longest(prompt, media)
@@ -306,7 +312,7 @@ class Trajectory:
             shared = shared_prefix(0, parent.token_ids, parent.media, prompt, media)
         if parent is not None:
             _check_agreement(parent, shared, where)
-        return parent, shared.length, prompt[shared.length :], media_from(media, shared.length)
+        return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
 
     def _longest(self, prompt: Int32Array, media: Sequence[MediaSpan]) -> tuple[Step | None, SharedPrefix]:
         """Compare a prompt with all steps; each token that is stored is looked at once at most."""
@@ -339,90 +345,96 @@ class _Newest:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.messages = step.messages
-        contributions = step.expert_contributions()
-        self.experts_run = last_run((rows.start, min(rows.stop, stop)) for rows, stop in contributions)
-        self._media = step.multi_modal_data
-        self._array: Int32Array = step.token_ids
+        self.messages: list[Any] = []
+        self.experts_run: tuple[int, int] | None = None
+        self._array: Int32Array | None = None
         self._list: list[int] = []
+        self._ranges: dict[str, list[PlaceholderRange]] = {}
+        self._items: dict[str, list[MediaItem]] = {}
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of prompt and completion."""
-        return len(self.step)
-
-    def extension(
-        self, prompt_ids: Any, sidecar: MultiModalData, where: str
-    ) -> tuple[Int32Array, list[MediaSpan]] | None:
-        """Return the tokens and media that a prompt adds, or None if it does not begin with all of this."""
-        if not len(self.step.own_ids) or not self._begins(prompt_ids):
+    def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> _Place | None:
+        """Return what a prompt adds to this step, or None if it does not begin with all of it."""
+        length = len(self.step)
+        if not len(self.step.own_ids) or not self._begins(prompt_ids, length):
             return None
         media = self._added_media(sidecar, len(prompt_ids))
-        if media is None:
+        if media is None or (media and media[0].start < length):
             return None
-        return check_ids(prompt_ids[self.length :], f"{where}.prompt_ids", start=self.length), media
+        added = check_ids(prompt_ids[length:], f"{where}.prompt_ids", start=length)
+        return _Place(self.step, length, added, media)
 
     def extend(self, step: Step) -> None:
         """Take in a step that extends this one."""
-        start, stop = self.length, len(step)
-        if len(self._array) < stop or not self._array.flags.writeable:
+        start, stop = len(self.step), len(step)
+        array = self._whole()
+        if len(array) < stop or not array.flags.writeable:
             grown = np.empty(max(1024, 2 * stop), np.int32)
-            grown[:start] = self._array[:start]
-            self._array = grown
-        self._array[start:stop] = step.own_ids
+            grown[:start] = array[:start]
+            array = self._array = grown
+        array[start:stop] = step.own_ids
         if step.own_experts is not None:
             own = step.own_experts.start, step.own_experts.stop
             self.experts_run = last_run([own] if self.experts_run is None else [self.experts_run, own])
-        for span in step.own_media:
-            for lists, value in (
-                (self._media.mm_hashes, span.item.identity),
-                (self._media.mm_placeholders, span.range),
-                (self._media.mm_items, span.item),
-            ):
-                lists.setdefault(span.modality, []).append(value)  # type: ignore[attr-defined]
         del self.messages[step.messages_keep :]
         self.messages.extend(step.new_messages)
+        self._enter(step.own_media)
         self.step._sequence = None
         self.step = step
-        step._sequence = self._array[:stop]
+        step._sequence = array[:stop]
         step._sequence.flags.writeable = False
 
-    def _begins(self, prompt_ids: Any) -> bool:
-        length = self.length
+    def _enter(self, media: Iterable[MediaSpan]) -> None:
+        for span in media:
+            self._ranges.setdefault(span.modality, []).append(span.range)
+            self._items.setdefault(span.modality, []).append(span.item)
+
+    def _whole(self) -> Int32Array:
+        """Return the tokens; what a step is made of is put together when the first prompt extends it."""
+        if self._array is None:
+            step = self.step
+            self._array = step.token_ids
+            self.messages = step.messages
+            spans = ((rows.start, min(rows.stop, stop)) for rows, stop in step.expert_contributions())
+            self.experts_run = last_run(spans)
+            self._enter(step.media)
+        return self._array
+
+    def _begins(self, prompt_ids: Any, length: int) -> bool:
+        own = self.step.own_ids
         if isinstance(prompt_ids, list):
+            if prompt_ids[length - len(own) : length] != own.tolist():
+                return False
             # Lists are compared as lists: a long one costs more to convert than to compare.
-            self._list.extend(self._array[len(self._list) : length].tolist())
+            self._list.extend(self._whole()[len(self._list) : length].tolist())
             return prompt_ids[:length] == self._list
         if isinstance(prompt_ids, np.ndarray) and prompt_ids.ndim == 1 and prompt_ids.dtype.kind in "iu":
-            return np.array_equal(prompt_ids[:length], self._array[:length])
+            if not np.array_equal(prompt_ids[length - len(own) : length], own):
+                return False
+            return np.array_equal(prompt_ids[:length], self._whole()[:length])
         return False
 
     def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
         """Return the media after those of this step, or None where they do not begin alike or do not fit."""
-        if not isinstance(sidecar, MultiModalData):
-            return None
-        counts: dict[str, int] = {}
-        for modality, items in self._media.mm_items.items():
-            count = counts[modality] = len(items)
-            ours = sidecar.mm_items.get(modality, ())[:count]
-            alike = (
-                sidecar.mm_hashes.get(modality, ())[:count] == self._media.mm_hashes[modality]
-                and sidecar.mm_placeholders.get(modality, ())[:count] == self._media.mm_placeholders[modality]
-                and len(ours) == count
-                and all(a is b or a.identity == b.identity for a, b in zip(ours, items, strict=True))
-            )
-            if not alike:
+        counts = {modality: len(items) for modality, items in self._items.items()}
+        for modality, known in self._items.items():
+            items = sidecar.mm_items.get(modality, ())[: len(known)]
+            hashes = sidecar.mm_hashes.get(modality, ())[: len(known)]
+            if (
+                list(sidecar.mm_placeholders.get(modality, ())[: len(known)]) != self._ranges[modality]
+                or not len(items) == len(hashes) == len(known)
+                or any(a is not b and a.identity != b.identity for a, b in zip(items, known, strict=True))
+                or any(digest != item.identity for digest, item in zip(hashes, known, strict=True))
+            ):
                 return None
-        hashes, ranges, items_after = (
-            {modality: lists[modality][counts.get(modality, 0) :] for modality in lists}
-            for lists in (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
+        added = MultiModalData(
+            {modality: each[counts.get(modality, 0) :] for modality, each in sidecar.mm_hashes.items()},
+            {modality: each[counts.get(modality, 0) :] for modality, each in sidecar.mm_placeholders.items()},
+            {modality: each[counts.get(modality, 0) :] for modality, each in sidecar.mm_items.items()},
         )
         try:
-            spans = MultiModalData(hashes, ranges, items_after).spans(length)
+            spans = added.spans(length)
         except PlaceholderError:
             return None  # the whole sidecar is checked next, and its error names the right place
-        if spans and spans[0].start < self.length:
-            return None
         return [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
 
 

@@ -8,7 +8,7 @@ The form is a dict of lists, scalars and arrays:
 - `tokens`, int32; `logprobs`, float32; `rewards`, float64; `versions`, int32 `[V, 3]` (row of `words`, start,
   stop); `message_rows`, int32: pools that steps take theirs from, in order.
 - `words`: distinct finish reasons and weight versions.
-- `messages`, uint8, and `message_ends`, int64: the distinct messages, each encoded by the codec, back to back.
+- `messages`, uint8, and `message_ends`, int64: distinct messages, each encoded by the codec, back to back.
 - `placeholders`, int32 `[P, 4]`, and `spans`, int32 `[S, 2]`: new media of the steps, in order, as
   `mmrender.media.wire.ranges_to_array` writes them. Offsets count from the first token of the prompt.
 - `items`: the distinct media items, as `mmrender.media.wire.items_to_wire` writes them.
@@ -19,7 +19,7 @@ Pools are used up from front to back, so the form is linear in distinct content:
 is written once, however many steps, branches and trajectories show it.
 
 Messages travel without the sources of their media by default, since the pixels travel in the items: encoded
-bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay as they are.
+bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ from mmrender.errors import TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire, ranges_from_array, ranges_to_array
 from mmrender.messages import Message
 from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, check_experts, check_versions
+from mmrender.trajectory.engine_data import RoutedExperts, check_experts, check_versions
 from mmrender.trajectory.prefix import (
     NO_IDS,
     NOTHING_SHARED,
@@ -200,9 +200,7 @@ class _Writer:
         by_token = isinstance(step.reward, np.ndarray)
         if step.reward is not None:
             self.rewards += np.atleast_1d(step.reward).tolist()
-        self.versions += [
-            (self._word(version), start, stop) for version, start, stop in step.weight_versions
-        ]
+        self.versions += [(self._word(version), start, stop) for version, start, stop in step.weight_versions]
         self.message_rows += [
             self._message(message, f"{where}.messages[{step.messages_keep + number}]")
             for number, message in enumerate(step.new_messages)
@@ -340,7 +338,7 @@ def read_records(wire: Any) -> list[Record]:
     try:
         form = msgspec.convert(wire, _Form)
     except (msgspec.ValidationError, TypeError, AttributeError, ValueError) as error:
-        raise TrajectoryError("the form of trajectories is malformed", where="wire", got=str(error)) from error
+        raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
     return _Reader(form).records()
 
 
@@ -415,9 +413,9 @@ class _Reader:
     def __init__(self, form: _Form) -> None:
         for name, (dtype, rest) in _ARRAYS.items():
             value = getattr(form, name)
-            if not (isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1 + len(rest)) or (
-                value.shape[1:] != rest
-            ):
+            if not (
+                isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1 + len(rest)
+            ) or (value.shape[1:] != rest):
                 shape = ", ".join(["n", *map(str, rest)])
                 raise _damaged("an array is malformed", f"wire.{name}", f"{np.dtype(dtype)} [{shape}]", value)
         self._form = form
@@ -538,8 +536,13 @@ class _Reader:
         known = [] if base is None else media_before(self._media[row.base], row.keep)
         if known and known[-1].stop > row.keep:
             span = f"[{known[-1].start}, {known[-1].stop})"
-            raise _damaged("a medium is kept in part", f"{where}.keep", f"no position within {span}", row.keep)
+            raise _damaged(
+                "a medium is kept in part", f"{where}.keep", f"no position within {span}", row.keep
+            )
         taken = self._take("media", row.media, where)
+        if not taken:
+            self._media.append(list(known))
+            return () if row.parent >= 0 else tuple(known)
         spans = MultiModalData.of((found, self._items[index]) for index, found in taken).spans(
             prompt_length, where=f"{where}.media"
         )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -9,20 +10,11 @@ from PIL import Image
 
 from item_cases import patch_item
 from mmrender.audit import inspect_sample
-from mmrender.errors import TrajectoryError
+from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart
 from mmrender.spans import MultiModalData, PlaceholderRange
-from mmrender.trajectory import (
-    RoutedExperts,
-    Trajectory,
-    WeightVersionSpan,
-    pack_sidecars,
-    response_tokens,
-    step_multi_modal_data,
-    step_sample,
-    trajectory_step_tokens,
-    unpack_sidecars,
-)
+from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory.step import step_sample
 
 A, B = patch_item(seed=1), patch_item(seed=2)
 PAD = [9] * 6
@@ -67,7 +59,6 @@ def test_siblings_start_at_the_end_of_their_prompt():
     assert parents(trajectory) == [(None, 0), (0, 11), (0, 9), (0, 9)]
     assert trajectory.steps[3].previous is None
     assert [[step.index for step in branch.steps] for branch in trajectory.branches()] == [[0, 1], [2], [3]]
-    assert trajectory.children(trajectory.steps[0]) == list(trajectory.steps[1:])
 
 
 def test_a_compacted_conversation_starts_where_the_tokens_part():
@@ -132,12 +123,50 @@ def test_nothing_in_common_is_a_root():
     assert (step.parent, step.keep) == (None, 0)
 
 
-def test_find_says_where_a_prompt_would_start():
-    trajectory = rollout()
-    assert trajectory.find([*PROMPT, 20, 21, 5], SHOWS_A) == (trajectory.steps[0], 11)
-    assert trajectory.find([*PROMPT, 20, 5], SHOWS_A) == (trajectory.steps[0], 10)
-    assert trajectory.find([4]) == (None, 0)
-    assert len(trajectory) == 2
+def test_a_thousand_turns_cost_what_they_add():
+    """Growth from 250 to 1,000 turns: what is stored and looked at again must not grow with the square."""
+
+    def seconds(turns):
+        trajectory, prompt, entries, messages = Trajectory(), [1, 2], [], []
+        started = time.process_time()
+        for turn in range(turns):
+            if turn % 4 == 0:
+                entries.append((PlaceholderRange(len(prompt), 6), (A, B)[turn % 8 == 0]))
+                prompt = [*prompt, *PAD]
+            messages = [
+                *messages,
+                {"role": "user", "content": str(turn)},
+                {"role": "assistant", "content": "!"},
+            ]
+            step = trajectory.append(
+                prompt,
+                [20] * 30,
+                logprobs=[-1.0] * 30,
+                multi_modal_data=MultiModalData.of(entries),
+                messages=messages,
+                routed_experts=RoutedExperts(
+                    np.zeros((1 if turn else len(prompt) + 29, 1, 2), np.uint8),
+                    len(prompt) + 28 if turn else 0,
+                ),
+            )
+            prompt = [*prompt, *step.completion_ids.tolist(), *range(100, 130)]
+        assert len(trajectory.branches()) == 1
+        assert sum(len(step.own_ids) for step in trajectory.steps) == len(step)
+        assert sum(len(step.new_messages) for step in trajectory.steps) == len(messages)
+        return time.process_time() - started
+
+    assert seconds(1000) < 8 * seconds(250) + 0.5
+
+
+def test_a_prompt_may_be_a_list_an_array_or_a_tuple():
+    for form in (list, tuple, lambda ids: np.array(ids, np.int64), lambda ids: np.array(ids, np.int32)):
+        trajectory = rollout()
+        third = trajectory.append(
+            form([*trajectory.steps[1].token_ids.tolist(), 5]),
+            form([6]),
+            multi_modal_data=trajectory.steps[1].multi_modal_data,
+        )
+        assert (third.parent.index, third.keep, third.own_ids.tolist()) == (1, 19, [5, 6])
 
 
 def test_equal_items_are_kept_once():
@@ -231,6 +260,15 @@ def test_logprobs_are_required_unless_waived():
     assert trajectory.samples(require_logprobs=False)[0].logprobs.tolist() == [0, 0, 0]
 
 
+def test_pickles_hold_arrays_out_of_band():
+    trajectory = rollout()
+    buffers = []
+    data = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)
+    assert sum(len(buffer.raw()) for buffer in buffers) >= A.nbytes + B.nbytes
+    assert len(data) < 6000
+    assert_same_tree(trajectory, pickle.loads(data, buffers=buffers))
+
+
 def test_routed_experts_are_stored_once_and_put_together():
     trajectory = Trajectory()
     rows = np.arange(12 * 2, dtype=np.uint16).reshape(12, 1, 2)
@@ -287,21 +325,21 @@ BAD = {
     "text logprobs": (lambda t: call(t, [1], [2], logprobs="x"), f"{NEXT}.logprobs: there is not one log probability for each sampled token - expected numbers [1], got str"),
     "nan": (lambda t: call(t, [1], [2, 3], logprobs=[-1.0, float("nan")]), f"{NEXT}.logprobs[1]: a log probability is not finite - got nan"),
     "none logprob": (lambda t: call(t, [1], [2, 3], logprobs=[None, -1.0]), f"{NEXT}.logprobs[0]: a log probability is not finite - got nan"),
-    "mapping": (lambda t: call(t, multi_modal_data={}), f"{NEXT}.multi_modal_data: this is no sidecar - expected MultiModalData, got dict"),
-    "lists": (lambda t: call(t, PROMPT, multi_modal_data=MultiModalData({"image": [A.identity]}, {}, {})), f"{NEXT}.multi_modal_data.image: hashes, placeholders and items of a sidecar must be equally many - got 1 hashes, 0 placeholders, 0 items"),
-    "hash": (lambda t: call(t, PROMPT, multi_modal_data=MultiModalData({"image": ["x"]}, SHOWS_A.mm_placeholders, SHOWS_A.mm_items)), f"{NEXT}.multi_modal_data.image[0]: a hash does not belong to its item - expected '{A.identity}', got 'x'"),
-    "outside": (lambda t: call(t, PROMPT[:-3], multi_modal_data=SHOWS_A), f"{NEXT}.multi_modal_data.image at token 2: a media range does not lie inside the prompt - expected tokens within [0, 6), got [2, 8). Trim the sidecar together with the tokens"),
-    "overlap": (lambda t: call(t, [1, *PAD, *PAD], multi_modal_data=sidecar((1, A), (6, B))), f"{NEXT}.multi_modal_data.image at token 6: two media ranges overlap - expected 7 or more, got 6"),
-    "lost image": (lambda t: call(t, [*AFTER, 5]), f"{NEXT}.multi_modal_data: the sidecar lacks a medium that steps[0] shows at the same tokens - expected image {A.identity[:12]} at tokens [2, 8), got no range there. Carry the sidecar of earlier turns along with their tokens"),
-    "shifted": (lambda t: call(t, [*AFTER, 5, 6, 7], multi_modal_data=sidecar((2, A), (8, B))), f"{NEXT}.multi_modal_data: a media range covers sampled tokens - expected no range within tokens [9, 11), which steps[0] sampled, got image at tokens [8, 14). Shift the ranges of new media by the length of prompt and completion"),
-    "no step": (lambda t: call(t, parent=3), f"{NEXT}.parent: the parent is no step of this trajectory - expected one of 2 steps, got 3"),
-    "experts": (lambda t: call(t, routed_experts=[1]), f"{NEXT}.routed_experts: these are no routed experts - expected RoutedExperts, got list"),
+    "mapping": (lambda t: call(t, multi_modal_data={}), f"{NEXT}.multi_modal_data: the sidecar has the wrong type - expected MultiModalData, got dict"),
+    "lists": (lambda t: call(t, PROMPT, multi_modal_data=MultiModalData({"image": [A.identity]}, {}, {})), f"{NEXT}.multi_modal_data.image: hashes, placeholders and items must be equally many - got 1 hashes, 0 placeholders, 0 items"),
+    "hash": (lambda t: call(t, PROMPT, multi_modal_data=MultiModalData({"image": ["x"]}, SHOWS_A.mm_placeholders, SHOWS_A.mm_items)), f"{NEXT}.multi_modal_data.mm_hashes['image'][0]: the hash is not the item's - expected {A.identity}, got 'x'. A server that knows the hash would take its own pixels in place of these"),
+    "outside": (lambda t: call(t, PROMPT[:-3], multi_modal_data=SHOWS_A), f"{NEXT}.multi_modal_data.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [0, 6), got [2, 8). Cut or shift the sidecar together with the tokens"),
+    "overlap": (lambda t: call(t, [1, *PAD, *PAD], multi_modal_data=sidecar((1, A), (6, B))), f"{NEXT}.multi_modal_data.mm_placeholders['image'][1]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [7, 13), got [6, 12). Cut or shift the sidecar together with the tokens"),
+    "lost image": (lambda t: call(t, [*AFTER, 5]), f"{NEXT}.multi_modal_data: the sidecar lacks a medium that steps[0] shows at the same tokens - expected image {A.identity[:12]} at [2, 8), got no range there. Carry the sidecar of earlier turns along with their tokens"),
+    "shifted": (lambda t: call(t, [*AFTER, 5, 6, 7], multi_modal_data=sidecar((2, A), (8, B))), f"{NEXT}.multi_modal_data: a media range covers sampled tokens - expected no range within tokens [9, 11), which steps[0] sampled, got image at [8, 14). Shift the ranges of new media by the length of prompt and completion"),
+    "no step": (lambda t: call(t, parent=3), f"{NEXT}.parent: the parent is not a step of this trajectory - expected one of 2 steps, got 3"),
+    "experts": (lambda t: call(t, routed_experts=[1]), f"{NEXT}.routed_experts: router choices have the wrong type - expected RoutedExperts, got list"),
     "rows": (lambda t: call(t, [1, 2], [3, 4], routed_experts=experts(2, 1, 1)), f"{NEXT}.routed_experts: the rows of routed experts do not fit the tokens - expected rows to position 3 or 4, got positions [0, 2)"),
     "version": (lambda t: call(t, weight_versions=[("a", 0, 2)]), f"{NEXT}.weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 1), got ('a', 0, 2)"),
     "version order": (lambda t: call(t, [1], [2, 3], weight_versions=[("a", 0, 2), ("b", 1, 2)]), f"{NEXT}.weight_versions[1]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [2, 2), got ('b', 1, 2)"),
     "reward": (lambda t: call(t, reward=[1.0, 2.0]), f"{NEXT}.reward: a reward is malformed - expected a finite number, or 1 of them, one for each sampled token, got [1.0, 2.0]"),
     "infinite reward": (lambda t: call(t, reward=float("inf")), f"{NEXT}.reward: a reward is malformed - expected a finite number, or 1 of them, one for each sampled token, got inf"),
-    "extra": (lambda t: call(t, extra={1: 2}), f"{NEXT}.extra: extra is no mapping with text keys - got {{1: 2}}"),
+    "extra": (lambda t: call(t, extra={1: 2}), f"{NEXT}.extra: extra must be a mapping with text keys - got {{1: 2}}"),
 }  # fmt: skip
 
 
@@ -309,7 +347,7 @@ BAD = {
 def test_what_does_not_fit_is_refused_and_changes_nothing(case):
     trajectory = rollout()
     action, message = BAD[case]
-    with pytest.raises(TrajectoryError) as error:
+    with pytest.raises(MMRenderError) as error:
         action(trajectory)
     assert str(error.value) == message
     assert len(trajectory) == 2
@@ -323,7 +361,7 @@ def test_an_image_that_only_the_later_prompt_has_is_refused():
         trajectory.append([*PROMPT, 4, 5], [6], multi_modal_data=SHOWS_A)
     assert str(error.value) == (
         "steps[1].multi_modal_data: the sidecar has a medium that steps[0] lacks at the same tokens - expected "
-        f"no range there, got image {A.identity[:12]} at tokens [2, 8). "
+        f"no range there, got image {A.identity[:12]} at [2, 8). "
         "Append every step with the sidecar of its whole prompt"
     )
 
@@ -341,82 +379,5 @@ def test_routed_experts_keep_their_form():
 
 def test_a_step_of_another_trajectory_is_no_parent():
     trajectory = rollout()
-    with pytest.raises(TrajectoryError, match="the parent is no step of this trajectory"):
+    with pytest.raises(TrajectoryError, match="the parent is not a step of this trajectory"):
         trajectory.append([1], [2], parent=rollout().steps[0])
-
-
-def test_tokens_as_verifiers_reads_them():
-    trajectory = rollout()
-    second = trajectory.steps[1]
-    second.finish_reason = "length"
-    tokens = trajectory_step_tokens(second)
-    assert tokens == {
-        "prompt_ids": [*AFTER, 4, *PAD],
-        "prompt_mask": [0] * 18,
-        "completion_ids": [22],
-        "completion_mask": [1],
-        "completion_logprobs": [-3.0],
-        "overlong_prompt": False,
-        "is_truncated": True,
-        "routed_experts": None,
-        "multi_modal_data": second.multi_modal_data,
-    }
-    assert set(tokens) - set(response_tokens(second)) == {"overlong_prompt", "is_truncated"}
-    step = {"tokens": None, "response": {"message": {"tokens": response_tokens(second)}}}
-    assert step_multi_modal_data(step) == second.multi_modal_data
-
-
-def test_items_may_be_given_as_tensors():
-    """Libraries of the verifiers kind hold a dict of tensors for each image."""
-    made = []
-
-    def tensors(item):
-        made.append(item)
-        return item.tensors("bfloat16")
-
-    trajectory = rollout()
-    twice = trajectory.append(
-        [*AFTER, 4, *PAD, 22, *PAD],
-        [5],
-        logprobs=[-1],
-        multi_modal_data=sidecar((2, A), (12, B), (19, A)),
-    )
-    tokens = response_tokens(twice, as_item=tensors)
-    items = tokens["multi_modal_data"].mm_items["image"]
-    assert [sorted(item) for item in items] == [["image_grid_thw", "pixel_values"]] * 3
-    assert items[0] is items[2]
-    assert made == [A, B]
-    assert tokens["multi_modal_data"].mm_hashes["image"] == [A.identity, B.identity, A.identity]
-    cut = trajectory_step_tokens(twice, 15, as_item=tensors)
-    assert [item["pixel_values"].dtype for item in cut["multi_modal_data"].mm_items["image"]] == [np.uint16]
-    assert made == [A, B, A]  # what was cut off is not expanded
-    plain = trajectory_step_tokens(Trajectory().append([1], [2]), as_item=tensors)
-    assert plain["multi_modal_data"] is None
-
-
-def test_tokens_are_cut_at_whole_images_with_their_sidecar():
-    second = rollout().steps[1]
-    tokens = trajectory_step_tokens(second, 15)
-    assert tokens["prompt_ids"] == [*AFTER, 4]
-    assert tokens["multi_modal_data"] == SHOWS_A
-    assert (tokens["overlong_prompt"], tokens["is_truncated"]) == (True, True)
-    assert tokens["completion_ids"] == tokens["completion_mask"] == tokens["completion_logprobs"] == []
-    exact = trajectory_step_tokens(second, 18)
-    assert (exact["overlong_prompt"], exact["is_truncated"], exact["completion_ids"]) == (False, True, [])
-
-
-def test_routed_experts_are_cut_with_the_tokens():
-    trajectory = Trajectory()
-    step = trajectory.append([1, 2, 3], [4, 5], logprobs=[-1, -1], routed_experts=experts(4, 1, 2))
-    assert trajectory_step_tokens(step, 4)["routed_experts"] == experts(4, 1, 2)
-    assert trajectory_step_tokens(step, 2)["routed_experts"] == experts(2, 1, 2)
-
-
-def test_token_views_can_be_packed_as_steps():
-    steps = [
-        {"tokens": trajectory_step_tokens(step), "parent": None if step.parent is None else step.parent.index}
-        for step in rollout().steps
-    ]
-    packed = pack_sidecars(steps)
-    assert [row["hash"] for row in packed["items"]] == [A.identity, B.identity]
-    assert unpack_sidecars(packed) == steps

@@ -8,7 +8,8 @@ from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.tokens.token_types import mm_token_type_ids
-from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan, trim_ids, trim_to_length
+from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan
+from mmrender.trajectory.truncate import truncate, whole_media_length
 
 A, B = patch_item(seed=1), patch_item(seed=2)
 SIDECAR = MultiModalData.of([(PlaceholderRange(2, 6), A), (PlaceholderRange(10, 6), B)])
@@ -23,26 +24,28 @@ def shown(sidecar):
     ("limit", "length", "items"),
     [(18, 18, [A, B]), (17, 17, [A, B]), (16, 16, [A, B]), (15, 10, [A]), (10, 10, [A]), (9, 9, [A]), (8, 8, [A]), (7, 2, []), (2, 2, []), (0, 0, [])],
 )  # fmt: skip
-def test_ids_are_cut_at_whole_images(limit, length, items):
-    ids, sidecar = trim_ids(IDS, SIDECAR, limit)
+def test_prompts_are_cut_at_whole_images(limit, length, items):
+    cut = truncate(
+        RenderedTokens(IDS, (TokenSpan(0, 18, 0, "content", False),), multi_modal_data=SIDECAR), limit
+    )
+    ids, sidecar = cut.token_ids, cut.multi_modal_data
+    assert whole_media_length(SIDECAR, limit) == length
     assert ids == IDS[:length]
     assert shown(sidecar) == items
     assert (mm_token_type_ids(sidecar.spans(length), length) == 1).tolist() == [token == 9 for token in ids]
 
 
 def test_what_fits_is_returned_as_it_is():
-    ids, sidecar = trim_ids(IDS, SIDECAR, 18)
-    assert (ids is IDS, sidecar is SIDECAR) == (True, True)
     prompt = RenderedTokens(IDS, (TokenSpan(0, 18, 0, "content", False),))
-    assert trim_to_length(prompt, 18) is prompt
+    assert truncate(prompt, 18) is prompt
 
 
 def test_modalities_are_cut_together():
     from item_cases import video_item
 
     mixed = MultiModalData.of([(PlaceholderRange(0, 6), A), (PlaceholderRange(6, 4), video_item())])
-    ids, sidecar = trim_ids([9] * 10, mixed, 9)
-    assert (len(ids), list(sidecar.mm_items)) == (6, ["image"])
+    cut = truncate(RenderedTokens([9] * 10, (), multi_modal_data=mixed), 9)
+    assert (len(cut), list(cut.multi_modal_data.mm_items)) == (6, ["image"])
 
 
 def test_rendered_prompts_keep_their_attribution():
@@ -52,14 +55,14 @@ def test_rendered_prompts_keep_their_attribution():
         TokenSpan(8, 18, 1, "content", True),
     )
     prompt = RenderedTokens(IDS, spans, ("user", "assistant"), (None, None), SIDECAR, "text")
-    cut = trim_to_length(prompt, 12)
+    cut = truncate(prompt, 12)
     assert (cut.token_ids, cut.spans[-1], shown(cut.multi_modal_data)) == (
         IDS[:10],
         spans[2]._replace(stop=10),
         [A],
     )
     assert len(cut.message_indices) == 10
-    assert [span.kind for span in trim_to_length(prompt, 5).spans] == ["content"]
+    assert [span.kind for span in truncate(prompt, 5).spans] == ["content"]
 
 
 def test_samples_are_cut_in_everything():
@@ -78,13 +81,13 @@ def test_samples_are_cut_in_everything():
         ),
         sample_id="t/0",
     )
-    cut = trim_to_length(sample, 12)
+    cut = truncate(sample, 12)
     assert (len(cut), cut.sample_id, cut.advantages) == (10, "t/0", None)
     assert cut.loss_mask.shape == (10,)
     assert cut.rewards.tolist() == [1.0] * 9 + [9.0]
     assert (cut.routed_experts.start, cut.routed_experts.stop) == (2, 10)
     assert cut.weight_versions == (("a", 0, 9), ("b", 9, 10))
-    assert trim_to_length(sample, 2).routed_experts is None
+    assert truncate(sample, 2).routed_experts is None
 
 
 def rewarded(rewards, trained):
@@ -103,26 +106,26 @@ def rewarded(rewards, trained):
 def test_the_rewards_of_cut_tokens_go_to_the_last_token_that_is_trained_on():
     sample = rewarded([0, 0, 0.25, 0, 0, 0, -0.5, 2], trained=[2, 3, 6, 7])
     for limit in (4, 5, 6):
-        cut = trim_to_length(sample, limit)
+        cut = truncate(sample, limit)
         assert cut.rewards.tolist() == [0, 0, 0.25, 1.5, 0, 0][:limit]
         assert cut.advantages.tolist() == [1] * limit
-    assert trim_to_length(sample, 7).rewards.tolist() == [0, 0, 0.25, 0, 0, 0, 1.5]
-    assert trim_to_length(sample, 3).rewards.tolist() == [0, 0, 1.75]
+    assert truncate(sample, 7).rewards.tolist() == [0, 0, 0.25, 0, 0, 0, 1.5]
+    assert truncate(sample, 3).rewards.tolist() == [0, 0, 1.75]
     assert sample.rewards.tolist() == [0, 0, 0.25, 0, 0, 0, -0.5, 2]
 
 
 def test_a_reward_that_nothing_is_left_for_is_refused():
     with pytest.raises(TrajectoryError) as error:
-        trim_to_length(rewarded([0, 0, 0, 3, 0], trained=[3, 4]), 3)
+        truncate(rewarded([0, 0, 0, 3, 0], trained=[3, 4]), 3)
     assert str(error.value) == (
         "t/0.rewards[3]: a reward is cut off, and no token is left that it could train - "
         "expected a token of the loss mask among the first 3, got none. "
         "Leave the sample out, or allow more tokens"
     )
-    assert trim_to_length(rewarded([0, 1, 0, 0, 0], trained=[3, 4]), 3).rewards.tolist() == [0, 1, 0]
+    assert truncate(rewarded([0, 1, 0, 0, 0], trained=[3, 4]), 3).rewards.tolist() == [0, 1, 0]
 
 
 def test_a_negative_length_is_refused():
     with pytest.raises(TrajectoryError) as error:
-        trim_ids(IDS, SIDECAR, -1)
+        whole_media_length(SIDECAR, -1)
     assert str(error.value) == "max_tokens: a length is negative - expected 0 or more, got -1"

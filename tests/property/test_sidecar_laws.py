@@ -1,0 +1,77 @@
+"""Laws of stripping sidecars and restoring them, over trees of steps."""
+
+import copy
+
+from hypothesis import given, settings
+
+from mmrender.spans import MultiModalData
+from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
+from mmrender.trajectory.sidecars import _sidecar_of
+from trajectory_cases import PAD, as_mapping, conversations, equal, rendered, step, trajectories
+
+
+@given(trajectories())
+@settings(max_examples=80)
+def test_stripping_changes_nothing_but_sidecars_and_not_its_input(trajectory):
+    before = copy.deepcopy(trajectory)
+    stripped = strip_intermediate_mm_data(trajectory)
+    assert equal(as_mapping(trajectory), as_mapping(before))
+    assert [type(entry) for entry in stripped] == [type(entry) for entry in trajectory]
+    for old, new in zip(as_mapping(trajectory), as_mapping(stripped), strict=True):
+        assert equal(_without_sidecars(old), _without_sidecars(new))
+
+
+@given(conversations())
+@settings(max_examples=120)
+def test_stripping_loses_no_step_its_images(tree):
+    steps = []
+    for segments, completion, parent in tree:
+        prompt, mm = rendered(segments)
+        steps.append(step(prompt, completion, mm, parent=parent, original=mm))
+    stripped = strip_intermediate_mm_data(steps)
+    for index, (segments, _, _) in enumerate(tree):
+        prompt, mm = rendered(segments)
+        assert _recovered(stripped, index, mm), "a step lost its sidecar, and no continuation holds it"
+        assert prompt.count(PAD) == sum(r.length for ranges in mm.mm_placeholders.values() for r in ranges)
+
+
+def _recovered(steps: list, index: int, mm: MultiModalData) -> bool:
+    """Whether the step, or one that extends it, holds the sidecar, as a consumer of plain steps expects."""
+    own = _sidecar_of(steps[index])
+    sequence = steps[index]["tokens"]["prompt_ids"] + steps[index]["tokens"]["completion_ids"]
+    if own is not None:
+        return equal(own, mm)
+    for later in range(index + 1, len(steps)):
+        extends = (
+            steps[later]["parent"] == index
+            and steps[later]["tokens"]["prompt_ids"][: len(sequence)] == sequence
+        )
+        longer = steps[later]["original"]
+        if extends and _starts_with(longer, mm) and _recovered(steps, later, longer):
+            return True
+    return False
+
+
+def _starts_with(longer: MultiModalData, mm: MultiModalData) -> bool:
+    return all(
+        list(longer.mm_placeholders.get(key, ()))[: len(ranges)] == list(ranges)
+        and list(longer.mm_hashes.get(key, ()))[: len(ranges)] == list(mm.mm_hashes[key])
+        for key, ranges in mm.mm_placeholders.items()
+    )
+
+
+def _without_sidecars(node):
+    if isinstance(node, dict):
+        return {key: _without_sidecars(value) for key, value in node.items() if key != "multi_modal_data"}
+    return node
+
+
+@given(conversations())
+@settings(max_examples=120)
+def test_restoring_undoes_stripping(tree):
+    steps = []
+    for segments, completion, parent in tree:
+        prompt, mm = rendered(segments)
+        steps.append(step(prompt, completion, mm if mm else None, parent=parent))
+    restored = restore_intermediate_mm_data(strip_intermediate_mm_data(steps))
+    assert equal(as_mapping(restored), as_mapping(steps))

@@ -1,0 +1,229 @@
+"""Steps without repeated sidecars, and back: cases with names, and exact messages."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from mmrender.errors import TrajectoryError
+from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
+from mmrender.trajectory.prefix import same_value
+from mmrender.trajectory.sidecars import _sidecar_of
+from trajectory_cases import Picture, Step, Tokens, mapping_sidecar, sidecar, step, turns
+
+A, B, C = ("A", 1, 2), ("B", 4, 2), ("C", 7, 2)
+
+
+def places(entry):
+    """The sidecars of a step, in both places."""
+    return entry["tokens"]["multi_modal_data"], entry["response"]["message"]["tokens"]["multi_modal_data"]
+
+
+class TestSidecarOf:
+    mm = sidecar(A)
+
+    def test_tokens_come_first(self):
+        other = sidecar(B)
+        entry = step([1], [2], self.mm)
+        entry["response"]["message"]["tokens"]["multi_modal_data"] = other
+        assert _sidecar_of(entry) is self.mm
+
+    @pytest.mark.parametrize("first", [None, {"multi_modal_data": None}, {}])
+    def test_then_the_response(self, first):
+        message = SimpleNamespace(tokens={"multi_modal_data": self.mm})
+        assert _sidecar_of({"tokens": first, "response": {"message": message}}) is self.mm
+
+    def test_mappings_and_objects_are_read_alike(self):
+        assert _sidecar_of(Step(Tokens([], [], self.mm))) is self.mm
+        assert _sidecar_of(MappingProxyType({"tokens": SimpleNamespace(multi_modal_data=self.mm)})) is self.mm
+
+    @pytest.mark.parametrize(
+        "entry", [{}, {"tokens": None, "response": None}, Step(None), {"response": {"message": {}}}]
+    )
+    def test_else_there_is_none(self, entry):
+        assert _sidecar_of(entry) is None
+
+    def test_an_empty_sidecar_is_one(self):
+        empty = MultiModalData()
+        assert _sidecar_of(step([1], [2], empty)) is empty
+
+
+class TestStrip:
+    def test_a_plain_rollout_keeps_the_last_sidecar_only(self):
+        steps = turns(4)
+        kept = [places(entry) for entry in strip_intermediate_mm_data(steps)]
+        assert kept == [(None, None)] * 3 + [places(steps[-1])]
+        assert all(None not in places(entry) for entry in steps), "the input was changed"
+
+    def test_what_is_not_touched_is_the_same_object(self):
+        steps = turns(2)
+        first, last = strip_intermediate_mm_data(steps)
+        assert last is steps[-1]
+        assert first["tokens"]["prompt_ids"] is steps[0]["tokens"]["prompt_ids"]
+
+    def test_a_compaction_keeps_what_it_drops(self):
+        before = step([1, 9, 9, 4, 9, 9], [5], sidecar(A, B))
+        after = step([1, 9, 9, 6], [5], sidecar(("B", 1, 2)))
+        assert strip_intermediate_mm_data([before, after]) == [before, after]
+
+    def test_a_compaction_that_shows_the_same_images_keeps_both(self):
+        before = step([1, 9, 9, 4, 9, 9], [5], sidecar(A, B))
+        after = step([2, 9, 9, 4, 9, 9], [5], sidecar(A, B))
+        assert strip_intermediate_mm_data([before, after]) == [before, after]
+
+    def test_a_branch_keeps_each_leaf(self):
+        root = step([1, 9, 9], [3], sidecar(A), parent=None)
+        left = step([1, 9, 9, 3, 9, 9], [4], sidecar(A, B), parent=0)
+        right = step([1, 9, 9, 3, 9, 9], [5], sidecar(A, ("C", 4, 2)), parent=0)
+        kept = strip_intermediate_mm_data([root, left, right])
+        assert [places(entry)[0] for entry in kept] == [None, places(left)[0], places(right)[0]]
+
+    def test_without_a_named_parent_a_sibling_is_no_extension(self):
+        left = step([1, 9, 9, 3, 9, 9], [4], sidecar(A, B))
+        right = step([1, 9, 9, 3, 9, 9], [5], sidecar(A, B))
+        assert strip_intermediate_mm_data([left, right]) == [left, right]
+
+    def test_reordered_images_are_kept(self):
+        mm = sidecar(A, B)
+        swapped = MultiModalData.of(
+            [(PlaceholderRange(1, 2), Picture("B")), (PlaceholderRange(4, 2), Picture("A"))]
+        )
+        steps = [step([1, 9, 9, 4, 9, 9], [5], mm), step([1, 9, 9, 4, 9, 9, 5, 6], [7], swapped)]
+        assert strip_intermediate_mm_data(steps) == steps
+
+    def test_a_sidecar_that_lost_its_data_does_not_stand_for_one_that_has_it(self):
+        full = sidecar(A)
+        bare = MultiModalData(full.mm_hashes, full.mm_placeholders, {"image": [None]})
+        steps = [step([1, 9, 9], [3], full), step([1, 9, 9, 3, 4], [5], bare)]
+        assert strip_intermediate_mm_data(steps) == steps
+
+    def test_duplicates_and_reintroduction_are_no_hindrance(self):
+        first = sidecar(A, B)
+        later = first.merged(sidecar(("A", 8, 2)))
+        steps = [step([1, 9, 9, 4, 9, 9], [5], first), step([1, 9, 9, 4, 9, 9, 5, 6, 9, 9], [7], later)]
+        assert [places(entry)[0] for entry in strip_intermediate_mm_data(steps)] == [None, later]
+
+    def test_without_token_ids_the_sidecars_decide(self):
+        steps = [{"tokens": {"multi_modal_data": mm}} for mm in (sidecar(A), sidecar(A, B), sidecar(C))]
+        kept = [entry["tokens"]["multi_modal_data"] for entry in strip_intermediate_mm_data(steps)]
+        assert kept == [None, sidecar(A, B), sidecar(C)]
+
+    def test_token_ids_on_one_side_prove_nothing(self):
+        steps = [{"tokens": {"multi_modal_data": sidecar(A)}}, step([1, 9, 9], [3], sidecar(A))]
+        assert strip_intermediate_mm_data(steps) == steps
+
+    def test_an_unknown_kind_of_sidecar_goes_where_the_prompt_goes_on(self):
+        steps = [step([1, 2], [3], "one"), step([1, 2, 3, 4], [5], "two"), step([7], [8], "three")]
+        kept = [places(entry) for entry in strip_intermediate_mm_data(steps)]
+        assert kept == [(None, None), ("two", "two"), ("three", "three")]
+
+    @pytest.mark.parametrize(
+        "kind", ["frozen dataclass", "struct", "model", "named tuple", "namespace", "mapping proxy"]
+    )
+    def test_objects_of_every_kind_are_copied(self, kind):
+        first, last = (
+            make(kind, prompt, mm) for prompt, mm in (([1], sidecar(A)), ([1, 2, 3], sidecar(A, B)))
+        )
+        stripped = strip_intermediate_mm_data([first, last])
+        assert stripped[1] is last
+        assert _sidecar_of(stripped[0]) is None
+        assert _sidecar_of(first) == sidecar(A)
+        expected = dict if kind == "mapping proxy" else type(first)
+        assert type(stripped[0]) is expected
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenNode:
+    tokens: Any = None
+    prompt_ids: Any = None
+    completion_ids: Any = None
+    multi_modal_data: Any = None
+
+
+class StructNode(msgspec.Struct, frozen=True):
+    tokens: Any = None
+    prompt_ids: Any = None
+    completion_ids: Any = None
+    multi_modal_data: Any = None
+
+
+class ModelNode(BaseModel):
+    tokens: Any = None
+    prompt_ids: Any = None
+    completion_ids: Any = None
+    multi_modal_data: Any = None
+
+
+TupleNode = namedtuple("TupleNode", "tokens prompt_ids completion_ids multi_modal_data", defaults=[None] * 4)
+KINDS = {
+    "frozen dataclass": FrozenNode,
+    "struct": StructNode,
+    "model": ModelNode,
+    "named tuple": TupleNode,
+    "namespace": SimpleNamespace,
+    "mapping proxy": lambda **fields: MappingProxyType(fields),
+}
+
+
+class Slotted:
+    """An object that refuses to be copied."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = tokens
+
+    def __copy__(self) -> Any:
+        raise TypeError("read only")
+
+
+def make(kind: str, prompt: list[int], mm: Any) -> Any:
+    node = KINDS[kind]
+    return node(tokens=node(prompt_ids=prompt, completion_ids=[2], multi_modal_data=mm))
+
+
+class TestRestore:
+    @pytest.mark.parametrize("form", [lambda mm: mm, mapping_sidecar])
+    def test_sidecars_come_back(self, form):
+        steps = turns(4)
+        for entry in steps:
+            for block in (entry["tokens"], entry["response"]["message"]["tokens"]):
+                block["multi_modal_data"] = form(block["multi_modal_data"])
+        stripped = strip_intermediate_mm_data(steps)
+        restored = restore_intermediate_mm_data(stripped)
+        assert all(same_value(old, new) for old, new in zip(steps, restored, strict=True))
+        assert places(stripped[0]) == (None, None), "the input was changed"
+
+    def test_a_step_before_the_first_image_has_none(self):
+        steps = [step([1], [2], None), step([1, 2, 9, 9], [3], sidecar(("A", 2, 2)))]
+        assert restore_intermediate_mm_data(steps) == steps
+
+    def test_a_step_that_no_other_extends_is_left_alone(self):
+        steps = [step([1, 9, 9], [2], None), step([7, 9, 9], [3], sidecar(A))]
+        assert restore_intermediate_mm_data(steps) == steps
+
+    def test_what_has_no_ranges_cannot_be_cut(self):
+        steps = [step([1, 9, 9], [2], None), step([1, 9, 9, 2, 3], [4], {"mm_hashes": {"image": ["A"]}})]
+        with pytest.raises(TrajectoryError) as error:
+            restore_intermediate_mm_data(steps)
+        assert str(error.value) == (
+            "steps[1].multi_modal_data: a sidecar without placeholder ranges cannot be cut - expected "
+            "mm_placeholders, got mm_hashes"
+        )
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([{"parent": 0}], "steps[0].parent: a step must come after the step that it continues - expected None, got 0. Order the steps so that parents come first"),
+        ([step([1], [2], sidecar()), step([1.5], [2], sidecar())], "steps[1].prompt_ids: token ids must be a flat list, tuple or numpy array of integers of 32 bits - got a list with 1.5"),
+        ([Slotted(Tokens([1], [2], sidecar(A))), Slotted(Tokens([1, 2, 9, 9], [3], sidecar(A)))], "steps[0]: a Slotted cannot be copied with another 'tokens' - got read only. Use a mapping, a dataclass, a msgspec or pydantic model, or a plain object"),
+    ],
+)  # fmt: skip
+def test_malformed_steps_are_named(steps, message):
+    with pytest.raises(TrajectoryError) as error:
+        strip_intermediate_mm_data(steps)
+    assert str(error.value) == message
