@@ -11,12 +11,12 @@ text and 100 sampled ones. The cases:
 - search: a tree of 200 steps over 8 images, each step starting from a random earlier one.
 
 Three ways to ship each of them, all with images as uint8 planes; float32 patches would be eight times the
-bytes. "cumulative" sends every step with all of its tokens and images; "last only" sends images for the ends of
-branches alone; "tree" is what `Trajectory.to_frames` sends. Bytes of the first two are counted, not sent.
-Times are medians of processor time, of the tree's four parts: appending all steps, packing and encoding as
-frames, decoding and unpacking, samples of all branches. "again" is a second message with the same images over a
-connection with a shared table. "peak" is the memory that packing, encoding, decoding and unpacking take at most,
-besides the images.
+bytes. "cumulative" sends every step with all of its tokens and images; "last only" sends images for the
+ends of branches alone; "tree" is what `Trajectory.to_frames` sends. Bytes of the first two are counted,
+not sent. Times are medians of processor time, of the tree's four parts: appending all steps, packing and
+encoding as frames, decoding and unpacking, samples of all branches. "again" is a second message with the
+same images over a connection with a shared table. "peak" is the memory that packing, encoding, decoding
+and unpacking take at most, besides the images.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from blake3 import blake3
 from PIL import Image
 
 from mmrender.errors import TrajectoryError
-from mmrender.trajectory.saving import TrajectoryReader, TrajectoryWriter
+from mmrender.trajectory.files import TrajectoryReader, TrajectoryWriter
 from mmrender.trajectory.tree import Trajectory
 
 REQUEST_KEY: Final = "rollout_request"

@@ -24,8 +24,8 @@ from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import TurnRenderer
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
-from mmrender.trajectory.tree_step import Step
 
 Overlong: TypeAlias = Literal["error", "drop_oldest_turns", "stop"]
 """How to handle a prompt that is too long: `error` raises `PromptTooLongError`; `drop_oldest_turns` leaves

@@ -21,8 +21,8 @@ from mmrender.rollout.checkpoint import RolloutCheckpoint, digest_of
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment, run_episode
 from mmrender.spans import MultiModalData, TensorDtype
-from mmrender.trajectory.branch import Branch, step_sample
 from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.step import Branch, step_sample
 from mmrender.trajectory.tree import Trajectory
 
 EnvironmentClass: TypeAlias = str | Callable[[], Environment]

@@ -11,3 +11,4 @@ from .sidecars import strip_intermediate_mm_data as strip_intermediate_mm_data
 from .step import Branch as Branch
 from .step import Step as Step
 from .tree import Trajectory as Trajectory
+from .truncate import truncate as truncate

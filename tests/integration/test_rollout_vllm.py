@@ -17,7 +17,7 @@ from mmrender.demo.receiver import trajectory_digest
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator
 from mmrender.testing.game import DotGame, game_calls, guided_params
-from mmrender.trajectory.saving import load_trajectories
+from mmrender.trajectory.files import load_trajectories
 
 pytestmark = needs_tier("vllm")
 

@@ -24,7 +24,7 @@ from mmrender.training import (
     plan_steps,
     smallest_dummy,
 )
-from mmrender.trajectory import trim_to_length
+from mmrender.trajectory import truncate
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import PAD_ID, expected_fields, kinds, sample
 
@@ -195,9 +195,9 @@ def test_truncation_cuts_at_whole_images(given_samples: Any, data: Any) -> None:
         ]
         if one.rewards is not None and not one.loss_mask[: max(allowed)].any():
             with pytest.raises(TrajectoryError, match="no token is left that it could train"):
-                trim_to_length(one, limit)
+                truncate(one, limit)
             one = replace(one, rewards=None)
-        cut = trim_to_length(one, limit)
+        cut = truncate(one, limit)
         assert len(cut) == max(allowed)
         kept = [index for index, found in enumerate(ranges) if found.offset + found.length <= len(cut)]
         sidecar = cut.multi_modal_data

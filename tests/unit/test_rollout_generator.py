@@ -23,7 +23,7 @@ from mmrender.rollout.generator import (
     rows_of,
 )
 from mmrender.testing.game import DotGame, game_calls, guided_params
-from mmrender.trajectory.saving import load_trajectories
+from mmrender.trajectory.files import load_trajectories
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 

@@ -25,7 +25,7 @@ from mmrender.training import (
     token_logprobs,
 )
 from mmrender.training.packing import MicroBatch, compute_cost
-from mmrender.trajectory import trim_to_length
+from mmrender.trajectory import truncate
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import IMAGE_ID, PAD_ID, family_of, kinds, patch_item, sample, tiled_item
@@ -343,14 +343,14 @@ def test_truncation() -> None:
     base = replace(sample([ITEM, ITEM], experts=True), rewards=None, weight_versions=(
         WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 14), WeightVersionSpan("c", 14, 20),
     ))  # fmt: skip
-    assert trim_to_length(base, 99) is base
-    cut = trim_to_length(base, 14)
+    assert truncate(base, 99) is base
+    cut = truncate(base, 14)
     assert len(cut) == 12  # the second image stands at [12, 16)
     assert cut.multi_modal_data.mm_items["image"] == [ITEM]
     assert cut.weight_versions == (WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 12))
     assert cut.routed_experts.stop == 12
     batch_of(cut)
-    assert trim_to_length(base, 7).multi_modal_data == MultiModalData()
+    assert truncate(base, 7).multi_modal_data == MultiModalData()
 
 
 GOOD = sample([ITEM], name="a")
