@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from mmrender.errors import InputError
-from mmrender.parsing.literals import FUNCTION_GEMMA, GEMMA, PYTHON, Dialect
+from mmrender.parsing.literals import FUNCTION_GEMMA, GEMMA, JSON, PYTHON, Dialect
 
 
 class Field(Enum):
@@ -75,7 +75,7 @@ class Grammar:
     section: Section | None = None
     argument: Pattern = ()
     padding: str = ""
-    dialect: Dialect | None = None
+    dialect: Dialect = JSON
     brackets: tuple[str, str, str] = ("{", ":", "}")
     name_in_id: re.Pattern[str] | None = None
     id_format: str | None = None

@@ -7,7 +7,7 @@ from JSON that is wrong. No value is ever evaluated.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -83,36 +83,30 @@ class Reader:
         if self._take("{"):
             return self.members("}", ":", bare=self._dialect.bare_keys)
         if self._take("["):
-            return self._items()
+            return [self.value() for _ in self._items("]")]
         return self._word()
 
     def members(self, close: str, joiner: str, *, bare: bool) -> dict[str, Any]:
         """Read `key joiner value, ...` through `close`; the opening bracket has been read."""
-        self._enter()
         found: dict[str, Any] = {}
-        while not self._take(close):
-            if found:
-                self._expect(",")
+        for _ in self._items(close):
             key = self._key(bare)
             self._expect(joiner)
             found[key] = self.value()
-        self._depth -= 1
         return found
 
-    def _items(self) -> list[Any]:
-        self._enter()
-        found: list[Any] = []
-        while not self._take("]"):
-            if found:
-                self._expect(",")
-            found.append(self.value())
-        self._depth -= 1
-        return found
-
-    def _enter(self) -> None:
+    def _items(self, close: str) -> Iterator[None]:
+        """Yield where each item begins, reading the commas between them and `close`."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NotAValue
+        separated = False
+        while not self._take(close):
+            if separated:
+                self._expect(",")
+            yield
+            separated = True
+        self._depth -= 1
 
     def _key(self, bare: bool) -> str:
         self._skip()

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from mmrender.content import normalize_tools
 from mmrender.messages import Message, ToolCall
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing.calls import Block, CallStatus, Scanner
+from mmrender.parsing.calls import Block, CallScanner, CallStatus
 from mmrender.parsing.grammars import Grammar
 from mmrender.parsing.reasoning import Opening, Reasoning, opening_by_text, opening_by_tokens, read_reasoning
 from mmrender.parsing.schema import ToolSchemas
@@ -160,7 +160,7 @@ def split(
     tools: ToolSchemas | None = None,
 ) -> CompletionParts:
     """Split a completion into reasoning, calls outside reasoning, and the stretches between them."""
-    scanner = Scanner(grammar, source, tools) if grammar is not None else None
+    scanner = CallScanner(grammar, source, tools) if grammar is not None else None
     first_call = scanner.first_delimiter() if scanner is not None else len(source.text)
     reasoning = read_reasoning(reasoning_format, source, opening, first_call)
     blocks = scanner.scan(reasoning.rest) if scanner is not None else []

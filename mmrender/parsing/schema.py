@@ -7,7 +7,7 @@ renders back to the same text.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrender.parsing.literals import NotAValue, number, parse_json
@@ -15,6 +15,16 @@ from mmrender.parsing.literals import NotAValue, number, parse_json
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _NULLS = frozenset({"null", "None"})
 _BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (float,),
+    "string": (str,),
+    "array": (list, tuple),
+    "object": (),
+}
+"""Names of the types, and what constants of each look like."""
 
 
 class ToolSchemas:
@@ -52,7 +62,7 @@ def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         if kind == "string":
             return text
         try:
-            return _READERS[kind](text)
+            return _read(kind, text)
         except NotAValue:
             continue
     return text
@@ -64,7 +74,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]
         return
     named = schema.get("type")
     for kind in named if isinstance(named, list | tuple) else (named,):
-        if isinstance(kind, str) and (kind == "string" or kind in _READERS):
+        if isinstance(kind, str) and kind in _TYPES:
             yield kind
     if schema.get("nullable") is True:
         yield "null"
@@ -99,60 +109,26 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def _null(text: str) -> None:
-    if text.strip() not in _NULLS:
-        raise NotAValue
+def _read(kind: str, text: str) -> Any:
+    """Read a text as a value of a type.
 
-
-def _boolean(text: str) -> bool:
-    value = _BOOLEANS.get(text.strip())
-    if value is None:
-        raise NotAValue
-    return value
-
-
-def _integer(text: str) -> int:
-    value = _number(text)
-    if isinstance(value, float) and not value.is_integer():
-        raise NotAValue
-    return int(value)
-
-
-def _number(text: str) -> int | float:
+    Raises:
+        NotAValue: It is not one.
+    """
     word = text.strip()
-    if _NUMBER.fullmatch(word) is None:
-        raise NotAValue
-    return number(word.removeprefix("+"))
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = parse_json(text)
-    if not isinstance(value, dict):
-        raise NotAValue
-    return value
-
-
-def _array(text: str) -> list[Any]:
-    value = parse_json(text)
-    if not isinstance(value, list):
-        raise NotAValue
-    return value
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    "null": _null,
-    "boolean": _boolean,
-    "integer": _integer,
-    "number": _number,
-    "object": _object,
-    "array": _array,
-}
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "null": (type(None),),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (float,),
-    "string": (str,),
-    "array": (list, tuple),
-}
+    match kind:
+        case "null" if word in _NULLS:
+            return None
+        case "boolean" if word in _BOOLEANS:
+            return _BOOLEANS[word]
+        case "number" | "integer" if _NUMBER.fullmatch(word):
+            value = number(word.removeprefix("+"))
+            if kind == "number":
+                return value
+            if isinstance(value, int) or value.is_integer():
+                return int(value)
+        case "object" | "array":
+            parsed = parse_json(text)
+            if isinstance(parsed, dict if kind == "object" else list):
+                return parsed
+    raise NotAValue

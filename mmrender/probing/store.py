@@ -9,7 +9,7 @@ disk are bounded; the least recently used entries go first.
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -36,112 +36,96 @@ _CODE = (
     "model/tokenizer.py",
 )
 _MEMORY_ENTRIES = 1024
-_DISK_ENTRIES = 4096
+_FILES = 4096
 
 
-class DiskCache:
-    """A folder of small JSON files. Safe to use from many threads and processes.
+def cache_folder() -> Path | None:
+    """The folder that `MMRENDER_CACHE` names, or `mmrender` in the user's cache folder.
+
+    None where `MMRENDER_CACHE` is `off`, or where the user has no home directory.
+    """
+    given = os.environ.get(ENVIRONMENT)
+    if given is not None:
+        return None if given.strip().lower() in _OFF else Path(given).expanduser() / "profiles"
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        home = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    # The specification of XDG_CACHE_HOME says to ignore relative paths.
+    return home / "mmrender" / "profiles" if home.is_absolute() else None
+
+
+class Findings:
+    """What is known about one template with one set of arguments, for many threads and processes.
 
     Args:
-        folder: Where they are; made when the first one is written.
-        max_entries: Number of files beyond which the oldest are removed.
+        folder: Where it is kept between processes, as small JSON files.
+        facts: Everything that it depends on, as plain values. Without a folder or facts, memory alone is used.
+        max_files: Number of files in the folder beyond which the least recently used are removed.
     """
 
-    def __init__(self, folder: Path, *, max_entries: int = _DISK_ENTRIES) -> None:
-        self.folder = folder
-        self._max_entries = max_entries
+    def __init__(
+        self, folder: Path | None = None, facts: dict[str, Any] | None = None, *, max_files: int = _FILES
+    ) -> None:
+        self._memory: LRUCache[str, Any] = LRUCache(_MEMORY_ENTRIES)
+        self._folder = folder if facts is not None else None
+        self._max_files = max_files
+        self._digest = ""
+        if self._folder is not None:
+            content = msgspec.msgpack.encode([code_digest(), facts], order="deterministic")
+            self._digest = blake3(content).hexdigest(length=16)
 
-    @classmethod
-    def default(cls) -> "DiskCache | None":
-        """The folder that `MMRENDER_CACHE` names, or `mmrender` in the user's cache folder.
+    def get_or_find(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
+        """Return what is known about something, or find it out and keep it."""
+        known: Value | None = self._memory.get(about)
+        if known is None:
+            known = self._memory.get_or_compute(about, lambda: self._load(about, kind, find))
+        return known
 
-        None where `MMRENDER_CACHE` is `off`, or where the user has no home directory.
-        """
-        given = os.environ.get(ENVIRONMENT)
-        if given is not None:
-            return None if given.strip().lower() in _OFF else cls(Path(given).expanduser() / "profiles")
-        base = os.environ.get("XDG_CACHE_HOME")
-        try:
-            home = Path(base) if base else Path.home() / ".cache"
-        except RuntimeError:
-            return None
-        # The specification of XDG_CACHE_HOME says to ignore relative paths.
-        return cls(home / "mmrender" / "profiles") if home.is_absolute() else None
+    def _load(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
+        if self._folder is None:
+            return find()
+        name = blake3(about.encode("utf-8", "surrogatepass")).hexdigest(length=8)
+        file = self._folder / f"{self._digest}-{name}.json"
+        value = self._read(file, kind)
+        if value is None:
+            value = find()
+            self._write(file, value)
+        return value
 
-    def get(self, name: str, kind: type[Value]) -> Value | None:
+    def _read(self, file: Path, kind: type[Value]) -> Value | None:
         """Read an entry and mark it as used; None where it is missing or unreadable."""
-        file = self.folder / f"{name}.json"
         try:
             value = msgspec.json.decode(file.read_bytes(), type=kind)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _log.debug("ignored cache entry %s: %s", name, error)
+            _log.debug("ignored cache entry %s: %s", file.name, error)
             return None
         with suppress(OSError):
             os.utime(file)
         return value
 
-    def put(self, name: str, value: Any) -> None:
+    def _write(self, file: Path, value: Any) -> None:
         """Write an entry atomically; a folder that cannot be written to is ignored."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, path = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle, path = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
             try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(msgspec.json.encode(value))
-                Path(path).replace(self.folder / f"{name}.json")
+                with os.fdopen(handle, "wb") as temporary:
+                    temporary.write(msgspec.json.encode(value))
+                Path(path).replace(file)
             except BaseException:
                 Path(path).unlink(missing_ok=True)
                 raise
-            for stale in self._beyond_bound():
-                stale.unlink(missing_ok=True)
+            files = list(file.parent.glob("*.json"))
+            if len(files) > self._max_files:
+                files.sort(key=lambda found: found.stat().st_mtime)
+                for stale in files[: len(files) - self._max_files * 9 // 10]:
+                    stale.unlink(missing_ok=True)
         except OSError as error:
-            _log.debug("cannot write cache entry %s: %s", name, error)
-
-    def _beyond_bound(self) -> Iterator[Path]:
-        """The oldest tenth of the files, once there are more than the bound."""
-        files = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".json")]
-        if len(files) > self._max_entries:
-            files.sort(key=lambda entry: entry.stat().st_mtime)
-            yield from map(Path, files[: len(files) - self._max_entries * 9 // 10])
-
-
-class Findings:
-    """What is known about one template with one set of arguments.
-
-    Args:
-        disk: Where findings are kept between processes, or None.
-        facts: Everything that they depend on, as plain values; None keeps them in memory alone.
-    """
-
-    def __init__(self, disk: DiskCache | None = None, facts: dict[str, Any] | None = None) -> None:
-        self._memory: LRUCache[str, Any] = LRUCache(_MEMORY_ENTRIES)
-        self._disk = disk if facts is not None else None
-        self._digest = ""
-        if self._disk is not None:
-            self._digest = blake3(
-                msgspec.msgpack.encode([code_digest(), facts], order="deterministic")
-            ).hexdigest(length=16)
-
-    def get_or_find(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
-        """Return what is known about something, or find it out and keep it."""
-        known: Value | None = self._memory.get(about)
-        return (
-            known
-            if known is not None
-            else self._memory.get_or_compute(about, lambda: self._load(about, kind, find))
-        )
-
-    def _load(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
-        if self._disk is None:
-            return find()
-        name = f"{self._digest}-{blake3(about.encode('utf-8', 'surrogatepass')).hexdigest(length=8)}"
-        value = self._disk.get(name, kind)
-        if value is None:
-            value = find()
-            self._disk.put(name, value)
-        return value
+            _log.debug("cannot write cache entry %s: %s", file.name, error)
 
 
 @cache

@@ -4,6 +4,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from mmrender.model.stops import stop_token_ids
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.probes import Probes
 from mmrender.probing.profile import TemplateProfile, probe_template
-from mmrender.probing.store import DiskCache, Findings
+from mmrender.probing.store import Findings, cache_folder
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.loader import choose_template, load_templates, special_tokens
@@ -68,7 +69,7 @@ class TemplateSet:
         model_stop_ids: Stop tokens that the model's files name.
         limits: What one run may spend.
         clock: What `strftime_now` reads.
-        disk: Where findings are kept between processes, or None.
+        folder: Where findings are kept between processes, or None.
 
     Raises:
         TemplateError: There is no template to use, or one does not compile.
@@ -84,7 +85,7 @@ class TemplateSet:
         model_stop_ids: Sequence[int] = (),
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
-        disk: DiskCache | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._names = {
             has_tools: choose_template(sources, name=chosen, has_tools=has_tools)
@@ -102,7 +103,7 @@ class TemplateSet:
             name: frozenset(node.name for node in template.syntax_tree().find_all(nodes.Name))
             for name, template in self._templates.items()
         }
-        self._disk = disk
+        self._folder = folder
         self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
     @classmethod
@@ -144,7 +145,7 @@ class TemplateSet:
             model_stop_ids=stop_token_ids(model, tokenizer),
             limits=limits,
             clock=clock,
-            disk=DiskCache.default() if profile_cache else None,
+            folder=cache_folder() if profile_cache else None,
         )
 
     def find(self, arguments: Mapping[str, Any], *, has_tools: bool) -> KnownTemplate:
@@ -178,5 +179,5 @@ class TemplateSet:
             "arguments": encoded,
         }
         is_kept = encoded is not None and not template.reads_clock
-        findings = Findings(self._disk, facts if is_kept else None)
+        findings = Findings(self._folder, facts if is_kept else None)
         return KnownTemplate(template, self._tokenizer, arguments, findings, self._model_stop_ids)

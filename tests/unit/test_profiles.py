@@ -10,7 +10,7 @@ import pytest
 from mmrender.bridge.proof import TailProver
 from mmrender.probing import store, templates
 from mmrender.probing.profile import TemplateProfile, probe_template
-from mmrender.probing.store import DiskCache
+from mmrender.probing.store import Findings, cache_folder
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
@@ -121,15 +121,20 @@ def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_di
 
 
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
-    disk = DiskCache(tmp_path, max_entries=10)
+    def found(number: int) -> int:
+        return Findings(tmp_path, {}, max_files=10).get_or_find(str(number), int, lambda: 2 * number)
+
+    def known(number: int) -> bool:
+        return Findings(tmp_path, {}, max_files=99).get_or_find(str(number), int, lambda: -1) >= 0
+
     for number in range(10):
-        disk.put(f"entry{number}", number)
-        os.utime(tmp_path / f"entry{number}.json", (number, number))
-    assert disk.get("entry0", int) == 0
-    disk.put("entry10", 10)
+        assert found(number) == 2 * number
+        (newest,) = (file for file in tmp_path.iterdir() if file.stat().st_mtime > 1e6)
+        os.utime(newest, (number, number))
+    assert known(0)
+    found(10)
     assert len(list(tmp_path.iterdir())) == 9
-    assert disk.get("entry0", int) == 0
-    assert disk.get("entry1", int) is None
+    assert [known(number) for number in (0, 1, 2, 9, 10)] == [True, False, False, True, True]
 
 
 def test_what_cannot_be_kept_is_probed_each_time(directory: Path, folder: Path, probed: list[str]) -> None:
@@ -146,7 +151,7 @@ def test_opting_out(
     load(directory, profile_cache=False).profile  # noqa: B018
     for value in ("off", "0", "", "OFF"):
         monkeypatch.setenv("MMRENDER_CACHE", value)
-        assert DiskCache.default() is None
+        assert cache_folder() is None
     load(directory).profile  # noqa: B018
     assert probed == ["profile"] * 2
     assert not folder.exists()
@@ -155,19 +160,15 @@ def test_opting_out(
 def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MMRENDER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = DiskCache.default()
-    assert cache is not None
-    assert cache.folder == tmp_path / "mmrender" / "profiles"
+    assert cache_folder() == tmp_path / "mmrender" / "profiles"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert DiskCache.default() is None
+    assert cache_folder() is None
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    cache = DiskCache.default()
-    assert cache is not None
-    assert cache.folder == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
 
 
-def test_folder_that_cannot_be_written_to_is_let_be(
+def test_folder_that_cannot_be_written_to_is_ignored(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
@@ -179,11 +180,16 @@ def test_folder_that_cannot_be_written_to_is_let_be(
 
 def test_writers_at_once_leave_one_whole_entry(tmp_path: Path, directory: Path) -> None:
     profile = load(directory).profile
-    cache = DiskCache(tmp_path)
-    threads = [threading.Thread(target=cache.put, args=("entry", profile)) for _ in range(8)]
+    start = threading.Barrier(8)
+
+    def find() -> None:
+        start.wait()
+        Findings(tmp_path, {}).get_or_find("profile", TemplateProfile, lambda: profile)
+
+    threads = [threading.Thread(target=find) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [file.name for file in tmp_path.iterdir()] == ["entry.json"]
-    assert cache.get("entry", TemplateProfile) == profile
+    assert len(list(tmp_path.iterdir())) == 1
+    assert Findings(tmp_path, {}).get_or_find("profile", TemplateProfile, probe_template) == profile
