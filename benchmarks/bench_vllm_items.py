@@ -39,16 +39,15 @@ def contenders(patches: int, dtype: str) -> dict[str, Callable[[], Any]]:
     import torch
     from vllm.entrypoints.scale_out.token_in_token_out import mm_serde as theirs
 
-    from mmcodecs.vllm_batch import split_items
-    from mmcodecs.vllm_fields import layout_of
-    from mmcodecs.vllm_items import decode_mm_kwargs_item, encode_mm_kwargs_item
+    from mmcodecs.vllm import decode_mm_kwargs_item, encode_mm_kwargs_item
+    from mmcodecs.vllm_fields import collate_items, layout_of
 
     pixels = torch.arange(patches * 1176, dtype=torch.int64).remainder(251).view(patches, 1176)
     inputs = {
         "pixel_values": pixels.to(getattr(torch, dtype)),
         "image_grid_thw": torch.tensor([[1, 2, patches // 2]]),
     }
-    ours = split_items(layout_of("Qwen3VLForConditionalGeneration"), inputs)["image"][0]
+    ours = collate_items(layout_of("Qwen3VLForConditionalGeneration"), [inputs])[0]
     text = encode_mm_kwargs_item(ours)
     item = theirs.decode_mm_kwargs_item(text)
     assert theirs.encode_mm_kwargs_item(item) == text

@@ -5,12 +5,12 @@
 
 The first form mutates what the codec writes (bit flips, cuts, splices, length bombs, nesting, foreign
 tokens), lays the head anew around three of four mutated bodies so that they are read at all, and mixes in
-bodies made from a hostile grammar: duplicate keys, keys of other types, unknown extensions. The second lets
+bodies made from a hostile grammar: keys of other types, unknown extensions. The second lets
 libFuzzer look for new paths.
 
 For each message: nothing but `CodecError` is raised; processor time of the reading thread is at most 50 ms
 for each started megabyte; and memory, traced for one message in ten and for the bombs, peaks at no more than
-256 KiB + 80 x the message + 300 x its values. What does not hold is written to the folder and ends the run.
+256 KiB + 90 x the message + 300 x its values. What does not hold is written to the folder and ends the run.
 """
 
 import argparse
@@ -33,8 +33,8 @@ import msgspec
 import numpy as np
 
 import mmcodecs
-from mmcodecs.frame import fill_head, head_room
-from mmcodecs.vllm_items import decode_mm_kwargs_item
+from mmcodecs.vllm import decode_mm_kwargs_item
+from mmcodecs.wire import fill_head, head_room
 
 Message = bytes | list[bytes]
 Decode = Callable[[Any], Any]
@@ -50,12 +50,12 @@ _NUMBERS = (0, 1, -1, 63, 64, 65, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32
 def values() -> list[Any]:
     """What is mutated: every kind of record, some small and some not."""
     return [
-        None, [1, -1, 2.5, "text", b"bytes", True, None], {"a": {"b": {"c": [1, [2, [3]]]}}}, 2**70,
+        None, [1, -1, 2.5, "text", b"bytes", True, None], {"a": {"b": {"c": [1, [2, [3]]]}}}, 2**63,
         {"ids": list(range(200)), "probs": [0.5] * 100, "mask": [True] * 50, "words": ["ab", "c"] * 20},
         [np.arange(12).reshape(3, 4), np.arange(300, dtype=">f4"), np.array(2.5), np.zeros((0, 3))],
-        [np.float32(1), np.bool_(True), np.array(["ab", "c"]), np.array(["2026"], "M8[D]"), np.array([b"x"])],
+        [np.float32(1), np.bool_(True), np.complex64(1j), np.zeros((0, 3), ">i2")],
         {"same": [np.arange(100)] * 3, "raw": mmcodecs.RawTensor("bfloat16", np.arange(200, dtype="u2"))},
-        [(1, (2, {3, 4})), frozenset({"a"}), {1: "a", (1, 2): "b", None: 0}],
+        [(1, (2, [3, ("a",)])), {"t": (None, {"k": ()})}],
         [b"x" * 5000, "y" * 5000, bytearray(b"z"), memoryview(b"m" * 5000)],
         [{"step": step, "reward": 0.5, "pixels": np.full((20, 20), step, "u1")} for step in range(10)],
         [mmcodecs.Shared(np.arange(100), b"key"), mmcodecs.Shared(np.arange(100), b"key")],
@@ -89,7 +89,7 @@ def lay(body: bytes, payloads: Sequence[bytes], *, single: bool) -> Message:
     """A message whose head fits this body and these payloads, whatever they hold."""
     head = bytearray(head_room(len(payloads))) + body
     lengths = [len(payload) for payload in payloads]
-    offsets, total = fill_head(head, lengths, single=single, checksums=None, table_bytes=0)
+    *offsets, total = fill_head(head, lengths, single=single)
     if not single:
         return [bytes(head), *payloads]
     out = bytearray(total)
@@ -188,7 +188,7 @@ class Mutator:
             return bytes([0x90 + count]) + b"".join(self.grammar(depth + 1) for _ in range(count))
         if pick == 6:
             inner = bytes([0x90 + count]) + b"".join(self.grammar(depth + 1) for _ in range(count))
-            return b"\xc8" + struct.pack(">H", len(inner)) + bytes([self.rng.randrange(2, 7)]) + inner
+            return b"\xc8" + struct.pack(">H", len(inner)) + bytes([self.rng.choice((2, 3, 3, 3, 6))]) + inner
         keys = (b"\xa1a", b"\xa1a", b"\xa1b", b"\xd9\x01a", b"\x01", b"\xc0", b"\x90")
         pairs = (self.rng.choice(keys) + self.grammar(depth + 1) for _ in range(count))
         return bytes([0x80 + count]) + b"".join(pairs)
@@ -219,7 +219,7 @@ class Decoders:
         self.codec: dict[str, Decode] = {
             "decode": mmcodecs.decode,
             "decode, torch": lambda data: mmcodecs.decode(data, framework="torch"),
-            "decode, copy": lambda data: mmcodecs.decode(data, framework="source", copy=True),
+            "decode, copy": lambda data: mmcodecs.decode(data, copy=True),
             "decode, type": lambda data: mmcodecs.decode(data, type=dict[str, list[int]]),
             "Decoder": lambda data: mmcodecs.Decoder(table_bytes=1 << 20).decode(data),
         }
@@ -293,14 +293,13 @@ class Fuzzer:
         whole = [bytes(mmcodecs.encode(value)) for value in values()]
         encoder = mmcodecs.Encoder(table_bytes=4096)
         whole += [bytes(encoder.encode(mmcodecs.Shared(np.arange(100), b"key"))) for _ in range(2)]
-        whole += [bytes(mmcodecs.encode(value, checksums=True)) for value in values()[:6]]
         self.messages = whole + [path.read_bytes() for path in WIRE.glob("*.bin")]
         self.frames = [[bytes(part) for part in mmcodecs.encode_frames(value)] for value in values()]
         self.tagged = [mmcodecs.encode_tagged(value) for value in tagged_values()]
         self.vllm = vllm_messages()
         self.vllm_text = [base64.b64encode(message) for message in self.vllm]
         path = folder / "seed.mmc"
-        with mmcodecs.open(path, "w") as writer:
+        with mmcodecs.RecordWriter(path) as writer:
             for value in values()[:6]:
                 writer.append(value)
         self.file = path.read_bytes()
@@ -349,7 +348,7 @@ class Fuzzer:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         self.report.traced += 1
-        allowed = 256 * 1024 + 80 * size + 300 * min(size, 65_536)
+        allowed = 256 * 1024 + 90 * size + 300 * min(size, 65_536)
         self.report.worst_memory = max(
             self.report.worst_memory, (peak / allowed, f"{name}: {peak} of {allowed} bytes")
         )
@@ -405,16 +404,17 @@ class Fuzzer:
             b"\x90", b"\x80", b"\xc0", b"\xa0", b"\xe0", b"\x91\x01", b"\x81\xa0\x01", b"\xd4\x03\x90",
             b"\xd9\x00", b"\xc4\x00", scalar_record,
         ):  # fmt: skip
-            for size in (60_000, 4 << 20, 10 << 20):
+            for size in (60_000, 4_000_000, 10 << 20):
                 count = size // len(token)
                 body = b"\xdd" + struct.pack(">I", count) + token * count
-                packed = b"\xc9" + struct.pack(">I", len(body)) + b"\x02" + body
+                in_tuple = b"\xc9" + struct.pack(">I", len(body)) + b"\x03" + body
                 for trace in (False, True):
-                    for laid in (body, packed):
+                    for laid in (body, in_tuple):
                         for name, decode in self.decoders.codec.items():
                             self.run(name, decode, lay(laid, [], single=True), trace=trace)
                     for name, decode in self.decoders.tagged.items():
-                        self.run(name, decode, body, trace=trace)
+                        # Tracing every object of a large one takes half a minute, and says the same.
+                        self.run(name, decode, body[: 1 << 20] if trace else body, trace=trace)
                     self.run("vLLM item", self.decoders.vllm["vLLM item"], body, trace=trace)
 
 

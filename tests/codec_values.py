@@ -1,10 +1,6 @@
 """Values for the codec's tests: strategies, what each framework should make of them, and strict equality."""
 
-import datetime as dt
-import os
-import pathlib
 import struct
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -16,10 +12,7 @@ from mmcodecs import RawTensor
 NUMPY_DTYPES = [
     order + code
     for order in "<>"
-    for code in (
-        *("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"),
-        *("M8[ns]", "M8[3D]", "M8", "m8[ms]", "m8", "S5", "U3"),
-    )
+    for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 ]
 TORCH_DTYPES = [
     getattr(torch, name)
@@ -34,17 +27,13 @@ RAW_DTYPES = {"bfloat16": "u2", "float8_e4m3fn": "u1", "float4_e2m1fn_x2": "u1",
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
-zones = st.none() | st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)).map(dt.timezone)
 
 
 def filled(dtype: np.dtype[Any], count: int, seed: int) -> np.ndarray[Any, Any]:
-    """Random bits, which for booleans and characters must be some that mean something."""
+    """Random bits; booleans are 0 or 1."""
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
         return rng.random(count) < 0.5
-    if dtype.kind == "U":
-        points = rng.integers(1, 0xD7FF, (count, dtype.itemsize // 4), dtype=np.uint32)
-        return points.astype(np.dtype("u4").newbyteorder(dtype.byteorder)).view(dtype).reshape(-1)
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
 
 
@@ -84,55 +73,33 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 raw_tensors = st.sampled_from(list(RAW_DTYPES)).flatmap(
     lambda name: arrays([RAW_DTYPES[name]]).map(lambda bits: RawTensor(name, bits))
 )
-numpy_scalars = arrays().filter(lambda a: a.size).map(lambda a: a.reshape(-1)[0]).filter(
-    lambda s: not isinstance(s, np.str_ | np.bytes_) or len(s)
-)  # fmt: skip
 texts = st.text(st.characters(exclude_categories=["Cs"]))
-hashables = st.one_of(
+scalars = st.one_of(
     st.none(),
     st.booleans(),
-    st.integers(-(2**80), 2**80),
-    st.floats(allow_nan=False),
-    texts,
-    st.binary(max_size=20),
-    st.dates(),
-    st.uuids(),
-)
-scalars = st.one_of(
-    hashables,
+    st.integers(-(2**63), 2**64 - 1),
     st.floats(),
-    st.complex_numbers(),
-    st.binary(min_size=4096, max_size=4100),
+    texts,
     texts.map(lambda text: text * 300),
+    st.binary(max_size=20),
+    st.binary(min_size=4096, max_size=4100),
     st.binary(max_size=20).map(bytearray),
     st.binary(max_size=20).map(memoryview),
-    st.datetimes(timezones=st.none()).map(lambda t: t.replace(fold=t.microsecond % 2)),
-    st.builds(lambda t, zone: t.replace(tzinfo=zone), st.datetimes(), zones),
-    st.builds(lambda t, zone: t.replace(tzinfo=zone), st.times(), zones),
-    st.timedeltas(),
-    st.decimals(allow_nan=False),
-    st.binary(min_size=1, max_size=9).filter(lambda b: b"\0" not in b).map(os.fsdecode).map(pathlib.Path),
-    texts.map(pathlib.PurePosixPath),
-    texts.map(pathlib.PureWindowsPath),
-    numpy_scalars,
+    arrays().filter(lambda a: a.size).map(lambda a: a.reshape(-1)[0]),
 )
 long_lists = st.one_of(
-    st.lists(st.integers(-(2**65), 2**65), min_size=14, max_size=20),
+    st.lists(st.integers(-(2**63), 2**64 - 1), min_size=14, max_size=20),
     st.lists(st.floats(), min_size=14, max_size=20),
     st.lists(st.booleans(), min_size=14, max_size=20),
     st.lists(st.none() | st.integers(0, 9) | texts, min_size=14, max_size=20),
 )
 leaves = st.one_of(scalars, arrays(), tensors(), raw_tensors, long_lists)
-keys = hashables | st.tuples(hashables, hashables)
 values = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(texts, inner, max_size=4),
-        st.dictionaries(keys, inner, max_size=3),
-        st.sets(keys, max_size=4),
-        st.frozensets(keys, max_size=4),
     ),
     max_leaves=8,
 )
@@ -141,7 +108,7 @@ values = st.recursive(
 def as_seen(value: Any, framework: str) -> Any:
     """What a value should become for a receiver that asks for this framework."""
     if isinstance(value, np.ndarray):
-        if framework != "torch" or value.dtype.kind not in "biufc":
+        if framework != "torch":
             return value
         return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C", copy=True))
     if isinstance(value, torch.Tensor):
@@ -185,10 +152,4 @@ def identical(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(identical(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, float):
         return struct.pack("<d", left) == struct.pack("<d", right) or (left != left and right != right)
-    if isinstance(left, complex):
-        return identical((left.real, left.imag), (right.real, right.imag))
-    if isinstance(left, Decimal):
-        return str(left) == str(right)
-    if isinstance(left, dt.datetime | dt.time):
-        return left.isoformat() == right.isoformat() and left.fold == right.fold
     return bool(left == right)

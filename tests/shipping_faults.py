@@ -118,7 +118,7 @@ class Run:
     async def receive(self, step: tuple[int, str] | None) -> None:
         """Append and acknowledge until told to stop, or die at a step."""
         seen = read_ids(self.records, self.seed) if self.records.exists() else []
-        writer = mmcodecs.open(self.records, "a")
+        writer = mmcodecs.RecordWriter(self.records)
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         folder = self.folder / "seen" if self.seed % 2 else None
@@ -264,7 +264,7 @@ class Run:
 
 def read_ids(path: Path, seed: int) -> list[str]:
     """Read the whole file, as a user would after a crash."""
-    reader = mmcodecs.open(path)
+    reader = mmcodecs.RecordReader(path)
     ids = []
     for record in reader:
         if not is_right(seed, int(record["id"]), record):

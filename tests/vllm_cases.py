@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmcodecs.tensors import RawTensor
+from mmcodecs.arrays import RawTensor
+from mmcodecs.vllm import FlatField, SharedField
 from mmcodecs.vllm_fields import Batched, Flat, Layout, Shared
-from mmcodecs.vllm_items import FlatField, SharedField
 
 
 def described(data):
@@ -40,6 +40,25 @@ def described_slices(slices):
 
 def described_item(item):
     return {key: {"data": described(e.data), "field": described_field(e.field)} for key, e in item.items()}
+
+
+def outputs_of(layout: Layout, modality: str) -> list[dict[str, Any]]:
+    """A processor's outputs for two images or videos, each with every field of a layout's modality."""
+    batch = batch_of(layout, modality)
+    outputs: list[dict[str, Any]] = [{}, {}]
+    for key, value in batch.items():
+        spec = layout.fields[key]
+        if isinstance(spec, Shared):
+            cuts = [slice(None)] * 2
+        elif isinstance(spec, Flat):
+            sizes = batch[spec.sizes] if spec.unit == "value" else batch[spec.sizes].prod(-1)
+            first = int(sizes[0]) // (4 if spec.unit == "merged grid" else 1)
+            cuts = [slice(0, first), slice(first, None)]
+        else:
+            cuts = [slice(0, 1), slice(1, None)]
+        for output, cut in zip(outputs, cuts, strict=True):
+            output[key] = value if isinstance(spec, Shared) else value[cut]
+    return outputs
 
 
 def batch_of(layout: Layout, modality: str) -> dict[str, Any]:

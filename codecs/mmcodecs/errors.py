@@ -2,17 +2,13 @@
 
 ```
 CodecError (ValueError)
-├── EncodeError                  what was to be written
-│   ├── UnsupportedTypeError     a value that the wire cannot keep as it is
-│   └── BufferTooSmallError      the caller's buffer cannot hold the message; `needed` says how much
-├── DecodeError                  what was read: malformed, inconsistent or not canonical
-│   ├── VersionError             a version of the wire that this reader does not speak
-│   ├── TruncatedError           the input ends early
-│   ├── ChecksumError            the bytes are not those that were written
-│   ├── MissingKeyError          a shared array that this side does not hold; `keys` lists them
-│   └── ConversionError          well-formed, but not of the type that was asked for
-├── LimitError                   a limit of `Limits` was passed, while writing or while reading
-└── FrameworkError (ImportError) an optional package (torch, xxhash, blake3) is not installed
+├── EncodeError                 the value, key or buffer given to a writer is wrong
+│   ├── UnsupportedTypeError    a value that the wire cannot keep as it is
+│   └── BufferTooSmallError     the caller's buffer cannot hold the message; `needed` is its length
+├── DecodeError                 the input is malformed or truncated, or not of the type that was asked for
+│   └── MissingKeyError         a shared array that this reader does not hold; `keys` lists them
+├── LimitError                  a bound of `Limits` is exceeded, while writing or while reading
+└── MissingPackageError         torch, xxhash or blake3 is needed and not installed; an ImportError too
 ```
 
 Each carries `where` (a path such as `$.steps[3].pixels`, or the part of the message), `expected`, `got` and
@@ -20,7 +16,8 @@ Each carries `where` (a path such as `$.steps[3].pixels`, or the part of the mes
 """
 
 from collections.abc import Iterable
-from typing import Self
+from importlib import import_module
+from typing import Any, Self
 
 
 class DetailedError(Exception):
@@ -72,7 +69,7 @@ class CodecError(DetailedError, ValueError):
     """Base of the tree."""
 
     def under(self, step: str) -> Self:
-        """Put one more step (`.name` or `[3]`) in front of the path, and return the error itself."""
+        """Prepend one step (`.name` or `[3]`) to the path, and return the error itself."""
         rest = "" if self.where is None else self.where.removeprefix("$")
         self.where = f"${step}{rest}"
         return self
@@ -106,29 +103,14 @@ class BufferTooSmallError(EncodeError):
 
 
 class DecodeError(CodecError):
-    """The input is malformed, inconsistent or not canonical."""
-
-
-class VersionError(DecodeError):
-    """The input says a version of the wire that this reader does not speak."""
-
-
-class TruncatedError(DecodeError):
-    """The input ends before what it announced."""
-
-
-class ChecksumError(DecodeError):
-    """A checksum does not fit the bytes it covers."""
+    """The input is malformed, truncated, inconsistent, or does not fit the type that was asked for."""
 
 
 class MissingKeyError(DecodeError):
     """The message refers to shared arrays that this decoder does not hold.
 
-    What else the message brought has been stored, so the sender answers by `Encoder.forget(keys)` and by
-    encoding the same value once more.
-
     Args:
-        keys: The keys that are missing, in the order of the message, each once.
+        keys: The missing keys, in the order of the message, each once.
     """
 
     def __init__(self, keys: Iterable[bytes]) -> None:
@@ -137,20 +119,40 @@ class MissingKeyError(DecodeError):
         super().__init__(
             f"{len(self.keys)} shared array(s) are not in the table",
             got=shown,
-            remedy="Answer the sender with the keys; it calls Encoder.forget(keys) and encodes again",
+            remedy="Decode every message of an Encoder, in order, by one Decoder; after a loss, reset() both",
         )
 
 
-class ConversionError(DecodeError):
-    """The message is well-formed, but does not fit the type that was asked for."""
-
-
 class LimitError(CodecError):
-    """A limit was passed; the message names the field of `Limits` that sets it."""
+    """A bound of `Limits` is exceeded; the message names the field."""
 
 
-class FrameworkError(CodecError, ImportError):
+class MissingPackageError(CodecError, ImportError):
     """An optional package that this call needs is not installed."""
+
+
+def limit_exceeded(name: str, bound: int, got: int | None = None, remedy: str | None = None) -> LimitError:
+    """Build the error for a value beyond the bound `Limits.<name>`."""
+    return LimitError(
+        f"Limits.{name} exceeded",
+        expected=f"at most {bound}",
+        got=None if got is None else str(got),
+        remedy=remedy,
+    )
+
+
+def require(name: str, purpose: str) -> Any:
+    """Import an optional package.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{purpose} needs the package {name}, which is not installed", remedy=f"pip install {name}"
+        ) from error
 
 
 def _rebuild(kind: type[CodecError], state: dict[str, object]) -> CodecError:

@@ -1,40 +1,36 @@
-"""Arrays that are sent once over a connection and then named by a key.
+"""The table of shared arrays that both ends of a connection keep, so that an array is sent once.
 
-The writer wraps an array in `Shared` with a key that stands for its content (a hash that it already has), or
-lets the encoder hash arrays from a size on. The first message carries the array and enters it in a table that
-both sides keep; later ones carry the key alone. Within one message an array under one key is written once,
-table or not.
-
-Both tables follow one rule, so they agree without talking. The preamble of each message says the capacity C
-that the writer has chosen. The first record of a key in a message counts: an entered array goes to the end of
-the table with its length in bytes, one that is referred to moves to the end. After the last record, entries
-leave from the front until the lengths add up to at most C. A reader that allows less than C refuses the
-message. An array longer than C is never entered. What a reader enters it copies, so a table never holds a
-whole message alive.
-
-A message that was lost, or a reader that was restarted, shows as `MissingKeyError`: the reader keeps what the
-message did bring, the writer calls `forget` with the missing keys and encodes the value again. Entries that
-only the reader still has are never referred to, and leave in time.
+A value holds an array in `Shared`, with a key that identifies its content. The first message carries the
+array and enters it in the table; later ones carry the key alone. Both tables follow one rule, so they agree
+without talking: the preamble of each message holds the capacity C that the writer has chosen. The first
+record of a key in a message counts: an entered array goes to the end of the table with its length in bytes,
+one that is referred to moves to the end. After the last record, entries leave from the front until the
+lengths add up to at most C. A reader that allows less than C refuses the message. An array longer than C is
+not entered.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mmcodecs.errors import EncodeError
-from mmcodecs.optional import require
-from mmcodecs.record import INLINE, write_record
-from mmcodecs.tensors import ARRAY, Source
+import numpy as np
+
+from mmcodecs.arrays import Record
+from mmcodecs.buffers import aligned_empty
+from mmcodecs.errors import DecodeError, EncodeError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """An array with a key that stands for its content; it decodes as the array.
+    """An array with a key that identifies its content; it decodes as the array.
+
+    Within one message an array under one key is written once; over a connection of `Encoder` and `Decoder` it
+    is sent once.
 
     Attributes:
         value: numpy array, torch tensor or `RawTensor`.
@@ -49,23 +45,8 @@ class Shared:
             raise EncodeError("not a key", expected="1 to 64 bytes", got=repr(self.key)[:80])
 
 
-def array_form(source: Source) -> bytes:
-    """Give dtype and shape as bytes, the same for an array, a tensor and a `RawTensor` that hold the same."""
-    return write_record(replace(source, kind=ARRAY), INLINE, b"")
-
-
-def content_key(source: Source) -> bytes:
-    """Give the blake3 hash of dtype, shape and elements, 32 bytes.
-
-    Raises:
-        FrameworkError: blake3 is not installed.
-    """
-    digest = require("blake3", "hashing arrays").blake3(array_form(source))
-    return bytes(digest.update(source.contiguous()).digest())
-
-
 class SharedTable(Generic[T]):
-    """One side's table of keys, least recently used first.
+    """One end's table of keys, least recently used first.
 
     Args:
         capacity_bytes: Bound on the lengths of all arrays together.
@@ -83,7 +64,7 @@ class SharedTable(Generic[T]):
         return key in self._entries
 
     def get(self, key: bytes) -> T | None:
-        """Give what is entered under a key, without counting it as used."""
+        """Give the entry of a key, without counting it as used."""
         entry = self._entries.get(key)
         return None if entry is None else entry[1]
 
@@ -91,9 +72,8 @@ class SharedTable(Generic[T]):
         """Apply one message.
 
         Args:
-            uses: Key, length and content of each record in order; the content is None where it is referred
-            to.
-            capacity: The capacity that the message says.
+            uses: Key, length and content of each record in order; the content is None for a reference.
+            capacity: The capacity that the message holds.
         """
         for key, nbytes, content in uses:
             if content is None:
@@ -117,3 +97,72 @@ class SharedTable(Generic[T]):
         """Drop everything."""
         self._entries.clear()
         self.total_bytes = 0
+
+
+class ReaderTurn:
+    """What one message does to the reader's table, applied when the message has been read.
+
+    Args:
+        table: The table.
+        keep_views: As in `Decoder`.
+    """
+
+    def __init__(self, table: SharedTable[tuple[Record, memoryview]], *, keep_views: bool) -> None:
+        self._table = table
+        self._keep_views = keep_views
+        self._capacity = 0
+        self._message_bytes = 0
+        self._uses: dict[bytes, tuple[int, tuple[Record, memoryview] | None]] = {}
+
+    def begin(self, capacity: int, message_bytes: int) -> None:
+        """Take the writer's capacity (0 if it keeps no table) and the length of the message from the head.
+
+        Raises:
+            DecodeError: The writer's table is larger than the reader's.
+        """
+        if capacity > self._table.capacity_bytes:
+            raise DecodeError(
+                "the writer's table is larger than this reader allows",
+                where="head",
+                expected=f"at most {self._table.capacity_bytes} bytes",
+                got=str(capacity),
+            )
+        self._capacity = capacity
+        self._message_bytes = message_bytes
+
+    def find(self, key: bytes) -> tuple[Record, memoryview] | None:
+        """Give the entry of a key, and count it as used."""
+        found = self._table.get(key)
+        if found is not None:
+            self._uses.setdefault(key, (found[1].nbytes, None))
+        return found
+
+    def enter(self, key: bytes, record: Record, data: memoryview) -> memoryview:
+        """Note an array that came with its key, and give the memory that the reader may hand out."""
+        if data.nbytes > self._capacity:
+            raise DecodeError(
+                "an array longer than the table", got=f"{data.nbytes} bytes of {self._capacity}"
+            )
+        if self._keep_views:
+            data = data.toreadonly()
+        self._uses.setdefault(key, (data.nbytes, (record._replace(rest=memoryview(b"")), data)))
+        return data
+
+    def commit(self) -> None:
+        """Apply the rule."""
+        entered = sum(nbytes for nbytes, content in self._uses.values() if content is not None)
+        # A view keeps its whole message alive, which must not be much more than the table accounts for.
+        views = self._keep_views and 2 * entered >= self._message_bytes
+        uses = [
+            (key, nbytes, content and (content[0], content[1] if views else _copied(content[1])))
+            for key, (nbytes, content) in self._uses.items()
+        ]
+        if self._capacity:
+            self._table.commit(uses, self._capacity)
+
+
+def _copied(data: memoryview) -> memoryview:
+    target = aligned_empty(data.nbytes)
+    np.copyto(target, np.frombuffer(data, np.uint8))
+    target.flags.writeable = False
+    return target.data

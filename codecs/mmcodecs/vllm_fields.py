@@ -1,18 +1,25 @@
-"""How vLLM joins the tensors of each model family: field layouts as data, and items built and joined by them.
+"""How vLLM joins the tensors of each model family: field layouts as data, and the items made by them.
 
-The tables say what the `_get_mm_fields_config` of vLLM 0.32's model files say, for images and videos. A
-layout is found by the model's architecture, which is what vLLM dispatches on. Keys that a batch lacks are
-skipped, and keys that a layout lacks are an error: vLLM would drop them.
+The tables follow the `_get_mm_fields_config` of vLLM 0.32's model files, for images and videos. A layout is
+found by the model's architecture, which is what vLLM dispatches on. Keys that an output lacks are skipped,
+and keys that a layout lacks are an error: vLLM would drop them.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, TypeAlias
 
-from mmcodecs.errors import EncodeError
+import numpy as np
+
+from mmcodecs.arrays import RawTensor
+from mmcodecs.errors import CodecError, EncodeError
+from mmcodecs.vllm import BatchedField, Field, FieldElem, FlatField, KwargsItem, SharedField
 
 Inputs: TypeAlias = Mapping[str, Any]
-"""Keyword arguments as a processor gives them for a whole batch, and as the model takes them."""
+"""A processor's output: keyword arguments of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +32,10 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """The items' rows stand one after another; `sizes` names the key that says how many each has.
+    """The items' rows are concatenated; `sizes` names the key with the number of rows of each.
 
-    With `unit="value"` that key holds the numbers; with `"grid"` it holds grids, whose product counts; with
-    `"merged grid"` the product is divided by the square of the model's spatial merge size.
+    With `unit="value"` that key holds the numbers; with `"grid"` it holds grids, whose product is the number;
+    with `"merged grid"` the product is divided by the square of the model's spatial merge size.
     """
 
     modality: str
@@ -216,3 +223,91 @@ def layout_of(architecture: str) -> Layout:
             remedy="Build a Layout from the _get_mm_fields_config of its vLLM model file",
         )
     return layout
+
+
+def collate_items(
+    layout: Layout, outputs: Sequence[Inputs], *, spatial_merge_size: int | None = None
+) -> list[KwargsItem]:
+    """Make one item of each output of a processor that was run on one image (or one video) at a time.
+
+    The items are those that vLLM cuts from one run on the whole batch, slices of the whole batch included,
+    and no tensor is copied.
+
+    Args:
+        layout: How the model's fields are joined.
+        outputs: One for each image or video, all with the same fields.
+        spatial_merge_size: Of the model; needed for image or video embeddings of the Qwen kind only.
+
+    Raises:
+        EncodeError: The layout lacks a key, a key that it needs is missing, numbers of rows do not add up, or
+            an output holds another number of items than one or other fields than the first.
+    """
+    if not outputs:
+        return []
+    data: list[dict[str, Any]] = []
+    for index, output in enumerate(outputs):
+        if output.keys() != outputs[0].keys():
+            raise EncodeError(
+                "each output must have the fields of the first",
+                where=f"$[{index}]",
+                expected=", ".join(outputs[0]),
+                got=", ".join(output),
+            )
+        try:
+            data.append({key: _datum(layout, key, output, spatial_merge_size) for key in output})
+        except CodecError as error:
+            raise error.under(f"[{index}]") from None
+    fields = {
+        key: _field(layout.fields[key], [_length(output[key]) for output in outputs]) for key in outputs[0]
+    }
+    return [{key: FieldElem(value, fields[key]) for key, value in item.items()} for item in data]
+
+
+def _datum(layout: Layout, key: str, output: Inputs, merge: int | None) -> Any:
+    """Give the data of one field of one item, and check that the output holds one item."""
+    value, spec = output[key], layout.fields.get(key)
+    if spec is None:
+        raise EncodeError(
+            f"the layout {layout.name} has no such field, and vLLM would drop it",
+            where=f"$.{key}",
+            expected=f"some of {', '.join(layout.fields)}",
+        )
+    if not isinstance(spec, Batched) and spec.sizes not in output:
+        raise EncodeError(f"{key} needs {spec.sizes}", where="$", expected=spec.sizes, got=", ".join(output))
+    count = _length(value if isinstance(spec, Batched) else output[spec.sizes])
+    if count != 1:
+        raise EncodeError("each output must hold one item", where=f"$.{key}", got=f"{count} {spec.modality}")
+    if isinstance(spec, Shared):
+        return value
+    if isinstance(spec, Flat):
+        size = np.asarray(output[spec.sizes][0])
+        if spec.unit == "merged grid" and merge is None:
+            raise EncodeError(f"{key} needs the model's spatial_merge_size", where=f"$.{key}")
+        rows = int(size.prod()) // (merge * merge if spec.unit == "merged grid" and merge else 1)
+        if rows != _length(value):
+            raise EncodeError(
+                f"{spec.sizes} does not add up to the rows",
+                where=f"$.{key}",
+                expected=f"{rows} rows",
+                got=str(_length(value)),
+            )
+        return value
+    if isinstance(value, RawTensor):
+        return RawTensor(value.dtype, np.asarray(value.bits[0]))
+    # numpy makes a scalar of a vector's element; vLLM has a tensor without dimensions there.
+    return np.asarray(value[0]) if isinstance(value[0], np.generic) else value[0]
+
+
+def _field(spec: Spec, lengths: list[int]) -> Field:
+    if isinstance(spec, Batched):
+        return BatchedField(spec.keep_on_cpu)
+    if isinstance(spec, Shared):
+        return SharedField(len(lengths), spec.keep_on_cpu)
+    slices = tuple((slice(start, stop),) for start, stop in pairwise([0, *accumulate(lengths)]))
+    return FlatField(slices, 0, spec.keep_on_cpu)
+
+
+def _length(value: Any) -> int:
+    if hasattr(value, "shape"):
+        return int(value.shape[0]) if len(value.shape) else 1
+    return len(value) if isinstance(value, list | tuple) else 1

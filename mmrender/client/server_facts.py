@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError
-from mmcodecs.tensors import RawTensor
-from mmcodecs.vllm_items import KwargsItem, decode_mm_kwargs_item
+from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as, read_reply
 from mmrender.client.transport import Transport

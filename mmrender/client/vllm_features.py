@@ -11,10 +11,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 import numpy as np
 
-from mmcodecs.tensors import RawTensor
-from mmcodecs.vllm_batch import collate_items
-from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared
-from mmcodecs.vllm_items import encode_mm_kwargs_item_as_bytes
+from mmcodecs.arrays import RawTensor
+from mmcodecs.vllm import encode_mm_kwargs_item_as_bytes
+from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.caching import LRUCache
 from mmrender.errors import EngineUnsupportedError, PlaceholderError
 from mmrender.media.item import PatchItem, ProcessedItem

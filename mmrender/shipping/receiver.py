@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from mmcodecs import BufferPool, Decoder, Limits
-from mmcodecs.tensors import Framework
+from mmcodecs.arrays import Framework
 from mmrender.errors import (
     MMRenderError,
     ShippingClosedError,

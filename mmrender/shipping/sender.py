@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 import mmcodecs
 from mmcodecs import BufferPool, Limits
-from mmcodecs.limits import DEFAULT_LIMITS
+from mmcodecs.values import DEFAULT_LIMITS
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping.address import Address
 from mmrender.shipping.connections import Connections

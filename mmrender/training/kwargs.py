@@ -7,8 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from mmcodecs import CodecError, decode_mm_kwargs_item
-from mmcodecs.vllm_batch import join_items
-from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField
+from mmcodecs.vllm import BatchedField, FieldElem, FlatField, join_items
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic

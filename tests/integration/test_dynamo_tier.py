@@ -24,7 +24,7 @@ from integration.engine_checks import (
     user,
 )
 from integration.engine_server import needs_tier
-from mmcodecs.vllm_items import decode_mm_kwargs_item
+from mmcodecs.vllm import decode_mm_kwargs_item
 from mmrender import Renderer, generate
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.types import EngineRequest

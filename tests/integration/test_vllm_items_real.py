@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from integration.engine_server import environment_of, needs_tier
-from mmcodecs.vllm_batch import join_items, split_items
-from mmcodecs.vllm_fields import LAYOUTS
-from mmcodecs.vllm_items import (
+from mmcodecs.vllm import (
     BatchedField,
     FieldElem,
     FlatField,
     SharedField,
     decode_mm_kwargs_item,
     encode_mm_kwargs_item,
+    join_items,
 )
-from vllm_cases import batch_of, described, described_item
+from mmcodecs.vllm_fields import LAYOUTS, collate_items
+from vllm_cases import batch_of, described, described_item, outputs_of
 
 pytestmark = needs_tier("vllm")
 
@@ -81,7 +81,7 @@ def test_vllm_reads_our_items_and_writes_them_alike(oracle):
 def test_layouts_cut_and_join_batches_as_vllm_does(oracle, number):
     layout, _, modality = BATCHES[number]
     answer = oracle["split"][number]
-    ours = split_items(layout, batch_of(layout, modality), spatial_merge_size=2)
+    ours = {modality: collate_items(layout, outputs_of(layout, modality), spatial_merge_size=2)}
     theirs = {
         key: [described_item(decode_mm_kwargs_item(text)) for text in texts]
         for key, texts in answer["items"].items()

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmcodecs
-from codec_values import arrays, as_seen, identical, leaves, tensors, values
+from codec_values import arrays, as_seen, identical, leaves, tensors, texts, values
 
 # torch says so once whenever a complex32 tensor is made, here by the test itself.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -20,14 +21,13 @@ FORMS = {
     "bytes": lambda value, **options: bytes(mmcodecs.encode(value, **options)),
 }
 forms = st.sampled_from(sorted(FORMS))
-frameworks = st.sampled_from(["numpy", "torch", "source"])
+frameworks = st.sampled_from(["numpy", "torch"])
 
 
 @settings(max_examples=300)
-@given(values, forms, frameworks, st.booleans(), st.booleans())
-def test_a_value_comes_back(value: Any, form: str, framework: Any, checksums: bool, copy: bool) -> None:
-    message = FORMS[form](value, checksums=checksums)
-    got = mmcodecs.decode(message, framework=framework, copy=copy)
+@given(values, forms, frameworks, st.booleans())
+def test_a_value_comes_back(value: Any, form: str, framework: Any, copy: bool) -> None:
+    got = mmcodecs.decode(FORMS[form](value), framework=framework, copy=copy)
     assert identical(as_seen(value, framework), got)
 
 
@@ -43,16 +43,15 @@ def test_an_array_comes_back_in_its_byte_order(array: np.ndarray[Any, Any], form
 @settings(max_examples=100)
 @given(tensors(), forms)
 def test_a_tensor_comes_back_with_its_dtype(tensor: Any, form: str) -> None:
-    assert identical(tensor, mmcodecs.decode(FORMS[form](tensor), framework="source"))
+    got = mmcodecs.decode(FORMS[form](tensor), framework="torch")
+    assert identical(tensor, got)
+    assert got.stride() == torch.empty(tensor.shape).stride()
 
 
 @settings(max_examples=100)
-@given(st.dictionaries(st.text(max_size=5), leaves, max_size=4))
+@given(st.dictionaries(texts, leaves, max_size=4))
 def test_all_forms_say_the_same_bytes(value: dict[str, Any]) -> None:
-    try:
-        single = bytes(mmcodecs.encode(value))
-    except mmcodecs.UnsupportedTypeError:
-        return  # a lone surrogate in a key
+    single = bytes(mmcodecs.encode(value))
     assert single == b"".join(mmcodecs.encode_parts(value))
     assert single == bytes(mmcodecs.encode(value, buffer=mmcodecs.BufferPool()))
     body = single[64 + 24 * int.from_bytes(single[12:16], "little") :]
@@ -63,22 +62,13 @@ def test_all_forms_say_the_same_bytes(value: dict[str, Any]) -> None:
 
 @settings(max_examples=100)
 @given(values)
-def test_decoding_twice_or_encoding_what_was_decoded_changes_nothing(value: Any) -> None:
-    first = bytes(mmcodecs.encode(value))
-    again = mmcodecs.decode(first, framework="source")
-    assert bytes(mmcodecs.encode(again)) == first or _holds_set(value)
+def test_encoding_what_was_decoded_changes_nothing(value: Any) -> None:
+    # Tensors become arrays or raw bits, of another kind on the wire, but the same from then on.
+    once = bytes(mmcodecs.encode(mmcodecs.decode(mmcodecs.encode(value))))
+    assert bytes(mmcodecs.encode(mmcodecs.decode(once))) == once
 
 
-def _holds_set(value: Any) -> bool:
-    """A set has no order of its own, so its bytes may differ."""
-    if isinstance(value, set | frozenset):
-        return True
-    if isinstance(value, dict):
-        return any(_holds_set(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(_holds_set(item) for item in value)
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch", "source"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_the_strategies_reach_every_leaf(kind: str) -> None:
     # A strategy that never drew a tensor would make the laws above say nothing about tensors.
     seen = set()
@@ -89,4 +79,10 @@ def test_the_strategies_reach_every_leaf(kind: str) -> None:
         seen.add(type(as_seen(value, kind)).__name__)
 
     collect()
-    assert {"ndarray", "Decimal", "datetime", "PosixPath", "complex", "bytearray"} <= seen
+    assert {
+        "ndarray" if kind == "numpy" else "Tensor",
+        "memoryview",
+        "bytearray",
+        "list",
+        "RawTensor" if kind == "numpy" else "str",
+    } <= seen

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from item_cases import patch_item
-from mmcodecs.tensors import RawTensor
-from mmcodecs.vllm_batch import collate_items
-from mmcodecs.vllm_fields import layout_of
-from mmcodecs.vllm_items import (
+from mmcodecs.arrays import RawTensor
+from mmcodecs.vllm import (
     BatchedField,
     FieldElem,
     FlatField,
     decode_mm_kwargs_item,
     encode_mm_kwargs_item,
 )
+from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.client.placeholders import Placed
 from mmrender.client.server_facts import RENDER_PATH, ServerState, state_of
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend

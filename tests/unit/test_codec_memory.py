@@ -10,6 +10,7 @@ import torch
 
 import mmcodecs
 from mmcodecs.buffers import aligned_empty
+from mmcodecs.errors import BufferTooSmallError, EncodeError
 
 PIXELS = np.arange(4096, dtype=np.float32).reshape(64, 64)
 TENSOR = torch.arange(4096, dtype=torch.bfloat16)
@@ -104,15 +105,15 @@ def test_the_callers_buffer_is_used_from_its_start() -> None:
 
 def test_a_buffer_too_short_says_what_it_takes() -> None:
     needed = len(mmcodecs.encode(PIXELS))
-    with pytest.raises(mmcodecs.BufferTooSmallError) as caught:
+    with pytest.raises(BufferTooSmallError) as caught:
         mmcodecs.encode(PIXELS, buffer=bytearray(10))
     assert caught.value.needed == needed
     assert str(caught.value) == (
         f"buffer: the buffer cannot hold the message - expected at least {needed:,} bytes, got 10"
     )
-    with pytest.raises(mmcodecs.EncodeError, match="buffer: the buffer is read-only"):
+    with pytest.raises(EncodeError, match="buffer: the buffer is read-only"):
         mmcodecs.encode(PIXELS, buffer=memoryview(b"x" * 100_000))
-    with pytest.raises(mmcodecs.EncodeError, match="buffer: not contiguous bytes"):
+    with pytest.raises(EncodeError, match="buffer: not contiguous bytes"):
         mmcodecs.encode(PIXELS, buffer=np.zeros((10, 10))[:, ::2])
 
 

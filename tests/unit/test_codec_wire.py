@@ -12,13 +12,14 @@ import pytest
 from msgspec.msgpack import Ext, encode
 
 import mmcodecs
-from mmcodecs.frame import fill_head, head_room
+from mmcodecs.errors import BufferTooSmallError, DecodeError
+from mmcodecs.wire import fill_head, head_room
 
 
 def message(body: bytes, payloads: list[bytes] = [], *, single: bool = True) -> bytes:  # noqa: B006
     """A message with this body, its layout right; in single mode with its payloads, else the head alone."""
     head = bytearray(head_room(len(payloads))) + body
-    offsets, total = fill_head(head, [len(p) for p in payloads], single=single, checksums=None, table_bytes=0)
+    *offsets, total = fill_head(head, [len(p) for p in payloads], single=single)
     if not single:
         return bytes(head)
     out = bytearray(total)
@@ -49,145 +50,82 @@ def refusal(data: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+AT_1 = "extension 1 of the body: "
 BODIES: dict[str, tuple[bytes, str]] = {
-    "trailing byte": (b"\x01\x02", "body: bytes follow the value - got 1 bytes"),
-    "empty": (b"", "$: the body ends inside a value - expected at least 0 bytes, got 0"),
-    "0xc1": (b"\x91\xc1", "$[0]: no msgpack value starts with 0xc1"),
-    "string cut": (b"\xa5ab", "$: the body ends inside a value - expected at least 6 bytes, got 3"),
-    "long string cut": (
-        b"\xdb\xff\xff\xff\xffab",
-        "$: the body ends inside a value - expected at least 4294967300 bytes, got 7",
+    "trailing byte": (
+        b"\x01\x02",
+        "body: malformed body: MessagePack data is malformed: trailing characters (byte 1)",
     ),
-    "length field cut": (b"\xdd\x00", "$: the body ends inside a value - expected at least 5 bytes, got 2"),
-    "array bomb": (
-        b"\xdd\xff\xff\xff\xff",
-        "$: the body ends inside a value - expected at least 4294967300 bytes, got 5",
+    "empty": (b"", "body: malformed body: Input data was truncated"),
+    "0xc1": (
+        b"\x91\xc1",
+        "body: malformed body: MessagePack data is malformed: invalid opcode '\\xc1' (byte 1)",
     ),
-    "map bomb": (
-        b"\xdf\x7f\xff\xff\xff",
-        "$: the body ends inside a value - expected at least 4294967299 bytes, got 5",
-    ),
-    "int key": (b"\x81\x01\x02", "$.: a key is a string - got first byte 0x01"),
-    "binary key": (b"\x81\xc4\x01a\x02", "$.: a key is a string - got first byte 0xc4"),
-    "duplicate key": (b"\x82\xa1a\x01\xa1a\x02", "$.a: duplicate key - got b'a'"),
-    "duplicate key, two spellings": (b"\x82\xa1a\x01\xd9\x01a\x02", "$.a: duplicate key - got b'a'"),
+    "array bomb": (b"\xdd\xff\xff\xff\xff", "body: malformed body: Input data was truncated"),
+    "int key": (b"\x81\x01\x02", "body: a key is not a string - got 1"),
+    "nil key in a tuple": (encode([Ext(3, b"\x91\x81\xc0\x01")]), "body: a key is not a string - got None"),
     "text not UTF-8": (
         b"\x91\xa1\xff",
         "body: malformed body: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
     ),
-    "timestamp": (b"\xd6\xff\x00\x00\x00\x00", "$: unknown extension type - expected 1 to 16, got 255"),
     "unknown extension": (
         encode({"x": Ext(17, b"")}),
-        "$.x: unknown extension type - expected 1 to 16, got 17",
+        AT_1 + "unknown extension type - expected 1 (array), 3 (tuple) or 7 (bytes, text), got 17",
     ),
-    "tuple of a map": (
-        encode(Ext(3, b"\x80")),
-        "$: a tuple, set or map extension holds an array - got type 3",
-    ),
+    "tuple of a map": (encode(Ext(3, b"\x80")), AT_1 + "a tuple extension holds an array - got dict"),
     "tuple with more": (
         encode(Ext(3, b"\x90\x01")),
-        "$: the value in an extension does not fill it - got -1 bytes",
+        "body: malformed body: MessagePack data is malformed: trailing characters (byte 1)",
     ),
     "tuple past its end": (
         encode([Ext(3, b"\x92\x01"), 1]),
-        "$[0]: the array in an extension does not fit it - got 2 elements",
+        "body: malformed body: Input data was truncated",
     ),
-    "tuple that runs over": (
-        encode([Ext(3, b"\x91\xcd"), 1, 1]),
-        "$[0]: the value in an extension does not fill it - got +2 bytes",
-    ),
-    "odd map": (
-        encode(Ext(6, b"\x93\x01\x02\x03")),
-        "$: the array in an extension does not fit it - got 3 elements",
-    ),
-    "set of a list": (encode(Ext(4, b"\x91\x90")), "body: malformed body: unhashable type: 'list'"),
-    "set with a double": (encode(Ext(4, b"\x92\x01\x01")), "body: an element or key stands twice"),
-    "map with a double": (encode(Ext(6, b"\x94\x01\x00\x01\x00")), "body: an element or key stands twice"),
-    "packed list of lists": (
-        encode(Ext(2, b"\x91\x90")),
-        "$: malformed list of scalars: Expected `bool | int | float | str | null`, got `array` - at `$[0]`",
-    ),
-    "packed bomb": (
-        encode(Ext(2, b"\xdd\xff\xff\xff\xff")),
-        "$: a list announces more than it holds - expected 4294967295 elements",
-    ),
-    "packed with more": (
-        encode(Ext(2, b"\x91\x01\x01")),
-        "$: malformed list of scalars: MessagePack data is malformed: trailing characters (byte 2)",
-    ),
-    "packed map": (encode(Ext(2, b"\x80")), "$: a list of scalars is an array - got first byte 0x80"),
-    "big integer that fits": (
-        encode(Ext(8, b"\x01")),
-        "$: an integer that fits msgpack, or is longer than it need be",
-    ),
-    "date of other form": (encode(Ext(11, b"20260102")), "$: malformed date - got b'20260102'"),
-    "decimal that is none": (encode(Ext(15, b"1.5.5")), "$: malformed decimal - got b'1.5.5'"),
-    "short UUID": (encode(Ext(14, b"1234")), "$: malformed UUID - got b'1234'"),
-    "duration not normal": (
-        encode(Ext(13, struct.pack("<iii", 0, 86400, 0))),
-        "$: malformed duration - got b'\\x00\\x00\\x00\\x00\\x80Q\\x01\\x00\\x00\\x00\\x00\\x00'",
-    ),
-    "fold of 2": (encode(Ext(12, b"\x0201:02:03")), "$: malformed time - got b'\\x0201:02:03'"),
-    "path flavour": (encode(Ext(16, b"\x07a")), "$: malformed path - got b'\\x07a'"),
-    "data kind": (encode(Ext(7, b"\x09\x01")), "$: malformed byte string - got b'\\t\\x01'"),
+    "data kind": (encode(Ext(7, b"\x09\x01")), AT_1 + "malformed byte string - got b'\\t\\x01'"),
     "record too short": (
-        encode([Ext(1, b"\x06")]),
-        "$[0]: array record too short - expected at least 8 bytes, got 1",
+        encode([Ext(3, b"\x90"), Ext(1, b"\x06")]),
+        "extension 2 of the body: array record too short - expected at least 8 bytes, got 1",
     ),
-    "dtype id": (
-        encode({"a": record(99)}),
-        "$.a: unknown dtype id - expected an id of the dtype table, got 99",
+    "dtype id": (encode(record(99)), AT_1 + "unknown dtype id - expected an id of the dtype table, got 99"),
+    "flags": (
+        encode(record(flags=0x20)),
+        AT_1 + "reserved bits of an array record are set - got 0620010000000000",
     ),
-    "reserved bits": (encode(record(flags=0x20)), "$: reserved bits of an array record are set - got 0x20"),
+    "unit": (
+        encode(record(unit=3)),
+        AT_1 + "reserved bits of an array record are set - got 0600010300000000",
+    ),
     "dimensions cut": (
         encode(Ext(1, bytes((6, 8, 3, 0)) + bytes(4))),
-        "$: array record too short for its dimensions - got 8 bytes for 3",
+        AT_1 + "array record too short for its dimensions - got 8 bytes for 3",
     ),
     "many dimensions": (
         encode(record(shape=(1,) * 9)),
-        "$: Limits.max_ndim is passed - expected at most 8, got 9",
+        AT_1 + "Limits.max_ndim exceeded - expected at most 8, got 9",
     ),
     "inline too short": (
         encode(record(flags=INLINE, rest=b"abc")),
-        "$: uint8 of shape (4,) does not fill its bytes - expected 4 bytes, got 3",
+        AT_1 + "uint8 of shape (4,) does not fill its bytes - expected 4 bytes, got 3",
     ),
     "product overflows": (
         encode(record(shape=(1 << 32, 1 << 32, 0), flags=INLINE)),
-        "$: array too large to exist - got shape (4294967296, 4294967296, 0)",
-    ),
-    "dimension of -1": (
-        encode(record(shape=((1 << 64) - 1,), flags=INLINE, rest=b"a")),
-        "$: uint8 of shape (18446744073709551615,) does not fill its bytes - "
-        "expected 18446744073709551615 bytes, got 1",
+        AT_1 + "array too large to exist - got shape (4294967296, 4294967296, 0)",
     ),
     "scalar with a shape": (
         encode(record(flags=INLINE | 1, rest=b"abcd")),
-        "$: a scalar has no dimensions and lies inline - got 1 dimensions, storage 1",
+        AT_1 + "a scalar has no dimensions and lies inline - got 1 dimensions",
     ),
-    "unit of a float": (
-        encode(record(11, INLINE, unit=3, rest=bytes(16))),
-        "$: float32 takes neither unit nor width - got 3, 0",
-    ),
-    "unknown unit": (
-        encode(record(32, INLINE, unit=99, width=1, rest=bytes(32))),
-        "$: datetime64 has no unit 1 x 99",
-    ),
-    "width of 0": (encode(record(34, INLINE, rest=b"")), "$: bytes needs a width of at least 1 - got 0"),
-    "code point": (
-        encode(record(35, INLINE, shape=(1,), width=1, rest=b"\xff" * 4)),
-        "$: a code point beyond Unicode - got 0xffffffff",
-    ),
-    "no such frame": (encode(record(rest=FRAME_0)), "$: no such frame - expected below 0, got 0"),
-    "frame of -1": (encode(record(rest=b"\xff" * 4)), "$: no such frame - expected below 0, got 4294967295"),
-    "short frame index": (encode(record(rest=b"\0")), "$: a frame index is four bytes - got 1 bytes"),
+    "no such frame": (encode(record(rest=FRAME_0)), AT_1 + "no such frame - expected below 0, got 0"),
+    "short frame index": (encode(record(rest=b"\0")), AT_1 + "a frame index is four bytes - got 1 bytes"),
     "missing key": (
         encode(record(flags=3 << 3, rest=b"k")),
         "1 shared array(s) are not in the table - got 6b. "
-        "Answer the sender with the keys; it calls Encoder.forget(keys) and encodes again",
+        "Decode every message of an Encoder, in order, by one Decoder; after a loss, reset() both",
     ),
-    "empty key": (
-        encode(record(flags=3 << 3)),
-        "$: Limits.max_key_bytes is passed - expected 1 to 64, got 0",
+    "empty key": (encode(record(flags=3 << 3)), AT_1 + "the key of a shared array is empty"),
+    "long key": (
+        encode(record(flags=3 << 3, rest=b"k" * 65)),
+        AT_1 + "Limits.max_key_bytes exceeded - expected at most 64, got 65",
     ),
 }
 
@@ -201,10 +139,10 @@ def test_a_broken_body(name: str) -> None:
 def test_payloads_must_fit_their_records() -> None:
     one = encode([record(rest=FRAME_0)])
     assert mmcodecs.decode(message(one, [b"abcd"]))[0].tolist() == [97, 98, 99, 100]
-    assert refusal(message(one, [b"abc"])).startswith("$[0]: uint8 of shape (4,) does not fill its bytes")
+    assert refusal(message(one, [b"abc"])).startswith(AT_1 + "uint8 of shape (4,) does not fill its bytes")
     assert refusal(message(one, [b"abcd", b"x"])) == "frame 1: no record names this frame"
     assert refusal(message(encode([record(rest=FRAME_0 + b"x")]), [b"abcd"])) == (
-        "$[0]: bytes follow a frame index - got 5 bytes"
+        AT_1 + "bytes follow a frame index - got 5 bytes"
     )
 
 
@@ -230,66 +168,66 @@ def patched(at: int, new: bytes) -> bytes:
 
 
 HEADS: dict[str, tuple[bytes, type[Exception], str]] = {
-    "empty": (b"", mmcodecs.TruncatedError, "head: no room for a preamble - expected 64 bytes, got 0"),
+    "empty": (b"", DecodeError, "head: no room for a preamble - expected 64 bytes, got 0"),
     "magic": (
         patched(0, b"X"),
-        mmcodecs.DecodeError,
+        DecodeError,
         "head: not a message - expected b'\\x89mmcodec', got b'Xmmcodec'",
     ),
-    "version": (patched(8, b"\x02"), mmcodecs.VersionError, "head: unknown version - expected 1, got 2"),
+    "version": (patched(8, b"\x02"), DecodeError, "head: unknown version - expected 1, got 2"),
     "flags": (
         patched(10, b"\x09"),
-        mmcodecs.DecodeError,
+        DecodeError,
         "head: reserved bits of the preamble are set - got flags 0x0009",
     ),
     "reserved": (
         patched(50, b"\x01"),
-        mmcodecs.DecodeError,
+        DecodeError,
         "head: reserved bits of the preamble are set - got flags 0x0001",
     ),
     "frame count": (
         patched(12, b"\xff\xff\xff\xff"),
         mmcodecs.LimitError,
-        "head: Limits.max_frames is passed - expected at most 4096, got 4294967295",
+        "head: Limits.max_frames exceeded - expected at most 4096, got 4294967295",
     ),
     "body length": (
         patched(16, b"\xff" * 8),
         mmcodecs.LimitError,
-        "head: Limits.max_head_bytes is passed - expected at most 4194304, got 18446744073709551727",
+        "head: Limits.max_head_bytes exceeded - expected at most 4194304, got 18446744073709551727",
     ),
     "total": (
         patched(24, b"\xff" * 8),
         mmcodecs.LimitError,
-        "head: Limits.max_bytes is passed - expected at most 17179869184, got 18446744073709551615",
+        "head: Limits.max_bytes exceeded - expected at most 17179869184, got 18446744073709551615",
     ),
     "cut": (
         WHOLE[:-1],
-        mmcodecs.TruncatedError,
+        DecodeError,
         f"head: the message ends early - expected {len(WHOLE)} bytes, got {len(WHOLE) - 1}",
     ),
     "more": (
         WHOLE + b"\0",
-        mmcodecs.DecodeError,
-        f"head: bytes follow the message - got {len(WHOLE) + 1} bytes",
+        DecodeError,
+        f"head: bytes follow the message - expected {len(WHOLE)} bytes, got {len(WHOLE) + 1}",
     ),
     "offset": (
         patched(64, b"\x01"),
-        mmcodecs.DecodeError,
-        "frame 0: offset or checksum out of place - got offset 1",
+        DecodeError,
+        "frame 0: offset out of place - got offset 1",
     ),
     "length": (
         patched(72, b"\xff\xff"),
-        mmcodecs.DecodeError,
+        DecodeError,
         "frame 0: the frame ends beyond the message - got length 65535",
     ),
-    "checksum without flag": (
+    "reserved field of a frame": (
         patched(80, b"\x01"),
-        mmcodecs.DecodeError,
-        f"frame 0: offset or checksum out of place - got offset {WHOLE[64]}",
+        DecodeError,
+        f"frame 0: offset out of place - got offset {WHOLE[64]}",
     ),
     "gap": (
         patched(WHOLE[64] - 1, b"\x01"),
-        mmcodecs.DecodeError,
+        DecodeError,
         "frame 0: the gap before a frame is not zero",
     ),
 }
@@ -304,39 +242,34 @@ def test_a_broken_head(name: str) -> None:
     assert str(caught.value) == expected
 
 
-def test_checksums_find_every_changed_byte() -> None:
-    good = bytes(mmcodecs.encode([np.arange(40), np.arange(300, dtype="u1")], checksums=True))
-    assert mmcodecs.decode(good)[0].tolist() == list(range(40))
-    for at in range(len(good)):
-        with pytest.raises(mmcodecs.CodecError):
-            mmcodecs.decode(good[:at] + bytes([good[at] ^ 0x40]) + good[at + 1 :])
-    broken = good[:-1] + bytes([good[-1] ^ 1])
-    assert refusal(broken).startswith("frame 1: checksum mismatch - expected 0x")
-
-
 def test_nesting_is_refused_before_python_runs_out_of_stack() -> None:
     for opener in (b"\x91", b"\x81\xa0"):
-        expected = "Limits.max_depth is passed - expected at most 64"
-        assert refusal(message(opener * 500_000 + b"\xc0")).endswith(expected)
-    nested = b"\x90"
-    for _ in range(100):
-        nested = encode(Ext(3, b"\x91" + nested))
-    assert refusal(message(nested)).endswith("Limits.max_depth is passed - expected at most 64")
+        assert refusal(message(opener * 500_000 + b"\xc0")).startswith(
+            "body: malformed body: maximum recursion"
+        )
+        assert (
+            refusal(message(opener * 65 + b"\xc0")) == "body: Limits.max_depth exceeded - expected at most 64"
+        )
+    for depth in (65, 1000, 20_000):
+        nested = b"\x90"
+        for _ in range(depth):
+            nested = encode(Ext(3, b"\x91" + nested))
+        assert refusal(message(nested)).startswith("body: ")
     assert mmcodecs.decode(message(b"\x91" * 64 + b"\xc0"))
 
 
 def test_ten_megabytes_of_nothing() -> None:
-    for byte in (b"\x90", b"\x80", b"\xc0", b"\xa0"):
+    for byte in (b"\x90", b"\x80"):
         body = b"\xdd" + struct.pack(">I", 10 << 20) + byte * (10 << 20)
-        assert "Limits.max_head_bytes is passed" in refusal(message(body))
-        roomy = mmcodecs.Limits(max_head_bytes=1 << 30)
-        assert "$[65534]: Limits.max_values is passed" in refusal(message(body), limits=roomy)
+        assert "Limits.max_head_bytes exceeded" in refusal(message(body))
+        body = b"\xdd" + struct.pack(">I", 3 << 20) + byte * (3 << 20)
+        assert refusal(message(body)) == "body: Limits.max_values exceeded - expected at most 65536"
 
 
 def test_limits_can_be_set() -> None:
     for value, limits in (
         ([[[1]]], mmcodecs.Limits(max_depth=2)),
-        ([1] * 10, mmcodecs.Limits(max_values=10)),
+        ([[]] * 10, mmcodecs.Limits(max_values=10)),
         (np.zeros((2, 2)), mmcodecs.Limits(max_ndim=1)),
         ([np.zeros(100), np.ones(100)], mmcodecs.Limits(max_frames=1)),
         ("x" * 100, mmcodecs.Limits(max_head_bytes=100)),
@@ -350,21 +283,19 @@ def test_limits_can_be_set() -> None:
 
 def test_the_length_can_be_read_ahead() -> None:
     assert mmcodecs.message_length(WHOLE[:64]) == len(WHOLE)
-    with pytest.raises(mmcodecs.TruncatedError):
+    with pytest.raises(DecodeError):
         mmcodecs.message_length(WHOLE[:63])
     with pytest.raises(mmcodecs.LimitError):
         mmcodecs.message_length(WHOLE[:64], mmcodecs.Limits(max_bytes=100))
 
 
 def test_unknown_frameworks_are_refused() -> None:
-    assert refusal(WHOLE, framework="jax") == (
-        'unknown framework - expected "numpy", "torch" or "source", got \'jax\''
-    )
+    assert refusal(WHOLE, framework="jax") == ('unknown framework - expected "numpy" or "torch", got \'jax\'')
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_travel_between_processes(clone: Callable[[Any], Any]) -> None:
-    for error in (mmcodecs.MissingKeyError([b"a"]), mmcodecs.BufferTooSmallError(5, 3)):
+    for error in (mmcodecs.MissingKeyError([b"a"]), BufferTooSmallError(5, 3)):
         got = clone(error)
         assert type(got) is type(error)
         assert str(got) == str(error)

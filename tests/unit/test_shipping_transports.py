@@ -543,7 +543,7 @@ def test_shared_memory_that_a_view_holds_outlives_both_ends_and_goes_with_the_vi
 
 def test_a_pool_of_shared_memory_that_is_used_up_slows_down_and_does_not_stop(tmp_path):
     from mmcodecs import BufferPool
-    from mmcodecs.limits import DEFAULT_LIMITS
+    from mmcodecs.values import DEFAULT_LIMITS
     from mmrender.shipping.address import Address
     from mmrender.shipping.links.shared_memory import SharedMemoryTransport
 

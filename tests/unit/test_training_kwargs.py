@@ -11,9 +11,8 @@ import torch
 from PIL import Image
 
 import mmcodecs
-from mmcodecs.vllm_batch import collate_items, split_items
-from mmcodecs.vllm_fields import layout_of
-from mmcodecs.vllm_items import BatchedField, FieldElem, FlatField, SharedField
+from mmcodecs.vllm import BatchedField, FieldElem, FlatField, SharedField
+from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.errors import BatchError, MediaError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
@@ -36,9 +35,7 @@ def test_all_fields_of_all_modalities() -> None:
     image, video = [patch_item(16, 16), patch_item(16, 24, seed=1)], patch_item(24, 16, seed=2)
     tensors = video.tensors()
     as_video = {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
-    kwargs = decode_mm_kwargs(
-        {"image": of_qwen(*image), "video": encoded(split_items(QWEN, as_video)["video"])}
-    )
+    kwargs = decode_mm_kwargs({"image": of_qwen(*image), "video": encoded(collate_items(QWEN, [as_video]))})
     expected = collate_mm_kwargs([sample(image)], family_of("qwen3_vl"))
     assert sorted(kwargs) == ["image_grid_thw", "pixel_values", "pixel_values_videos", "video_grid_thw"]
     for name, values in expected.items():

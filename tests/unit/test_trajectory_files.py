@@ -123,8 +123,9 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
         assert str(error.value).startswith(
             f"{tmp_path / 'text'}: this file of trajectories cannot be used - got byte 0: not a record file"
         )
-    with mmcodecs.open(tmp_path / "other", "w") as file:
+    with mmcodecs.RecordWriter(tmp_path / "other") as file:
         file.append({"format": "something else"})
+        file.append({"format": "more"})
     with pytest.raises(TrajectoryError, match="does not hold trajectories that this release can read"):
         load_trajectories(tmp_path / "other")
     content = bytearray((tmp_path / "other").read_bytes())

@@ -1,0 +1,389 @@
+"""Arrays and tensors: their dtypes, their record on the wire, and who owns their memory.
+
+Writing: `describe` gives a `Source`, an array over the value's own memory. Nothing is copied, except that a
+tensor on a device moves to the CPU and a lazily conjugated or negated one is resolved. Gradients are dropped.
+
+Reading: a numpy array is a read-only view of the message, or with `copy=True` a writable array of its own. A
+torch tensor can be written to by whoever holds it, so it is a view only where the message lies in writable
+memory; over `bytes` and other read-only memory it is a copy. A dtype that numpy lacks becomes a `RawTensor`.
+
+The dtype table. An id never changes its meaning, and a name from outside is looked up here and nowhere else.
+
+| id | name | bytes | numpy |
+|---|---|---|---|
+| 1 | bool | 1 | yes |
+| 2-5 | int8, int16, int32, int64 | 1, 2, 4, 8 | yes |
+| 6-9 | uint8, uint16, uint32, uint64 | 1, 2, 4, 8 | yes |
+| 10-12 | float16, float32, float64 | 2, 4, 8 | yes |
+| 13, 14 | complex64, complex128 | 8, 16 | yes |
+| 16 | bfloat16 | 2 | no |
+| 17-21 | float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu | 1 | no |
+| 22 | float4_e2m1fn_x2 (two values in a byte) | 1 | no |
+| 23 | complex32 | 4 | no |
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mmcodecs.errors import DecodeError, UnsupportedTypeError, limit_exceeded, require
+
+Framework: TypeAlias = Literal["numpy", "torch"]
+AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+# What the sender held. A reader distinguishes scalars only.
+ARRAY, SCALAR, TENSOR, RAW = range(4)
+# Where the elements of a record are: a payload frame, the record itself, a frame that also enters the table
+# of shared arrays under a key, or the table.
+FRAME, INLINE, ENTER, REFER = range(4)
+INDEX = struct.Struct("<I")
+_START = struct.Struct("<BBBBI")
+_DIMS = tuple(struct.Struct(f"<{count}Q") for count in range(33))
+
+
+class DType(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        id: The byte that stands for it on the wire.
+        name: torch's name, without `torch.`.
+        itemsize: Bytes of one element.
+        carrier: numpy type code without byte order: of the dtype, or of the unsigned integers with its bits.
+        in_numpy: Whether numpy has the dtype.
+    """
+
+    id: int
+    name: str
+    itemsize: int
+    carrier: str
+    in_numpy: bool
+
+
+_NUMPY_CODES = {
+    1: ("bool", "b1"), 2: ("int8", "i1"), 3: ("int16", "i2"), 4: ("int32", "i4"), 5: ("int64", "i8"),
+    6: ("uint8", "u1"), 7: ("uint16", "u2"), 8: ("uint32", "u4"), 9: ("uint64", "u8"),
+    10: ("float16", "f2"), 11: ("float32", "f4"), 12: ("float64", "f8"),
+    13: ("complex64", "c8"), 14: ("complex128", "c16"),
+}  # fmt: skip
+_BIT_SIZES = {
+    16: ("bfloat16", 2), 17: ("float8_e4m3fn", 1), 18: ("float8_e4m3fnuz", 1), 19: ("float8_e5m2", 1),
+    20: ("float8_e5m2fnuz", 1), 21: ("float8_e8m0fnu", 1), 22: ("float4_e2m1fn_x2", 1), 23: ("complex32", 4),
+}  # fmt: skip
+_ROWS = [DType(i, name, int(code[1:]), code, True) for i, (name, code) in _NUMPY_CODES.items()] + [
+    DType(i, name, size, f"u{size}", False) for i, (name, size) in _BIT_SIZES.items()
+]
+BY_ID: dict[int, DType] = {row.id: row for row in _ROWS}
+BY_NAME: dict[str, DType] = {row.name: row for row in _ROWS}
+_BY_CODE: dict[str, DType] = {row.carrier: row for row in _ROWS if row.in_numpy}
+
+
+def dtype_named(name: object) -> DType:
+    """Look a dtype up by its name, with or without a leading `torch.`.
+
+    Raises:
+        DecodeError: The table has no such name.
+    """
+    row = BY_NAME.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    if row is None:
+        raise DecodeError("unknown dtype", expected="a name of the dtype table", got=repr(name)[:80])
+    return row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawTensor:
+    """A tensor of a dtype that numpy lacks, such as bfloat16, as the bits of its elements.
+
+    Two are equal if dtype, shape and bits are.
+
+    Attributes:
+        dtype: Name in the dtype table, without `torch.`.
+        bits: Unsigned integers of the dtype's size, in the tensor's shape.
+
+    Raises:
+        UnsupportedTypeError: The name is not in the table, or the bits are not such integers.
+    """
+
+    dtype: str
+    bits: AnyArray
+
+    def __post_init__(self) -> None:
+        row = BY_NAME.get(self.dtype)
+        if row is None or row.in_numpy:
+            raise UnsupportedTypeError(
+                "not a dtype that needs a RawTensor", expected="such as bfloat16", got=repr(self.dtype)
+            )
+        if type(self.bits) is not np.ndarray or self.bits.dtype != np.dtype(row.carrier):
+            raise UnsupportedTypeError(
+                f"the bits of {self.dtype} are a numpy array of {np.dtype(row.carrier)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        shape: tuple[int, ...] = self.bits.shape
+        return shape
+
+    def to_torch(self) -> Any:
+        """Give a torch tensor with memory of its own.
+
+        Raises:
+            MissingPackageError: torch is not installed.
+        """
+        return _tensor_over(self.bits.copy(), BY_NAME[self.dtype])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RawTensor):
+            return NotImplemented
+        return self.dtype == other.dtype and np.array_equal(self.bits, other.bits)
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.bits.shape, self.bits.tobytes()))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An array to be written.
+
+    Attributes:
+        row: Its dtype.
+        kind: ARRAY, SCALAR, TENSOR or RAW.
+        array: Its elements, or their bits, in the memory of the value itself, with any strides.
+    """
+
+    row: DType
+    kind: int
+    array: AnyArray
+
+    @property
+    def big_endian(self) -> bool:
+        """Whether the elements lie in memory most significant byte first."""
+        order = self.array.dtype.byteorder
+        return order == ">" or (order == "=" and sys.byteorder == "big")
+
+    def contiguous(self) -> memoryview:
+        """Give the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
+        flat = np.ascontiguousarray(self.array).reshape(-1)
+        return flat.view(np.uint8).data.toreadonly()
+
+    def write_into(self, target: memoryview) -> None:
+        """Write the elements in C order into `target`, which is exactly as long."""
+        np.copyto(np.ndarray(self.array.shape, self.array.dtype, buffer=target), self.array)
+
+    def little_endian(self) -> Source:
+        """Give the same elements least significant byte first, copied if they are not."""
+        if not self.big_endian:
+            return self
+        return Source(self.row, self.kind, self.array.astype(self.array.dtype.newbyteorder("<")))
+
+    def record(self, storage: int, rest: bytes) -> bytes:
+        """Write the array record.
+
+        Args:
+            storage: Where the elements are.
+            rest: What the storage needs after the dimensions: a frame index, a key, or the elements.
+        """
+        shape = self.array.shape
+        flags = self.kind | (self.big_endian << 2) | storage << 3
+        start = _START.pack(self.row.id, flags, len(shape), 0, 0)
+        return start + _DIMS[len(shape)].pack(*shape) + rest
+
+    def form(self) -> bytes:
+        """Give dtype and shape as bytes, equal for an array and a tensor of equal content."""
+        return Source(self.row, ARRAY, self.array).record(INLINE, b"")
+
+
+def describe(value: Any) -> Source | None:
+    """Describe a numpy array or scalar, a torch tensor or a `RawTensor`; give None for any other value.
+
+    Raises:
+        UnsupportedTypeError: An array or tensor that the wire cannot keep.
+    """
+    if isinstance(value, np.ndarray):
+        if type(value) is not np.ndarray and type(value) is not np.memmap:
+            raise UnsupportedTypeError(
+                f"{type(value).__name__} is a subclass of numpy.ndarray, and what it adds would be lost",
+                remedy="Give numpy.asarray(value), and what it adds beside it",
+            )
+        return Source(_numpy_row(value.dtype), ARRAY, value)
+    if isinstance(value, RawTensor):
+        return Source(BY_NAME[value.dtype], RAW, value.bits)
+    if isinstance(value, np.generic):
+        array = np.asarray(value)
+        return Source(_numpy_row(array.dtype), SCALAR, array)
+    torch = sys.modules.get("torch")
+    return _of_tensor(value) if torch is not None and isinstance(value, torch.Tensor) else None
+
+
+def _numpy_row(dtype: np.dtype[Any]) -> DType:
+    row = _BY_CODE.get(dtype.kind + str(dtype.itemsize))
+    if row is None:
+        remedies = {
+            "O": "Give the objects as a list, or give the array a numeric dtype",
+            "V": "Give a structured array as a dict of its fields; view opaque items as uint8",
+            "f": "Convert it to float64",
+            "c": "Convert it to complex128",
+        }
+        raise UnsupportedTypeError(
+            f"dtype {dtype} has no form on the wire",
+            remedy=remedies.get(dtype.kind, "Give a list, or view the array as integers"),
+        )
+    return row
+
+
+def _of_tensor(value: Any) -> Source:
+    torch = sys.modules["torch"]
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        raise UnsupportedTypeError(
+            f"{type(value).__name__} is a subclass of torch.Tensor, and what it adds would be lost",
+            remedy="Give value.as_subclass(torch.Tensor)",
+        )
+    row = BY_NAME.get(str(value.dtype).removeprefix("torch."))
+    if row is None:
+        raise UnsupportedTypeError(
+            f"dtype {value.dtype} has no form on the wire", remedy="Dequantize or view it as uint8"
+        )
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        form = "nested" if value.is_nested else "meta" if value.is_meta else str(value.layout)
+        raise UnsupportedTypeError(
+            f"a {form} tensor has no plain memory", remedy="Give its parts as dense tensors"
+        )
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
+    if row.in_numpy:
+        return Source(row, TENSOR, plain.numpy())
+    # numpy() knows no such dtype, but an integer of the same size has the same strides.
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[row.itemsize]
+    return Source(row, TENSOR, plain.view(integer).numpy().view(row.carrier))
+
+
+class Record(NamedTuple):
+    """A checked array record.
+
+    Attributes:
+        row: Dtype.
+        scalar: Whether the sender held a numpy scalar.
+        dtype: numpy dtype of the elements or their bits.
+        shape: Dimensions.
+        nbytes: Length of the elements.
+        storage: FRAME, INLINE, ENTER or REFER.
+        rest: What follows the dimensions in the record.
+    """
+
+    row: DType
+    scalar: bool
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+    storage: int
+    rest: memoryview
+
+
+def read_record(data: memoryview, max_ndim: int) -> Record:
+    """Read and check a record, except for what its storage needs.
+
+    Raises:
+        DecodeError: It is malformed.
+        LimitError: It has more than `max_ndim` dimensions.
+    """
+    if data.nbytes < _START.size:
+        raise DecodeError("array record too short", expected="at least 8 bytes", got=str(data.nbytes))
+    row_id, flags, ndim, zero, zeros = _START.unpack_from(data)
+    row = BY_ID.get(row_id)
+    if row is None:
+        raise DecodeError("unknown dtype id", expected="an id of the dtype table", got=str(row_id))
+    if flags >> 5 or zero or zeros:
+        raise DecodeError("reserved bits of an array record are set", got=f"{bytes(data[:8]).hex()}")
+    if ndim > max_ndim:
+        raise limit_exceeded("max_ndim", max_ndim, ndim)
+    dims_end = _START.size + 8 * ndim
+    if data.nbytes < dims_end:
+        raise DecodeError("array record too short for its dimensions", got=f"{data.nbytes} bytes for {ndim}")
+    shape = _DIMS[ndim].unpack_from(data, _START.size)
+    nbytes = element_bytes(row, shape)
+    kind, storage = flags & 3, flags >> 3
+    if kind == SCALAR and (ndim or storage != INLINE or not row.in_numpy):
+        raise DecodeError("a scalar has no dimensions and lies inline", got=f"{ndim} dimensions")
+    dtype = np.dtype((">" if flags & 4 else "<") + row.carrier)
+    return Record(row, kind == SCALAR, dtype, shape, nbytes, storage, data[dims_end:])
+
+
+def element_bytes(row: DType, shape: tuple[int, ...]) -> int:
+    """Give the length of an array's elements, in Python integers, which do not overflow.
+
+    Raises:
+        DecodeError: numpy can hold no array of this shape, even where it is empty.
+    """
+    nbytes = math.prod(shape) * row.itemsize
+    # numpy multiplies the dimensions that are not zero, and refuses a product beyond its index type.
+    if not nbytes and math.prod(n for n in shape if n) * row.itemsize >= 1 << 63:
+        raise DecodeError("array too large to exist", got=f"shape {shape}")
+    return nbytes
+
+
+def check_length(row: DType, shape: tuple[int, ...], expected: int, data: memoryview) -> None:
+    """Check that elements fill their bytes.
+
+    Raises:
+        DecodeError: They do not.
+    """
+    if data.nbytes != expected:
+        raise DecodeError(
+            f"{row.name} of shape {shape} does not fill its bytes",
+            expected=f"{expected} bytes",
+            got=str(data.nbytes),
+        )
+
+
+def restore(
+    row: DType,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    data: memoryview,
+    *,
+    framework: Framework,
+    copy: bool,
+) -> Any:
+    """Build an array, tensor or `RawTensor` over `data`, whose length the caller has checked.
+
+    Args:
+        row: Dtype of the elements.
+        dtype: numpy dtype of the elements or their bits, byte order included.
+        shape: Shape of the array.
+        data: Its bytes, in C order.
+        framework: What to build.
+        copy: Whether to give memory of its own, writable.
+
+    Raises:
+        MissingPackageError: torch is asked for and not installed.
+        DecodeError: torch is asked for and too old for the dtype.
+    """
+    # frombuffer keeps the memoryview itself alive, which BufferPool relies on. ndarray(buffer=...) does not:
+    # it looks through a memoryview and holds the owner of the memory.
+    if framework == "torch":
+        array: AnyArray = np.frombuffer(data, dtype).reshape(shape)
+        if copy or data.readonly or not dtype.isnative or not array.flags.aligned:
+            array = array.astype(dtype.newbyteorder("="), copy=True)
+        return _tensor_over(array, row)
+    array = np.frombuffer(data.toreadonly(), dtype).reshape(shape)
+    if copy:
+        array = array.copy()
+    return array if row.in_numpy else RawTensor(row.name, array)
+
+
+def _tensor_over(array: AnyArray, row: DType) -> Any:
+    torch = require("torch", "a torch tensor")
+    dtype = getattr(torch, row.name, None)
+    if dtype is None:
+        raise DecodeError(
+            f"torch {torch.__version__} has no dtype {row.name}", remedy='Decode with framework="numpy"'
+        )
+    if not array.size:
+        # numpy gives empty arrays strides of 0, and torch would keep them.
+        return torch.empty(array.shape, dtype=dtype)
+    tensor = torch.from_numpy(array)
+    return tensor if row.in_numpy else tensor.view(dtype)

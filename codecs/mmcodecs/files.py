@@ -1,0 +1,245 @@
+r"""A file of messages: append one, read any by memory map; a power failure costs a torn append at most.
+
+Version 1 of the format: a row of blocks. Each starts at a multiple of 64 and is a header of 64 bytes, one
+message in single mode (`mmcodecs.wire`), and zero bytes up to the next multiple. All integers are
+little-endian and unsigned.
+
+| offset | type | field of the header |
+|---|---|---|
+| 0 | 8 bytes | magic: `\x89mmcfile` |
+| 8 | u16 | version: 1 |
+| 10 | u16 | kind: 1 |
+| 12 | u32 | zero |
+| 16 | u64 | length of the message |
+| 24 | u64 | number of messages before this one |
+| 32 | u64 | XXH3-64 of the message |
+| 40 | 16 bytes | zero |
+| 56 | u64 | XXH3-64 of the 56 bytes before |
+
+A reader follows the headers. A header that does not hold is the start of a torn append: readers ignore it and
+the next writer cuts it off. Each message is compared with its checksum when it is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from mmcodecs.arrays import Framework
+from mmcodecs.errors import DecodeError, EncodeError, require
+from mmcodecs.values import DEFAULT_LIMITS, Limits
+from mmcodecs.wire import align, decode, encode_parts
+
+MAGIC = b"\x89mmcfile"
+VERSION = 1
+BLOCK = 64
+_MESSAGE = 1
+_HEADER = struct.Struct("<8sHHIQQQ16s")
+_SUM = struct.Struct("<Q")
+
+
+class _Block(NamedTuple):
+    """Where a message lies in the file, and its checksum."""
+
+    start: int
+    stop: int
+    checksum: int
+
+
+class RecordReader:
+    """The messages that a file held when it was opened, by number.
+
+    Arrays are read-only views of the memory map, which stays as long as any of them does.
+
+    Args:
+        path: The file.
+        framework: As in `decode`.
+        copy: As in `decode`.
+        verify: Whether to compare each message with its checksum before it is decoded.
+        limits: Bounds to enforce.
+
+    Attributes:
+        torn_bytes: Length of a torn tail, 0 in a sound file.
+
+    Raises:
+        DecodeError: It is not a record file, or of another version.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        framework: Framework = "numpy",
+        copy: bool = False,
+        verify: bool = True,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.framework: Framework = framework
+        self.copy = copy
+        self.verify = verify
+        self.limits = limits
+        self._view = _map(Path(path))
+        self._blocks = _sound_blocks(self._view)
+        self.torn_bytes = self._view.nbytes - _end(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.read(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.read(number) for number in range(len(self)))
+
+    def read(self, number: int, *, type: Any = None) -> Any:
+        """Decode one message; negative numbers count from the end.
+
+        Raises:
+            IndexError: There is no such message.
+            CodecError: The message is damaged.
+        """
+        block = self._blocks[number]
+        content = self._view[block.start : block.stop]
+        if self.verify and _checksum(content) != block.checksum:
+            raise DecodeError("checksum mismatch in a message", where=f"byte {block.start}")
+        return decode(content, copy=self.copy, framework=self.framework, type=type, limits=self.limits)
+
+
+class RecordWriter:
+    """Append messages to a file. A lock admits one writer at a time, on systems that have file locks.
+
+    Each append reaches the system at once, so it survives the process; with `sync` it survives the machine.
+
+    Args:
+        path: The file, made if it does not exist. A torn tail is cut off.
+        sync: Whether each append waits for the disk.
+        limits: Bounds to stay within.
+
+    Raises:
+        EncodeError: Another writer has the file open.
+        DecodeError: It is not a record file, or of another version.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, sync: bool = False, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        self.sync = sync
+        self.limits = limits
+        target = Path(path)
+        target.touch()
+        self._file = target.open("r+b")
+        try:
+            self._lock()
+            blocks = _sound_blocks(_map(target))
+        except BaseException:
+            self._file.close()
+            raise
+        self._count = len(blocks)
+        self._end = _end(blocks)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, value: Any) -> int:
+        """Write one message and give its number.
+
+        Raises:
+            EncodeError: Some value cannot be kept; the file is as it was.
+            OSError: Writing failed; what was written of the message is cut off.
+        """
+        parts = encode_parts(value, limits=self.limits)
+        length = sum(len(part) for part in parts)
+        digest = require("xxhash", "a record file").xxh3_64()
+        for part in parts:
+            digest.update(part)
+        fields = _HEADER.pack(MAGIC, VERSION, _MESSAGE, 0, length, self._count, digest.intdigest(), bytes(16))
+        end = align(self._end + BLOCK + length)
+        try:
+            self._file.write(fields + _SUM.pack(_checksum(fields)))
+            for part in parts:
+                self._file.write(part)
+            self._file.write(bytes(end - self._end - BLOCK - length))
+            self._file.flush()
+            if self.sync:
+                os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(self._end)
+            self._file.seek(self._end)
+            raise
+        self._end = end
+        self._count += 1
+        return self._count - 1
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:
+            return
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise EncodeError("another writer has the file open", where=self._file.name) from error
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _checksum(data: bytes | memoryview) -> int:
+    checksum: int = require("xxhash", "a record file").xxh3_64_intdigest(data)
+    return checksum
+
+
+def _end(blocks: list[_Block]) -> int:
+    return align(blocks[-1].stop) if blocks else 0
+
+
+def _sound_blocks(view: memoryview) -> list[_Block]:
+    """Follow the headers from the start of the file to the first that does not hold.
+
+    Raises:
+        DecodeError: The file is not a record file, or of another version.
+    """
+    if view.nbytes >= BLOCK and view[:8] != MAGIC:
+        raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
+    blocks: list[_Block] = []
+    while (at := _end(blocks)) + BLOCK <= view.nbytes:
+        fields = view[at : at + _HEADER.size]
+        magic, version, kind, zero, length, number, checksum, rest = _HEADER.unpack(fields)
+        if magic == MAGIC and version != VERSION:
+            raise DecodeError("unknown version", where=f"byte {at}", expected=str(VERSION), got=str(version))
+        start = at + BLOCK
+        header_holds = _SUM.unpack(view[at + _HEADER.size : start])[0] == _checksum(fields)
+        if (magic, kind, zero, rest, number) != (MAGIC, _MESSAGE, 0, bytes(16), len(blocks)):
+            break
+        if not header_holds or align(start + length) > view.nbytes:
+            break
+        blocks.append(_Block(start, start + length, checksum))
+    # Only the newest appends can be torn: their headers may be on disk before their contents.
+    while blocks and _checksum(view[blocks[-1].start : blocks[-1].stop]) != blocks[-1].checksum:
+        del blocks[-1]
+    return blocks

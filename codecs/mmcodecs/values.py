@@ -1,0 +1,582 @@
+"""Values as msgpack and back: `ValueWriter` for the body of a message, `ValueReader` for the way in.
+
+None, booleans, integers of 64 bits, floats, texts, short byte strings, lists and dicts with string keys are
+plain msgpack. Arrays, tuples, and byte strings and texts from 4096 bytes on are extensions (see
+`mmcodecs.wire`), so user data can never be mistaken for a record.
+
+Typed objects travel in neutral form, and the wire names no class: a msgspec Struct, a dataclass and a
+pydantic model as a dict of their fields (an `array_like` Struct as a list), a named tuple as a tuple, an enum
+member as its value. `convert` builds the classes that a reader asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from mmcodecs.arrays import (
+    ENTER,
+    FRAME,
+    INDEX,
+    INLINE,
+    REFER,
+    Framework,
+    Record,
+    Source,
+    check_length,
+    describe,
+    read_record,
+    restore,
+)
+from mmcodecs.errors import (
+    CodecError,
+    DecodeError,
+    EncodeError,
+    MissingKeyError,
+    UnsupportedTypeError,
+    limit_exceeded,
+    require,
+)
+from mmcodecs.shared import ReaderTurn, Shared, SharedTable
+
+ARRAY_RECORD, TUPLE, DATA = 1, 3, 7
+BYTES, BYTEARRAY, MEMORYVIEW, TEXT = range(4)
+FRAMED_BYTES = 4096
+"""Byte strings and texts from this length on get a payload frame of their own."""
+INLINE_BYTES = 256
+"""Arrays up to this size lie in the head: a frame costs more than it saves."""
+LEAF_COST = 4
+"""What an extension counts in `Limits.max_values`; a container counts one."""
+
+Payload: TypeAlias = Source | memoryview
+_ENCODER = msgspec.msgpack.Encoder()
+_NUMBERS = frozenset((type(None), bool, int, float))
+_SCALARS = _NUMBERS | {str}
+_CONTAINERS = frozenset((list, dict, tuple))
+_SCALAR_LIST = list[int | float | bool | str | None]
+_FLAT_FROM = 16  # below, a look at each element costs less than a call of msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one message. Writers check them too, so that a default reader refuses nothing that is sent.
+
+    With these bounds, reading allocates at most 90 bytes for a byte of the head, and nothing for payloads
+    before they are there, whatever the input.
+    """
+
+    max_bytes: int = 16 << 30
+    """Length of the whole message, in bytes."""
+    max_head_bytes: int = 4 << 20
+    """Length of preamble, frame table and body, in bytes."""
+    max_frames: int = 4096
+    """Payload frames in one message."""
+    max_depth: int = 64
+    """Containers inside each other."""
+    max_values: int = 65_536
+    """Containers and extensions in the head: a list, tuple or dict counts one, an array or a framed text or
+    byte string four. Numbers and short texts do not count."""
+    max_ndim: int = 8
+    """Dimensions of one array. At most 32, which is what numpy holds everywhere."""
+    max_key_bytes: int = 64
+    """Length of the key of a shared array, in bytes."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class ValueWriter:
+    """Turn one value into msgpack and payload frames.
+
+    Args:
+        limits: Bounds to stay within.
+        table: The table of shared arrays of this connection, if there is one.
+        share_from: Hash and share arrays from this many bytes on; None for arrays in `Shared` only.
+
+    Attributes:
+        frames: The payloads that the body names, in the order of their indices.
+        uses: Key and length of each shared array in the message; the flag says whether it enters the table.
+    """
+
+    def __init__(
+        self, limits: Limits, table: SharedTable[bool] | None = None, share_from: int | None = None
+    ) -> None:
+        self.frames: list[Payload] = []
+        self.uses: dict[bytes, tuple[int, bool | None]] = {}
+        self._limits = limits
+        self._table = table
+        self._share_from = share_from
+        self._budget = limits.max_values
+        # The objects are kept beside their records, or an id might come to mean another object.
+        self._written: dict[int, tuple[Any, bytes]] = {}
+        self._keys: dict[bytes, tuple[bytes, int, bytes]] = {}
+
+    def write(self, value: Any) -> bytes:
+        """Give the body.
+
+        Raises:
+            EncodeError: The wire cannot keep some value; the message names its path.
+            LimitError: A bound is exceeded.
+        """
+        try:
+            return pack(self._walk(value, 0))
+        except CodecError as error:
+            raise error.at("$") from error.__cause__
+
+    def _walk(self, value: Any, depth: int) -> Any:
+        """Give the msgpack form of a value: itself, or with extensions in place of what msgpack lacks."""
+        kind = type(value)
+        if kind in _NUMBERS:
+            return value
+        if kind is str:
+            return value if len(value) < FRAMED_BYTES else self._data(TEXT, _utf8(value), value)
+        if kind is dict:
+            return self._dict(value, self._enter(depth))
+        if kind is list:
+            inner = self._enter(depth)
+            return value if is_flat(value) else self._each(value, inner)
+        if kind is tuple:
+            return Ext(TUPLE, pack(self._each(value, self._enter(depth))))
+        if kind is bytes:
+            return value if len(value) < FRAMED_BYTES else self._data(BYTES, value, value)
+        if kind is bytearray:
+            return self._data(BYTEARRAY, value, value)
+        if kind is memoryview:
+            if value.format != "B" or value.ndim != 1 or not value.c_contiguous:
+                raise UnsupportedTypeError(
+                    "a memoryview of other than contiguous bytes", remedy="Cast it to 'B'"
+                )
+            return self._data(MEMORYVIEW, value, value)
+        if kind is Shared:
+            return self._array(value.value, value.key)
+        if (source := describe(value)) is not None:
+            return self._array(value, None, source)
+        neutral = neutral_form(value)
+        if neutral is NotImplemented:
+            raise unsupported(value)
+        return self._walk(neutral, depth)
+
+    def _enter(self, depth: int) -> int:
+        if depth >= self._limits.max_depth:
+            error = limit_exceeded("max_depth", self._limits.max_depth)
+            error.problem += ", or the value holds itself"
+            raise error
+        self._spend(1)
+        return depth + 1
+
+    def _spend(self, values: int) -> None:
+        self._budget -= values
+        if self._budget < 0:
+            remedy = "Give arrays in place of nested lists; or raise the limit on both sides"
+            raise limit_exceeded("max_values", self._limits.max_values, remedy=remedy)
+
+    def _each(self, items: Iterable[Any], depth: int) -> list[Any]:
+        out: list[Any] = []
+        try:
+            for item in items:
+                # Not a comprehension: its length is the index that an error's path needs.
+                out.append(item if type(item) in _NUMBERS else self._walk(item, depth))  # noqa: PERF401
+        except CodecError as error:
+            raise error.under(f"[{len(out)}]") from error.__cause__
+        return out
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        key: Any = None
+        try:
+            for key, item in value.items():
+                if type(key) is not str:
+                    raise UnsupportedTypeError(
+                        "a key must be a string", got=repr(key)[:80], remedy="Convert the keys with str()"
+                    )
+                out[key] = item if type(item) in _NUMBERS else self._walk(item, depth)
+        except CodecError as error:
+            raise error.under(f".{key}") from error.__cause__
+        return out
+
+    def _data(self, kind: int, data: bytes | bytearray | memoryview, value: Any) -> Ext:
+        """Write a byte string, or a text in UTF-8."""
+        self._spend(LEAF_COST)
+        if len(data) < FRAMED_BYTES:
+            return Ext(DATA, bytes((kind, INLINE)) + bytes(data))
+        done = self._written.get(id(value))
+        if done is None:
+            record = bytes((kind, FRAME)) + self._add(memoryview(data).toreadonly())
+            done = self._written[id(value)] = value, record
+        return Ext(DATA, done[1])
+
+    def _array(self, value: Any, key: bytes | None, source: Source | None = None) -> Ext:
+        """Write an array: inline, in a frame, or by its key in the table of shared arrays."""
+        self._spend(LEAF_COST)
+        done = self._written.get(id(value))
+        if done is not None:
+            return Ext(ARRAY_RECORD, done[1])
+        source = source or describe(value)
+        if source is None:
+            raise UnsupportedTypeError("only an array can be Shared", got=type(value).__name__)
+        array = source.array
+        if array.ndim > self._limits.max_ndim:
+            raise limit_exceeded("max_ndim", self._limits.max_ndim, array.ndim)
+        if array.nbytes <= INLINE_BYTES:
+            return Ext(ARRAY_RECORD, source.record(INLINE, bytes(source.contiguous())))
+        if key is None and self._share_from is not None and array.nbytes >= self._share_from:
+            blake3 = require("blake3", "hashing arrays").blake3
+            key = bytes(blake3(source.form()).update(source.contiguous()).digest())
+        record = self._keyed(source, key) if key else source.record(FRAME, self._add(source))
+        self._written[id(value)] = value, record
+        return Ext(ARRAY_RECORD, record)
+
+    def _keyed(self, source: Source, key: bytes) -> bytes:
+        if len(key) > self._limits.max_key_bytes:
+            raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
+        nbytes, form = source.array.nbytes, source.form()
+        done = self._keys.get(key)
+        if done is not None:
+            if done[0] != form:
+                raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
+            return source.record(*done[1:])
+        if self._table is None or nbytes > self._table.capacity_bytes:
+            storage, rest = FRAME, self._add(source)
+        elif key in self._table:
+            self.uses[key] = nbytes, None
+            storage, rest = REFER, key
+        else:
+            self.uses[key] = nbytes, True
+            storage, rest = ENTER, self._add(source) + key
+        self._keys[key] = form, storage, rest
+        return source.record(storage, rest)
+
+    def _add(self, payload: Payload) -> bytes:
+        """Add a frame, and give its index as a record holds it."""
+        self.frames.append(payload)
+        return INDEX.pack(len(self.frames) - 1)
+
+
+def is_flat(items: list[Any]) -> bool:
+    """Tell whether a long list holds numbers, None and short texts only, without a look at each from Python.
+
+    msgspec checks a uniform list in C. It would also take a Decimal for a float, so of floats the written
+    bytes are checked: where every ninth byte says "float64", nothing else can lie in between.
+    """
+    if len(items) < _FLAT_FROM:
+        return False
+    first = type(items[0])
+    try:
+        if first is int or first is bool:
+            msgspec.convert(items, list[first])  # type: ignore[valid-type]
+            return True
+        if first is float:
+            packed = np.frombuffer(_ENCODER.encode(items), np.uint8)[3 if len(items) < 1 << 16 else 5 :]
+            if len(packed) == 9 * len(items) and bool((packed[::9] == 0xCB).all()):
+                return True
+    except (TypeError, OverflowError, UnicodeEncodeError, RecursionError, msgspec.ValidationError):
+        pass
+    kinds = set(map(type, items))
+    return kinds <= _NUMBERS or (
+        kinds <= _SCALARS and all(len(item) < FRAMED_BYTES for item in items if type(item) is str)
+    )
+
+
+def pack(tree: Any) -> bytes:
+    """Write a tree of scalars, lists, dicts and extensions as msgpack.
+
+    Raises:
+        UnsupportedTypeError: An integer beyond 64 bits, a lone surrogate, a subclass of int in a flat list.
+    """
+    try:
+        return _ENCODER.encode(tree)
+    except (OverflowError, UnicodeEncodeError, TypeError):
+        path, culprit = "$", tree
+        while type(culprit) in _CONTAINERS:
+            steps = culprit.items() if type(culprit) is dict else enumerate(culprit)
+            for step, item in steps:
+                if type(step) is str:
+                    _utf8(step, f"{path}.{step}")
+                if not _is_packable(item):
+                    path += f".{step}" if type(culprit) is dict else f"[{step}]"
+                    culprit = item
+                    break
+        if type(culprit) is str:
+            _utf8(culprit, path)
+        if type(culprit) is int:
+            raise UnsupportedTypeError(
+                "an integer beyond 64 bits", where=path, got=repr(culprit)[:80], remedy="Give it as text"
+            ) from None
+        raise unsupported(culprit).at(path) from None
+
+
+def _is_packable(item: Any) -> bool:
+    try:
+        _ENCODER.encode(item)
+    except (OverflowError, UnicodeEncodeError, TypeError):
+        return False
+    return True
+
+
+def _utf8(text: str, where: str | None = None) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedTypeError(
+            "a lone surrogate is not text",
+            where=where,
+            got=repr(text[error.start : error.end]),
+            remedy="Give the bytes",
+        ) from error
+
+
+def unsupported(value: Any) -> UnsupportedTypeError:
+    """Build the error for a value of a type that the wire does not keep."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    for base in (str, int, float, dict, list, tuple, bytes, bytearray):
+        if isinstance(value, base):
+            return UnsupportedTypeError(
+                f"{name} is a subclass of {base.__name__}, and what it adds would be lost",
+                remedy=f"Give {base.__name__}(value)",
+            )
+    return UnsupportedTypeError(
+        f"{name} has no form on the wire",
+        remedy="Give numbers, text, bytes, arrays, lists, dicts, or a dataclass or msgspec Struct of these",
+    )
+
+
+def neutral_form(value: Any) -> Any:
+    """Give the neutral form of a typed object, one level deep, or `NotImplemented` for any other value."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, msgspec.Struct):
+        config = value.__struct_config__
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        fields = {key: getattr(value, name) for key, name in names}
+        if config.array_like:
+            return ([] if config.tag is None else [config.tag]) + list(fields.values())
+        kept = {key: item for key, item in fields.items() if item is not msgspec.UNSET}
+        return kept if config.tag is None else {str(config.tag_field): config.tag, **kept}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    pydantic = sys.modules.get("pydantic")
+    if pydantic is not None and isinstance(value, pydantic.BaseModel):
+        return value.model_dump(by_alias=True)
+    return NotImplemented
+
+
+class ValueReader:
+    """Read one body, each frame viewed once.
+
+    Args:
+        frames: The payload frames, contiguous bytes.
+        framework: What arrays become.
+        copy: Whether arrays get memory of their own.
+        limits: Bounds to enforce.
+        turn: What this message does to the table of shared arrays of the connection, if there is one.
+    """
+
+    def __init__(
+        self,
+        frames: list[memoryview],
+        *,
+        framework: Framework,
+        copy: bool,
+        limits: Limits,
+        turn: ReaderTurn | None,
+    ) -> None:
+        self._frames = frames
+        self._framework: Framework = framework
+        self._copy = copy
+        self._limits = limits
+        self._turn = turn
+        self._budget = limits.max_values
+        self._extensions = 0
+        self._unused = set(range(len(frames)))
+        self._missing: dict[bytes, None] = {}
+        self._seen: dict[bytes, Any] = {}
+
+    def read(self, body: memoryview) -> Any:
+        """Give the value.
+
+        Raises:
+            MissingKeyError: The body refers to shared arrays that the table lacks.
+            CodecError: Anything else that is wrong.
+        """
+        try:
+            value = self._decode(body)
+        except CodecError as error:
+            raise error.at(f"extension {self._extensions} of the body") from error.__cause__
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+            raise DecodeError(f"malformed body: {error}", where="body") from error
+        if type(value) in _CONTAINERS:
+            self._check(value, 0)
+        if self._unused:
+            raise DecodeError("no record names this frame", where=f"frame {min(self._unused)}")
+        if self._missing:
+            raise MissingKeyError(self._missing)
+        return value
+
+    def _decode(self, data: memoryview) -> Any:
+        # A decoder kept in an attribute would make a cycle, and hold the message until it is collected.
+        return msgspec.msgpack.decode(data, ext_hook=self._extension)
+
+    def _check(self, value: Any, depth: int) -> None:
+        """Check depth, number and keys of the containers that msgspec built."""
+        if depth >= self._limits.max_depth:
+            raise limit_exceeded("max_depth", self._limits.max_depth).at("body")
+        self._spend(1)
+        items = value
+        if type(value) is dict:
+            for key in value:
+                if type(key) is not str:
+                    raise DecodeError("a key is not a string", where="body", got=repr(key)[:80])
+            items = value.values()
+        elif len(value) >= _FLAT_FROM and _holds_scalars(value):
+            return
+        for item in items:
+            if type(item) in _CONTAINERS:
+                self._check(item, depth + 1)
+
+    def _spend(self, values: int) -> None:
+        self._budget -= values
+        if self._budget < 0:
+            raise limit_exceeded("max_values", self._limits.max_values).at("body")
+
+    def _extension(self, code: int, payload: memoryview) -> Any:
+        """Give the value of one extension; called by msgspec in the order of the body."""
+        self._extensions += 1
+        if code == TUPLE:
+            items = self._decode(payload)
+            if type(items) is not list:
+                raise DecodeError("a tuple extension holds an array", got=type(items).__name__)
+            return tuple(items)
+        self._spend(LEAF_COST)
+        if code == ARRAY_RECORD:
+            return self._array(payload)
+        if code == DATA:
+            return self._data(payload)
+        raise DecodeError(
+            "unknown extension type", expected="1 (array), 3 (tuple) or 7 (bytes, text)", got=str(code)
+        )
+
+    def _array(self, payload: memoryview) -> Any:
+        # The same record twice is one object sent twice: it comes out as one object, too.
+        key = bytes(payload[:1024])
+        if payload.nbytes <= 1024 and key in self._seen:
+            return self._seen[key]
+        record = read_record(payload, self._limits.max_ndim)
+        if record.storage == INLINE:
+            check_length(record.row, record.shape, record.nbytes, record.rest)
+            # Elements in the head lie at any address, so they get aligned memory of their own.
+            return self._restored(record, memoryview(bytearray(record.rest)))
+        value = self._referred(record) if record.storage == REFER else self._framed(record)
+        self._seen[key] = value
+        return value
+
+    def _framed(self, record: Record) -> Any:
+        data = self._frame(record.rest[: INDEX.size])
+        check_length(record.row, record.shape, record.nbytes, data)
+        if record.storage == ENTER:
+            key = self._key(record.rest[INDEX.size :])
+            if self._turn is not None:
+                data = self._turn.enter(key, record, data)
+        elif record.rest.nbytes != INDEX.size:
+            raise DecodeError("bytes follow a frame index", got=f"{record.rest.nbytes} bytes")
+        return self._restored(record, data)
+
+    def _referred(self, record: Record) -> Any:
+        key = self._key(record.rest)
+        found = self._turn.find(key) if self._turn is not None else None
+        if found is None:
+            self._missing[key] = None
+            return None
+        kept, data = found
+        if (kept.row, kept.dtype, kept.shape) != (record.row, record.dtype, record.shape):
+            raise DecodeError(
+                "a shared array is not what its reference says",
+                expected=f"{record.row.name} of shape {record.shape}",
+                got=f"{kept.row.name} of shape {kept.shape}",
+            )
+        return self._restored(record, data)
+
+    def _key(self, data: memoryview) -> bytes:
+        if not data.nbytes:
+            raise DecodeError("the key of a shared array is empty")
+        if data.nbytes > self._limits.max_key_bytes:
+            raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, data.nbytes)
+        return bytes(data)
+
+    def _restored(self, record: Record, data: memoryview) -> Any:
+        if record.scalar:
+            return np.frombuffer(data, record.dtype)[0]
+        row, dtype, shape = record.row, record.dtype, record.shape
+        return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
+
+    def _frame(self, index_bytes: memoryview) -> memoryview:
+        if index_bytes.nbytes != INDEX.size:
+            raise DecodeError("a frame index is four bytes", got=f"{index_bytes.nbytes} bytes")
+        index: int = INDEX.unpack(index_bytes)[0]
+        if index >= len(self._frames):
+            raise DecodeError("no such frame", expected=f"below {len(self._frames)}", got=str(index))
+        self._unused.discard(index)
+        return self._frames[index]
+
+    def _data(self, payload: memoryview) -> Any:
+        if payload.nbytes < 2 or payload[0] > TEXT or payload[1] not in (FRAME, INLINE):
+            raise DecodeError("malformed byte string", got=f"{bytes(payload[:8])!r}")
+        kind, data = payload[0], payload[2:]
+        if payload[1] == FRAME:
+            data = self._frame(data)
+        if kind == MEMORYVIEW:
+            return memoryview(bytes(data)) if self._copy else data.toreadonly()
+        if kind == TEXT:
+            try:
+                return str(data, "utf-8")
+            except UnicodeDecodeError as error:
+                raise DecodeError("text is not UTF-8", got=str(error)) from error
+        return bytes(data) if kind == BYTES else bytearray(data)
+
+
+def _holds_scalars(items: list[Any] | tuple[Any, ...]) -> bool:
+    """Tell whether a list that msgspec built holds scalars only: in C, 3 ns an element."""
+    if type(items) is tuple or type(items[0]) in _CONTAINERS:
+        return False
+    try:
+        msgspec.convert(items, _SCALAR_LIST)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def convert(value: Any, target: Any) -> Any:
+    """Build `target`, such as a Struct, dataclass or pydantic model, from a decoded value.
+
+    Raises:
+        DecodeError: The value does not fit; the message says where.
+    """
+
+    def fill(kind: Any, item: Any) -> Any:
+        """Fill a type that msgspec does not know: an array as it is, a model by pydantic."""
+        if isinstance(kind, type) and isinstance(item, kind):
+            return item
+        validate: Callable[[Any], Any] | None = getattr(kind, "model_validate", None)
+        if validate is None:
+            raise NotImplementedError(f"no way to build {kind} from {type(item).__name__}")
+        return validate(item)
+
+    try:
+        return msgspec.convert(value, target, dec_hook=fill)
+    except CodecError:
+        raise
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `")
+        raise DecodeError(problem, where=where.rstrip("`") or "$") from error
+    except Exception as error:  # a validator or constructor of the caller's may raise anything
+        raise DecodeError(f"cannot build {target}: {error}") from error

@@ -1,0 +1,403 @@
+"""vLLM's multimodal item on the wire, without importing vLLM.
+
+One item is what a model's processor made of one image, video or sound: tensors by keyword, and for each how
+those of several items are joined. vLLM 0.20 to 0.32 write it as
+
+    base64(msgpack({key: {"data": NT, "field": [kind, options]}}))
+
+in standard padded base64, where
+
+- NT is a tensor, an integer, a float, a boolean, or an array of NT; at the top also nil, for data that the
+  receiver has cached;
+- a tensor is `[dtype, [dimension, ...], Ext(3, elements)]`, the dtype by torch's name (`"bfloat16"`), the
+  elements little-endian in C order;
+- the kinds are `["batched", {keep_on_cpu}]`, `["flat", {keep_on_cpu, slices, dim}]` and
+  `["shared", {keep_on_cpu, batch_size}]`; readers take a missing `keep_on_cpu` or `dim` as false or 0;
+- `slices` are those of the whole batch that the item was cut from: one `[start, stop, step]`, or an array of
+  such per item.
+
+Extension codes 1 and 2 are pickles, and an integer or map in place of the `Ext` refers to memory outside the
+message; both are refused. The bytes equal vLLM's own, up to the order of the keys.
+"""
+
+from __future__ import annotations
+
+import binascii
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import pybase64
+from msgspec.msgpack import Ext
+
+from mmcodecs.arrays import (
+    Framework,
+    RawTensor,
+    check_length,
+    describe,
+    dtype_named,
+    element_bytes,
+    restore,
+)
+from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
+from mmcodecs.values import DEFAULT_LIMITS, Limits, pack
+
+RAW_VIEW: Final = 3
+"""msgpack extension code of a tensor's elements."""
+
+Slices: TypeAlias = slice | tuple["Slices", ...]
+NestedTensors: TypeAlias = Any
+"""A numpy array, torch tensor or `RawTensor`; an int, float or bool; or a list of these, nested."""
+
+
+class BatchedField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The items' data is stacked along a new first dimension."""
+
+    keep_on_cpu: bool = False
+
+
+class FlatField(msgspec.Struct, frozen=True):
+    """The items' data is concatenated along `dim`; `slices` are each item's parts of the whole."""
+
+    slices: Slices
+    dim: int = 0
+    keep_on_cpu: bool = False
+
+
+class SharedField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All `batch_size` items hold the same data."""
+
+    batch_size: int
+    keep_on_cpu: bool = False
+
+
+Field: TypeAlias = BatchedField | FlatField | SharedField
+
+
+class FieldElem(msgspec.Struct, frozen=True, eq=False):
+    """One keyword of an item: its data, `None` where the receiver holds it already, and how it is joined."""
+
+    data: NestedTensors | None
+    field: Field
+
+
+KwargsItem: TypeAlias = dict[str, FieldElem]
+
+
+def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS) -> str:
+    """Write an item as vLLM's base64 text.
+
+    Tuples are written as lists, and arrays of the other byte order in little-endian.
+
+    Raises:
+        UnsupportedTypeError: A value or dtype that the format does not have.
+        LimitError: The item is deeper or larger than `limits` allow.
+    """
+    return pybase64.b64encode_as_string(_message(item, limits))
+
+
+def encode_mm_kwargs_item_as_bytes(
+    item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS
+) -> bytes:
+    """Write an item as vLLM's base64 text, in ASCII bytes; see `encode_mm_kwargs_item`."""
+    return pybase64.b64encode(_message(item, limits))
+
+
+def _message(item: Mapping[str, FieldElem], limits: Limits) -> bytes:
+    tree = {}
+    given: Mapping[Any, Any] = item  # a caller without a type checker may pass anything
+    for key, elem in given.items():
+        if not isinstance(key, str) or not isinstance(elem, FieldElem):
+            raise UnsupportedTypeError(
+                "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
+            )
+        data = None if elem.data is None else _nested(elem.data, f"$.{key}", limits, 0)
+        tree[key] = {"data": data, "field": _written_field(elem.field, f"$.{key}.field")}
+    message = pack(tree)
+    if len(message) > limits.max_bytes:
+        raise limit_exceeded("max_bytes", limits.max_bytes, len(message))
+    return message
+
+
+def _nested(value: NestedTensors, where: str, limits: Limits, depth: int) -> Any:
+    """Give the msgpack form of a tensor, a number, or a list of these."""
+    if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
+        return value
+    if isinstance(value, list | tuple):
+        if depth >= limits.max_depth:
+            raise limit_exceeded("max_depth", limits.max_depth).at(where)
+        return [_nested(entry, f"{where}[{i}]", limits, depth + 1) for i, entry in enumerate(value)]
+    try:
+        source = describe(value)
+    except CodecError as error:
+        raise error.at(where) from None
+    if source is None:
+        raise UnsupportedTypeError(
+            "vLLM's items do not hold such values",
+            where=where,
+            expected="a tensor, a number or a list of these",
+            got=type(value).__name__,
+        )
+    if source.array.ndim > limits.max_ndim:
+        raise limit_exceeded("max_ndim", limits.max_ndim, source.array.ndim).at(where)
+    return source.row.name, source.array.shape, Ext(RAW_VIEW, source.little_endian().contiguous())
+
+
+def _written_field(field: object, where: str) -> tuple[str, dict[str, object]]:
+    keep: dict[str, object] = {"keep_on_cpu": bool(getattr(field, "keep_on_cpu", False))}
+    if isinstance(field, BatchedField):
+        return "batched", keep
+    if isinstance(field, SharedField):
+        return "shared", keep | {"batch_size": _integer(field.batch_size, where)}
+    if isinstance(field, FlatField):
+        return "flat", keep | {"slices": _bounds(field.slices, where), "dim": _integer(field.dim, where)}
+    raise UnsupportedTypeError("not a field", where=where, got=type(field).__name__)
+
+
+def _bounds(slices: object, where: str) -> list[Any]:
+    if isinstance(slices, slice):
+        bounds = (slices.start, slices.stop, slices.step)
+        return [None if bound is None else _integer(bound, where) for bound in bounds]
+    if isinstance(slices, list | tuple):
+        return [_bounds(part, where) for part in slices]
+    raise UnsupportedTypeError(
+        "slices must be slices or lists of them", where=where, got=type(slices).__name__
+    )
+
+
+def _integer(value: Any, where: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UnsupportedTypeError("an integer is needed", where=where, got=repr(value)[:80]) from None
+
+
+class _Elem(msgspec.Struct, forbid_unknown_fields=True):
+    data: msgspec.Raw
+    field: tuple[str, msgspec.Raw]
+
+
+class _FlatOptions(msgspec.Struct, forbid_unknown_fields=True):
+    slices: list[Any]
+    dim: int = 0
+    keep_on_cpu: bool = False
+
+
+# What the options of each kind of field are read as.
+_KINDS: Final[dict[str, Any]] = {"batched": BatchedField, "flat": _FlatOptions, "shared": SharedField}
+
+
+def decode_mm_kwargs_item(
+    data: str | bytes | bytearray | memoryview,
+    *,
+    framework: Framework = "numpy",
+    copy: bool = False,
+    limits: Limits = DEFAULT_LIMITS,
+) -> KwargsItem:
+    """Read an item from vLLM's base64 text.
+
+    Args:
+        data: The text, as `str` or as ASCII bytes.
+        framework: `"numpy"` gives arrays, and a `RawTensor` for bfloat16, float8 and other dtypes that numpy
+            lacks; `"torch"` gives tensors.
+        copy: Give each tensor memory of its own, aligned and writable. Otherwise numpy arrays are read-only
+            views of the decoded message, which may be unaligned, and torch tensors are views if aligned.
+        limits: `max_bytes`, `max_values`, `max_depth`, `max_ndim`; `max_head_bytes` for a field's options.
+
+    Raises:
+        DecodeError: The text is not base64, or does not hold an item; pickles and references to memory
+            outside the message are refused, too.
+        LimitError: A bound is exceeded.
+        MissingPackageError: torch was asked for and is not installed.
+    """
+    if not isinstance(data, str | bytes | bytearray | memoryview):
+        raise DecodeError("an item is base64 text", expected="str or bytes", got=type(data).__name__)
+    if len(data) // 4 * 3 > limits.max_bytes:
+        raise limit_exceeded("max_bytes", limits.max_bytes, len(data) // 4 * 3)
+    try:
+        message = pybase64.b64decode_as_bytearray(data, validate=True)
+    except (binascii.Error, ValueError, TypeError, BufferError) as error:
+        raise DecodeError(f"not standard padded base64: {error}") from error
+    reader = _ItemReader(memoryview(message), framework, limits, copy=copy)
+    entries = _converted(message, dict[str, _Elem], "$")
+    return {
+        key: FieldElem(
+            reader.data(elem.data, f"$.{key[:80]}.data"), reader.field(elem.field, f"$.{key[:80]}.field")
+        )
+        for key, elem in entries.items()
+    }
+
+
+class _ItemReader:
+    """Read the parts of one decoded message.
+
+    `Raw` parts cost nothing until they are read, and the number of elements is checked before an array of
+    them is: ten megabytes of empty arrays take no more memory than they are long.
+    """
+
+    def __init__(self, message: memoryview, framework: Framework, limits: Limits, *, copy: bool) -> None:
+        self._message = message
+        self._address = np.frombuffer(message, np.uint8).ctypes.data
+        self._framework: Framework = framework
+        self._limits = limits
+        self._copy = copy
+        self._budget = limits.max_values
+
+    def data(self, raw: msgspec.Raw, where: str, depth: int = 0) -> NestedTensors | None:
+        view = memoryview(raw)
+        count = _array_length(view)
+        if count is None:
+            value = _converted(view, bool | int | float | None, where)
+            if value is None and depth:
+                raise DecodeError("nil stands for a whole item only", where=where)
+            return value
+        self._budget -= count + 1
+        if self._budget < 0:
+            raise limit_exceeded("max_values", self._limits.max_values).at(where)
+        parts = _converted(view, list[msgspec.Raw], where)
+        if parts and _is_text(memoryview(parts[0])):
+            return self._tensor(parts, where)
+        if depth >= self._limits.max_depth:
+            raise limit_exceeded("max_depth", self._limits.max_depth).at(where)
+        return [self.data(part, f"{where}[{index}]", depth + 1) for index, part in enumerate(parts)]
+
+    def _tensor(self, parts: list[msgspec.Raw], where: str) -> Any:
+        if len(parts) != 3:
+            raise DecodeError(
+                "a tensor has three parts", where=where, expected="dtype, shape, Ext", got=str(len(parts))
+            )
+        ndim = _array_length(memoryview(parts[1])) or 0
+        if ndim > self._limits.max_ndim:
+            raise limit_exceeded("max_ndim", self._limits.max_ndim, ndim).at(where)
+        try:
+            row = dtype_named(_converted(parts[0], str, where))
+            shape = tuple(_converted(parts[1], list[int], where))
+            if any(not 0 <= size < 1 << 63 for size in shape):
+                raise DecodeError("a dimension is out of range", got=str(list(shape)))
+            data = self._elements(parts[2], where)
+            check_length(row, shape, element_bytes(row, shape), data)
+            dtype = np.dtype("<" + row.carrier)
+            return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
+        except CodecError as error:
+            raise error.at(where) from error.__cause__
+
+    def _elements(self, raw: msgspec.Raw, where: str) -> memoryview:
+        ext = _converted(raw, Any, where)
+        if not isinstance(ext, Ext):
+            kind = type(ext).__name__
+            raise DecodeError(
+                f"{kind} in place of a tensor's elements, a reference to memory outside the message"
+                if isinstance(ext, int | dict)
+                else "a tensor without elements",
+                where=where,
+                expected=f"Ext({RAW_VIEW}, elements)",
+                got=kind,
+                remedy="Encode the item with all its tensors inside",
+            )
+        if ext.code != RAW_VIEW:
+            pickle = " (a pickle, and reading one runs code)" if ext.code in (1, 2) else ""
+            raise DecodeError(
+                "an extension that does not hold elements",
+                where=where,
+                expected=f"Ext({RAW_VIEW}, elements) in a tensor",
+                got=f"Ext code {ext.code}{pickle}",
+            )
+        # A view of Raw is read-only. The message is our own, so that torch tensors can be views of it.
+        elements = np.frombuffer(ext.data, np.uint8)  # type: ignore[call-overload]
+        start = elements.ctypes.data - self._address if elements.size else 0
+        return self._message[start : start + elements.size]
+
+    def field(self, raw: tuple[str, msgspec.Raw], where: str) -> Field:
+        kind, options = raw
+        if kind not in _KINDS:
+            expected = ", ".join(_KINDS)
+            raise DecodeError("an unknown kind of field", where=where, expected=expected, got=repr(kind)[:80])
+        nbytes = memoryview(options).nbytes
+        if nbytes > self._limits.max_head_bytes:
+            raise limit_exceeded("max_head_bytes", self._limits.max_head_bytes, nbytes).at(where)
+        field = _converted(options, _KINDS[kind], where)
+        if isinstance(field, _FlatOptions):
+            return FlatField(self._slices(field.slices, where, 0), field.dim, field.keep_on_cpu)
+        read: Field = field
+        return read
+
+    def _slices(self, bounds: list[Any], where: str, depth: int) -> Slices:
+        if depth >= self._limits.max_depth:
+            raise limit_exceeded("max_depth", self._limits.max_depth).at(where)
+        if all(type(part) is list for part in bounds):
+            return tuple(self._slices(part, where, depth + 1) for part in bounds)
+        if len(bounds) != 3 or any(bound is not None and type(bound) is not int for bound in bounds):
+            raise DecodeError("not a slice", where=where, expected="start, stop, step", got=repr(bounds)[:80])
+        return slice(*bounds)
+
+
+def _converted(data: Any, kind: Any, where: str) -> Any:
+    """Decode msgpack as a type, extensions as `Ext` over the same memory."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, ext_hook=Ext)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise DecodeError(f"malformed item: {error}", where=where) from error
+
+
+def _array_length(view: memoryview) -> int | None:
+    """Read the length of a msgpack array from its head; None for a value of another type."""
+    first = view[0]
+    if 0x90 <= first <= 0x9F:
+        return first & 15
+    return int.from_bytes(view[1 : 3 if first == 0xDC else 5], "big") if first in (0xDC, 0xDD) else None
+
+
+def _is_text(view: memoryview) -> bool:
+    return 0xA0 <= view[0] <= 0xBF or 0xD9 <= view[0] <= 0xDB
+
+
+def join_items(items: Sequence[Mapping[str, FieldElem]]) -> dict[str, Any]:
+    """Join the items of one modality to the model's keyword arguments, as vLLM's engine does.
+
+    Batched tensors of one shape are stacked, of several shapes listed; flat ones are concatenated along their
+    dimension; shared ones are taken from the first item.
+
+    Raises:
+        DecodeError: The items differ in their fields, hold no data, or cannot be concatenated.
+    """
+    joined = {}
+    for key in items[0] if items else ():
+        elems = []
+        for index, item in enumerate(items):
+            elem = item.get(key)
+            kind = type(items[0][key].field)
+            if elem is None or item.keys() != items[0].keys() or type(elem.field) is not kind:
+                raise DecodeError("items of one batch must have the same fields", where=f"$[{index}].{key}")
+            if elem.data is None:
+                raise DecodeError("an item has no data, only its hash", where=f"$[{index}].{key}")
+            elems.append(elem)
+        try:
+            joined[key] = _join(elems)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise DecodeError("the items cannot be joined", where=f"$.{key}", got=str(error)) from error
+    return joined
+
+
+def _join(elems: list[FieldElem]) -> Any:
+    field = elems[0].field
+    data: list[Any] = [elem.data for elem in elems]
+    if isinstance(field, SharedField):
+        return data[0]
+    if not all(hasattr(entry, "shape") for entry in data):
+        return data if isinstance(field, BatchedField) else [row for entry in data for row in entry]
+    stacked = isinstance(field, BatchedField)
+    dim = field.dim if isinstance(field, FlatField) else 0
+    if stacked and len({(tuple(entry.shape), str(entry.dtype)) for entry in data}) > 1:
+        return data
+    if len({str(entry.dtype) for entry in data}) != 1:
+        raise ValueError(f"dtypes differ: {', '.join(sorted({str(entry.dtype) for entry in data}))}")
+    if isinstance(data[0], RawTensor):
+        bits = [entry.bits for entry in data]
+        return RawTensor(data[0].dtype, np.stack(bits) if stacked else np.concatenate(bits, axis=dim))
+    if isinstance(data[0], np.ndarray):
+        return np.stack(data) if stacked else np.concatenate(data, axis=dim)
+    import torch
+
+    return torch.stack(data) if stacked else torch.cat(data, dim=dim)

@@ -1,0 +1,401 @@
+r"""The wire, version 1, and one message at a time: `encode`, `encode_frames`, `encode_parts` and `decode`.
+
+All integers are little-endian and unsigned. A message is a **head** and **payload frames**:
+
+- *frames mode*: the head and each payload are separate byte strings `[head, payload 0, payload 1, ...]`;
+- *single mode*: one byte string: the head, then the payloads, each at the next offset that is a multiple of
+  64, counted from the start of the message. The gaps are zero bytes. Nothing follows the last payload.
+
+**Head**
+
+| offset | type | field |
+|---|---|---|
+| 0 | 8 bytes | magic: `89 6D 6D 63 6F 64 65 63` (`\x89mmcodec`) |
+| 8 | u16 | version: 1 |
+| 10 | u16 | flags: bit 0 single mode; all others zero |
+| 12 | u32 | n: number of payload frames |
+| 16 | u64 | b: length of the body |
+| 24 | u64 | t: length of the message: single mode, all of it; frames mode, head plus all payloads |
+| 32 | u64 | capacity of the writer's table of shared arrays, in bytes; 0 without one |
+| 40 | 24 bytes | zero |
+| 64 | n x 24 bytes | frame table: u64 offset (frames mode: 0), u64 length, u64 zero |
+| 64 + 24 n | b bytes | body |
+
+**Body**: one msgpack value. Maps have string keys. What msgpack lacks is an extension:
+
+| type | value | payload |
+|---|---|---|
+| 1 | array | an array record, below |
+| 3 | tuple | msgpack array |
+| 7 | long or special bytes | u8 kind (0 bytes, 1 bytearray, 2 memoryview, 3 UTF-8 text), u8 storage, data |
+
+*Storage* is 0: the data is a u32, the index of a payload frame; or 1: the data is the bytes themselves.
+
+**Array record**
+
+| offset | type | field |
+|---|---|---|
+| 0 | u8 | dtype id (`mmcodecs.arrays`) |
+| 1 | u8 | bits 0-1: sent as 0 array, 1 scalar, 2 tensor, 3 raw bits; bit 2: big-endian; bits 3-4: storage |
+| 2 | u8 | d: number of dimensions |
+| 3 | 5 bytes | zero |
+| 8 | d x u64 | dimensions, outermost first |
+| 8 + 8 d | | storage 0: u32 frame index. 1: the elements. 2: u32 frame index, then key. 3: key |
+
+Elements lie in C order. Their bytes are exactly `product(dimensions) * itemsize` long: a frame, or the rest
+of an inline record. Several records may name one frame; each frame is named at least once. A scalar has no
+dimensions and is inline. Storages 2 and 3 belong to the table of shared arrays (`mmcodecs.shared`): 2 also
+enters the array under its key, 3 refers to the array that was entered.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mmcodecs.arrays import Framework, Source
+from mmcodecs.buffers import Buffer, BufferPool, aligned_empty
+from mmcodecs.errors import BufferTooSmallError, DecodeError, EncodeError, limit_exceeded
+from mmcodecs.shared import ReaderTurn, SharedTable
+from mmcodecs.values import DEFAULT_LIMITS, Limits, Payload, ValueReader, ValueWriter, convert
+
+MAGIC = b"\x89mmcodec"
+VERSION = 1
+ALIGNMENT = 64
+SINGLE = 1
+
+Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray[Any, Any]
+_PREAMBLE = struct.Struct("<8sHHIQQQ24s")
+_ENTRY = struct.Struct("<QQQ")
+
+
+def encode(
+    value: Any, *, buffer: BufferPool | Buffer | None = None, limits: Limits = DEFAULT_LIMITS
+) -> memoryview:
+    """Write a value as one message in single mode; each array is copied once, straight to its place.
+
+    Args:
+        value: What to write; see `docs/codec.md` for the types.
+        buffer: Where to write: a pool, a writable buffer of the caller's (its start is used), or None for
+            fresh memory. A pool's buffer returns when the result and everything decoded from it is gone.
+        limits: Bounds to stay within.
+
+    Returns:
+        A view of exactly the message. Its payloads are aligned to 64 bytes if its start is, which holds for
+        pools and fresh memory.
+
+    Raises:
+        EncodeError: Some value cannot be kept, or the buffer is too short.
+        LimitError: A bound is exceeded.
+    """
+    return Message(value, limits).single(buffer)
+
+
+def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytearray | memoryview]:
+    """Write a value as `[head, payload, ...]` without copying a C-contiguous array.
+
+    Payloads are views of the arrays' own memory: do not write to an array before its frames are sent.
+
+    Raises:
+        EncodeError: Some value cannot be kept.
+        LimitError: A bound is exceeded.
+    """
+    return Message(value, limits).separate()
+
+
+def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:
+    """Write a value as pieces that, joined, equal what `encode` gives, without copying a C-contiguous array.
+
+    For `sendmsg` and `writev`, towards a reader that receives into one buffer.
+
+    Raises:
+        EncodeError: Some value cannot be kept.
+        LimitError: A bound is exceeded.
+    """
+    return Message(value, limits).parts()
+
+
+def decode(
+    data: Readable | Sequence[Readable],
+    *,
+    copy: bool = False,
+    framework: Framework = "numpy",
+    type: Any = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Any:
+    """Read a message in either mode.
+
+    Args:
+        data: One buffer, or the list of frames.
+        copy: Give arrays writable memory of their own. Otherwise they are read-only views of `data` and keep
+            it alive.
+        framework: What arrays become: "numpy" or "torch". Torch tensors are views if `data` is writable
+            memory, else copies.
+        type: A type to build, such as a Struct, dataclass or pydantic model; None for the neutral form.
+        limits: Bounds to enforce.
+
+    Raises:
+        CodecError: Whatever is wrong, and nothing else.
+    """
+    value = read_message(data, copy=copy, framework=framework, limits=limits)
+    return value if type is None else convert(value, type)
+
+
+def message_length(start: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> int:
+    """Read from the first 64 bytes how long the message is, to receive it into one buffer.
+
+    Raises:
+        DecodeError: These are not the first bytes of a message.
+        LimitError: It is longer than `limits.max_bytes`.
+    """
+    return _read_preamble(as_bytes(start, "head"), limits).total
+
+
+def align(offset: int) -> int:
+    """Give the first multiple of 64 that is not below `offset`."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def head_room(frames: int) -> int:
+    """Give the length of preamble and frame table for so many frames."""
+    return _PREAMBLE.size + _ENTRY.size * frames
+
+
+def fill_head(head: bytearray, lengths: Sequence[int], *, single: bool, table_bytes: int = 0) -> list[int]:
+    """Write preamble and frame table, and give the offset of each payload and the length of the message.
+
+    Args:
+        head: `head_room(len(lengths))` bytes, then the body.
+        lengths: Length of each payload.
+        single: Whether the payloads follow in the same byte string; otherwise offsets are 0.
+        table_bytes: Capacity of the writer's table of shared arrays.
+    """
+    body_bytes = len(head) - head_room(len(lengths))
+    offsets, end = [], len(head)
+    for index, length in enumerate(lengths):
+        start = align(end) if single else end
+        offsets.append(start if single else 0)
+        _ENTRY.pack_into(head, head_room(index), offsets[-1], length, 0)
+        end = start + length
+    flags = SINGLE if single else 0
+    _PREAMBLE.pack_into(head, 0, MAGIC, VERSION, flags, len(lengths), body_bytes, end, table_bytes, bytes(24))
+    return [*offsets, end]
+
+
+class Message:
+    """One value as a head and payloads that are still in the memory of their arrays.
+
+    Args:
+        value: What to write.
+        limits: Bounds to stay within.
+        table: The table of shared arrays of this connection, if there is one.
+        share_from: As in `Encoder`.
+
+    Attributes:
+        uses: What the table has to note once the message is written.
+
+    Raises:
+        EncodeError: Some value cannot be kept.
+        LimitError: A bound is exceeded.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        limits: Limits,
+        table: SharedTable[bool] | None = None,
+        share_from: int | None = None,
+    ) -> None:
+        writer = ValueWriter(limits, table, share_from)
+        body = writer.write(value)
+        self.uses = writer.uses
+        self._limits = limits
+        self._table_bytes = 0 if table is None else table.capacity_bytes
+        self._payloads = writer.frames
+        self._head = bytearray(head_room(len(self._payloads)))
+        self._head += body
+
+    def single(self, buffer: BufferPool | Buffer | None) -> memoryview:
+        """Write the message into one buffer; see `encode`."""
+        *offsets, total = self._fill(self._payloads, single=True)
+        out = _writable(buffer, total)
+        end = len(self._head)
+        out[:end] = self._head
+        for offset, payload in zip(offsets, self._payloads, strict=True):
+            out[end:offset] = bytes(offset - end)
+            end = offset + _nbytes(payload)
+            if isinstance(payload, Source):
+                payload.write_into(out[offset:end])
+            else:
+                np.copyto(np.frombuffer(out[offset:end], np.uint8), np.frombuffer(payload, np.uint8))
+        return out
+
+    def separate(self) -> list[bytearray | memoryview]:
+        """Give head and payloads as frames."""
+        payloads = self._contiguous()
+        self._fill(payloads, single=False)
+        return [self._head, *payloads]
+
+    def parts(self) -> list[bytes | bytearray | memoryview]:
+        """Give the pieces of the single form."""
+        payloads = self._contiguous()
+        *offsets, _ = self._fill(payloads, single=True)
+        parts: list[bytes | bytearray | memoryview] = [self._head]
+        end = len(self._head)
+        for offset, payload in zip(offsets, payloads, strict=True):
+            if offset > end:
+                parts.append(bytes(offset - end))
+            parts.append(payload)
+            end = offset + payload.nbytes
+        return parts
+
+    def _contiguous(self) -> list[memoryview]:
+        return [item.contiguous() if isinstance(item, Source) else item for item in self._payloads]
+
+    def _fill(self, payloads: Sequence[Payload], *, single: bool) -> list[int]:
+        lengths = [_nbytes(payload) for payload in payloads]
+        out = fill_head(self._head, lengths, single=single, table_bytes=self._table_bytes)
+        limits = self._limits
+        for name, value, bound, remedy in (
+            ("max_frames", len(lengths), limits.max_frames, "Stack arrays of one shape"),
+            (
+                "max_head_bytes",
+                len(self._head),
+                limits.max_head_bytes,
+                "Give long lists of numbers as arrays",
+            ),
+            ("max_bytes", out[-1], limits.max_bytes, "Send several messages"),
+        ):
+            if value > bound:
+                either = f"{remedy}, or raise the limit on both sides"
+                raise limit_exceeded(name, bound, value, either).at("head")
+        return out
+
+
+class _Preamble(NamedTuple):
+    single: bool
+    frames: int
+    head_bytes: int
+    total: int
+    table_bytes: int
+
+
+def _read_preamble(view: memoryview, limits: Limits) -> _Preamble:
+    if view.nbytes < _PREAMBLE.size:
+        raise DecodeError("no room for a preamble", where="head", expected="64 bytes", got=str(view.nbytes))
+    magic, version, flags, count, body, total, table_bytes, rest = _PREAMBLE.unpack_from(view)
+    if magic != MAGIC:
+        raise DecodeError("not a message", where="head", expected=repr(MAGIC), got=repr(magic))
+    if version != VERSION:
+        raise DecodeError("unknown version", where="head", expected=str(VERSION), got=str(version))
+    if flags & ~SINGLE or rest != bytes(24):
+        raise DecodeError("reserved bits of the preamble are set", where="head", got=f"flags {flags:#06x}")
+    head_bytes = head_room(count) + body
+    for name, value, bound in (
+        ("max_frames", count, limits.max_frames),
+        ("max_head_bytes", head_bytes, limits.max_head_bytes),
+        ("max_bytes", total, limits.max_bytes),
+    ):
+        if value > bound:
+            raise limit_exceeded(name, bound, value).at("head")
+    return _Preamble(bool(flags & SINGLE), count, head_bytes, total, table_bytes)
+
+
+def read_message(
+    data: Readable | Sequence[Readable],
+    *,
+    copy: bool,
+    framework: Framework,
+    limits: Limits,
+    turn: ReaderTurn | None = None,
+) -> Any:
+    """Read a message, with the table of a connection or without; see `decode`."""
+    if framework not in ("numpy", "torch"):
+        raise DecodeError("unknown framework", expected='"numpy" or "torch"', got=repr(framework))
+    if isinstance(data, list | tuple):
+        if not data:
+            raise DecodeError("no frames", expected="a head and its payloads")
+        head, *frames = [as_bytes(part, f"frame {index}") for index, part in enumerate(data)]
+    else:
+        head, frames = as_bytes(data, "data"), []
+    preamble = _read_preamble(head, limits)
+    if preamble.single and isinstance(data, list | tuple):
+        raise DecodeError("a message in single mode is one buffer, not a list of frames")
+    expected = max(preamble.total, preamble.head_bytes) if preamble.single else preamble.head_bytes
+    if head.nbytes != expected:
+        problem = "the message ends early" if head.nbytes < expected else "bytes follow the message"
+        raise DecodeError(problem, where="head", expected=f"{expected} bytes", got=str(head.nbytes))
+    payloads = _read_payloads(head, preamble, frames)
+    if turn is not None:
+        turn.begin(preamble.table_bytes, preamble.total)
+    reader = ValueReader(payloads, framework=framework, copy=copy, limits=limits, turn=turn)
+    return reader.read(head[head_room(preamble.frames) : preamble.head_bytes])
+
+
+def _read_payloads(head: memoryview, preamble: _Preamble, frames: list[memoryview]) -> list[memoryview]:
+    """Check the frame table, and give the payloads: the frames, or the slices of a message in single mode."""
+    entries = list(_ENTRY.iter_unpack(head[_PREAMBLE.size : head_room(preamble.frames)]))
+    payloads = frames
+    end = preamble.head_bytes
+    if preamble.single:
+        payloads = []
+    elif [frame.nbytes for frame in frames] != [length for _, length, _ in entries]:
+        raise DecodeError(
+            "the frames are not those of the head",
+            expected=f"lengths {[length for _, length, _ in entries][:8]}",
+            got=str([frame.nbytes for frame in frames][:8]),
+        )
+    for index, (offset, length, zero) in enumerate(entries):
+        start = align(end) if preamble.single else end
+        if offset != (start if preamble.single else 0) or zero:
+            raise DecodeError("offset out of place", where=f"frame {index}", got=f"offset {offset}")
+        if start + length > preamble.total:
+            raise DecodeError(
+                "the frame ends beyond the message", where=f"frame {index}", got=f"length {length}"
+            )
+        if preamble.single:
+            if any(head[end:start]):
+                raise DecodeError("the gap before a frame is not zero", where=f"frame {index}")
+            payloads.append(head[start : start + length])
+        end = start + length
+    if end != preamble.total:
+        raise DecodeError(
+            "the frames do not fill the message", where="head", expected=str(end), got=str(preamble.total)
+        )
+    return payloads
+
+
+def as_bytes(data: Any, where: str) -> memoryview:
+    """View a buffer as bytes.
+
+    Raises:
+        DecodeError: It is not contiguous memory.
+    """
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.ndim != 1 or view.format != "B" else view[:]
+    except (TypeError, ValueError, BufferError) as error:
+        raise DecodeError("not contiguous bytes", where=where, got=type(data).__name__) from error
+
+
+def _nbytes(payload: Payload) -> int:
+    return payload.array.nbytes if isinstance(payload, Source) else payload.nbytes
+
+
+def _writable(buffer: BufferPool | Buffer | None, total: int) -> memoryview:
+    if buffer is None:
+        return aligned_empty(total).data
+    if isinstance(buffer, BufferPool):
+        return buffer.acquire(total)
+    try:
+        view = as_bytes(buffer, "buffer")
+    except DecodeError as error:
+        raise EncodeError(error.problem, where="buffer", got=error.got) from error
+    if view.readonly:
+        raise EncodeError("the buffer is read-only", where="buffer")
+    if view.nbytes < total:
+        raise BufferTooSmallError(total, view.nbytes)
+    return view[:total]
