@@ -181,7 +181,7 @@ class SmallProcessor:
     expand: Callable[[int], Expansion]
     name = "SmallProcessor"
     image_backend = "pil"
-    depends_on_company = False
+    depends_on_image_count = False
 
     @property
     def settings_digest(self) -> bytes:
@@ -197,10 +197,10 @@ class SmallProcessor:
             {self.token, *[piece.token for piece in self.expand(1) if isinstance(piece, Repeat)]}
         )
 
-    def geometry(self, height: int, width: int, *, company: int = 1) -> Geometry:
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         return Geometry((1,), self.expand(max(1, width // 8)))
 
-    def prepare(self, loaded: LoadedImage, *, company: int = 1) -> Prepared:
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         pixels = np.ascontiguousarray(loaded.array)
         identity = hashlib.sha256(
             self.settings_digest + repr(pixels.shape).encode() + pixels.tobytes()
@@ -208,8 +208,8 @@ class SmallProcessor:
         expansion = self.geometry(*pixels.shape[:2]).expansion
         return Prepared(identity, lambda: SmallItem(pixels, identity, expansion))
 
-    def process(self, loaded: LoadedImage, *, company: int = 1) -> SmallItem:
-        return self.prepare(loaded, company=company).finish()
+    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> SmallItem:
+        return self.prepare(loaded, num_images=num_images).finish()
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,11 @@ class Bridge:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        if self._media is not None and self._media.processor.depends_on_company and media_places(messages):
+        if (
+            self._media is not None
+            and self._media.processor.depends_on_image_count
+            and media_places(messages)
+        ):
             raise NotBridged("the processor treats an image differently when more of them follow")
 
     def _proved(

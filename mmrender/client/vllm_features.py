@@ -17,7 +17,7 @@ from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.caching import LRUCache
 from mmrender.errors import EngineUnsupportedError, PlaceholderError
 from mmrender.media.item import PatchItem, ProcessedItem
-from mmrender.media.levels import Levels
+from mmrender.media.levels import Levels, expanded
 from mmrender.spans import MediaItem, MediaSpan
 
 PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
@@ -78,9 +78,9 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
     levels: dict[str, Any] = {}
     for name, part in item.parts.items():
         if not isinstance(part, Levels):
-            levels[name] = part.expanded("float32")
-        elif part.levels.size == np.prod(part.shape):
-            levels[name] = part.levels.reshape(part.shape)
+            levels[name] = expanded(part, "float32")
+        elif part.values.size == np.prod(part.shape):
+            levels[name] = part.values.reshape(part.shape)
         else:
             raise EngineUnsupportedError(
                 "the server normalises pixels itself, and this item is padded with zeros that are not pixels",

@@ -1,7 +1,11 @@
-"""From uint8 levels to normalised floats, in the reference's own order of operations.
+"""From uint8 levels to normalised floats and back, bit for bit as the reference computes.
 
-A pixel value depends on its level and channel only, so 3 x 256 values say everything: they are computed once
-by the reference's formula, and the fast way of computing whole arrays is proved equal to them.
+A pixel value depends on its level and channel only, so 3 x 256 values define everything: they are computed
+once by the reference's formula, and the fast way of computing whole arrays is proved equal to them.
+
+Tensors of any processor are kept in the smallest form that gives them back unchanged. The processor's
+settings do not decide whether normalised pixels can be kept as levels: each array is mapped back to levels
+and expanded again, and only an array that survives this is kept so.
 """
 
 from collections.abc import Callable
@@ -20,7 +24,9 @@ STORAGE: dict[TensorDtype, type[np.generic]] = {
     "float16": np.float16,
     "bfloat16": np.uint16,
 }
-"""The numpy type that holds each tensor dtype; numpy has no bfloat16, so its bit patterns stand in."""
+"""The numpy type that holds each tensor dtype; numpy has no bfloat16, so its bit patterns are held."""
+
+_NARROWER = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,95 +47,66 @@ class PixelArithmetic:
 
     def table(self) -> npt.NDArray[np.float32]:
         """Return the value of each level: shape `(3, 256)`, float32, by the reference's formula."""
-        return _table(self)
+        mean = np.array(self.mean, np.float32)[:, None]
+        std = np.array(self.std, np.float32)[:, None]
+        levels = np.arange(256)
+        if self.backend == "torch":
+            # The torch back end folds the factor into mean and deviation, each product rounded to float32.
+            scale = np.float32(1.0 / self.rescale)
+            mean, std, values = mean * scale, std * scale, levels.astype(np.float32)
+        else:
+            values = (levels.astype(np.float64) * self.rescale).astype(np.float32)
+        table: npt.NDArray[np.float32] = (values - mean) / std
+        return table
 
     def write(
-        self,
-        levels: npt.NDArray[np.uint8],
-        channel: int,
-        dtype: TensorDtype,
-        out: npt.NDArray[Any],
+        self, levels: npt.NDArray[np.uint8], channel: int, dtype: TensorDtype, out: npt.NDArray[Any]
     ) -> None:
         """Write the values of `levels`, all of one channel, into `out` of the storage type of `dtype`.
 
         Both arrays are C-contiguous and of equal size.
         """
-        if dtype == "float32":
-            for operation, operand in _steps(self)[channel]:
-                operation(levels, operand, out)
-        elif levels.size % 2 == 0:
+        if dtype == "float32" and (steps := _steps(self)[channel]) is not None:
+            np.copyto(out, levels)
+            for operation, operand in steps:
+                operation(out, operand, out=out)
+        elif dtype != "float32" and levels.size % 2 == 0:
             pairs = levels.reshape(-1).view(np.uint16)
-            np.take(
-                _pair_table(self, channel, dtype), pairs, out=out.reshape(-1).view(np.uint32), mode="clip"
-            )
+            table = _pair_table(self, channel, dtype)
+            np.take(table, pairs, out=out.reshape(-1).view(np.uint32), mode="clip")
         else:
             np.take(cast(self.table()[channel], dtype), levels, out=out, mode="clip")
 
 
-Step = tuple[Callable[[npt.NDArray[np.uint8], Any, npt.NDArray[np.float32]], None], Any]
-
-
-def _table(arithmetic: PixelArithmetic) -> npt.NDArray[np.float32]:
-    mean = np.array(arithmetic.mean, np.float32)[:, None]
-    std = np.array(arithmetic.std, np.float32)[:, None]
-    levels = np.arange(256)
-    if arithmetic.backend == "torch":
-        # The torch back end folds the factor into mean and deviation, each product rounded to float32.
-        scale = np.float32(1.0 / arithmetic.rescale)
-        mean, std, values = mean * scale, std * scale, levels.astype(np.float32)
-    else:
-        values = (levels.astype(np.float64) * arithmetic.rescale).astype(np.float32)
-    table: npt.NDArray[np.float32] = (values - mean) / std
-    return table
+_Steps: TypeAlias = tuple[tuple[Callable[..., Any], np.float32], ...]
 
 
 @lru_cache(maxsize=32)
-def _steps(arithmetic: PixelArithmetic) -> tuple[tuple[Step, ...], ...]:
-    """Return, per channel, operations on whole arrays that give exactly the table's values."""
-    table = _table(arithmetic)
-    return tuple(_proved(_candidates(arithmetic, channel), table[channel]) for channel in range(3))
+def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
+    """Return, per channel, operations on whole float32 arrays that give exactly the table's values.
 
-
-def _candidates(arithmetic: PixelArithmetic, channel: int) -> list[tuple[Step, ...]]:
-    mean, std = np.float32(arithmetic.mean[channel]), np.float32(arithmetic.std[channel])
-    if arithmetic.backend == "torch":
-        scale = np.float32(1.0 / arithmetic.rescale)
-        return [((_load, None), (_subtract, mean * scale), (_divide, std * scale))]
-    rescale = np.float32(arithmetic.rescale)
-    return [((_load, None), (_multiply, rescale), (_subtract, mean), (_divide, std))]
-
-
-def _proved(candidates: list[tuple[Step, ...]], values: npt.NDArray[np.float32]) -> tuple[Step, ...]:
-    levels = np.arange(256, dtype=np.uint8)
-    result = np.empty(256, np.float32)
-    for steps in candidates:
+    None where they do not: the table is looked up then, which is slower.
+    """
+    table = arithmetic.table()
+    levels = np.arange(256, dtype=np.float32)
+    found: list[_Steps | None] = []
+    for channel in range(3):
+        mean, std = np.float32(arithmetic.mean[channel]), np.float32(arithmetic.std[channel])
+        if arithmetic.backend == "torch":
+            scale = np.float32(1.0 / arithmetic.rescale)
+            steps: _Steps = ((np.subtract, mean * scale), (np.divide, std * scale))
+        else:
+            steps = (
+                (np.multiply, np.float32(arithmetic.rescale)),
+                (np.subtract, mean),
+                (np.divide, std),
+            )
+        values = levels.copy()
         for operation, operand in steps:
-            operation(levels, operand, result)
-        if np.array_equal(result.view(np.uint32), values.view(np.uint32)):
-            return steps
-    return ((_gather, values),)
-
-
-def _load(levels: npt.NDArray[np.uint8], _operand: None, out: npt.NDArray[np.float32]) -> None:
-    np.copyto(out, levels)
-
-
-def _multiply(_: npt.NDArray[np.uint8], operand: np.float32, out: npt.NDArray[np.float32]) -> None:
-    np.multiply(out, operand, out=out)
-
-
-def _subtract(_: npt.NDArray[np.uint8], operand: np.float32, out: npt.NDArray[np.float32]) -> None:
-    np.subtract(out, operand, out=out)
-
-
-def _divide(_: npt.NDArray[np.uint8], operand: np.float32, out: npt.NDArray[np.float32]) -> None:
-    np.divide(out, operand, out=out)
-
-
-def _gather(
-    levels: npt.NDArray[np.uint8], table: npt.NDArray[np.float32], out: npt.NDArray[np.float32]
-) -> None:
-    np.take(table, levels, out=out, mode="clip")
+            operation(values, operand, out=values)
+        proved = np.array_equal(values.view(np.uint32), table[channel].view(np.uint32))
+        found.append(steps if proved else None)
+    return tuple(found)
 
 
 @lru_cache(maxsize=32)
@@ -139,7 +116,7 @@ def _pair_table(arithmetic: PixelArithmetic, channel: int, dtype: TensorDtype) -
     Gathering pairs halves the look-ups; converting float32 arrays costs twice as much for bfloat16 and six
     times as much for float16, which numpy converts in software.
     """
-    values = cast(_table(arithmetic)[channel], dtype).view(np.uint16)
+    values = cast(arithmetic.table()[channel], dtype).view(np.uint16)
     levels = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
     return np.ascontiguousarray(values[levels]).view(np.uint32).reshape(-1)
 
@@ -156,38 +133,30 @@ def cast(values: npt.NDArray[np.float32], dtype: TensorDtype) -> npt.NDArray[Any
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-_NARROWER = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class Levels:
     """Normalised pixels as the uint8 levels they came from.
 
     Attributes:
-        levels: `(tiles held, 3, height, width)`.
+        values: `(tiles held, 3, height, width)`, uint8.
         held: Which tiles of the whole these are; the others are all zero, padding added after normalising.
         shape: Of the whole: `(..., 3, height, width)`.
         arithmetic: How levels become values.
     """
 
-    levels: npt.NDArray[np.uint8]
+    values: npt.NDArray[np.uint8]
     held: tuple[int, ...]
     shape: tuple[int, ...]
     arithmetic: PixelArithmetic
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.levels.nbytes
-
-    def expanded(self, dtype: TensorDtype) -> npt.NDArray[Any]:
-        """Return the pixels, of shape `shape`, in the storage type of `dtype`."""
-        out = np.zeros(self.shape, STORAGE[dtype])
+    def write(self, out: npt.NDArray[Any], dtype: TensorDtype) -> None:
+        """Write the pixels into `out`, C-contiguous, of `shape` and the storage type of `dtype`."""
         tiles = out.reshape(-1, *self.shape[-3:])
-        for index, tile in zip(self.held, self.levels, strict=True):
+        for index in set(range(len(tiles))).difference(self.held):
+            tiles[index] = 0
+        for index, tile in zip(self.held, self.values, strict=True):
             for channel in range(3):
                 self.arithmetic.write(tile[channel], channel, dtype, tiles[index, channel])
-        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +166,13 @@ class Floats:
     values: npt.NDArray[Any]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.values.nbytes
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.values.shape
 
-    def expanded(self, dtype: TensorDtype) -> npt.NDArray[Any]:
-        """Return the values rounded to `dtype`."""
-        rounded = cast(self.values.astype(np.float32, copy=False), dtype)
-        return rounded.copy() if rounded is self.values else rounded
+    def write(self, out: npt.NDArray[Any], dtype: TensorDtype) -> None:
+        """Write the values, rounded to `dtype`, into `out`."""
+        np.copyto(out, cast(self.values.astype(np.float32, copy=False), dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +183,24 @@ class Integers:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.values.nbytes
-
-    def expanded(self, _: TensorDtype) -> npt.NDArray[Any]:
-        """Return the values in their own shape and type, whatever the floating-point type asked for."""
-        return np.broadcast_to(self.values, self.shape).astype(self.dtype)
+    def write(self, out: npt.NDArray[Any], _: TensorDtype) -> None:
+        """Write the values into `out`, whose type is `dtype` whatever floating-point type is asked for."""
+        np.copyto(out, self.values, casting="unsafe")
 
 
 Compact: TypeAlias = Levels | Floats | Integers
+
+
+def storage_of(part: Compact, dtype: TensorDtype) -> np.dtype[Any]:
+    """Return the numpy type of an expanded tensor: `dtype` as held, or an integer type of its own."""
+    return part.dtype if isinstance(part, Integers) else np.dtype(STORAGE[dtype])
+
+
+def expanded(part: Compact, dtype: TensorDtype) -> npt.NDArray[Any]:
+    """Return the tensor as a new array."""
+    out = np.empty(part.shape, storage_of(part, dtype))
+    part.write(out, dtype)
+    return out
 
 
 def compacted(values: npt.NDArray[Any], arithmetic: PixelArithmetic | None) -> Compact:
@@ -257,8 +232,8 @@ def _levels(values: npt.NDArray[np.float32], arithmetic: PixelArithmetic) -> Lev
                 plane = (tiles[index, channel] - lowest) * (np.float32(255) / (highest - lowest))
                 target[channel] = np.clip(np.rint(plane), 0, 255)
     candidate = Levels(_frozen(levels), held, values.shape, arithmetic)
-    same = np.array_equal(candidate.expanded("float32").view(np.uint32), values.view(np.uint32))
-    return candidate if same else None
+    again = expanded(candidate, "float32")
+    return candidate if np.array_equal(again.view(np.uint32), values.view(np.uint32)) else None
 
 
 def _narrowed(values: npt.NDArray[Any]) -> Integers:

@@ -1,12 +1,10 @@
-"""Pixels of a PIL image as numpy arrays, without Pillow's own byte encoder.
+"""Pixels as arrays: Pillow's memory without a copy, colour planes, and exact resampling.
 
 Pillow keeps an RGB pixel in four bytes, red first, the fourth one unused. Its Arrow export gives that memory
-as it lies, so planes are three strided reads instead of an encoding pass followed by a transposition: a third
-of the time of `numpy.asarray` on a 1024 x 1024 image.
+as it is: hashing it takes a third of the time of `image.tobytes()`, and torch resamples it without repacking.
 """
 
 import ctypes
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,11 +16,12 @@ from mmrender.errors import MissingDependencyError
 from mmrender.media.load import LoadedImage
 
 ImageBackend: TypeAlias = Literal["torch", "pil"]
+"""Which of the reference's two back ends pixels equal."""
 IMAGE_BACKENDS: tuple[ImageBackend, ...] = get_args(ImageBackend)
-
 
 _STRIP_PIXELS = 1 << 20
 _ROWS_PER_BLOCK = 32
+_BYTES_PER_ELEMENT = {"I": 4, "F": 4, "I;16": 2}
 
 
 class _ArrowArray(ctypes.Structure):
@@ -45,8 +44,6 @@ _ArrowArray._fields_ = [
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-
-_BYTES_PER_ELEMENT = {"I": 4, "F": 4, "I;16": 2}
 
 
 def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
@@ -74,7 +71,7 @@ def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
 def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the memory of a loaded image in bands of rows, each of shape `(rows, width, bytes per pixel)`.
 
-    One band without a copy where the image lies in one block; else bands of about a million pixels, each
+    An image in one block gives one band, without a copy; others give bands of about a million pixels, each
     copied once.
     """
     whole = raw_pixels(image)
@@ -91,23 +88,20 @@ def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
         yield pixels
 
 
-def rgb_planes(pixels: Image.Image | npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return an RGB image, or an array `(height, width, 3)`, as a fresh array `(3, height, width)`, uint8."""
-    if isinstance(pixels, np.ndarray):
-        planes = np.empty((3, *pixels.shape[:2]), np.uint8)
-        split_planes(pixels, planes)
+def rgb_planes(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
+    """Return the pixels as a fresh uint8 array of shape `(3, height, width)`."""
+    planes = np.empty((3, loaded.height, loaded.width), np.uint8)
+    if isinstance(loaded.pixels, np.ndarray):
+        _split_planes(loaded.pixels, planes)
         return planes
-    width, height = pixels.size
-    planes = np.empty((3, height, width), np.uint8)
     top = 0
-    for strip in raw_strips(pixels):
-        bottom = top + len(strip)
-        split_planes(strip, planes[:, top:bottom])
-        top = bottom
+    for strip in raw_strips(loaded.pixels):
+        _split_planes(strip, planes[:, top : top + len(strip)])
+        top += len(strip)
     return planes
 
 
-def split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
     """Write pixels `(rows, width, 3 or 4)` into planes `(3, rows, width)`; a fourth channel is dropped."""
     if pixels.shape[-1] != 4 or not pixels.flags.c_contiguous:
         for channel in range(3):
@@ -125,42 +119,49 @@ def split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> N
             np.copyto(out[channel, top : top + len(block)], scratch, casting="unsafe")
 
 
-def require_backend(backend: ImageBackend) -> None:
-    """Check that what `backend` runs on is installed.
+def resized_planes(
+    loaded: LoadedImage, height: int, width: int, backend: ImageBackend
+) -> npt.NDArray[np.uint8]:
+    """Resample an image, bicubic with antialiasing, bit for bit as the reference's back end does it.
+
+    The two back ends differ from each other by at most one level in about 0.2 % of the values, so neither
+    can replace the other. The torch one calls `torch.nn.functional.interpolate` on uint8, which is what
+    torchvision's `resize` does; torchvision itself is not needed.
+
+    Returns:
+        uint8 array of shape `(3, height, width)`.
 
     Raises:
         MissingDependencyError: The torch back end without torch.
     """
-    if backend == "torch" and importlib.util.find_spec("torch") is None:
+    if backend == "pil":
+        return rgb_planes(LoadedImage(image=loaded.image.resize((width, height), Image.Resampling.BICUBIC)))
+    try:
+        import torch
+        from torch.nn.functional import interpolate
+    except ImportError as error:
         raise MissingDependencyError.of_extra(
             "torch", "torch", 'image_backend="torch"', otherwise='choose image_backend="pil"'
-        )
+        ) from error
 
-
-def resized_planes(
-    loaded: LoadedImage, height: int, width: int, backend: ImageBackend
-) -> npt.NDArray[np.uint8]:
-    """Resample an image and return it as an array of shape `(3, height, width)`, uint8."""
-    if backend == "pil":
-        return rgb_planes(loaded.image.resize((width, height), Image.Resampling.BICUBIC))
     planes = np.empty((3, height, width), np.uint8)
-    split_planes(_interpolated(loaded.at_hand, height, width), planes)
+    # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel need not repack;
+    # torch tells the layout by the strides, that of the batch of one among them.
+    batch = torch.from_numpy(_whole_pixels(loaded))[None].permute(0, 3, 1, 2)
+    resampled = interpolate(batch, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
+    del batch
+    _split_planes(resampled[0].permute(1, 2, 0).contiguous().numpy(), planes)
     return planes
 
 
-def _interpolated(
-    image: Image.Image | npt.NDArray[np.uint8], height: int, width: int
-) -> npt.NDArray[np.uint8]:
-    import torch
-    from torch.nn.functional import interpolate
-
-    strips = [image] if isinstance(image, np.ndarray) else list(raw_strips(image))
-    # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel need not repack;
-    # torch tells the layout by the strides, that of the batch of one among them.
-    pixels = strips[0] if len(strips) == 1 else np.concatenate(strips)
-    if not pixels.flags.writeable:
-        pixels = pixels.copy()
-    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
-    resampled = interpolate(batch, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
-    result: npt.NDArray[np.uint8] = resampled[0].permute(1, 2, 0).contiguous().numpy()
-    return result
+def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
+    """Return a writable array `(height, width, 3 or 4)`, as torch asks for; nothing writes to it."""
+    pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
+    if pixels is not None:
+        return pixels if pixels.flags.writeable else pixels.copy()
+    whole = np.empty((loaded.height, loaded.width, 4), np.uint8)
+    top = 0
+    for strip in raw_strips(loaded.image):
+        whole[top : top + len(strip)] = strip
+        top += len(strip)
+    return whole

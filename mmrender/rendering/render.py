@@ -139,7 +139,7 @@ def resolve_places(
         )
     given = [(place.where, place.part) for place in places if place.part.source is not None]
     images = earlier + sum(place.modality == "image" for place in places)
-    found = iter(media.resolve(given, company=images))
+    found = iter(media.resolve(given, num_images=images))
     return [None if place.part.source is None else next(found) for place in places]
 
 

@@ -5,10 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.errors import MissingDependencyError
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.processors.base import ProcessorFiles
+from mmrender.media.processors.reference import build_image_processor
 
-_BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 _UNBUILT_OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -38,17 +39,7 @@ def load_reference_image_processor(directory: Path, backend: ImageBackend) -> An
                 remedy="mmrender itself never needs it; compare with the PIL back end instead.",
             )
         import_torchvision()
-    from transformers import AutoImageProcessor
-
-    processor = AutoImageProcessor.from_pretrained(directory, backend=_BACKEND_NAMES[backend])
-    if processor.backend != _BACKEND_NAMES[backend]:
-        raise ProcessorError(
-            f"{type(processor).__name__} does not run on this back end",
-            where=str(directory),
-            expected=_BACKEND_NAMES[backend],
-            got=processor.backend,
-        )
-    return processor
+    return build_image_processor(ProcessorFiles.read(directory), backend)
 
 
 @cache

@@ -4,7 +4,6 @@ A family's processor is built whole where the machine can; some need torchvision
 processor, and are then built around the image processor alone, which is all that images need.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,12 @@ import numpy.typing as npt
 
 from mmrender.errors import MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.processors.base import ProcessorFiles
+from mmrender.media.processors.reference import build_reference_processor
 from mmrender.model.files import ModelDir
 from mmrender.testing.reference import (
     has_reference_backend,
     import_torchvision,
-    load_reference_image_processor,
 )
 
 
@@ -56,34 +56,9 @@ class ReferenceRenderer:
         self.processor: Any = None
         self.processor_missing: str | None = None
         try:
-            self.processor = self._build(directory, backend)
+            self.processor = build_reference_processor(ProcessorFiles.read(directory), backend)
         except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
             self.processor_missing = str(error).strip().splitlines()[0] or type(error).__name__
-
-    def _build(self, directory: Path, backend: ImageBackend) -> Any:
-        import transformers
-
-        image_processor = load_reference_image_processor(directory, backend)
-        configs = [
-            self.model.read_json(name) for name in ("processor_config.json", "preprocessor_config.json")
-        ]
-        configs.append(dict(self.model.tokenizer_config))
-        name = next((config["processor_class"] for config in configs if "processor_class" in config), None)
-        if name is None:
-            raise ValueError("the directory names no processor class")
-        processor_class = getattr(transformers, name)
-        accepted = inspect.signature(processor_class.__init__).parameters
-        settings = {
-            key: value for key, value in configs[0].items() if key in accepted and not isinstance(value, dict)
-        }
-        if "video_processor" in accepted:
-            settings["video_processor"] = None
-        template = self.tokenizer.chat_template or self.model.read_text("chat_template.jinja")
-        # The class check is what forbids an empty video processor; everything else is the model's own.
-        lenient: Any = type(name, (processor_class,), {"check_argument_for_proper_class": lambda *_: None})
-        return lenient(
-            image_processor=image_processor, tokenizer=self.tokenizer, chat_template=template, **settings
-        )
 
     def render(
         self, messages: Sequence[dict[str, Any]], images: Sequence[Any], **options: Any

@@ -202,7 +202,7 @@ def resolve_references(
                 changed = True
                 key = (item.identity, count)
                 if key not in known:
-                    known[key] = item.resolve(processor, policy, company=count)
+                    known[key] = item.resolve(processor, policy, num_images=count)
                 name = sample.sample_id or f"samples[{number}]"
                 where = f"{name}.mm_items[{modality!r}][{index}]"
                 _check_length(item, known[key], sidecar.mm_placeholders[modality][index], where)

@@ -34,7 +34,7 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
             "processor": processor.name,
             "back end": processor.image_backend,
             "placeholders": dict(processor.placeholder),
-            "an item depends on its company": processor.depends_on_company,
+            "an item depends on its company": processor.depends_on_image_count,
             "tokens of 1024×1024": processor.geometry(1024, 1024).num_tokens,
         },
     }

@@ -21,7 +21,7 @@ from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.base import MediaProcessor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.transformers import HuggingFaceProcessor, expansion_text
+from mmrender.media.processors.transformers import TransformersProcessor, expansion_text
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.spans import MediaItem
 from mmrender.testing.reference import (
@@ -156,7 +156,7 @@ def adapted_backends() -> list[ImageBackend]:
 )
 def adapted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[HuggingFaceProcessor, Any]:
+) -> tuple[TransformersProcessor, Any]:
     name, backend = request.param
     if name in ADAPTED_MODELS:
         directory = request.getfixturevalue("shared_models") / name
@@ -165,13 +165,13 @@ def adapted(
     if backend == "torch":
         import_torchvision()
     processor = load_processor(directory, image_backend=backend)
-    assert isinstance(processor, HuggingFaceProcessor)
+    assert isinstance(processor, TransformersProcessor)
     return processor, load_reference_image_processor(directory, backend)
 
 
 @few
 @given(height=st.integers(1, 500), width=st.integers(1, 500))
-def test_adapted_tensors(adapted: tuple[HuggingFaceProcessor, Any], height: int, width: int) -> None:
+def test_adapted_tensors(adapted: tuple[TransformersProcessor, Any], height: int, width: int) -> None:
     processor, reference = adapted
     image = picture(height, width)
     options = {"crop_to_patches": True} if "GotOcr2" in processor.name else {}
@@ -203,7 +203,7 @@ def assert_survives_the_wire(item: MediaItem) -> None:
         assert np.array_equal(out[name], values)
 
 
-def test_adapted_items_survive_the_wire(adapted: tuple[HuggingFaceProcessor, Any]) -> None:
+def test_adapted_items_survive_the_wire(adapted: tuple[TransformersProcessor, Any]) -> None:
     assert_survives_the_wire(adapted[0].process(LoadedImage(image=picture(210, 330))))
 
 
@@ -216,7 +216,7 @@ SHORT_SIDES = st.integers(20, 400)
 
 @few
 @given(height=SHORT_SIDES, width=SHORT_SIDES)
-def test_adapted_expansion(adapted: tuple[HuggingFaceProcessor, Any], height: int, width: int) -> None:
+def test_adapted_expansion(adapted: tuple[TransformersProcessor, Any], height: int, width: int) -> None:
     """The processor's own ids for a text with the placeholder are the ids of the text we expand it to."""
     processor, _ = adapted
     reference = processor._reference
@@ -232,14 +232,14 @@ def test_tiles_depend_on_company(tmp_path: Path) -> None:
     directory = ADAPTER_FAMILIES["llava_onevision"](tmp_path / "model")
     processor = load_processor(directory, image_backend="pil")
     assert processor is not None
-    assert processor.depends_on_company
+    assert processor.depends_on_image_count
     image = picture(90, 150)
     loaded = LoadedImage(image=image)
-    alone, together = processor.process(loaded), processor.process(loaded, company=2)
+    alone, together = processor.process(loaded), processor.process(loaded, num_images=2)
     assert alone.identity != together.identity
-    assert together.identity == processor.process(loaded, company=5).identity
+    assert together.identity == processor.process(loaded, num_images=5).identity
     assert processor.geometry(90, 150).expansion == alone.expansion
-    assert processor.geometry(90, 150, company=2).expansion == together.expansion != alone.expansion
+    assert processor.geometry(90, 150, num_images=2).expansion == together.expansion != alone.expansion
     reference = load_reference_image_processor(directory, "pil")
     expected = reference([[image, picture(33, 44), image]], return_tensors="np")
     got = together.tensors()

@@ -12,7 +12,7 @@ from PIL import Image
 import adapter_models
 import training_processors
 from mmrender.media.load import load_image
-from mmrender.media.processors.base import read_processor_files
+from mmrender.media.processors.base import ProcessorFiles
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.registry import load_processor
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
@@ -47,7 +47,7 @@ def test_joined_as_the_processor_joins(kind: str, sizes: list[Any], tmp_path: Pa
     build, model_type = KINDS[kind]
     directory = build(tmp_path / kind)
     processor = load_processor(directory, image_backend="pil")
-    reference = build_reference_processor(read_processor_files(directory), "pil")
+    reference = build_reference_processor(ProcessorFiles.read(directory), "pil")
     rng = np.random.default_rng(3)
     images = [
         [Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8), "RGB") for size in row]
@@ -57,7 +57,8 @@ def test_joined_as_the_processor_joins(kind: str, sizes: list[Any], tmp_path: Pa
     texts = ["before " + " between ".join([placeholder] * len(row)) + " after" for row in images]
     theirs = reference(text=texts, images=images, return_tensors="pt", padding=True)
     samples = [
-        sample_of([processor.process(load_image(image), company=len(row)) for image in row]) for row in images
+        sample_of([processor.process(load_image(image), num_images=len(row)) for image in row])
+        for row in images
     ]
     family = ModelFamily(model_type, rules=ModelFamily.from_config({"model_type": model_type}).rules)
     ours = collate_mm_kwargs(samples, family)

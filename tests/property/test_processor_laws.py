@@ -8,8 +8,8 @@ from hypothesis.extra import numpy as arrays
 
 from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem, PatchLayout
-from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, cast, compacted
-from mmrender.media.processors.qwen import smart_resize, smart_resize_frames
+from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, cast, compacted, expanded
+from mmrender.media.processors.qwen import smart_resize
 from mmrender.media.processors.transformers import expansion_text, parse_expansion
 from mmrender.spans import Repeat, Text
 
@@ -36,7 +36,7 @@ def test_resized_sides_are_whole_tokens_within_the_bounds(
             smart_resize(height, width, factor=factor, **bounds)
         return
     resized = smart_resize(height, width, factor=factor, **bounds)
-    framed = smart_resize_frames(2, height, width, factor=factor, temporal=2, **bounds)
+    framed = smart_resize(height, width, factor=factor, frames=2, **bounds)
     for sides in (resized, framed):
         assert all(side >= factor and side % factor == 0 for side in sides)
     rounded = round(height / factor) * round(width / factor) * factor**2
@@ -116,8 +116,8 @@ def test_normalised_tiles_are_kept_as_levels(arithmetic: PixelArithmetic, tiles:
     values[0, -1] = 0.0
     kept = compacted(values, arithmetic)
     assert isinstance(kept, Levels)
-    assert kept.nbytes == values[0, :-1].nbytes // 4
-    np.testing.assert_array_equal(kept.expanded("float32").view(np.uint32), values.view(np.uint32))
+    assert kept.values.nbytes == values[0, :-1].nbytes // 4
+    np.testing.assert_array_equal(expanded(kept, "float32").view(np.uint32), values.view(np.uint32))
 
 
 ODD = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -127,7 +127,7 @@ ODD = st.floats(width=32, allow_nan=True, allow_infinity=True)
 def test_any_floats_come_back_as_they_were(values: np.ndarray, arithmetic: PixelArithmetic) -> None:
     kept = compacted(values, arithmetic)
     assert isinstance(kept, Levels | Floats)
-    np.testing.assert_array_equal(kept.expanded("float32").view(np.uint32), values.view(np.uint32))
+    np.testing.assert_array_equal(expanded(kept, "float32").view(np.uint32), values.view(np.uint32))
 
 
 @given(
@@ -140,10 +140,10 @@ def test_any_floats_come_back_as_they_were(values: np.ndarray, arithmetic: Pixel
 def test_any_integers_come_back_as_they_were(values: np.ndarray) -> None:
     kept = compacted(values, None)
     assert isinstance(kept, Integers)
-    again = kept.expanded("bfloat16")
+    again = expanded(kept, "bfloat16")
     assert again.dtype == values.dtype
     np.testing.assert_array_equal(again, values)
-    assert kept.nbytes <= values.nbytes
+    assert kept.values.nbytes <= values.nbytes
 
 
 PIECES = st.lists(st.sampled_from(["<i>", "<i><i><i>", "<row>", "\n", "i", "<", "<i", "\n\n<i>", ".+", "é"]))

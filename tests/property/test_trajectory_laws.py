@@ -185,9 +185,7 @@ def test_bytes_are_linear_in_distinct_content(rollouts, copies):
     items = {i.identity: i for trajectory in group for i in trajectory.items}
     wire = trajectories_to_wire(group)
     assert len(wire["items"]["items"]) == len({(i.identity, type(i)) for t in group for i in t.items})
-    assert len(wire["message_ends"]) == len(
-        {str(m) for t in group for s in t.steps for m in s.new_messages}
-    )
+    assert len(wire["message_ends"]) == len({str(m) for t in group for s in t.steps for m in s.new_messages})
     assert sum(len(memoryview(frame)) for frame in mmcodecs.encode_frames(wire)) <= bound(group, items)
     stored = sum(len(step.own_ids) for trajectory in group for step in trajectory.steps)
     assert len(wire["tokens"]) <= stored

@@ -11,14 +11,13 @@ from PIL import Image
 from mmrender.errors import MediaError
 from mmrender.media.item import (
     EncodedImage,
-    EncodedImages,
     PatchItem,
     ProcessedItem,
     ReferenceItem,
     encoded_image,
 )
 from mmrender.media.load import load_image
-from mmrender.media.processors.qwen import smart_resize, smart_resize_frames
+from mmrender.media.processors.qwen import smart_resize
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat
 
@@ -70,26 +69,16 @@ def test_a_size_in_whole_tokens_is_kept_or_changes_its_number_of_tokens(high, wi
     if max(high, wide) > 200 * min(high, wide):
         return
     height, width = high * factor, wide * factor
-    if frames:
-        resized = smart_resize_frames(
-            2, height, width, factor=factor, temporal=2, min_pixels=least, max_pixels=most
-        )
-    else:
-        resized = smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most)
+    resized = smart_resize(
+        height, width, factor=factor, min_pixels=least, max_pixels=most, frames=2 if frames else None
+    )
     same_count = resized[0] * resized[1] == height * width
     assert same_count == (resized == (height, width))
 
 
-def test_encoded_images_are_kept_by_identity_up_to_a_bound(processor):
-    first, second = (processor.process(load_image(photo(256, 256, seed))) for seed in (1, 2))
-    kept = EncodedImages(max_bytes=len(encoded_image(first).data) + 1000)
-    image = kept.of(first)
-    assert kept.of(first) is image
-    kept.of(second)
-    assert kept.of(first) is not image
-    assert kept.of(first) == image
-    none = EncodedImages(max_bytes=0)
-    assert none.of(first) is not none.of(first)
+def test_an_image_is_encoded_once(processor):
+    item = processor.process(load_image(photo(256, 256, 1)))
+    assert encoded_image(item) is encoded_image(processor.process(load_image(photo(256, 256, 1))))
 
 
 def reference(source):

@@ -5,10 +5,10 @@ import io
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -195,9 +195,9 @@ def test_only_the_allowed_of_several_addresses_is_used(
     tried: list[str] = []
     connect = socket.create_connection
 
-    def recording(address: tuple[str, int], timeout: float) -> socket.socket:
+    def recording(address: tuple[str, int], *arguments: Any, **options: Any) -> socket.socket:
         tried.append(address[0])
-        return connect(address, timeout)
+        return connect(address, *arguments, **options)
 
     monkeypatch.setattr(socket, "create_connection", recording)
     assert fetch(site.url(host="mixed.test"), LOOPBACK) == PNG
@@ -286,21 +286,25 @@ def test_broken_answers(site: Site) -> None:
     site.answers["/noise"] = raw(b"SSH-2.0-OpenSSH\r\n\r\n")
     site.answers["/nothing"] = raw(b"")
     site.answers["/chunk"] = raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc")
-    site.answers["/heads"] = raw(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500 + b"\r\n")
+    site.answers["/heads"] = raw(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 50_000 + b"\r\n")
     for path, problem in [
-        ("/short", "broke off after 3 of 100 bytes"),
+        (
+            "/short",
+            "peer closed connection without sending complete message body (received 3 bytes, expected 100",
+        ),
         ("/gzip", "came compressed ('gzip') although that was not asked for"),
-        ("/noise", "could not be fetched (BadStatusLine)"),
+        ("/noise", "could not be fetched (RemoteProtocolError: illegal status line"),
         (
             "/nothing",
-            "could not be fetched (RemoteDisconnected: Remote end closed connection without response)",
+            "could not be fetched (RemoteProtocolError: Server disconnected without sending a response.)",
         ),
-        ("/chunk", "could not be fetched (IncompleteRead)"),
-        ("/heads", "could not be fetched (HTTPException)"),
+        ("/chunk", "could not be fetched (RemoteProtocolError: illegal chunk header"),
+        ("/heads", "could not be fetched (RemoteProtocolError: Receive buffer too long)"),
     ]:
         with pytest.raises(MediaFetchError) as caught:
             fetch(site.url(path), LOOPBACK, where=WHERE)
-        assert str(caught.value) == f"{WHERE}: {site.url(path)} {problem}"
+        assert str(caught.value).startswith(f"{WHERE}: {site.url(path)} ")
+        assert problem in str(caught.value)
 
 
 def test_content_that_is_no_image(site: Site) -> None:
@@ -334,15 +338,6 @@ def test_server_that_drips_is_stopped_by_the_total_timeout(site: Site, start: by
         fetch(site.url("/drip"), policy)
 
 
-def test_no_wait_goes_beyond_the_deadline() -> None:
-    hop = fetching._Hop(MediaPolicy(), None, deadline=time.monotonic() + 3)
-    assert hop.wait(2) == 2
-    assert hop.wait(5) <= 3
-    hop.deadline = time.monotonic()
-    with pytest.raises(MediaLimitError):
-        hop.wait(5)
-
-
 def test_slow_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(fetching, "resolve", lambda host, port: released.wait(30))
@@ -367,7 +362,7 @@ def test_unreachable(names: dict[str, list[str]]) -> None:
         fetch(f"http://images.test:{port}/", LOOPBACK, where=WHERE)
     assert str(caught.value) == (
         f"{WHERE}: http://images.test:{port}/ could not be fetched "
-        "(ConnectionRefusedError: [Errno 111] Connection refused)"
+        "(ConnectError: [Errno 111] Connection refused)"
     )
 
 
@@ -411,7 +406,7 @@ def test_tls_name_is_that_of_the_url(secure_site: Site, names: dict[str, list[st
     assert fetch(f"https://images.test:{port}/a.png", LOOPBACK) == PNG
     assert secure_site.asked[0] == ("SNI", {"name": "images.test"})
     assert secure_site.asked[1][1]["Host"] == f"images.test:{port}"
-    with pytest.raises(MediaFetchError, match=r"SSLCertVerificationError.*not valid for 'other.test'"):
+    with pytest.raises(MediaFetchError, match=r"CERTIFICATE_VERIFY_FAILED.*not valid for 'other.test'"):
         fetch(f"https://other.test:{port}/a.png", LOOPBACK)
 
 
@@ -419,7 +414,7 @@ def test_untrusted_certificate(secure_site: Site, names: dict[str, list[str]]) -
     names["images.test"] = ["127.0.0.1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetching, "_tls_context", ssl.create_default_context)
-        with pytest.raises(MediaFetchError, match="SSLCertVerificationError"):
+        with pytest.raises(MediaFetchError, match="CERTIFICATE_VERIFY_FAILED"):
             fetch(f"https://images.test:{secure_site.server_port}/a.png", LOOPBACK)
 
 

@@ -1,4 +1,3 @@
-import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,12 +113,10 @@ def test_the_error_is_that_of_the_first_part_that_fails(tiny_model: Path) -> Non
     assert caught.value.where == "part[2]"
 
 
-def test_a_source_that_was_resolved_as_an_image_is_not_taken_for_a_video(tiny_model: Path) -> None:
-    data = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(data, "GIF")
-    source = data.getvalue()
+def test_a_video_is_refused_by_name_before_anything_is_loaded(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(ProcessorError) as caught:
-        resolver(tiny_model).resolve([("image", ImagePart(source)), ("video", VideoPart(source))])
+        resolver(tiny_model).resolve([("video", VideoPart(tmp_path / "nothing.mp4"))])
     assert str(caught.value) == (
-        "video: videos are not supported for Qwen2VLImageProcessor - expected images. Pass the frames as images."
+        "video: videos are not supported for Qwen2VLImageProcessor - expected images. "
+        "Pass the frames as images."
     )

@@ -26,15 +26,15 @@ class Counting:
     """A processor that counts what it does; items are the images' sizes and sums."""
 
     settings_digest: bytes = b"settings"
-    depends_on_company: bool = False
+    depends_on_image_count: bool = False
     prepared: int = 0
     finished: int = 0
     entered: Callable[[], None] = field(default=lambda: None)
 
-    def prepare(self, loaded: LoadedImage, *, company: int = 1) -> Prepared:
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         self.prepared += 1
         identity = f"{loaded.array.shape} {loaded.array.tobytes().hex()}"
-        identity += f" {company}" if self.depends_on_company else ""
+        identity += f" {num_images}" if self.depends_on_image_count else ""
 
         def finish() -> MediaItem:
             self.finished += 1
@@ -131,7 +131,7 @@ def test_no_source() -> None:
     with pytest.raises(MediaError) as caught:
         resolver().resolve(parts(png(), None))
     assert str(caught.value) == (
-        "messages[0].content[1]: the image is not at hand - expected a source to load, got None. "
+        "messages[0].content[1]: the part has no image - expected a source to load, got None. "
         "Give the image again, or render without media."
     )
 
@@ -142,13 +142,13 @@ def test_errors_name_the_part() -> None:
     assert caught.value.where == "messages[0].content[1]"
 
 
-def test_company_is_part_of_the_key_only_where_it_matters() -> None:
+def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None:
     made = resolver()
-    made.processor.depends_on_company = True  # type: ignore[misc]
+    made.processor.depends_on_image_count = True  # type: ignore[misc]
     alone = made.resolve(parts(png()))[0]
     together = made.resolve(parts(png(), png((5, 5, 5))))[0]
     assert alone.identity != together.identity
-    assert made.resolve(parts(png()), company=2)[0] is together
+    assert made.resolve(parts(png()), num_images=2)[0] is together
 
 
 def test_fingerprints_see_all_that_pixels_are_made_of() -> None:
@@ -201,72 +201,59 @@ def made_item(name: str, nbytes: int = 100) -> MediaItem:
     return Sized(name, nbytes)  # type: ignore[return-value]
 
 
+def prepared(name: str, nbytes: int = 100) -> Prepared:
+    return Prepared(name, lambda: made_item(name, nbytes))
+
+
 def test_least_recently_used_items_go_first() -> None:
     cache = MediaCache(max_bytes=250)
     for name in "abac":
-        cache.get_or_compute(name, lambda name=name: made_item(name))
-    assert cache.get("a") is not None
-    assert cache.get("b") is None
-    assert cache.get("c") is not None
+        cache.get_or_load(name, lambda name=name: prepared(name))
+    assert [cache.find(name) is not None for name in "abc"] == [True, False, True]
     stats = cache.stats
-    assert (stats.items, stats.nbytes, stats.evictions, stats.misses, stats.hits) == (2, 200, 1, 3, 3)
+    assert (stats.entries, stats.size, stats.evictions, stats.misses, stats.hits) == (2, 200, 1, 3, 3)
+    cache.clear()
+    assert cache.find("a") is None
+    assert cache.stats.size == 0
 
 
 def test_an_item_over_the_bound_is_given_and_not_kept() -> None:
     cache = MediaCache(max_bytes=50)
-    assert cache.get_or_compute("a", lambda: made_item("a")).identity == "a"
-    assert cache.stats.items == 0
-    assert cache.stats.nbytes == 0
+    assert cache.get_or_finish(prepared("a")).identity == "a"
+    assert (cache.stats.entries, cache.stats.size) == (0, 0)
 
 
 def test_an_evicted_item_is_made_again_from_its_source() -> None:
     cache = MediaCache(max_bytes=100)
-    prepared = []
+    loaded = []
 
-    def prepare(name: str) -> Prepared:
-        prepared.append(name)
-        return Prepared(name, lambda: made_item(name))
+    def load(name: str) -> Prepared:
+        loaded.append(name)
+        return prepared(name)
 
     for name in ("a", "b", "a"):
-        assert cache.get_or_prepare(f"source {name}", lambda name=name: prepare(name)).identity == name
-    assert prepared == ["a", "b", "a"]
+        assert cache.get_or_load(f"source {name}", lambda name=name: load(name)).identity == name
+    assert loaded == ["a", "b", "a"]
 
 
-def test_clear() -> None:
+def test_threads_that_ask_at_once_load_and_compute_once() -> None:
     cache = MediaCache()
-    cache.get_or_compute("a", lambda: made_item("a"))
-    cache.clear()
-    assert cache.get("a") is None
-    assert cache.stats.nbytes == 0
-
-
-def test_sources_are_bounded_too() -> None:
-    cache = MediaCache()
-    item = cache.get_or_compute("a", lambda: made_item("a"))
-    for number in range(10_000):
-        cache.bind(number, item)
-    assert len(cache._identities) == 4096
-    assert cache.get_or_prepare(9_999, lambda: pytest.fail("known")) is item
-
-
-def test_threads_that_ask_at_once_compute_once() -> None:
-    cache = MediaCache()
-    computed = []
+    loaded: list[int] = []
     first_is_in, others_wait = threading.Event(), threading.Event()
 
-    def compute() -> MediaItem:
-        computed.append(1)
+    def load() -> Prepared:
+        loaded.append(1)
         first_is_in.set()
         assert others_wait.wait(10)
-        return made_item("a")
+        return prepared("a")
 
     with ThreadPoolExecutor(8) as pool:
-        leader = pool.submit(cache.get_or_compute, "a", compute)
+        leader = pool.submit(cache.get_or_load, "source", load)
         assert first_is_in.wait(10)
-        followers = [pool.submit(cache.get_or_compute, "a", compute) for _ in range(7)]
+        followers = [pool.submit(cache.get_or_load, "source", load) for _ in range(7)]
         others_wait.set()
         items = [future.result(10) for future in (leader, *followers)]
-    assert len(computed) == 1
+    assert len(loaded) == 1
     assert all(item is items[0] for item in items)
 
 
@@ -275,14 +262,24 @@ def test_a_failure_is_the_callers_own() -> None:
     barrier = threading.Barrier(4)
 
     def ask(number: int) -> str:
-        def fail() -> MediaItem:
+        def fail() -> Prepared:
             raise MediaError("broken", where=f"messages[{number}]")
 
         barrier.wait(10)
         with pytest.raises(MediaError) as caught:
-            cache.get_or_compute("a", fail)
+            cache.get_or_load("a", fail)
         return str(caught.value.where)
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(ask, range(4))) == [f"messages[{number}]" for number in range(4)]
-    assert cache.get_or_compute("a", lambda: made_item("a")).identity == "a"
+    assert cache.get_or_load("a", lambda: prepared("a")).identity == "a"
+
+
+def test_a_fingerprint_that_the_caller_took_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Image.new("RGB", (8, 8))
+    made = resolver()
+    fingerprints = [source_fingerprint(image)]
+    monkeypatch.setattr("mmrender.media.resolve.source_fingerprint", lambda _: pytest.fail("taken again"))
+    item = made.resolve(parts(image), fingerprints=fingerprints)[0]
+    assert made.resolve(parts(image), fingerprints=fingerprints)[0] is item
+    assert made.processor.prepared == 1  # type: ignore[attr-defined]

@@ -1,11 +1,13 @@
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmrender.errors import MissingDependencyError, ProcessorError
-from mmrender.media.processors.base import MediaProcessor, read_processor_files
+from mmrender.media.load import LoadedImage
+from mmrender.media.processors.base import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.spans import Repeat
@@ -34,7 +36,7 @@ def load(tmp_path: Path, image: dict[str, object], **files: object) -> PatchProc
 
 def test_nested_settings_come_before_a_file_of_their_own(tmp_path: Path) -> None:
     nested = {"image_processor": {**QWEN, "patch_size": 14}, "processor_class": "Qwen3VLProcessor"}
-    files = read_processor_files(directory(tmp_path, preprocessor_config=QWEN, processor_config=nested))
+    files = ProcessorFiles.read(directory(tmp_path, preprocessor_config=QWEN, processor_config=nested))
     assert files.image["patch_size"] == 14
     assert files.processor_class == "Qwen3VLProcessor"
 
@@ -110,10 +112,14 @@ def test_unknown_back_end(tmp_path: Path) -> None:
     assert str(caught.value) == "there is no such image back end - expected 'torch' or 'pil', got 'cuda'"
 
 
-def test_torch_is_not_replaced_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_torch_is_asked_for_with_the_first_image_that_it_resizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = load_processor(directory(tmp_path, preprocessor_config=QWEN))
+    assert processor is not None
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError) as caught:
-        load_processor(directory(tmp_path, preprocessor_config=QWEN))
+        processor.process(LoadedImage(array=np.zeros((400, 301, 3), np.uint8)))
     assert str(caught.value) == (
         'image_backend="torch" needs torch, which is not installed. Install it with: '
         "pip install 'mmrender[torch]', or choose image_backend=\"pil\""

@@ -93,13 +93,13 @@ def test_recorded_conversations_are_batched_without_logprobs() -> None:
 
 def test_an_item_that_stands_often_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    whole = PatchItem.expand_into
+    whole = PatchItem.write
 
     def counted(self: PatchItem, out: Any, dtype: Any = "float32") -> None:
         calls.append(self.identity)
         whole(self, out, dtype)
 
-    monkeypatch.setattr(PatchItem, "expand_into", counted)
+    monkeypatch.setattr(PatchItem, "write", counted)
     other = patch_item(16, 24, seed=5)
     batch = batch_of(*[sample([ITEM, other, ITEM], name=str(i)) for i in range(3)])
     assert sorted(calls) == sorted([ITEM.identity, other.identity])

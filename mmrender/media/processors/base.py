@@ -1,4 +1,4 @@
-"""What every media processor offers, and the little that all of them share.
+"""The interface of every media processor, and the settings files that all of them read.
 
 A processor turns a decoded image into a `MediaItem` and knows, from height and width alone, into how many
 placeholder tokens. It is immutable and may be used from many threads.
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from blake3 import blake3
 
 from mmrender.errors import ProcessorError
-from mmrender.media.load import LoadedImage, LoadedVideo
+from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
 from mmrender.spans import Expansion, MediaItem, Repeat
@@ -21,7 +21,7 @@ from mmrender.spans import Expansion, MediaItem, Repeat
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a medium of a given size becomes, without looking at its pixels.
+    """The shape of an image of a given size after processing, known without its pixels.
 
     Attributes:
         grid: `(t, h, w)` in patches, or `(tiles,)`; families differ.
@@ -77,52 +77,47 @@ class MediaProcessor(Protocol):
         ...
 
     @property
-    def depends_on_company(self) -> bool:
-        """Whether an image becomes something else when the conversation holds others."""
+    def depends_on_image_count(self) -> bool:
+        """Whether an image's tensors depend on how many images the conversation has."""
         ...
 
-    def geometry(self, height: int, width: int, *, company: int = 1) -> Geometry:
-        """Return what an image of this size becomes.
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        """Return grid and expansion of an image of this size.
 
         Raises:
             MediaError: The family cannot process an image of this size.
         """
         ...
 
-    def prepare(self, loaded: LoadedImage | LoadedVideo, *, company: int = 1) -> "Prepared":
-        """Identify one image or video, so that an item made before can be taken in place of a new one.
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
+        """Identify one image, so that an item made before can be taken in place of a new one.
 
         Raises:
-            MediaError: The family cannot process a medium of this size.
-            ProcessorError: The family takes no such medium.
+            MediaError: The family cannot process an image of this size.
         """
         ...
 
-    def process(self, loaded: LoadedImage | LoadedVideo, *, company: int = 1) -> MediaItem:
-        """Process one image or video: `prepare` and finish.
+    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> MediaItem:
+        """Process one image: `prepare` and finish.
 
         Args:
-            loaded: The decoded medium.
-            company: Number of images in the conversation, this one included; most families ignore it.
+            loaded: The decoded image.
+            num_images: Number of images in the conversation, this one included; most families ignore it.
 
         Raises:
-            MediaError: The family cannot process a medium of this size.
-            ProcessorError: The family takes no such medium.
+            MediaError: The family cannot process an image of this size.
+            MissingDependencyError: The image back end needs a package that is not installed.
         """
         ...
-
-
-_SUFFIXES = ("Fast", "Pil")
 
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """What a model directory says about its processor.
+    """The settings files of a model directory that concern its processor.
 
     Attributes:
         directory: The model directory.
         image: Settings of the image processor; empty where the directory has none.
-        video: Settings of the video processor; empty where the directory has none.
         processor: Settings of the processor as a whole, such as the number of tokens per tile.
         model: `config.json`.
         tokenizer: `tokenizer_config.json`.
@@ -130,20 +125,32 @@ class ProcessorFiles:
 
     directory: Path
     image: Mapping[str, Any] = field(default_factory=dict)
-    video: Mapping[str, Any] = field(default_factory=dict)
     processor: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> "ProcessorFiles":
+        """Read the files that exist; a nested `image_processor` comes before a file of its own.
+
+        Raises:
+            ProcessorError: A file is not a JSON object.
+        """
+        processor = _read(directory / "processor_config.json")
+        image = processor.get("image_processor")
+        return cls(
+            directory=directory,
+            image=image if isinstance(image, dict) else _read(directory / "preprocessor_config.json"),
+            processor=processor,
+            model=_read(directory / "config.json"),
+            tokenizer=_read(directory / "tokenizer_config.json"),
+        )
 
     @property
     def image_processor_type(self) -> str | None:
         """Class of the image processor without its back-end suffix, or `None` where no file names one."""
         name = self.image.get("image_processor_type")
-        if not isinstance(name, str):
-            return None
-        for suffix in _SUFFIXES:
-            name = name.removesuffix(suffix)
-        return name
+        return name.removesuffix("Fast").removesuffix("Pil") if isinstance(name, str) else None
 
     @property
     def processor_class(self) -> str | None:
@@ -159,25 +166,6 @@ class ProcessorFiles:
         named = extra if isinstance(extra, dict) else {}
         token = self.tokenizer.get(name, named.get(name, default))
         return str(token["content"] if isinstance(token, dict) else token)
-
-
-def read_processor_files(directory: Path) -> ProcessorFiles:
-    """Read the settings files that are there; a nested `image_processor` comes before a file of its own.
-
-    Raises:
-        ProcessorError: A file is not a JSON object.
-    """
-    processor = _read(directory / "processor_config.json")
-    image = processor.get("image_processor")
-    video = processor.get("video_processor")
-    return ProcessorFiles(
-        directory=directory,
-        image=image if isinstance(image, dict) else _read(directory / "preprocessor_config.json"),
-        video=video if isinstance(video, dict) else _read(directory / "video_preprocessor_config.json"),
-        processor=processor,
-        model=_read(directory / "config.json"),
-        tokenizer=_read(directory / "tokenizer_config.json"),
-    )
 
 
 def digest_settings(settings: Mapping[str, Any]) -> bytes:

@@ -10,19 +10,17 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from mmrender.errors import MediaError, ProcessorError
 from mmrender.media.cache import media_identity
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
-from mmrender.media.load import LoadedImage, LoadedVideo
+from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, resized_planes, rgb_planes
 from mmrender.media.processors.base import Geometry, Prepared, ProcessorFiles, digest_settings
 from mmrender.messages import Modality
 from mmrender.spans import MediaItem, Repeat
 
+MAX_ASPECT_RATIO = 200
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _ARITHMETIC_VERSION = 1
@@ -74,7 +72,7 @@ class PatchProcessor:
     max_pixels: int
     counts_frames: bool
 
-    depends_on_company = False
+    depends_on_image_count = False
 
     @classmethod
     def from_files(cls, files: ProcessorFiles, backend: ImageBackend) -> "PatchProcessor | None":
@@ -128,78 +126,112 @@ class PatchProcessor:
         """The two pad tokens."""
         return frozenset((self.image_token, self.video_token))
 
-    def geometry(self, height: int, width: int, *, company: int = 1) -> Geometry:
-        """Return grid, expansion and resized size of an image; `company` makes no difference.
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        """Return grid, expansion and resized size of an image; `num_images` makes no difference.
 
         Raises:
             MediaError: One side is over 200 times the other.
         """
-        del company
+        del num_images
         layout = self.layout
-        if self.counts_frames:
-            resized = smart_resize_frames(
-                layout.temporal,
-                height,
-                width,
-                factor=layout.factor,
-                temporal=layout.temporal,
-                min_pixels=self.min_pixels,
-                max_pixels=self.max_pixels,
-            )
-        else:
-            resized = smart_resize(
-                height,
-                width,
-                factor=layout.factor,
-                min_pixels=self.min_pixels,
-                max_pixels=self.max_pixels,
-            )
+        frames = layout.temporal if self.counts_frames else None
+        resized = smart_resize(
+            height,
+            width,
+            factor=layout.factor,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            frames=frames,
+        )
         grid = (1, resized[0] // layout.patch, resized[1] // layout.patch)
         count = grid[1] * grid[2] // layout.merge**2
         return Geometry(grid, (Repeat(self.image_token, count),), resized)
 
-    def prepare(self, loaded: LoadedImage | LoadedVideo, *, company: int = 1) -> Prepared:
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         """Check the size of one image and identify its pixels.
 
         Raises:
             MediaError: One side is over 200 times the other.
-            ProcessorError: A video, which this processor does not take.
         """
-        del company
-        if not isinstance(loaded, LoadedImage):
-            raise ProcessorError(
-                f"videos are not supported for {self.name}",
-                expected="images",
-                remedy="Pass the frames as images.",
-            )
+        del num_images
         geometry = self.geometry(loaded.height, loaded.width)
-        planes = rgb_planes(loaded.at_hand)
-        identity = media_identity(self.settings_digest, planes)
-        return Prepared(identity, lambda: self._finish(loaded, planes, geometry, identity))
-
-    def process(self, loaded: LoadedImage | LoadedVideo, *, company: int = 1) -> MediaItem:
-        """Resize one image and keep it as planes. Raises what `prepare` raises."""
-        return self.prepare(loaded, company=company).finish()
-
-    def _finish(
-        self, loaded: LoadedImage, planes: npt.NDArray[np.uint8], geometry: Geometry, identity: str
-    ) -> PatchItem:
         size = (loaded.height, loaded.width)
-        if geometry.resized is not None and geometry.resized != size:
-            planes = resized_planes(loaded, *geometry.resized, self.image_backend)
-        frames = planes[None]
-        frames.flags.writeable = False
-        time, height, width = geometry.grid
-        return PatchItem(
-            modality="image",
-            identity=identity,
-            size=size,
-            grid=(time, height, width),
-            expansion=geometry.expansion,
-            frames=frames,
-            layout=self.layout,
-            arithmetic=self.arithmetic,
+        planes = rgb_planes(loaded)
+        identity = media_identity(self.settings_digest, planes)
+        # Planes that are only hashed are given back before the resized ones are made.
+        kept = planes if geometry.resized == size else None
+
+        def finish() -> MediaItem:
+            resized = geometry.resized or size
+            frames = (resized_planes(loaded, *resized, self.image_backend) if kept is None else kept)[None]
+            frames.flags.writeable = False
+            time, height, width = geometry.grid
+            return PatchItem(
+                modality="image",
+                identity=identity,
+                size=size,
+                grid=(time, height, width),
+                expansion=geometry.expansion,
+                frames=frames,
+                layout=self.layout,
+                arithmetic=self.arithmetic,
+            )
+
+        return Prepared(identity, finish)
+
+    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> MediaItem:
+        """Resize one image and keep it as planes. Raises what `prepare` raises."""
+        return self.prepare(loaded, num_images=num_images).finish()
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, frames: int | None = None
+) -> tuple[int, int]:
+    """Return the size that an image is resized to.
+
+    Both sides become multiples of `factor`, their product falls within `[min_pixels, max_pixels]` where that
+    is possible, and the aspect ratio is kept as well as that allows. Computed in the reference's order of
+    floating-point operations: `floor` and `ceil` of a quotient that is off by one unit in the last place
+    would move an image by a row of patches. Source: `smart_resize` of `transformers.models.qwen2_vl` and,
+    with `frames`, of `transformers.models.glm4v`.
+
+    Args:
+        height: Of the image, in pixels.
+        width: The same.
+        factor: Side in pixels of what becomes one token.
+        min_pixels: Lower bound.
+        max_pixels: Upper bound.
+        frames: Given for GLM-4V: the bounds count the pixels of this many frames, which is how many an image
+            counts as, and a side below `factor` is scaled up first.
+
+    Raises:
+        MediaError: One side is over 200 times the other.
+    """
+    if frames is not None and (height < factor or width < factor):
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise MediaError(
+            "the image is too long and thin for this model",
+            expected=f"an aspect ratio of at most {MAX_ASPECT_RATIO}",
+            got=f"{width}x{height} pixels, a ratio of {ratio:.1f}",
+            remedy="Crop or pad it before rendering.",
         )
+    resized_height = round(height / factor) * factor
+    resized_width = round(width / factor) * factor
+    counted = frames or 1
+    pixels = counted * resized_height * resized_width
+    if pixels > max_pixels:
+        beta = math.sqrt((counted * height * width) / max_pixels)
+        return (
+            max(factor, math.floor(height / beta / factor) * factor),
+            max(factor, math.floor(width / beta / factor) * factor),
+        )
+    if pixels < min_pixels:
+        beta = math.sqrt(min_pixels / (counted * height * width))
+        return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
+    return resized_height, resized_width
 
 
 def _pixel_bounds(settings: Mapping[str, Any], family: PatchFamily, where: str) -> tuple[int, int]:
@@ -223,80 +255,3 @@ def _per_channel(values: Any) -> tuple[float, float, float]:
         return float(values), float(values), float(values)
     red, green, blue = values
     return float(red), float(green), float(blue)
-
-
-MAX_ASPECT_RATIO = 200
-
-
-def smart_resize(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
-    """Return the size that the Qwen2-VL kind of processors resizes an image to.
-
-    Both sides become multiples of `factor`, their product falls within `[min_pixels, max_pixels]` where that
-    is possible, and the aspect ratio is kept as well as that allows. Source: `smart_resize` of
-    `transformers.models.qwen2_vl`.
-
-    Raises:
-        MediaError: One side is over 200 times the other.
-    """
-    _check_aspect_ratio(height, width)
-    resized_height = round(height / factor) * factor
-    resized_width = round(width / factor) * factor
-    if resized_height * resized_width > max_pixels:
-        return _shrunk(height, width, math.sqrt((height * width) / max_pixels), factor)
-    if resized_height * resized_width < min_pixels:
-        return _grown(height, width, math.sqrt(min_pixels / (height * width)), factor)
-    return resized_height, resized_width
-
-
-def smart_resize_frames(
-    frames: int, height: int, width: int, *, factor: int, temporal: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
-    """Return the size that the GLM-4V kind of processors resizes an image or the frames of a video to.
-
-    The bounds count pixels over all frames; an image counts as `temporal` frames. A side below `factor` is
-    scaled up first, and the aspect ratio is checked after that. Source: `smart_resize` of
-    `transformers.models.glm4v`.
-
-    Raises:
-        MediaError: One side is over 200 times the other, or there are fewer than `temporal` frames.
-    """
-    if frames < temporal:
-        raise MediaError(
-            "the video is too short for this model", expected=f"at least {temporal} frames", got=str(frames)
-        )
-    if height < factor or width < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    _check_aspect_ratio(height, width)
-    resized_height = round(height / factor) * factor
-    resized_width = round(width / factor) * factor
-    volume = round(frames / temporal) * temporal * resized_height * resized_width
-    if volume > max_pixels:
-        return _shrunk(height, width, math.sqrt((frames * height * width) / max_pixels), factor)
-    if volume < min_pixels:
-        return _grown(height, width, math.sqrt(min_pixels / (frames * height * width)), factor)
-    return resized_height, resized_width
-
-
-def _shrunk(height: int, width: int, beta: float, factor: int) -> tuple[int, int]:
-    return (
-        max(factor, math.floor(height / beta / factor) * factor),
-        max(factor, math.floor(width / beta / factor) * factor),
-    )
-
-
-def _grown(height: int, width: int, beta: float, factor: int) -> tuple[int, int]:
-    return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
-
-
-def _check_aspect_ratio(height: int, width: int) -> None:
-    ratio = max(height, width) / min(height, width)
-    if ratio > MAX_ASPECT_RATIO:
-        raise MediaError(
-            "the image is too long and thin for this model",
-            expected=f"an aspect ratio of at most {MAX_ASPECT_RATIO}",
-            got=f"{width}x{height} pixels, a ratio of {ratio:.1f}",
-            remedy="Crop or pad it before rendering.",
-        )

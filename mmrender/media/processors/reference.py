@@ -1,4 +1,4 @@
-"""Building a model's own Transformers processor with what is installed here.
+"""Build a model's own Transformers processor with what is installed here.
 
 `AutoProcessor` builds every part of a processor and checks each one's class; for several families it fails
 without torchvision, which only the video part needs. Here the parts that images need are built, and the
@@ -19,7 +19,6 @@ from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorErro
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.base import ProcessorFiles
 
-_TORCHVISION_PATH = ("torchvision", "transforms", "v2", "functional")
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 
 
@@ -32,46 +31,55 @@ def build_reference_processor(
         MissingDependencyError: Transformers or something that it needs for this family is not installed.
         ProcessorError: Transformers does not know the processor, or cannot build it from these files.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError.of_extra(
-            "transformers", "hf", f"the image processor {files.image_processor_type or 'of this model'}"
-        ) from error
     image_processor = build_image_processor(files, backend, trust_remote_code=trust_remote_code)
-    name = files.processor_class or _processor_class_by_model_type(files)
-    try:
-        cls = _processor_class(name) if name else None
-        if cls is None:
-            return _remote_processor(files, image_processor, trust_remote_code)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            files.directory, trust_remote_code=trust_remote_code
-        )
-        return _assembled(cls, files, {"image_processor": image_processor, "tokenizer": tokenizer})
-    except MMRenderError:
-        raise
-    except ImportError as error:
-        raise _missing(files, error) from error
-    except Exception as error:
-        raise _unbuildable(files, name or "the processor", error) from error
+    from transformers import AutoProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = files.processor_class or PROCESSOR_MAPPING_NAMES.get(str(files.model.get("model_type")))
+    with _named_errors(files, name or "the processor"):
+        cls = _processor_class(name) if isinstance(name, str) else None
+        if cls is not None:
+            tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+            # The class check is what forbids an empty video part; everything else is the model's own.
+            lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+            parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+            names = cls.get_attributes()
+            settings = {key: value for key, value in files.processor.items() if key not in names}
+            return lenient.from_args_and_dict([parts.get(part) for part in names], settings)
+        processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+        if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
+            raise ProcessorError(
+                "the model's processor does not join an image processor and a tokenizer",
+                where=str(files.directory),
+                got=type(processor).__name__,
+            )
+        processor.image_processor = image_processor
+        return processor
 
 
 def build_image_processor(
     files: ProcessorFiles, backend: ImageBackend, *, trust_remote_code: bool = False
 ) -> Any:
     """Return the model's image processor on `backend`. Raises what `build_reference_processor` raises."""
+    name = files.image_processor_type or "the image processor"
     if backend == "torch":
-        _require_torchvision(files)
-    from transformers import AutoImageProcessor
-
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError) as error:
+            raise MissingDependencyError(
+                f"{name} on the torch back end needs torchvision, which cannot be imported",
+                where=str(files.directory),
+                got=str(error),
+                remedy='Install it, or choose image_backend="pil".',
+            ) from error
     try:
+        from transformers import AutoImageProcessor
+    except ImportError as error:
+        raise MissingDependencyError.of_extra("transformers", "hf", name) from error
+    with _named_errors(files, name):
         processor = AutoImageProcessor.from_pretrained(
             files.directory, backend=_BACKEND_NAMES[backend], trust_remote_code=trust_remote_code
         )
-    except ImportError as error:
-        raise _missing(files, error) from error
-    except Exception as error:
-        raise _unbuildable(files, files.image_processor_type or "the image processor", error) from error
     found = getattr(processor, "backend", "pil")
     if found != _BACKEND_NAMES[backend]:
         other = next(ours for ours, theirs in _BACKEND_NAMES.items() if theirs != _BACKEND_NAMES[backend])
@@ -85,46 +93,10 @@ def build_image_processor(
     return processor
 
 
-def _require_torchvision(files: ProcessorFiles) -> None:
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"{files.image_processor_type or 'the image processor'} on the torch back end needs torchvision, "
-            "which cannot be imported",
-            where=str(files.directory),
-            got=str(error),
-            remedy='Install it, or choose image_backend="pil".',
-        ) from error
-
-
-def _assembled(cls: Any, files: ProcessorFiles, parts: dict[str, Any]) -> Any:
-    """Make a processor of the parts at hand; the ones for other modalities stay empty."""
-    # The class check is what forbids an empty part; everything else is the model's own.
-    lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
-    arguments = [parts.get(name) for name in cls.get_attributes()]
-    settings = {name: value for name, value in files.processor.items() if name not in cls.get_attributes()}
-    return lenient.from_args_and_dict(arguments, settings)
-
-
-def _remote_processor(files: ProcessorFiles, image_processor: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
-    if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
-        raise ProcessorError(
-            "the model's processor does not join an image processor and a tokenizer",
-            where=str(files.directory),
-            got=type(processor).__name__,
-        )
-    processor.image_processor = image_processor
-    return processor
-
-
 def _processor_class(name: str) -> Any:
     """Return the class of that name, or `None` where Transformers has none.
 
-    Transformers shows a stand-in for a class whose module it takes to need a package that is missing; several
+    Transformers exports a dummy for a class whose module it takes to need a package that is missing; several
     of these modules need it for videos only, and can be imported.
     """
     import transformers
@@ -153,7 +125,12 @@ def _torchvision_hidden() -> Iterator[None]:
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # Settles, for the life of the process, that it is missing.
-    names = [".".join(_TORCHVISION_PATH[: length + 1]) for length in range(len(_TORCHVISION_PATH))]
+    names = [
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    ]
     modules = {name: ModuleType(name) for name in names}
     for parent, child in pairwise(names):
         setattr(modules[parent], child.rpartition(".")[2], modules[child])
@@ -165,25 +142,22 @@ def _torchvision_hidden() -> Iterator[None]:
             del sys.modules[name]
 
 
-def _processor_class_by_model_type(files: ProcessorFiles) -> str | None:
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    name = PROCESSOR_MAPPING_NAMES.get(str(files.model.get("model_type")))
-    return name if isinstance(name, str) else None
-
-
-def _missing(files: ProcessorFiles, error: ImportError) -> MissingDependencyError:
-    lines = str(error).strip().splitlines()
-    return MissingDependencyError(
-        "the model's own processor needs a package that is not installed",
-        where=str(files.directory),
-        got=" ".join(line.strip() for line in lines if line.strip()),
-    )
-
-
-def _unbuildable(files: ProcessorFiles, name: str, error: Exception) -> ProcessorError:
-    return ProcessorError(
-        f"{name} cannot be built from this directory",
-        where=str(files.directory),
-        got=f"{type(error).__name__}: {error}",
-    )
+@contextmanager
+def _named_errors(files: ProcessorFiles, name: str) -> Iterator[None]:
+    """Turn whatever Transformers raises while it builds a part into one of our errors."""
+    try:
+        yield
+    except MMRenderError:
+        raise
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the model's own processor needs a package that is not installed",
+            where=str(files.directory),
+            got=" ".join(line.strip() for line in str(error).splitlines() if line.strip()),
+        ) from error
+    except Exception as error:
+        raise ProcessorError(
+            f"{name} cannot be built from this directory",
+            where=str(files.directory),
+            got=f"{type(error).__name__}: {error}",
+        ) from error

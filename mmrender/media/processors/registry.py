@@ -1,11 +1,19 @@
-"""From a model directory to the processor that equals its own."""
+"""Choose the processor of a model directory: a native family if its rules are known, else the model's own.
+
+To add a native family, write a module beside `qwen.py` whose class has `MediaProcessor`'s members and a
+`from_files`, and name the class in `NATIVE`. `tests/parity/test_processor_parity.py` compares it with the
+reference.
+"""
 
 from pathlib import Path
 
 from mmrender.errors import ProcessorError
-from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend, require_backend
-from mmrender.media.processors.base import MediaProcessor, read_processor_files
+from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
+from mmrender.media.processors.base import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.qwen import PatchProcessor
+
+NATIVE = (PatchProcessor,)
+"""Classes whose `from_files(files, backend)` gives a processor, or None for settings of another family."""
 
 
 def load_processor(
@@ -27,7 +35,8 @@ def load_processor(
 
     Raises:
         ProcessorError: The settings cannot be read, or no processor here equals what they describe.
-        MissingDependencyError: The back end or the family needs a package that is not installed.
+        MissingDependencyError: The family needs a package that is not installed. (A native processor asks
+            for torch with the first image that must be resampled.)
     """
     if image_backend not in IMAGE_BACKENDS:
         raise ProcessorError(
@@ -35,14 +44,14 @@ def load_processor(
             expected=" or ".join(map(repr, IMAGE_BACKENDS)),
             got=repr(image_backend),
         )
-    files = read_processor_files(directory)
+    files = ProcessorFiles.read(directory)
     if not files.image:
         return None
-    require_backend(image_backend)
-    native = PatchProcessor.from_files(files, image_backend)
-    if native is not None:
-        return native
+    for family in NATIVE:
+        native = family.from_files(files, image_backend)
+        if native is not None:
+            return native
     # Imported here: native families need none of it, and it is the larger half of the package.
-    from mmrender.media.processors.transformers import HuggingFaceProcessor
+    from mmrender.media.processors.transformers import TransformersProcessor
 
-    return HuggingFaceProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+    return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
