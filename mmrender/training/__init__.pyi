@@ -10,7 +10,6 @@ from .packing import collate_micro_batch as collate_micro_batch
 from .packing import first_fit_decreasing as first_fit_decreasing
 from .packing import plan_steps as plan_steps
 from .packing import smallest_dummy as smallest_dummy
-from .samples import build_step_sample as build_step_sample
 from .samples import build_training_sample as build_training_sample
 from .segments import recurrent_segments as recurrent_segments
 from .tensor_list import TensorList as TensorList

@@ -48,6 +48,7 @@ def build_training_sample(
     roles: Collection[Role] = SAMPLED_ROLES,
     body_only_roles: Collection[Role] = (),
     select: Select | None = None,
+    completion_start: int | None = None,
     on_rewritten: OnRewritten = "error",
     final_stop: bool = True,
     images: Sequence[Any] | None = None,
@@ -65,6 +66,9 @@ def build_training_sample(
         body_only_roles: Roles whose own text is trained on, without scaffold and media, such as
             `("tool",)` to learn what tools answer.
         select: Messages that may be trained on; it narrows the roles and changes no token.
+        completion_start: Index of the assistant message that begins the completion, for a sample of one step:
+            nothing before it is trained on, and the sample's `prompt_length` is the length of its prompt.
+            Unless the policy is `"error"`, that ends where the prompt departs from the whole conversation.
         on_rewritten: Policy for assistant turns that the template writes differently than a model would have.
         final_stop: Whether to end a last assistant turn that the template leaves open with the stop token
             that the model would sample there. In formats whose close is the next turn's opener, nothing
@@ -94,74 +98,39 @@ def build_training_sample(
     bodies = _checked_roles(body_only_roles, "body_only_roles")
     wanted = _Wanted(sampled, bodies, _chosen(select, conversation))
     builder = _Builder(renderer, tools, template_arguments, on_rewritten)
+    prompt: RenderedTokens | None = None
+    if completion_start is not None:
+        at = conversation[completion_start].role if 0 < completion_start < len(conversation) else None
+        if at != "assistant":
+            raise InputError(
+                "the completion does not begin with the model's turn",
+                where="completion_start",
+                expected="the index of an assistant message after the first message",
+                got=f"{completion_start}" if at is None else f"{completion_start}, a {at} message",
+            )
+        wanted.chosen[:completion_start] = False
+        prompt = builder.render(conversation[:completion_start], add_generation_prompt=True)
     rendered = builder.render(conversation, final_stop=final_stop)
-    return builder.sample(rendered, conversation, wanted, sample_id)
-
-
-def build_step_sample(
-    renderer: "RendererProtocol",
-    prompt_messages: Sequence[Any],
-    completion_messages: Sequence[Any],
-    *,
-    tools: Sequence[Any] | None = None,
-    on_rewritten: OnRewritten = "error",
-    final_stop: bool = True,
-    images: Sequence[Any] | None = None,
-    videos: Sequence[Any] | None = None,
-    sample_id: str = "",
-    **template_arguments: Any,
-) -> TrainingSample:
-    """Render a prompt with its completion; `prompt_length` of the sample is where the completion begins.
-
-    The completion may run over several turns. Its loss mask marks what the model samples, which excludes tool
-    results and user turns between them.
-
-    Args:
-        renderer: A renderer or a pool of them.
-        prompt_messages: The prompt.
-        completion_messages: The messages after it, beginning with an assistant message.
-        tools: Tool definitions.
-        on_rewritten: Policy where the prompt does not begin the whole conversation, or where a later turn of
-            the completion is rewritten. Unless it is `"error"`, the prompt then ends where they depart.
-        final_stop: As for `build_training_sample`.
-        images: Sources for the image parts that have none, prompt and completion together.
-        videos: The same for video parts.
-        sample_id: Names the sample in errors and batches.
-        **template_arguments: Further template variables.
-
-    Raises:
-        InputError: A message or the policy is not valid, or the completion does not begin with an assistant
-            message.
-        MediaError: An image has no source, or cannot be loaded or processed.
-        RenderError: As for `build_training_sample`.
-        TemplateError: The template refuses or fails.
-    """
-    prompt = normalize_messages(prompt_messages, where="prompt_messages")
-    completion = normalize_messages(completion_messages, where="completion_messages")
-    if completion[0].role != "assistant":
-        raise InputError(
-            "the completion does not begin with the model's turn",
-            where="completion_messages[0].role",
-            expected="'assistant'",
-            got=repr(completion[0].role),
-            remedy="Put it into prompt_messages",
-        )
-    conversation = _complete([*prompt, *completion], images, videos)
-    later = range(len(prompt), len(conversation))
-    builder = _Builder(renderer, tools, template_arguments, on_rewritten)
-    asked = builder.render(conversation[: len(prompt)], add_generation_prompt=True).token_ids
-    rendered = builder.render(conversation, final_stop=final_stop)
-    split = common_prefix(asked, rendered.token_ids)
-    if split < len(asked) and on_rewritten == "error":
-        error = _rewritten_error(
-            len(prompt), f"the prompt for this turn departs from the whole at token {split}"
-        )
-        error.expected = repr(renderer.decode(asked[split : split + 16]))
-        error.got = repr(renderer.decode(rendered.token_ids[split : split + 16]))
-        raise error
-    wanted = _Wanted(frozenset(SAMPLED_ROLES), frozenset(), _chosen(later, conversation))
-    sample = builder.sample(rendered, conversation, wanted, sample_id)
-    return replace(sample, prompt_length=split)
+    prompt_length: int | None = None
+    if prompt is not None and completion_start is not None:
+        asked, whole = prompt.token_ids, rendered.token_ids
+        prompt_length = common_prefix(asked, whole)
+        if prompt_length < len(asked) and on_rewritten == "error":
+            problem = f"the prompt for this turn departs from the whole at token {prompt_length}"
+            error = _rewritten_error(completion_start, problem)
+            error.expected = repr(renderer.decode(asked[prompt_length : prompt_length + 16]))
+            error.got = repr(renderer.decode(whole[prompt_length : prompt_length + 16]))
+            raise error
+    rewritten = _rewritten_turns(rendered, conversation)
+    return TrainingSample(
+        token_ids=rendered.token_array,
+        loss_mask=builder.mask(rendered, wanted, rewritten),
+        multi_modal_data=rendered.multi_modal_data,
+        prompt_length=prompt_length,
+        rewritten=tuple(rewritten),
+        rendered=rendered,
+        sample_id=sample_id,
+    )
 
 
 class _Wanted(NamedTuple):
@@ -214,11 +183,10 @@ class _Builder:
         span = TokenSpan(end, end + 1, last, "scaffold", last not in rendered.rewritten)
         return replace(rendered, token_ids=[*rendered.token_ids, stop], spans=(*rendered.spans, span))
 
-    def sample(
-        self, rendered: RenderedTokens, conversation: Sequence[Message], wanted: _Wanted, sample_id: str
-    ) -> TrainingSample:
-        """Return the rendered conversation with its loss mask."""
-        rewritten = _rewritten_turns(rendered, conversation)
+    def mask(
+        self, rendered: RenderedTokens, wanted: _Wanted, rewritten: Mapping[int, str]
+    ) -> npt.NDArray[np.bool_]:
+        """Return which tokens to train on; `rewritten` are turns that differ from a model's, and why."""
         asked = [m for m in rewritten if wanted.chosen[m] and rendered.roles[m] in wanted.roles]
         if asked and self.on_rewritten == "error":
             raise _rewritten_error(asked[0], rewritten[asked[0]])
@@ -236,14 +204,7 @@ class _Builder:
         for span in rendered.spans:
             if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
                 mask[span.start : span.stop] = False
-        return TrainingSample(
-            token_ids=rendered.token_array,
-            loss_mask=mask,
-            multi_modal_data=rendered.multi_modal_data,
-            rewritten=tuple(rewritten),
-            rendered=rendered,
-            sample_id=sample_id,
-        )
+        return mask
 
     @property
     def _stop_ids(self) -> frozenset[int]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mmrender import Renderer
 from mmrender.errors import PlaceholderError, TemplateError
 from mmrender.testing.conversations import ConversationMaker, sample_images
-from mmrender.training import build_step_sample, build_training_sample
+from mmrender.training import build_training_sample
 from mmrender.trajectory.sample import TrainingSample
 
 MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen2_5_vl", "glm4_5v")
@@ -107,7 +107,7 @@ def test_a_step_joins_to_the_sample(renderer: Renderer, seed: int) -> None:
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     options["on_rewritten"] = "skip"
     for first in turns[-2:]:
-        step = build_step_sample(renderer, messages[:first], messages[first:], **options)
+        step = build_training_sample(renderer, messages, completion_start=first, **options)
         sample = build_training_sample(renderer, messages, select=range(first, len(messages)), **options)
         np.testing.assert_array_equal(step.token_ids, sample.token_ids)
         np.testing.assert_array_equal(step.loss_mask, sample.loss_mask)

@@ -7,10 +7,11 @@ import pytest
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.errors import InputError, MediaError, MessageError, RenderError
+from mmrender.errors import InputError, MediaError, RenderError
 from mmrender.spans import MediaItem
 from mmrender.testing.tiny_model import build_tiny_model
-from mmrender.training import build_step_sample, build_training_sample
+from mmrender.training import build_training_sample
+from mmrender.trajectory.sample import TrainingSample
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 TOOLS = [
@@ -66,6 +67,11 @@ def user(content: Any = "What now?") -> dict[str, Any]:
 
 def assistant(content: Any = "This.", **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
+
+
+def step_of(renderer: Renderer, prompt: list[Any], completion: list[Any], **options: Any) -> TrainingSample:
+    conversation = [*prompt, *completion]
+    return build_training_sample(renderer, conversation, completion_start=len(prompt), **options)
 
 
 def tool(content: str = "7 files") -> dict[str, Any]:
@@ -303,7 +309,7 @@ def test_calls_that_the_template_drops(model: Path) -> None:
 
 def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Renderer) -> None:
     prompt, completion = CONVERSATION[:2], CONVERSATION[2:]
-    step = build_step_sample(renderer, prompt, completion, tools=TOOLS)
+    step = step_of(renderer, prompt, completion, tools=TOOLS)
     assert step.token_ids[: step.prompt_length].tolist() == renderer.render_ids(
         prompt, tools=TOOLS, add_generation_prompt=True
     )
@@ -322,7 +328,7 @@ def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Rendere
 def test_images_that_a_tool_returns_within_the_completion(renderer: Renderer) -> None:
     answer = {**tool(), "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "zoomed"}]}
     completion = [assistant("", tool_calls=[CALL]), answer, assistant("Now I see.")]
-    step = build_step_sample(renderer, [user()], completion, tools=TOOLS)
+    step = step_of(renderer, [user()], completion, tools=TOOLS)
     (placeholder,) = step.multi_modal_data.mm_placeholders["image"]
     assert placeholder.offset > step.prompt_length
     assert step.mm_token_type_ids[step.prompt_length :].any()
@@ -332,16 +338,16 @@ def test_images_that_a_tool_returns_within_the_completion(renderer: Renderer) ->
 
 def test_earlier_turns_of_the_model_in_the_prompt_are_not_trained_on(renderer: Renderer) -> None:
     prompt = [user(), assistant("Before."), user()]
-    step = build_step_sample(renderer, prompt, [assistant("After.")])
+    step = step_of(renderer, prompt, [assistant("After.")])
     assert not step.loss_mask[: step.prompt_length].any()
     assert trained(renderer, step.token_ids, step.loss_mask) == ["After.<|im_end|>"]
 
 
 def test_a_step_ends_in_the_stop_token(model: Path) -> None:
     renderer = variant(model, OPENERS_CLOSE)
-    step = build_step_sample(renderer, [user()], [assistant("This.")])
+    step = step_of(renderer, [user()], [assistant("This.")])
     assert trained(renderer, step.token_ids, step.loss_mask) == ["This.<|im_start|>"]
-    step = build_step_sample(renderer, [user()], [assistant("This.")], final_stop=False)
+    step = step_of(renderer, [user()], [assistant("This.")], final_stop=False)
     assert trained(renderer, step.token_ids, step.loss_mask) == ["This."]
 
 
@@ -349,14 +355,14 @@ def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
     renderer = variant(model, FORGETS_REASONING)
     prompt, completion = TWO_THOUGHTS[:1], TWO_THOUGHTS[1:]
     with pytest.raises(RenderError) as caught:
-        build_step_sample(renderer, prompt, completion)
+        step_of(renderer, prompt, completion)
     error = caught.value
     start = len(renderer.render_ids(prompt, add_generation_prompt=True)) - 2
     assert error.where == "messages[1]"
     assert error.problem == f"the prompt for this turn departs from the whole at token {start}"
     assert error.expected == "'<think>\\n'"
     assert (error.got or "").startswith("'This.<|im_end|>")
-    step = build_step_sample(renderer, prompt, completion, on_rewritten="skip")
+    step = step_of(renderer, prompt, completion, on_rewritten="skip")
     assert step.token_ids.tolist() == renderer.render_ids(TWO_THOUGHTS)
     assert step.prompt_length == start
     assert step.rewritten == (1,)
@@ -365,13 +371,13 @@ def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
 
 def test_a_completion_begins_with_the_models_turn(renderer: Renderer) -> None:
     with pytest.raises(InputError) as caught:
-        build_step_sample(renderer, [user()], [user(), assistant()])
+        step_of(renderer, [user()], [user(), assistant()])
     assert str(caught.value) == (
-        "completion_messages[0].role: the completion does not begin with the model's turn - expected "
-        "'assistant', got 'user'. Put it into prompt_messages"
+        "completion_start: the completion does not begin with the model's turn - expected the index of an "
+        "assistant message after the first message, got 1, a user message"
     )
-    with pytest.raises(MessageError, match=r"^completion_messages: the conversation is empty"):
-        build_step_sample(renderer, [user()], [])
+    with pytest.raises(InputError, match=r"after the first message, got 1\. ?|got 1$"):
+        step_of(renderer, [user()], [])
 
 
 @pytest.mark.parametrize(("name", "pad"), [("internvl3", "<IMG_CONTEXT>"), ("qwen3_vl", "<|image_pad|>")])
