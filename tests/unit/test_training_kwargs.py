@@ -123,6 +123,32 @@ def test_errors(entries: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
+def grids_of(*grids: list[int]) -> list[str]:
+    """Items of 16 patches each that claim these grids."""
+    items = collate_items(QWEN, [patch_item(16, 16).tensors() for _ in grids])
+    for item, grid in zip(items, grids, strict=True):
+        item["image_grid_thw"] = replace(item["image_grid_thw"], data=np.array(grid))
+    return encoded(items)
+
+
+@pytest.mark.parametrize("grid", [[1, 4, 8], [1, 2, 4], [1000, 1000, 1000]])
+@pytest.mark.parametrize("count", [1, 2])
+def test_grids_that_claim_other_patches_than_there_are(grid: list[int], count: int) -> None:
+    with pytest.raises(BatchError, match="the grids are of another number of patches - expected"):
+        decode_mm_kwargs({"image": grids_of(*[grid] * count)})
+    assert decode_mm_kwargs({"image": grids_of(*[[1, 4, 4]] * count)})
+
+
+def test_patches_without_a_grid() -> None:
+    (item,) = collate_items(QWEN, [patch_item(16, 16).tensors()])
+    del item["image_grid_thw"]
+    with pytest.raises(BatchError) as caught:
+        decode_mm_kwargs({"image": encoded([item])})
+    assert str(caught.value) == (
+        "kwargs_data.image.image_grid_thw: patches without grids - expected (t, h, w) of each item, got nothing"
+    )
+
+
 @pytest.mark.parametrize("entries", [["!!"], ["AAAA"]])
 def test_what_is_no_item_is_named(entries: list[str]) -> None:
     with pytest.raises(BatchError, match=r"^kwargs_data\.image\[0\]: an item cannot be decoded - got "):
