@@ -2,8 +2,7 @@
 
 Recorded conversations (`mmrender.training.build_training_sample`) and rollouts (`Trajectory.samples`) give
 the same class, and `mmrender.training.collate` takes both. To add a field: declare it here, where `ALIGNED`
-checks arrays of one value a token; fill it in `mmrender.trajectory.step`; place it in
-`mmrender.training.collate`.
+checks arrays of one value a token; declare it on `TrainingBatch`; fill it in `mmrender.trajectory.step`.
 """
 
 from collections.abc import Mapping

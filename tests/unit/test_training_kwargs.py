@@ -127,7 +127,7 @@ def grids_of(*grids: list[int]) -> list[str]:
     """Items of 16 patches each that claim these grids."""
     items = collate_items(QWEN, [patch_item(16, 16).tensors() for _ in grids])
     for item, grid in zip(items, grids, strict=True):
-        item["image_grid_thw"] = replace(item["image_grid_thw"], data=np.array(grid))
+        item["image_grid_thw"] = FieldElem(np.array(grid), item["image_grid_thw"].field)
     return encoded(items)
 
 
