@@ -3,7 +3,7 @@
 The tail is what the template writes after an assistant's content when the new messages follow it. It comes
 from a skeleton, a short conversation that ends in the new messages, so its cost grows with the extension
 alone. That the tail does not depend on what came before is proved once for each shape of extension; where it
-does, there is no bridge, and the reason has a name.
+does, the bridge is refused with a reason.
 """
 
 import re

@@ -23,7 +23,7 @@ _PROMPT_TOKENS = 64
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
-    """Why there is no bridge."""
+    """The reason why turns are not bridged."""
 
 
 class NotPrinted(NotBridged):

@@ -23,7 +23,7 @@ _JSON_FIELDS = frozenset({Field.OBJECT, Field.JSON})
 
 @dataclass
 class Attempt:
-    """What was read of one call, in characters `[start, stop)`."""
+    """A call as far as it was read, in characters `[start, stop)`."""
 
     start: int
     stop: int

@@ -16,7 +16,7 @@ from mmrender.parsing.literals import FUNCTION_GEMMA, GEMMA, JSON, PYTHON, Diale
 
 
 class Field(Enum):
-    """What a pattern captures."""
+    """A field that a pattern captures."""
 
     NAME = "the name of the tool, as text"
     ID = "the id of the call, as text"
@@ -33,16 +33,16 @@ Pattern: TypeAlias = tuple[str | Field, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """What stands round several calls.
+    """Delimiters around several calls.
 
     Attributes:
-        begin: Delimiter that begins it; None where nothing does, and `head` finds it.
-        end: Delimiter that ends it; None where it runs to the end of the turn.
-        head: What the first call looks like where nothing begins the section. It counts at the start of the
-            content and right after an added token, nowhere else.
-        opens: Delimiters that may stand before the head, and belong to the section.
+        begin: Delimiter that begins the section; None if `head` finds it.
+        end: Delimiter that ends it; None if it runs to the end of the turn.
+        head: Start of the first call of a section without `begin`. It counts at the start of the content and
+            right after an added token, nowhere else.
+        opens: Delimiters that may precede the head and belong to the section.
         brackets: Brackets of the list of calls.
-        separator: What stands between calls.
+        separator: Delimiter between calls.
     """
 
     begin: str | None = None
@@ -60,9 +60,9 @@ class Grammar:
     Attributes:
         name: For people and for `grammar=`.
         call: Pattern of one call.
-        section: What stands round the calls.
+        section: Delimiters around the calls.
         argument: Pattern of one argument, for `Field.TAGGED`.
-        padding: What is taken away once from each side of a `Field.TEXT`, where it stands.
+        padding: Text that is removed once from each side of a `Field.TEXT`.
         dialect: Spelling of `Field.VALUES`.
         brackets: Brackets of `Field.VALUES`, and what joins key and value.
         name_in_id: Finds the name, as its group 1, in the id.

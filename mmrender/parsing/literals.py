@@ -27,7 +27,7 @@ class CutShort(Exception):  # noqa: N818 - says what the text is, not what the p
 
 
 class NotAValue(Exception):  # noqa: N818
-    """The text is no value of the dialect."""
+    """The text is not a value of the dialect."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Dialect:
 
     Attributes:
         quotes: What opens and closes a text; the same on both sides.
-        escapes: What stands for one character after a backslash, or None where a backslash is only itself.
+        escapes: Characters by the letter that spells them after a backslash; None where nothing is escaped.
         constants: Words and their values.
-        bare_keys: Whether keys of objects stand without quotes.
+        bare_keys: Whether keys of objects are written without quotes.
     """
 
     quotes: tuple[str, ...]
@@ -63,7 +63,7 @@ class Reader:
 
     Raises:
         CutShort: The text ends inside a value.
-        NotAValue: There is no value.
+        NotAValue: The text is not a value.
     """
 
     def __init__(self, source: TokenText, position: int, stop: int, dialect: Dialect) -> None:
@@ -239,7 +239,7 @@ def read_json(source: TokenText, start: int, stop: int) -> tuple[Any, int]:
             may hold those delimiters; one that is not is judged up to here.
 
     Raises:
-        CutShort: What stands before `stop` begins a value.
+        CutShort: The text before `stop` begins a value.
         NotAValue: It does not.
     """
     try:

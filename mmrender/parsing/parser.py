@@ -84,13 +84,13 @@ class ParsedResponse:
 
 
 Before: TypeAlias = Literal["start", "reasoning", "empty", "call"]
-"""What comes before content: nothing, reasoning, a reasoning block without any, or a call."""
+"""The part before content: nothing, reasoning, an empty reasoning block, or a call."""
 After: TypeAlias = Literal["call", "end"]
 Place: TypeAlias = tuple[Before, After]
 
 
 class Edge(NamedTuple):
-    """What the template writes in one place: before content, after content, and where there is no content."""
+    """Template text in one place: before content, after content, and in place of content."""
 
     prefix: str = ""
     suffix: str = ""
@@ -101,7 +101,7 @@ _NO_EDGE = Edge()
 
 
 class Piece(NamedTuple):
-    """A stretch of text that may hold content, and what comes before and after it."""
+    """A stretch of text that may hold content, and the parts before and after it."""
 
     before: Before
     text: str
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Edges:
-    """What the template writes around content, by place.
+    """Template text around content, by place.
 
     A template puts a line break before a call that follows content, two after reasoning, and so on. It is
     taken away from a completion exactly as the template's own probes showed it; all other white space is
@@ -145,7 +145,7 @@ class Edges:
 
 
 class CompletionParts(NamedTuple):
-    """What a completion consists of; `pieces` still hold the template's text around content."""
+    """The parts of a completion; `pieces` still hold the template's text around content."""
 
     reasoning: Reasoning
     blocks: list[Block]
@@ -183,7 +183,7 @@ Outcome: TypeAlias = Literal["proved", "named", "none", "ambiguous", "not_printe
 
 @dataclass(frozen=True)
 class GrammarChoice:
-    """Which grammar reads a template's calls, and why.
+    """The grammar that reads a template's calls, and how it was found.
 
     Attributes:
         outcome: `proved` by reading back every probe; `named` by the caller; `none` of the grammars does, or
@@ -254,7 +254,7 @@ class ResponseParser:
                 the generation prompt of the template is taken.
 
         Raises:
-            MessageError: A tool is no tool definition.
+            MessageError: A tool definition is malformed.
         """
         definitions = normalize_tools(tools)
         schemas = None if definitions is None else ToolSchemas(definitions)

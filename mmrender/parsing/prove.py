@@ -1,4 +1,4 @@
-"""Which grammar a template writes tool calls in, found by reading back what it prints.
+"""Find the grammar of a template's tool calls by reading back what it prints.
 
 Messages with known calls are rendered, their sampled text is taken, and every grammar reads it. The one that
 gives back the same names, arguments, content and reasoning is proved. If none or several do, that is reported
@@ -64,7 +64,7 @@ _ONE = ("probe_one", {"alpha": "bravo"})
 
 
 class _Texts(NamedTuple):
-    """What a set of probes says, with and without content and reasoning, beside each group of calls."""
+    """Texts of a set of probes: content and reasoning, each with and without, beside each group of calls."""
 
     content: str
     reasoning: str
@@ -208,7 +208,7 @@ class GrammarProver:
         return _Probe(message, turn, encode(turn.header), encode(turn.text))
 
     def _first_difference(self, grammar: Grammar) -> str | None:
-        """How what a grammar reads differs from what was rendered; None where nothing does."""
+        """First difference between what was rendered and what a grammar reads, or None."""
         edges = self.edges(grammar)
         unexplained = _unexplained(grammar, edges)
         if unexplained is not None:
@@ -245,7 +245,7 @@ def _call_id(id_format: str | None, name: str, index: int) -> str | None:
 
 
 def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | None:
-    """First difference between a message and what was read; what the template left out is not missed."""
+    """First difference between a message, as far as the template printed it, and what was read."""
     statuses = [attempt.status for attempt in parsed.tool_calls]
     if len(statuses) != len(message.tool_calls) or set(statuses) - {"ok"}:
         return f"{len(message.tool_calls)} calls read as {', '.join(statuses) or 'none'}"

@@ -15,7 +15,7 @@ _PROMPT_TOKENS = 64
 
 
 class Opening(NamedTuple):
-    """Where a prompt leaves the model: inside reasoning or not, and what it has yet to write before that."""
+    """Whether a prompt ends inside reasoning, and the text still missing before the reasoning begins."""
 
     inside: bool
     missing: str = ""
@@ -25,11 +25,11 @@ class Reasoning(NamedTuple):
     """Reasoning of a completion.
 
     Attributes:
-        text: The reasoning; None where there is none, or an empty block that was closed.
+        text: The reasoning; None without any, or for an empty block that was closed.
         closed: Whether the completion does not end inside reasoning.
         before: Characters `[0, before)` come before the block, and are content.
         rest: Where the rest begins: after the block.
-        seen: Whether there was a block in the completion, were it only its end.
+        seen: Whether the completion holds a block, or the end of one.
     """
 
     text: str | None

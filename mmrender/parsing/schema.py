@@ -24,7 +24,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list, tuple),
     "object": (),
 }
-"""Names of the types, and what constants of each look like."""
+"""Python types of constants of each JSON type."""
 
 
 class ToolSchemas:
@@ -99,7 +99,7 @@ def _kinds_of_values(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """What a `$ref` within the same schema points to."""
+    """Resolve a `$ref` within the same schema."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root

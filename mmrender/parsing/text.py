@@ -1,8 +1,8 @@
 """Sampled tokens as text in which every character knows its token.
 
 A byte-level token may end inside a character, so tokens are spelled as bytes. The text of a completion is
-those bytes as UTF-8, each byte that is no UTF-8 standing as one lone surrogate (`surrogateescape`), so that
-characters map to bytes and bytes to tokens exactly. `readable` gives the text that a decoder prints.
+those bytes as UTF-8, with each invalid byte as one lone surrogate (`surrogateescape`), so that characters map
+to bytes and bytes to tokens exactly. `readable` gives the text that a decoder prints.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,7 +15,7 @@ _SAMPLES = ("Hello  world\n\nnext", "naïve 日本語 🙂 \u00ff", '{"k": [1, -
 
 
 def _byte_table() -> dict[str, int]:
-    """Byte that each character of a byte-level vocabulary stands for."""
+    """The byte that each character of a byte-level vocabulary encodes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
@@ -139,7 +139,7 @@ class TokenText:
         return first + bisect_right(starts, len(before)) - 1
 
     def tokens_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Tokens `[first, last)` that hold any byte of the characters `[start, stop)`, which are not none."""
+        """Tokens `[first, last)` that hold any byte of the non-empty characters `[start, stop)`."""
         run = bisect_left(self._run_chars, stop) - 1
         first, starts = self._runs[run]
         before = self.text[self._run_chars[run] : stop].encode("utf-8", "surrogateescape")
@@ -157,7 +157,7 @@ class TokenText:
         return position
 
     def at(self, delimiter: str, position: int, stop: int) -> bool:
-        """Whether a delimiter stands at a character, by the rule of `find`."""
+        """Whether a delimiter begins at a character, by the rule of `find`."""
         if position + len(delimiter) > stop or not self.text.startswith(delimiter, position):
             return False
         return self._is_spelled(delimiter, position)

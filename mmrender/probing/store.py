@@ -61,7 +61,7 @@ class Findings:
 
     Args:
         folder: Where it is kept between processes, as small JSON files.
-        facts: Everything that it depends on, as plain values. Without a folder or facts, memory alone is used.
+        facts: Everything that it depends on, as plain values. Without folder or facts, only memory is used.
         max_files: Number of files in the folder beyond which the least recently used are removed.
     """
 
