@@ -147,22 +147,35 @@ class _Counting(cachetools.LRUCache[K, V]):
 class AsyncSingleFlight(Generic[K, V]):
     """Runs one coroutine for each key at a time; callers that come meanwhile await the same result.
 
-    An error reaches all who wait and is not kept. A caller that is cancelled does not cancel the others.
+    An error reaches all who wait and is not kept. A caller that is cancelled does not cancel the others; when
+    the last of them is cancelled, so is the coroutine.
     """
 
     def __init__(self) -> None:
-        self._running: dict[tuple[K, asyncio.AbstractEventLoop], asyncio.Future[V]] = {}
+        self._running: dict[tuple[K, asyncio.AbstractEventLoop], _Flight[V]] = {}
 
     async def run(self, key: K, ask: Callable[[], Awaitable[V]]) -> V:
         """Return the result of `ask`, or of the call that is in flight for `key` on this event loop."""
         slot = (key, asyncio.get_running_loop())
-        task = self._running.get(slot)
-        if task is None:
-            task = self._running[slot] = asyncio.ensure_future(ask())
-            task.add_done_callback(lambda done: self._settle(slot, done))
-        return await asyncio.shield(task)
+        flight = self._running.get(slot)
+        if flight is None:
+            flight = self._running[slot] = _Flight(asyncio.ensure_future(ask()))
+        flight.waiting += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting:
+                if self._running.get(slot) is flight:
+                    del self._running[slot]
+                if not flight.task.done():
+                    flight.task.cancel()
+                    await asyncio.wait({flight.task})
 
-    def _settle(self, slot: tuple[K, asyncio.AbstractEventLoop], task: "asyncio.Future[V]") -> None:
-        self._running.pop(slot, None)
-        if not task.cancelled():
-            task.exception()  # retrieved here, since all who waited may have been cancelled
+
+class _Flight(Generic[V]):
+    """One coroutine and how many callers wait for it."""
+
+    def __init__(self, task: "asyncio.Future[V]") -> None:
+        self.task = task
+        self.waiting = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmrender.client.local import NoTransport
+from mmrender.client.local import NullTransport
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.errors import EngineConnectionError, PromptTooLongError
 from mmrender.rollout.environment import Observation
@@ -59,7 +59,7 @@ class ScriptedBackend:
 
     @property
     def transport(self):
-        return NoTransport()
+        return NullTransport()
 
     async def generate(self, request, transport, *, on_tokens=None):
         self.requests.append(request)

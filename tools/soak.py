@@ -123,7 +123,7 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
     samples: list[Sample] = []
     counts = Counts()
     problems: list[str] = []
-    backend = LocalBackend(directory, max_concurrency=concurrency)
+    backend = LocalBackend(directory)
     await backend.resolve_max_prompt_len("tiny")
     receiver = await asyncio.create_subprocess_exec(*command)
     before = left_over()

@@ -145,7 +145,7 @@ class DynamoBackend:
         eos_ids = self.eos_token_ids if request.eos_token_ids is None else request.eos_token_ids
         if eos_ids is None:
             raise EngineUnsupportedError(
-                "a Dynamo frontend says `stop` of aborted completions too, and it is not known which tokens end one",
+                "a Dynamo frontend calls an abort `stop` too, so the ends of a completion must be known",
                 where="eos_token_ids",
                 remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)",
             )
@@ -159,8 +159,8 @@ class DynamoBackend:
             raise EngineUnsupportedError(
                 "a Dynamo frontend renders nothing, so it is not known which pixels its workers take",
                 where="images",
-                remedy="Say it with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers that run with "
-                "--no-mm-device-do-normalize",
+                remedy="Say it with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers "
+                "with --no-mm-device-do-normalize",
             )
         forms = {
             span.item.identity: WireForm(layout_for(tensor_specs(span.item), span.modality), self.pixels)
@@ -352,7 +352,7 @@ def _finish_reason(
 def _completion(
     data: _EngineData, nvext: _Nvext, content: list[LogprobEntry] | None
 ) -> tuple[list[int], Sequence[float | None]]:
-    """Return tokens and logprobs, each from the first channel that has them, and never of different tokens."""
+    """Return tokens and logprobs, from the first channel that has them, never of different tokens."""
     if data.completion_token_ids is not None and data.completion_logprobs is not None:
         return data.completion_token_ids, data.completion_logprobs
     ids = data.completion_token_ids

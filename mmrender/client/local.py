@@ -1,57 +1,70 @@
 """`LocalBackend`: a Transformers model in this process, for demonstrations, tests and audits.
 
-It takes the tokens and pixels that a server would be sent, through the model's own `forward`. What it reports
-is what vLLM reports by default: logprobs of the raw logits, which temperature, penalties and biases leave as
-they are. Each sequence is computed by itself, so equal seeds give equal tokens whatever else is running.
+It takes the tokens and pixels that a server would be sent, through the model's own `generate`. Logprobs are
+vLLM's by default: of the raw logits, before temperature, penalties and biases. Requests run one after another
+on a thread, so equal seeds give equal tokens whatever else is running.
 """
 
 import asyncio
 import itertools
+import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from mmrender.client.local_choice import ChoiceGuide
-from mmrender.client.local_model import LocalModel
-from mmrender.client.local_sampling import LocalSampling
-from mmrender.client.local_sequence import LocalSequence
-from mmrender.client.local_turns import TurnTaker
 from mmrender.client.placeholders import check_placeholders, check_prompt
+from mmrender.client.sampling import check_sampling_params, where
 from mmrender.client.transport import Reply, Transport
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
     InputError,
+    MissingDependencyError,
+    ModelError,
     PromptTooLongError,
     SamplingParameterError,
 )
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.spans import MultiModalData
+from mmrender.tokens.token_types import mm_token_type_ids
+from mmrender.trajectory.engine_data import WeightVersionSpan
 
+_KNOWN: Final = frozenset(
+    {
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "n",
+        "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "logprobs",
+        "allowed_token_ids", "logit_bias", "structured_outputs",
+        # How an engine would write the tokens as text; tokens and logprobs do not depend on these.
+        "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    }
+)  # fmt: skip
+_GREEDY_BELOW: Final = 1e-5
+_PAD_SETTINGS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 _numbers = itertools.count(1)
 
 
 class LocalBackend:
     """A Transformers model behind the interface of an inference server.
 
-    A thread of its own computes while there is something to compute; the event loop stays free. Requests take
-    turns token by token, and a call that is cancelled ends before its next token. A back end of a directory
-    can be pickled, and loads the model again where it arrives, with the weights that the directory holds.
+    The event loop stays free while it computes. A call that is cancelled ends before its next token. A
+    backend of a directory can be pickled, and loads the model again on arrival, with the directory's weights.
 
     Args:
         model: A directory in hub layout, or a loaded Transformers model that gives logits.
         max_model_len: Bound of prompt and completion together; by default what the model was made for.
-        max_concurrency: Requests under way at once, each with its own keys and values; further ones wait.
         dtype: In which a directory's weights are loaded, by torch's name.
         device: Where to, by torch's name.
         tokenizer: Encodes the texts of `structured_outputs`; by default the directory's.
         weight_version: Name of the weights that the model has.
 
     Raises:
-        InputError: A bound is too small.
+        InputError: The bound is too small.
     """
 
     name: Final = "local"
@@ -61,43 +74,41 @@ class LocalBackend:
         model: Any,
         *,
         max_model_len: int | None = None,
-        max_concurrency: int = 16,
         dtype: str = "float32",
         device: str = "cpu",
         tokenizer: Tokenizer | None = None,
         weight_version: str = "0",
     ) -> None:
-        for option, value in (("max_model_len", max_model_len), ("max_concurrency", max_concurrency)):
-            if value is not None and value < 1:
-                raise InputError("is too small", where=option, expected="1 or more", got=str(value))
+        if max_model_len is not None and max_model_len < 1:
+            raise InputError(
+                "is too small", where="max_model_len", expected="1 or more", got=str(max_model_len)
+            )
         self._directory = Path(model) if isinstance(model, str | os.PathLike) else None
-        self._loaded = None if self._directory is not None else LocalModel(model)
-        self._options = {
+        self._model: Any = None if self._directory is not None else model
+        self._options: dict[str, Any] = {
             "max_model_len": max_model_len,
-            "max_concurrency": max_concurrency,
             "dtype": dtype,
             "device": device,
             "tokenizer": tokenizer,
             "weight_version": weight_version,
         }
-        self._dtype, self._device = dtype, device
-        self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._weight_version = weight_version
         self._lock = threading.Lock()
-        self._turns = TurnTaker(max_concurrency)
-        self._transport = NoTransport()
-        self._running: dict[str, LocalSequence] = {}
+        self._worker = ThreadPoolExecutor(1, "mmrender-local")
+        self._updates: list[tuple[Iterable[tuple[str, Any]], str, Future[None]]] = []
+        self._running: dict[str, threading.Event] = {}
+        self._transport = NullTransport()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._directory is None:
             raise EngineStateError(
-                "a back end around a loaded model cannot be sent to another process",
+                "a backend around a loaded model cannot be sent to another process",
                 remedy="Make it with the model's directory",
             )
-        return _arrived, (str(self._directory), self._options)
+        return _reconstruct, (str(self._directory), self._options)
 
-    # --- what `generate` asks of a back end ---
+    # --- what `generate` asks of a backend ---
 
     async def generate(
         self,
@@ -106,48 +117,60 @@ class LocalBackend:
         *,
         on_tokens: OnTokens | None = None,
     ) -> EngineResponse:
-        """Sample one completion; `transport` is not used.
+        """Sample one completion; `transport` is ignored.
 
         Raises:
             PromptTooLongError: The prompt leaves no room for a token.
-            SamplingParameterError: A parameter is not known here, or has a wrong value.
+            SamplingParameterError: A parameter is unknown here, or has a wrong value.
             PlaceholderError: Ids, ranges and items do not fit together.
             EngineUnsupportedError: Router choices were asked for.
         """
-        model = await self._model_off_loop()
-        sequence = self._sequence(model, request)
         if request.request_id in self._running:
-            raise EngineStateError("there is a request of this id already", where=request.request_id)
-        self._running[request.request_id] = sequence
-        future = self._turns.submit(sequence.steps())
+            raise EngineStateError("a request of this id is in flight", where=request.request_id)
+        loop = asyncio.get_running_loop()
+        aborted, cancelled = threading.Event(), threading.Event()
+
+        def tell(tokens: list[int], logprobs: list[float], reason: FinishReason | None) -> None:
+            if on_tokens is not None:
+                loop.call_soon_threadsafe(on_tokens, tokens, logprobs, reason)
+
+        def sample() -> EngineResponse:
+            sequence = self._sequence(request, tell)
+            return sequence.run(lambda: aborted.is_set() or cancelled.is_set(), self._apply_updates)
+
+        self._running[request.request_id] = aborted
         try:
-            # Cancelling the await cancels the future, which the thread sees before the next token.
-            response = await asyncio.wrap_future(future)
+            return await loop.run_in_executor(self._worker, sample)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
         finally:
             del self._running[request.request_id]
-        if on_tokens is not None:
-            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
-        return response
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int:
-        """Tokens that a prompt may have: one less than the whole, as for vLLM. `model` is not looked at."""
-        return self._limit(await self._model_off_loop()) - 1
+        """Return the longest prompt: one token less than the context, as for vLLM. `model` is ignored."""
+        return self._limit(await asyncio.to_thread(lambda: self.model)) - 1
 
     def is_overflow_error(self, exc: BaseException) -> bool:
         """Whether `exc` says that the prompt is too long."""
         return isinstance(exc, PromptTooLongError)
 
     @property
-    def transport(self) -> "NoTransport":
-        """What stands in the place of the way to a server, for callers that need one."""
+    def transport(self) -> "NullTransport":
+        """A transport to nowhere, for callers that need one."""
         return self._transport
 
     # --- control ---
 
     @property
     def model(self) -> Any:
-        """The Transformers model, loaded if need be."""
-        return self._model().model
+        """The Transformers model, loaded at first use."""
+        with self._lock:
+            if self._model is None:
+                self._model = load_model(
+                    str(self._directory), self._options["dtype"], self._options["device"]
+                )
+            return self._model
 
     @property
     def weight_version(self) -> str:
@@ -155,15 +178,15 @@ class LocalBackend:
         return self._weight_version
 
     def abort(self, request_id: str) -> bool:
-        """End a request before its next token; it gives what it has, with finish reason `abort`.
+        """End a request before its next token; it returns what it has, with finish reason `abort`.
 
         Returns:
             Whether there was such a request.
         """
-        sequence = self._running.get(request_id)
-        if sequence is not None:
-            sequence.is_aborted = True
-        return sequence is not None
+        aborted = self._running.get(request_id)
+        if aborted is not None:
+            aborted.set()
+        return aborted is not None
 
     def abort_all(self) -> int:
         """End every request before its next token, and return how many there were."""
@@ -174,82 +197,453 @@ class LocalBackend:
 
         Args:
             weights: Names as in the model's `state_dict`, and tensors of the same shapes.
-            version: Name of what the model has then.
+            version: Name of the weights from then on.
 
         Raises:
             ModelError: A name or a shape is not the model's. Nothing was changed.
         """
-        model = self._model()
-        with self._turns.between_steps():
-            model.load_weights(weights)
-            self._weight_version = version
+        future: Future[None] = Future()
+        self._updates.append((weights, version, future))
+        self._worker.submit(self._apply_updates)  # unless a request in flight does it before
+        future.result()
 
-    # --- the model ---
+    def _apply_updates(self) -> str:
+        """Carry out waiting updates, on the worker's thread; return the weights' name."""
+        while self._updates:
+            weights, version, future = self._updates.pop(0)
+            try:
+                _load_weights(self.model, weights)
+                self._weight_version = version
+                future.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - whoever updates gets it
+                future.set_exception(error)
+        return self._weight_version
 
-    async def _model_off_loop(self) -> LocalModel:
-        if self._loaded is not None:
-            return self._loaded
-        return await asyncio.to_thread(self._model)
+    def _limit(self, model: Any) -> int:
+        made_for = int(model.config.get_text_config().max_position_embeddings)
+        return min(self._options["max_model_len"] or made_for, made_for)
 
-    def _model(self) -> LocalModel:
-        with self._lock:
-            loaded = self._loaded or LocalModel.load(str(self._directory), self._dtype, self._device)
-            self._loaded = loaded
-            return loaded
-
-    def _limit(self, model: LocalModel) -> int:
-        return min(self._max_model_len or model.context_length, model.context_length)
-
-    def _sequence(self, model: LocalModel, request: EngineRequest) -> LocalSequence:
+    def _sequence(
+        self, request: EngineRequest, tell: Callable[[list[int], list[float], FinishReason | None], None]
+    ) -> "_Sequence":
+        model = self.model
         if request.routed_experts:
-            raise EngineUnsupportedError("the local back end does not record router choices")
-        sampling = LocalSampling.of(request.sampling_params, model.vocab_size)
-        limit = self._limit(model)
-        if len(request.prompt_ids) >= limit:
-            raise PromptTooLongError(len(request.prompt_ids), limit - 1)
-        check_placeholders(check_prompt(request.prompt_ids, model.vocab_size), request, only_images=False)
-        stop_ids = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else model.eos_token_ids)
-        room = min(sampling.max_tokens, limit - len(request.prompt_ids))
-        return LocalSequence(
-            model,
-            request,
-            sampling,
-            stop_ids=stop_ids,
-            room=room,
-            guide=self._guide(sampling, stop_ids),
-            weight_version=lambda: self._weight_version,
+            raise EngineUnsupportedError("the local backend does not record router choices")
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        params = _checked_params(request.sampling_params, vocab_size)
+        limit, length = self._limit(model), len(request.prompt_ids)
+        if length >= limit:
+            raise PromptTooLongError(length, limit - 1)
+        check_placeholders(check_prompt(request.prompt_ids, vocab_size), request, only_images=False)
+        named = frozenset(params.get("stop_token_ids") or ())
+        stop_ids = named if params.get("ignore_eos") else named | _eos_token_ids(model)
+        choices = None
+        if "structured_outputs" in params:
+            if self._tokenizer is None and self._directory is not None:
+                self._tokenizer = Tokenizer.load(find_model(self._directory))
+            if self._tokenizer is None:
+                raise SamplingParameterError(
+                    "texts cannot be followed without a tokenizer",
+                    where=where("structured_outputs"),
+                    remedy="Pass tokenizer=... to LocalBackend",
+                )
+            choices = [self._tokenizer.encode(text) for text in params["structured_outputs"]["choice"]]
+        room = min(params["max_tokens"], limit - length)
+        sampler = TokenSampler(params, request.prompt_ids, stop_ids, choices)
+        return _Sequence(model, request, sampler, room, tell)
+
+
+def _checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    params = check_sampling_params(given)
+    for name in params:
+        if name not in _KNOWN:
+            raise SamplingParameterError(
+                "the local backend has no such sampling parameter",
+                where=where(name),
+                remedy=f"It has: {', '.join(sorted(_KNOWN))}",
+            )
+    if "max_tokens" not in params:
+        raise SamplingParameterError("is missing", where=where("max_tokens"), expected="1 or more")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        outside = [token for token in map(int, params.get(name) or ()) if token >= vocab_size]
+        if outside:
+            raise SamplingParameterError(
+                "a token id is outside the vocabulary",
+                where=where(name),
+                expected=f"0 to {vocab_size - 1}",
+                got=str(outside[0]),
+            )
+    structure = params.get("structured_outputs")
+    choices = None if structure is None else structure.get("choice")
+    if structure is not None and (
+        not isinstance(choices, list | tuple)
+        or not choices
+        or not all(isinstance(text, str) and text for text in choices)
+    ):
+        raise SamplingParameterError(
+            "the local backend has no such structured output",
+            where=where("structured_outputs"),
+            expected="{'choice': [text, ...]}",
+            got=repr(dict(structure))[:200],
+        )
+    return params
+
+
+class TokenSampler:
+    """Chooses the tokens of one completion. Equal seeds and equal logits give equal tokens.
+
+    The order of steps, and what reported logprobs are computed from, follow `vllm/v1/sample/sampler.py` of
+    vLLM 0.32: a grammar masks the logits first; logprobs are the log-softmax of these; then come allowed
+    tokens, `min_tokens`, `logit_bias`, penalties, temperature, `min_p`, `top_k` and `top_p`.
+
+    Args:
+        params: Checked sampling parameters.
+        prompt_ids: The prompt, which `repetition_penalty` looks at.
+        stop_ids: Tokens that end the completion; `min_tokens` forbids them at first.
+        choices: Token sequences of which the completion is one, followed by a stop token.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        prompt_ids: Sequence[int],
+        stop_ids: frozenset[int],
+        choices: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        import torch
+
+        self.params = params
+        self.stop_ids = stop_ids
+        self._choices = choices
+        self._generator = torch.Generator()
+        if params.get("seed") is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params["seed"])
+        self._prompt_ids = sorted(set(prompt_ids))
+        self.tokens: list[int] = []
+
+    def allowed(self) -> list[int] | None:
+        """Return the tokens that continue a choice (none after its end); None where all are allowed."""
+        if self._choices is None:
+            return None
+        count = len(self.tokens)
+        fitting = [choice for choice in self._choices if list(choice[:count]) == self.tokens]
+        following = {choice[count] for choice in fitting if len(choice) > count}
+        return sorted(following.union(*(self.stop_ids for choice in fitting if len(choice) == count)))
+
+    def choose(self, logits: Any) -> tuple[int, float, tuple[tuple[int, float], ...]]:
+        """Sample one token.
+
+        Args:
+            logits: float32 of shape `(vocabulary,)` on the CPU; changed.
+
+        Returns:
+            The token, its logprob, and the alternatives that were asked for with theirs, likeliest first.
+        """
+        allowed = self.allowed()
+        if allowed is not None:
+            _keep_only(logits, allowed)
+        logprobs = logits.log_softmax(-1)
+        token = self._sampled(logits)
+        self.tokens.append(token)
+        count = self.params.get("logprobs") or 0
+        top: tuple[tuple[int, float], ...] = ()
+        if count:
+            best = logprobs.topk(len(logprobs) if count < 0 else min(count, len(logprobs)))
+            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return token, float(logprobs[token]), top
+
+    def _sampled(self, logits: Any) -> int:
+        import torch
+
+        params = self.params
+        self._adjust(logits)
+        likeliest = int(logits.argmax())
+        if logits[likeliest] == -math.inf:
+            raise SamplingParameterError(
+                "the parameters together leave no token to sample",
+                where="sampling_params",
+                remedy="Look at allowed_token_ids, logit_bias, min_tokens and structured_outputs",
+            )
+        temperature = params.get("temperature", 1.0)
+        if temperature < _GREEDY_BELOW:
+            return likeliest
+        logits = logits / temperature
+        if params.get("min_p"):
+            logits[logits < logits.max() + math.log(params["min_p"])] = -math.inf
+        top_k, top_p = params.get("top_k", 0), params.get("top_p", 1.0)
+        if 0 < top_k < len(logits) or top_p < 1.0:
+            ordered, places = logits.sort()
+            if 0 < top_k < len(logits):
+                ordered[ordered < ordered[-top_k].clone()] = -math.inf
+            if top_p < 1.0:
+                outside = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+                outside[-1] = False
+                ordered[outside] = -math.inf
+            logits.scatter_(0, places, ordered)
+        noise = torch.empty_like(logits).exponential_(generator=self._generator)
+        # The largest p / Exp(1) is distributed as p: one draw a token of the vocabulary, no cumulative sum.
+        return int((logits.softmax(-1) / noise).argmax())
+
+    def _adjust(self, logits: Any) -> None:
+        """Apply in place what may change even the likeliest token."""
+        params, seen = self.params, sorted(set(self.tokens))
+        if params.get("allowed_token_ids") is not None:
+            _keep_only(logits, params["allowed_token_ids"])
+        if len(self.tokens) < params.get("min_tokens", 0):
+            logits[sorted(self.stop_ids)] = -math.inf
+        for token, bias in (params.get("logit_bias") or {}).items():
+            logits[int(token)] += min(100.0, max(-100.0, bias))  # vLLM clamps as OpenAI does
+        penalty = params.get("repetition_penalty", 1.0)
+        if penalty != 1.0:
+            repeated = sorted({*self._prompt_ids, *seen})
+            values = logits[repeated]
+            logits[repeated] = (values / penalty).where(values > 0, values * penalty)
+        frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)
+        if seen and (frequency or presence):
+            counts = logits.new_tensor([self.tokens.count(token) for token in seen])
+            logits[seen] -= frequency * counts + presence
+
+
+def _keep_only(logits: Any, tokens: Sequence[int]) -> None:
+    kept = logits[list(tokens)]
+    logits.fill_(-math.inf)
+    logits[list(tokens)] = kept
+
+
+class _Sequence:
+    """One request from its prompt to its last token."""
+
+    def __init__(
+        self,
+        model: Any,
+        request: EngineRequest,
+        sampler: TokenSampler,
+        room: int,
+        tell: Callable[[list[int], list[float], FinishReason | None], None],
+    ) -> None:
+        self._model = model
+        self._request = request
+        self._sampler = sampler
+        self._room = room
+        self._tell = tell
+        self._logprobs: list[float] = []
+        self._top: list[tuple[tuple[int, float], ...]] = []
+        self._versions: list[str] = []
+
+    def run(self, is_aborted: Callable[[], bool], weight_version: Callable[[], str]) -> EngineResponse:
+        """Sample to the end; both functions are called between two tokens."""
+        import torch
+
+        sampler = self._sampler
+        reason: FinishReason | None = None
+        version = weight_version()
+
+        def choose(_: Any, scores: Any) -> Any:
+            token, logprob, top = sampler.choose(scores[0].to("cpu", torch.float32, copy=True))
+            self._logprobs.append(logprob)
+            self._top.append(top)
+            self._versions.append(version)
+            forced = torch.full_like(scores, -math.inf)
+            forced[0, token] = 0.0
+            return forced
+
+        def is_done(input_ids: Any, _: Any) -> Any:
+            nonlocal reason, version
+            reason = self._reason(is_aborted)
+            self._tell(sampler.tokens[-1:], self._logprobs[-1:], reason)
+            version = weight_version()
+            return torch.full((1,), reason is not None, device=input_ids.device)
+
+        if is_aborted():
+            reason = "abort"
+        elif sampler.allowed() == []:
+            reason = "stop"
+        else:
+            ids = torch.tensor([list(self._request.prompt_ids)], device=self._model.device)
+            media = _media_arguments(self._model, self._request.multi_modal_data, ids.shape[1])
+            with torch.inference_mode(), _stray_pads(self._model, ids, self._request.multi_modal_data):
+                self._model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    **_plain_settings(self._model),
+                    max_new_tokens=self._room,
+                    logits_processor=[choose],
+                    stopping_criteria=[is_done],
+                    **media,
+                )
+        return self._response(reason or "length")
+
+    def _reason(self, is_aborted: Callable[[], bool]) -> FinishReason | None:
+        if self._sampler.tokens[-1] in self._sampler.stop_ids or self._sampler.allowed() == []:
+            return "stop"
+        if len(self._sampler.tokens) >= self._room:
+            return "length"
+        return "abort" if is_aborted() else None
+
+    def _response(self, reason: FinishReason) -> EngineResponse:
+        tokens, request = self._sampler.tokens, self._request
+        named = request.sampling_params.get("stop_token_ids") or ()
+        spans = [
+            WeightVersionSpan(version, places[0], places[-1] + 1)
+            for version, group in itertools.groupby(range(len(tokens)), lambda index: self._versions[index])
+            for places in [list(group)]
+        ]
+        return EngineResponse(
+            completion_ids=tokens,
+            logprobs=self._logprobs,
+            finish_reason=reason,
+            usage=Usage(len(request.prompt_ids), len(tokens), 0),
+            # As vLLM: nothing for the model's own end of turn.
+            stop_reason=tokens[-1] if reason == "stop" and tokens and tokens[-1] in named else None,
+            weight_versions=tuple(spans),
+            request_id=request.request_id,
+            top_logprobs=tuple(self._top) if request.sampling_params.get("logprobs") else None,
         )
 
-    def _guide(self, sampling: LocalSampling, stop_ids: frozenset[int]) -> ChoiceGuide | None:
-        if sampling.choices is None:
-            return None
-        if self._tokenizer is None and self._directory is not None:
-            self._tokenizer = Tokenizer.load(find_model(self._directory))
-        if self._tokenizer is None:
-            raise SamplingParameterError(
-                "texts cannot be followed without a tokenizer",
-                where="sampling_params['structured_outputs']",
-                remedy="Pass tokenizer=... to LocalBackend",
-            )
-        return ChoiceGuide([self._tokenizer.encode(choice) for choice in sampling.choices], stop_ids)
+
+# --- the model ---
 
 
-class NoTransport:
-    """A transport to nowhere: `LocalBackend` sends nothing."""
+def load_model(directory: str | os.PathLike[str], dtype: str, device: str) -> Any:
+    """Load weights and configuration from a directory in hub layout, in evaluation mode.
+
+    Raises:
+        MissingDependencyError: torch or Transformers is not installed.
+        ModelError: Transformers cannot load the model.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.utils import logging
+    except ImportError as error:
+        package, extra = ("torch", "torch") if "torch" in str(error.name) else ("transformers", "hf")
+        raise MissingDependencyError.of_extra(package, extra, "the local backend") from error
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be drawn into whatever the host shows
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+        kind = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+        model = kind.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            "Transformers cannot load the model", where=str(directory), got=str(error)
+        ) from error
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
+    return model.to(device).eval()
+
+
+def _plain_settings(model: Any) -> dict[str, Any]:
+    """Arguments of `generate` that undo what the model's own generation config sets, penalties among it."""
+    from transformers import GenerationConfig
+
+    plain = GenerationConfig().to_dict()
+    own = getattr(model, "generation_config", None)
+    changed = own.to_diff_dict() if own is not None else {}
+    undone = {name: plain[name] for name in changed if name in plain and name != "transformers_version"}
+    return {**undone, "use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """Tokens on which the model's own files say that it stops."""
+    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    listed = found if isinstance(found, list | tuple) else [found]
+    return frozenset(int(token) for token in listed if token is not None)
+
+
+def _load_weights(model: Any, weights: Iterable[tuple[str, Any]]) -> None:
+    import torch
+
+    own = dict(model.state_dict())
+    given = dict(weights)
+    for name, value in given.items():
+        if name not in own:
+            raise ModelError("the model has no such parameter", where=name)
+        if own[name].shape != value.shape:
+            expected, got = str(list(own[name].shape)), str(list(value.shape))
+            raise ModelError("the parameter has another shape", where=name, expected=expected, got=got)
+    with torch.no_grad():
+        for name, value in given.items():
+            own[name].copy_(value)
+
+
+def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str, Any]:
+    """Return the keyword arguments for the items of a prompt, joined in prompt order."""
+    import inspect
+
+    import torch
+
+    if not data:
+        return {}
+    spans = data.spans(length)
+    dtype: Any = str(model.dtype).removeprefix("torch.")
+    joined: dict[str, list[Any]] = {}
+    for span in spans:
+        for name, tensor in span.item.tensors(dtype, framework="torch").items():
+            joined.setdefault(name, []).append(tensor)
+    media = {name: torch.cat(tensors).to(model.device) for name, tensors in joined.items()}
+    arguments = inspect.signature(model.forward).parameters
+    # Gemma 3 calls them otherwise, and lets the tokens of an image see one another.
+    for name in {"mm_token_type_ids", "token_type_ids"} & set(arguments):
+        media[name] = torch.from_numpy(mm_token_type_ids(spans, length))[None].to(model.device)
+    if unknown := sorted(media.keys() - set(arguments)):
+        raise EngineUnsupportedError(
+            f"{type(model).__name__} does not take what the items hold",
+            where="multi_modal_data",
+            expected=f"some of {', '.join(sorted(arguments))}",
+            got=", ".join(unknown),
+        )
+    return media
+
+
+@contextmanager
+def _stray_pads(model: Any, ids: Any, data: MultiModalData) -> Iterator[None]:
+    """Let pad tokens that stand for no image, which a model may sample, be ordinary tokens of a prompt.
+
+    Transformers takes every pad token for an image's. So such a token is given to the model under another id,
+    and the embedding that this looks up is replaced by the pad's own.
+    """
+    import torch
+
+    found = (getattr(model.config, name, None) for name in _PAD_SETTINGS)
+    pad_ids = {pad for pad in found if isinstance(pad, int)}
+    flat = ids[0]
+    stray = torch.isin(flat, torch.tensor(sorted(pad_ids), device=flat.device))
+    for ranges in data.mm_placeholders.values():
+        for place in ranges:
+            window = slice(place.offset, place.offset + place.length)
+            stray[window] &= ~torch.from_numpy(place.is_embed).to(stray.device)
+    if not bool(stray.any()):
+        yield
+        return
+    meant = flat[stray]
+    flat[stray] = next(token for token in itertools.count() if token not in pad_ids)
+    embedding = model.get_input_embeddings()
+
+    def embed_as_meant(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        if inputs[0].shape != ids.shape:
+            return output
+        output = output.clone()
+        output[0, stray] = embedding.weight[meant].to(output.dtype)
+        return output
+
+    handle = embedding.register_forward_hook(embed_as_meant)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class NullTransport:
+    """A transport to nowhere, for backends in this process."""
 
     base_url: Final = "local:"
-
-    def __init__(self) -> None:
-        self._number = next(_numbers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The number counts in one process only.
-        return NoTransport, ()
-
-    @property
-    def server_key(self) -> str:
-        """What is learnt of one model in this process does not hold for another."""
-        return f"{self.base_url}#{self._number}"
 
     async def request(self, method: str, path: str, **options: Any) -> Reply:
         """Refuse.
@@ -267,5 +661,5 @@ class NoTransport:
         """Do nothing."""
 
 
-def _arrived(directory: str, options: dict[str, Any]) -> LocalBackend:
+def _reconstruct(directory: str, options: dict[str, Any]) -> LocalBackend:
     return LocalBackend(directory, **options)

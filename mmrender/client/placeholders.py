@@ -1,4 +1,4 @@
-"""Check a prompt and its sidecar before sending: an engine would die of a mistake, or answer wrongly without a word.
+"""Check a prompt and its sidecar before sending: a mistake kills an engine, or gives wrong answers silently.
 
 `MultiModalData.spans` checks the sidecar against itself. What is checked here is engine specific: ids within
 the vocabulary, ranges that are exactly the runs of pad tokens that their items stand for, no image without a

@@ -68,11 +68,13 @@ def convert(value: Any, type: type[T], *, where: str) -> T:
 def _malformed_reply(error: msgspec.ValidationError, where: str) -> EngineReplyError:
     problem, _, path = str(error).partition(" - at ")
     expected, _, got = problem.removeprefix("Expected ").partition(", got ")
+    if not problem.startswith("Expected "):  # "Object missing required field `x`"
+        expected, got = "", problem
     field = path.strip("`").removeprefix("$").removeprefix(".")
     return EngineReplyError(
         "the server's reply is malformed",
         where=f"{where} {field}".strip(),
-        expected=expected.replace("`", ""),
+        expected=expected.replace("`", "") or None,
         got=got.replace("`", "") or None,
     )
 
@@ -159,7 +161,7 @@ def check_count(rows: Sequence[Any] | None, count: int, *, what: str, where: str
 
 
 class LogprobEntry(msgspec.Struct):
-    """A token and its logprob, as vLLM and Dynamo write them: `token_id: 7`, before 0.32 `token: "token_id:7"`."""
+    """A token and its logprob, of vLLM and Dynamo: `token_id: 7`, before vLLM 0.32 `token: "token_id:7"`."""
 
     logprob: float | None = None
     token_id: int | None = None

@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS: Final = 1024
 
 EngineName: TypeAlias = Literal["vllm", "sglang", "dynamo"]
 Spelling: TypeAlias = str | Callable[[Any], Mapping[str, Any]] | None
-"""Another engine's name for a parameter, or a function of the value that gives members; None: unknown to it."""
+"""An engine's name for a parameter, or a function of the value that gives members; None: unknown to it."""
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
@@ -195,9 +195,12 @@ def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
         if name == "structured_outputs" and expected is None:
             kinds = [kind for kind in STRUCTURES if value.get(kind) is not None]
             expected = None if len(kinds) == 1 else f"one of {', '.join(STRUCTURES)}"
-        if name == "logit_bias" and expected is None:
-            if not all(isinstance(token, int) or token.isdecimal() for token in value):
-                expected = "token ids as keys"
+        if (
+            name == "logit_bias"
+            and expected is None
+            and not all(isinstance(token, int) or token.isdecimal() for token in value)
+        ):
+            expected = "token ids as keys"
         if expected is not None:
             raise SamplingParameterError(
                 "this sampling parameter cannot have this value",
@@ -234,8 +237,8 @@ def _unknown(name: object) -> SamplingParameterError:
         remedy = f"Sampling parameters have vLLM's names for every engine; this one is {known}"
     else:
         remedy = (
-            f"Known are: {', '.join(sorted(PARAMETERS))}. To send one that this version does not know, put it "
-            "into sampling_params['extra'], or a member of the request into extra_body"
+            f"Known are: {', '.join(sorted(PARAMETERS))}. To send another, put it into "
+            "sampling_params['extra'], or into extra_body as a member of the request"
         )
     return SamplingParameterError("unknown sampling parameter", where=where(str(name)), remedy=remedy)
 

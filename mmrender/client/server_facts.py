@@ -281,8 +281,8 @@ async def agreed_form(
             theirs = decode_mm_kwargs_item(served.item)
         except EngineUnsupportedError as error:
             error.remedy = (
-                f"{error.remedy}; or say which pixels it takes: VLLMBackend(pixels='uint8'), or 'float32' for "
-                "one that runs with --no-mm-device-do-normalize"
+                f"{error.remedy}; or say which pixels it takes: VLLMBackend(pixels='uint8'), or 'float32' "
+                "for one that runs with --no-mm-device-do-normalize"
             )
             raise
         except CodecError as error:
@@ -296,7 +296,7 @@ async def agreed_form(
 
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
-    """Return an image that the server widens as it does the item, and whether it has the item's own pixels."""
+    """Return an image that the server widens as the item, and whether it has the item's own pixels."""
     if isinstance(item, PatchItem) and item.modality == "image":
         return encoded_image(item), True
     height, width = item.size
@@ -411,11 +411,11 @@ async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
             if trusted:
                 return None
             raise EngineUnsupportedError(
-                "the server does not say how it caches images, and some settings make a hash without data fatal",
+                "the server does not say how it caches images, and a hash without data can be fatal",
                 where=where,
                 got=f"status {error.status}",
-                remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its cache (lru, one API process, "
-                "one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
+                remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its cache (lru, one API "
+                "process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
             ) from error
         config = decode_as(reply.body, _Info, where=where).vllm_config
         cache, parallel = config.model_config.multimodal_config, config.parallel_config

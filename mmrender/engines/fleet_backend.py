@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from mmrender.client.local import NoTransport
+from mmrender.client.local import NullTransport
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.engines.client import InferenceEngineClient
@@ -37,7 +37,7 @@ class FleetBackend:
     @property
     def transport(self) -> Transport:
         """One to nowhere: the engines have their own."""
-        return NoTransport()
+        return NullTransport()
 
     async def generate(
         self,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrender.client.local_sampling import LocalSampling, TokenSampler
+from mmrender.client.local import TokenSampler
 
 torch = pytest.importorskip("torch")
 
@@ -89,13 +89,13 @@ def reference(params, prompt, logits, sampled, noise):
     ),
 )
 def test_it_is_vllms_order(params, prompt, rows):
-    sampler = TokenSampler(LocalSampling.of(params, VOCAB), prompt, STOPS)
+    sampler = TokenSampler(params, prompt, STOPS)
     draws = torch.Generator().manual_seed(params["seed"])
     greedy = params.get("temperature") == 0
     sampled = []
     for row in rows:
         noise = None if greedy else torch.empty(VOCAB).exponential_(generator=draws).tolist()
-        token, logprob, top = sampler.choose(torch.tensor(row), None)
+        token, logprob, top = sampler.choose(torch.tensor(row))
         assert token == reference(params, prompt, row, sampled, noise)
         assert logprob == pytest.approx(math.log(softmax(row)[token]), abs=1e-4)
         assert len(top) == params.get("logprobs", 0)
@@ -106,8 +106,9 @@ def test_it_is_vllms_order(params, prompt, rows):
 @given(seed=st.integers(0, 1000), allowed=st.sets(tokens, min_size=1))
 def test_a_grammar_comes_before_the_logprobs(seed, allowed):
     row = [math.sin(seed + token) * 3 for token in range(VOCAB)]
-    sampler = TokenSampler(LocalSampling.of({"max_tokens": 1, "seed": seed}, VOCAB), [0], STOPS)
-    token, logprob, _ = sampler.choose(torch.tensor(row), sorted(allowed))
+    choices = [[token, 0] for token in allowed]
+    sampler = TokenSampler({"max_tokens": 1, "seed": seed}, [0], STOPS, choices)
+    token, logprob, _ = sampler.choose(torch.tensor(row))
     assert token in allowed
     masked = [value if each in allowed else -math.inf for each, value in enumerate(row)]
     assert logprob == pytest.approx(math.log(softmax(masked)[token]), abs=1e-5)

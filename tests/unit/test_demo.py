@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmrender.client.local import LocalBackend, NoTransport
+from mmrender.client.local import LocalBackend, NullTransport
 from mmrender.demo import __main__ as demo
 from mmrender.demo.conversation import load_pictures, three_turns
 from mmrender.demo.proofs import media_inputs, prove_parity, prove_shipping
@@ -47,7 +47,7 @@ def test_it_runs_and_every_proof_holds(capsys):
 def test_the_rollout_runs_against_a_server(tiny_model, capsys):
     """The same steps with a way to a server; the model behind it is local."""
     backend = LocalBackend(tiny_model)
-    assert demo.main(NoTransport(), backend=backend, model="tiny", renderer_of=str(tiny_model)) == 0
+    assert demo.main(NullTransport(), backend=backend, model="tiny", renderer_of=str(tiny_model)) == 0
     out = capsys.readouterr().out
     assert out.count("✓") == 7
     assert "1 Load the renderer" in out

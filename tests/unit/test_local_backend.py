@@ -2,14 +2,12 @@
 
 import asyncio
 import pickle
-import threading
 from dataclasses import replace
 
 import pytest
 import tokenizers
 
-from mmrender.client.local import LocalBackend
-from mmrender.client.local_choice import ChoiceGuide
+from mmrender.client.local import LocalBackend, TokenSampler
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, RendererBackend
 from mmrender.demo.conversation import load_pictures
@@ -101,7 +99,7 @@ def test_logprobs_are_those_of_a_plain_forward(backend, prompts, kind, sampling)
 
 
 def test_a_seed_decides_whatever_else_runs(tiny_model, prompts):
-    backend = LocalBackend(tiny_model, max_concurrency=5)
+    backend = LocalBackend(tiny_model)
     requests = [request(prompts[kind], f"{kind}-{seed}", seed=seed) for seed in range(4) for kind in prompts]
     together = generate(backend, *requests)
     alone = [generate(backend, each) for each in requests]
@@ -174,14 +172,12 @@ def test_one_of_the_choices(backend, prompts, renderer):
 
 
 def test_a_choice_may_begin_another():
-    guide = ChoiceGuide([[1, 2], [1, 2, 3], [4]], [9])
-    assert guide.allowed() == [1, 4]
-    guide.take(1)
-    assert guide.allowed() == [2]
-    guide.take(2)
-    assert guide.allowed() == [3, 9]
-    guide.take(9)
-    assert guide.allowed() == []
+    guide = TokenSampler({}, [0], frozenset({9}), [[1, 2], [1, 2, 3], [4]])
+    steps = []
+    for token in (1, 2, 9):
+        steps.append(guide.allowed())
+        guide.tokens.append(token)
+    assert [*steps, guide.allowed()] == [[1, 4], [2], [3, 9], []]
 
 
 def test_a_choice_without_stop_tokens_ends_by_itself(backend, prompts, renderer):
@@ -232,7 +228,7 @@ def test_the_loop_is_free_while_it_computes(backend, prompts):
 
 
 def test_cancelling_ends_the_work(tiny_model, prompts):
-    backend = LocalBackend(tiny_model, max_concurrency=2)
+    backend = LocalBackend(tiny_model)
 
     async def cancel():
         endless = [request(prompts["text"], str(i), ignore_eos=True, max_tokens=8000) for i in range(4)]
@@ -269,15 +265,7 @@ def test_an_id_is_taken_while_its_request_runs(backend, prompts):
 
     first, second = asyncio.run(twice())
     assert len(first.completion_ids) == 12
-    assert str(second) == "same: there is a request of this id already"
-
-
-def test_its_thread_ends_with_the_work(backend, prompts):
-    generate(backend, request(prompts["text"]))
-    for thread in threading.enumerate():
-        if thread.name == "mmrender-local":
-            thread.join(5)
-            assert not thread.is_alive()
+    assert str(second) == "same: a request of this id is in flight"
 
 
 def test_weights_that_change_on_the_way(tiny_model, prompts):
@@ -335,8 +323,8 @@ def test_what_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="Transformers cannot load the model"):
         asyncio.run(LocalBackend(tmp_path).resolve_max_prompt_len("x"))
     with pytest.raises(InputError) as refused:
-        LocalBackend(tmp_path, max_concurrency=0)
-    assert str(refused.value) == "max_concurrency: is too small - expected 1 or more, got 0"
+        LocalBackend(tmp_path, max_model_len=0)
+    assert str(refused.value) == "max_model_len: is too small - expected 1 or more, got 0"
 
 
 @pytest.mark.parametrize(
@@ -358,17 +346,17 @@ def test_what_is_no_model(tmp_path):
         ),
         (
             {"structured_outputs": {"regex": "a+"}},
-            "sampling_params['structured_outputs']: the local back end has no such structured output - "
+            "sampling_params['structured_outputs']: the local backend has no such structured output - "
             "expected {'choice': [text, ...]}, got {'regex': 'a+'}",
         ),
         (
             {"max_tokens": None},
-            "sampling_params: there is no bound of the completion - expected max_tokens",
+            "sampling_params['max_tokens']: is missing - expected 1 or more",
         ),
         (
             {"top_p": 0.0},
-            "sampling_params['top_p']: is not a value that this sampling parameter may have - "
-            "expected a finite number in (0, 1], got 0.0",
+            "sampling_params['top_p']: this sampling parameter cannot have this value - "
+            "expected `float` > 0.0, got 0.0",
         ),
     ],
 )
@@ -382,7 +370,7 @@ def test_what_only_engines_know_is_refused(backend, prompts):
     with pytest.raises(SamplingParameterError) as refused:
         generate(backend, request(prompts["text"], bad_words=["no"]))
     assert str(refused.value) == (
-        "sampling_params['bad_words']: the local back end has no such sampling parameter. It has: "
+        "sampling_params['bad_words']: the local backend has no such sampling parameter. It has: "
         "allowed_token_ids, detokenize, frequency_penalty, ignore_eos, logit_bias, logprobs, max_tokens, min_p, "
         "min_tokens, n, presence_penalty, repetition_penalty, seed, skip_special_tokens, "
         "spaces_between_special_tokens, stop_token_ids, structured_outputs, temperature, top_k, top_p"
@@ -421,12 +409,7 @@ def test_what_is_learnt_of_one_model_does_not_hold_for_another(tiny_model):
     async def limits(engines):
         return [await engine.max_prompt_len() for engine in engines]
 
-    engines = [LocalEngine(one), LocalEngine(other)]
-    assert asyncio.run(limits(engines)) == [99, 199]
-    arrived = pickle.loads(pickle.dumps(engines))
-    keys = {engine.transport.server_key for engine in [*engines, *arrived]}
-    assert len(keys) == 4
-    assert one.transport.server_key == engines[0].transport.server_key
+    assert asyncio.run(limits([LocalEngine(one), LocalEngine(other)])) == [99, 199]
 
 
 def test_there_is_no_server(backend):

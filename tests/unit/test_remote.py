@@ -228,48 +228,41 @@ def put(value, *path):
     return change
 
 
-WHERE = "inputs[0].chunks[0]"
+WHERE = "inputs[0].chunks[0], http://memory/v1/chat/completions/render"
 REPLIES = {
-    "no features": (
-        drop("features"),
-        f"{WHERE}: the render route answered with no image features - expected features with one image, got none",
-    ),
+    "no features": (drop("features"), "features.mm_hashes: the server did not render one image"),
     "no tensors": (
         drop("features", "kwargs_data"),
-        f"{WHERE}.features.kwargs_data: the render route answered with another number of images - "
-        "expected one image, got {}",
+        "features.kwargs_data: the server did not render one image - expected one of 'image', with its data, got {}",
     ),
     "null tensors": (
         put([None], "features", "kwargs_data", "image"),
-        f"{WHERE}.features.kwargs_data['image'][0]: the render route answered with no tensors for the image - "
-        "expected a base64 item, got null",
+        "features.kwargs_data: the server did not render one image",
     ),
     "two placeholders": (
         put([{"offset": 0, "length": 1}] * 2, "features", "mm_placeholders", "image"),
-        f"{WHERE}.features.mm_placeholders: the render route answered with another number of images - "
-        "expected one image, got {'image': 2}",
+        "features.mm_placeholders: the server did not render one image - "
+        "expected one of 'image', with its data, got {'image': 2}",
     ),
     "outside": (
         put([{"offset": 2, "length": 3}], "features", "mm_placeholders", "image"),
-        f"{WHERE}.features.mm_placeholders['image'][0]: the render route answered with a placeholder outside the "
-        "prompt - expected tokens within [0, 4), got [2, 5)",
+        "features.mm_placeholders: the server rendered a placeholder outside the prompt - "
+        "expected tokens within [0, 4), got [2, 5)",
     ),
     "empty": (
         put([{"offset": 2, "length": 0}], "features", "mm_placeholders", "image"),
-        f"{WHERE}.features.mm_placeholders['image'][0]: the render route answered with a placeholder outside the "
-        "prompt - expected tokens within [0, 4), got [2, 2)",
+        "features.mm_placeholders: the server rendered a placeholder outside the prompt",
     ),
-    "other form": (
-        lambda answer: 17,
-        f"{WHERE}: the render route answered in an unknown form - got Expected `object`, got `int`",
-    ),
+    "other form": (lambda answer: 17, "the server's reply is malformed - expected object, got int"),
 }
 
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_answers_that_cannot_be_used(name):
     change, expected = REPLIES[name]
-    assert raised(EngineReplyError, ImageChunk(png(), "png"), server=Server(change)) == expected
+    message = raised(EngineReplyError, ImageChunk(png(), "png"), server=Server(change))
+    assert message.startswith(WHERE)
+    assert expected in message
 
 
 def test_a_failure_is_not_kept():
@@ -287,23 +280,23 @@ def test_a_failure_is_not_kept():
     assert render(renderer, image)[0].prompt_ids == [PAD] * 2
 
 
-def test_one_failure_ends_the_call_and_leaves_the_image_to_others():
-    calls = []
-
-    def fail_once(answer):
-        calls.append(1)
-        return "broken" if len(calls) == 1 else answer
-
+def test_a_failure_reaches_all_who_wait_each_with_its_place():
     async def both():
-        renderer = Server(fail_once, delay=0.01).renderer()
-        image = ModelInput([ImageChunk(png(), "png")])
-        return await asyncio.gather(
-            renderer.render([image]), renderer.render([image]), return_exceptions=True
+        server = Server(lambda _: "broken", delay=0.01)
+        renderer = server.renderer()
+        image = ImageChunk(png(), "png")
+        text = EncodedTextChunk([1])
+        found = await asyncio.gather(
+            renderer.render([ModelInput([image])]),
+            renderer.render([ModelInput([text, image])]),
+            return_exceptions=True,
         )
+        return found, len(server.transport.of_path("/v1/chat/completions/render"))
 
-    failed, rendered = asyncio.run(both())
-    assert isinstance(failed, EngineReplyError)
-    assert rendered[0].prompt_ids == [PAD] * 2
+    (first, second), requests = asyncio.run(both())
+    assert first.where.startswith("inputs[0].chunks[0], ")
+    assert second.where.startswith("inputs[0].chunks[1], ")
+    assert requests == 1
 
 
 def test_a_closed_route_and_other_statuses():
@@ -319,13 +312,13 @@ def test_a_closed_route_and_other_statuses():
     with pytest.raises(EngineUnsupportedError) as caught:
         render(closed(403), image)
     assert str(caught.value) == (
-        f"{WHERE}: the server's render route is closed to 'base' - expected POST /v1/chat/completions/render to be "
-        'served, got status 403: {"error":"no"}. '
+        f"{WHERE}: the server does not render images - "
+        'got status 403: {"error":"no"}. '
         "Start vLLM with --enable-scale-out, or start `vllm launch render`"
     )
     with pytest.raises(EngineStatusError) as refused:
         render(closed(400), image)
-    assert refused.value.where == f"{WHERE}, POST http://memory/v1/chat/completions/render"
+    assert refused.value.where == "inputs[0].chunks[0], POST http://memory/v1/chat/completions/render"
     assert json.loads(refused.value.body) == {"error": "no"}
 
 
@@ -334,7 +327,9 @@ def test_an_unknown_model_and_an_unknown_model_list():
         "model_name: the server does not serve this model - expected 'base' or 'adapter', got 'third'"
     )
     message = raised(EngineReplyError, ImageChunk(png(), "png"), server=Server(models={"models": []}))
-    assert message.startswith("/v1/models: the model list has an unknown form - got ")
+    assert message == (
+        "http://memory/v1/models: the server's reply is malformed - got Object missing required field data"
+    )
 
 
 def test_cancelling_leaves_nothing_pending():
