@@ -16,7 +16,7 @@ from mmrender import Renderer
 from mmrender.media.cache import MediaCache
 from mmrender.media.pixels import ImageBackend
 from mmrender.spans import TensorDtype
-from mmrender.testing.reference_renderer import ReferenceRenderer
+from mmrender.testing.reference import ReferenceRenderer
 from mmrender.tokens.rendered import RenderedTokens
 
 Messages = Sequence[dict[str, Any]]

@@ -103,8 +103,8 @@ def parity(
     images: Annotated[Path | None, typer.Option(help="Folder of photographs to use as well.")] = None,
 ) -> None:
     """Compare with the reference, Transformers, to the last bit; exit 1 at the first difference."""
+    from mmrender.testing.conversations import load_pictures
     from mmrender.testing.parity import ParityReport, check_parity
-    from mmrender.testing.pictures import load_pictures
 
     backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
     pictures = load_pictures(images) if images is not None else []

@@ -7,11 +7,18 @@ randomness, so that both test the same language.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from mmrender.errors import InputError
+from mmrender.media.load import load_image
+from mmrender.media.policy import MediaPolicy
 from mmrender.probing.profile import TemplateProfile
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
 
 _PLAIN = (
     "What is in this picture?",
@@ -160,3 +167,32 @@ def _picture(source: random.Random, width: int, height: int) -> Image.Image:
         "RGB", [Image.linear_gradient("L").resize((width, height)).rotate(90 * k) for k in range(3)]
     )
     return Image.blend(gradient, noise, source.choice([0.1, 0.5, 1.0]))
+
+
+def load_pictures(folder: Path) -> list[Image.Image]:
+    """Load every image file of a folder as RGB.
+
+    Raises:
+        InputError: There is no such folder.
+        MediaError: One of the files cannot be read.
+    """
+    if not folder.is_dir():
+        raise InputError("no such folder", where=str(folder))
+    suffixes = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff", ".avif"}
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in suffixes)
+    return [load_image(file, MediaPolicy(), where=file.name).image for file in files]
+
+
+def conversations(
+    profile: TemplateProfile,
+    *,
+    images: Sequence[Image.Image] = (),
+    literals: Sequence[str] = (),
+    max_turns: int = 4,
+    tools: bool = True,
+) -> "st.SearchStrategy[tuple[list[dict[str, Any]], dict[str, Any]]]":
+    """Give a Hypothesis strategy of messages and options for `render`, of the kinds that a template takes."""
+    from hypothesis import strategies as st
+
+    maker = ConversationMaker(profile, images, literals, max_turns, tools)
+    return st.randoms(use_true_random=False).map(maker.make)

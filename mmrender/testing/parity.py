@@ -15,7 +15,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.renderer import Renderer
 from mmrender.spans import MediaItem, Repeat
 from mmrender.testing.conversations import ConversationMaker, sample_images
-from mmrender.testing.reference_renderer import ReferenceRenderer, ReferenceRendering
+from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering
 from mmrender.tokens.rendered import RenderedTokens
 
 Progress: TypeAlias = Callable[[int], None]

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrender.renderer import Renderer
-from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
 from mmrender.testing.parity import check_parity, first_difference
-from mmrender.testing.reference import has_reference_backend
-from mmrender.testing.reference_renderer import ReferenceRenderer
-from mmrender.testing.strategies import conversations
+from mmrender.testing.reference import ReferenceRenderer, has_reference_backend
 
 CASES = {
     "glm4_5v": 12,

@@ -17,8 +17,7 @@ from transformers.utils import chat_template_utils
 
 from mmrender.errors import MMRenderError, PlaceholderError, TemplateError
 from mmrender.spans import Repeat
-from mmrender.testing.conversations import ConversationMaker, sample_images
-from mmrender.testing.strategies import conversations
+from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
 from small_models import MODELS, NOW, TEMPLATES
 
 NAMES = sorted(MODELS)
