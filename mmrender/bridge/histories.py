@@ -99,8 +99,8 @@ def skeleton(
     """
     calls = _calls_for(extension)
     text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
-    question = user() if media == NO_MEDIA else _with_media(f"{WORD}U", media)
-    return ProbeHistory(question, assistant(text, tool_calls=calls))
+    content: Any = f"{WORD}U" if media == NO_MEDIA else (*media.parts, TextPart(f"{WORD}U"))
+    return ProbeHistory(user(content), assistant(text, tool_calls=calls))
 
 
 def _calls_for(extension: Sequence[Message]) -> tuple[ToolCall, ...]:
@@ -111,10 +111,6 @@ def _calls_for(extension: Sequence[Message]) -> tuple[ToolCall, ...]:
         call = probe_call(index, name=message.name or "probe")
         calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
     return tuple(calls)
-
-
-def _with_media(text: str, media: MediaCount) -> Message:
-    return Message(role="user", content=(*media.parts, TextPart(text)))
 
 
 def _tool_round(results: int, *, first: int, text: str = "") -> tuple[Message, ...]:
@@ -148,10 +144,6 @@ def _assistant_with(**fields: Any) -> Change:
     return lambda history: history.answering(**fields)
 
 
-def _user_with(**fields: Any) -> Change:
-    return lambda history: history.asking(**fields)
-
-
 def _user_says(text: str) -> Change:
     def change(history: ProbeHistory) -> ProbeHistory:
         media = tuple(part for _, part in history.user.media())
@@ -181,7 +173,7 @@ def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[V
         Variation("the number of tool results", _round(_tool_round(2, first=20, text=f"{WORD}N"))),
         Variation("the text of the last user message", _user_says(f"Another text.\n\n1. {WORD}\n")),
         Variation("the text of the last user message", _user_says(f"{WORD} " * 500)),
-        Variation("the name of the user", _user_with(name=f"n{WORD}")),
+        Variation("the name of the user", lambda history: history.asking(name=f"n{WORD}")),
         Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"{WORD}T")),
         *_call_variations(calls, extension),
         Variation(

@@ -117,15 +117,16 @@ class TailProver:
         self, history: ProbeHistory, extension: Sequence[Message], media: MediaCount | None
     ) -> Iterator[Variation]:
         for variation in variations(extension, self._tails.profile):
-            if not variation.in_parts or self._takes_parts(variation.change(history)):
-                yield variation
+            if variation.in_parts:
+                changed = variation.change(history)
+                try:
+                    shown = self._tails.text(changed, changed.messages, prompt=False)
+                except TemplateError:
+                    continue
+                if "'type'" in shown:
+                    continue
+            yield variation
         yield from chain(media_placements(media), self._reads.variations())
-
-    def _takes_parts(self, history: ProbeHistory) -> bool:
-        try:
-            return "'type'" not in self._tails.text(history, history.messages, prompt=False)
-        except TemplateError:
-            return False
 
     def _joint_dependence(
         self, history: ProbeHistory, extension: Sequence[Message], expected: Tail, taken: Sequence[Variation]
@@ -186,21 +187,19 @@ class TailProver:
             return "the template writes the date, which may have changed since"
         unchanged = Variation("", lambda given: given)
         for variation in [unchanged, *variations(extension, self._tails.profile)]:
-            if self._is_rewritten(variation.change(history), extension):
+            changed = variation.change(history)
+            messages = changed.messages
+            try:
+                prompt = plain(self._tails.text(changed, messages[:-1], prompt=True))
+                alone = self._tails.text(changed, messages, prompt=False)
+                full = plain(self._tails.text(changed, [*messages, *extension], prompt=True))
+                written = plain(alone)[: content_end(alone._spans, len(messages) - 1)]
+            except (TemplateError, NotBridged):
+                continue
+            if not (full.startswith(prompt) and full.startswith(written)):
                 seen = f" (seen by varying {variation.looks_at})" if variation.looks_at else ""
                 return f"the template would write earlier turns differently once this extension follows{seen}"
         return None
-
-    def _is_rewritten(self, history: ProbeHistory, extension: Sequence[Message]) -> bool:
-        messages = history.messages
-        try:
-            prompt = self._tails.text(history, messages[:-1], prompt=True)
-            alone = self._tails.text(history, messages, prompt=False)
-            full = plain(self._tails.text(history, [*messages, *extension], prompt=True))
-            end = content_end(alone._spans, len(messages) - 1)
-        except (TemplateError, NotBridged):
-            return False
-        return not (full.startswith(plain(prompt)) and full.startswith(plain(alone)[:end]))
 
 
 def _failed(reason: str) -> Proof:

@@ -12,6 +12,7 @@ from mmrender.bridge.histories import ProbeHistory, skeleton
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
 from mmrender.probing.probes import WORD, with_reasoning
+from mmrender.probing.profile import ReasoningFormat
 from mmrender.probing.templates import KnownTemplate
 from mmrender.template.origin import Span
 from mmrender.template.ownership import disown_prompt
@@ -153,8 +154,11 @@ class Tails:
     ) -> tuple[str, int]:
         """What closes a completion without a stop token, and where the tail goes on from there."""
         written = self._tokenizer.decode(completion)
-        if self._reasoning_is_open(prompt, written):
-            return self._reasoning_close(extension), tail.start
+        if self.profile.reasoning is not None:
+            before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
+            opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
+            if self.profile.reasoning.is_open(max(opened, key=len, default="") + written):
+                return self._reasoning_close(self.profile.reasoning, extension), tail.start
         if tail.stop_id is None:
             return "", tail.own if written.endswith(tail.close) else 0
         close = tail.close
@@ -164,18 +168,8 @@ class Tails:
             close = self._close_after(history, extension) or ""
         return "" if written.endswith(close) else close, tail.start
 
-    def _reasoning_is_open(self, prompt: Sequence[int], written: str) -> bool:
-        if self.profile.reasoning is None:
-            return False
-        before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
-        opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
-        return self.profile.reasoning.is_open(max(opened, key=len, default="") + written)
-
-    def _reasoning_close(self, extension: Sequence[Message]) -> str:
+    def _reasoning_close(self, reasoning: ReasoningFormat, extension: Sequence[Message]) -> str:
         """What the template writes between reasoning without content and its stop token."""
-        reasoning = self.profile.reasoning
-        if reasoning is None:
-            return ""
         plain_history = _without_calls(skeleton(extension, self.profile))
         silent = plain_history.answering(content="")
         thinking = with_reasoning(silent.assistant, f"{WORD}T", reasoning.carrier)

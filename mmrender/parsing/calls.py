@@ -87,14 +87,25 @@ class CallScanner:
         self._call_begin = first if isinstance(first, str) else None
         self._call_end = last if isinstance(last, str) else None
 
-    def scan(self, start: int) -> list[Block]:
+    def scan(self, position: int) -> list[Block]:
         """Find the calls from a character on, in order and without overlap."""
+        section = self._section
         blocks: list[Block] = []
-        position = start
-        while (block := self._next_block(position)) is not None:
+        while True:
+            begin = self._find(section.begin or self._call_begin, position, self._length)
+            block: Block | None = None
+            if section.begin is None and section.head is not None:
+                block = self._headed(position, section.head)
+            elif begin < self._length and section.begin is None:
+                attempt = self._read(begin)
+                block = Block(begin, attempt.stop, [attempt])
+            elif begin < self._length and section.begin is not None:
+                read = self._listed if self._call_begin is None else self._wrapped
+                block = read(begin, begin + len(section.begin))
+            if block is None:
+                return blocks
             blocks.append(block)
             position = block.stop
-        return blocks
 
     def first_delimiter(self) -> int:
         """Where the first delimiter that begins calls lies, or the length of the text."""
@@ -126,19 +137,6 @@ class CallScanner:
         return _Bounds(end, end + len(self._call_end), closed=True)
 
     # Sections
-
-    def _next_block(self, position: int) -> Block | None:
-        section = self._section
-        if section.begin is None and section.head is not None:
-            return self._headed(position, section.head)
-        begin = self._find(section.begin or self._call_begin, position, self._length)
-        if begin == self._length:
-            return None
-        if section.begin is None:
-            attempt = self._read(begin)
-            return Block(begin, attempt.stop, [attempt])
-        read = self._listed if self._call_begin is None else self._wrapped
-        return read(begin, begin + len(section.begin))
 
     def _wrapped(self, begin: int, position: int) -> Block:
         """Read a section whose calls have delimiters of their own."""
@@ -225,21 +223,17 @@ class CallScanner:
                 bounds = self._bounds(fault.position)
             attempt.stop = bounds.outer
             self._fill(attempt, captured)
-            attempt.status = self._status(fault.status, bounds)
+            is_cut_short = not bounds.closed
+            if self._call_end is None:
+                is_cut_short = fault.status == "unclosed" and bounds.inner == self._length
+            if is_cut_short or fault.status != "unclosed":
+                attempt.status = "unclosed" if is_cut_short else fault.status
+            else:
+                has_json = not _JSON_FIELDS.isdisjoint(self._grammar.call)
+                attempt.status = "invalid_json" if has_json else "malformed"
         else:
             attempt.status = self._fill(attempt, captured)
         return attempt
-
-    def _status(self, status: CallStatus, bounds: _Bounds) -> CallStatus:
-        if self._call_end is not None:
-            cut_short = not bounds.closed
-        else:
-            cut_short = status == "unclosed" and bounds.inner == self._length
-        if cut_short:
-            return "unclosed"
-        if status == "unclosed":
-            return "malformed" if _JSON_FIELDS.isdisjoint(self._grammar.call) else "invalid_json"
-        return status
 
     def _run(self, pattern: Pattern, position: int, bounds: _Bounds, captured: _Captured) -> int:
         """Run a pattern, and return where it ends."""
@@ -301,7 +295,10 @@ class CallScanner:
         """
         first = stop = self._until(self._ends_of(rest), position, bounds.inner)
         closing = str(rest[0])
-        while not self._goes_on(stop + len(closing), bounds):
+        after = self._grammar.call[self._grammar.call.index(Field.TAGGED) + 1]
+        while (following := self._skip(stop + len(closing))) < bounds.inner:
+            if self._at(str(self._grammar.argument[0]), following) or self._at(str(after), following):
+                break
             stop = self._source.find(closing, stop + 1, bounds.inner)
             if stop < 0:
                 stop = first
@@ -310,12 +307,6 @@ class CallScanner:
         text = self._text[position:stop].removeprefix(padding)
         captured.texts[Field.TEXT] = readable(text.removesuffix(padding) if padding else text)
         return stop
-
-    def _goes_on(self, position: int, bounds: _Bounds) -> bool:
-        position = self._skip(position)
-        after = self._grammar.call[self._grammar.call.index(Field.TAGGED) + 1]
-        is_next = self._at(str(self._grammar.argument[0]), position) or self._at(str(after), position)
-        return is_next or position >= bounds.inner
 
     def _ends_of(self, rest: Pattern) -> list[str]:
         """Delimiters that may follow a text field."""

@@ -121,19 +121,18 @@ class Edges:
 
     def content(self, pieces: Iterable[Piece]) -> str:
         """Content of a completion: everything but template text, reasoning and calls, in order."""
-        return "".join([self._stripped(piece) for piece in pieces])
-
-    def _stripped(self, piece: Piece) -> str:
-        edge = self.by_place.get((piece.before, piece.after))
-        is_blank = not piece.text.strip()
-        if is_blank and (piece.before == "call" or (edge is None and piece.after == "call")):
-            return ""
-        if edge is None:
-            edge = self._fallback(piece)
-        if piece.text == edge.alone:
-            return ""
-        text = piece.text[len(shared_prefix(piece.text, edge.prefix)) :]
-        return text[: len(text) - len(shared_prefix(text[::-1], edge.suffix[::-1]))]
+        found = []
+        for piece in pieces:
+            edge = self.by_place.get((piece.before, piece.after))
+            is_blank = not piece.text.strip()
+            if is_blank and (piece.before == "call" or (edge is None and piece.after == "call")):
+                continue
+            if edge is None:
+                edge = self._fallback(piece)
+            if piece.text != edge.alone:
+                text = piece.text[len(shared_prefix(piece.text, edge.prefix)) :]
+                found.append(text[: len(text) - len(shared_prefix(text[::-1], edge.suffix[::-1]))])
+        return "".join(found)
 
     def _fallback(self, piece: Piece) -> Edge:
         """Fallback for a position that no probe covered."""

@@ -29,7 +29,6 @@ from mmrender.probing.probes import (
     WORD,
     ProbedTurn,
     assistant,
-    probe_call,
     tool_definition,
     user,
     with_reasoning,
@@ -185,13 +184,18 @@ class GrammarProver:
         id_format = grammar.id_format if grammar is not None else None
         key = (id_format, texts.content)
         if key not in self._rendered:
-            self._rendered[key] = [self._probe(message) for message in self._messages(id_format, texts)]
+            encode = self._tokenizer.encode
+            self._rendered[key] = probes = []
+            for message in self._messages(id_format, texts):
+                turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
+                tokens = ([], []) if turn is None else (encode(turn.header), encode(turn.text))
+                probes.append(_Probe(message, turn, *tokens))
         return self._rendered[key]
 
     def _messages(self, id_format: str | None, texts: _Texts) -> Iterator[Message]:
         for group in texts.calls:
             calls = tuple(
-                ToolCall(name=name, arguments=arguments, id=_call_id(id_format, name, index))
+                ToolCall(name, arguments, (id_format or "call{index:05}").format(name=name, index=index))
                 for index, (name, arguments) in enumerate(group)
             )
             for content in (None if calls else "", texts.content):
@@ -199,13 +203,6 @@ class GrammarProver:
                 yield message
                 if self._profile.reasoning is not None:
                     yield with_reasoning(message, texts.reasoning, self._profile.reasoning.carrier)
-
-    def _probe(self, message: Message) -> _Probe:
-        turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
-        if turn is None:
-            return _Probe(message, None, [], [])
-        encode = self._tokenizer.encode
-        return _Probe(message, turn, encode(turn.header), encode(turn.text))
 
     def _first_difference(self, grammar: Grammar) -> str | None:
         """First difference between what was rendered and what a grammar reads, or None."""
@@ -238,10 +235,6 @@ def _unexplained(grammar: Grammar, edges: Edges) -> str | None:
             if rest.strip():
                 return text
     return None
-
-
-def _call_id(id_format: str | None, name: str, index: int) -> str | None:
-    return probe_call(index).id if id_format is None else id_format.format(name=name, index=index)
 
 
 def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | None:

@@ -76,16 +76,15 @@ class TokenSpeller:
         """Bytes of a token that is not an added one; none for an id outside the vocabulary."""
         known = self._spelled.get(token_id)
         if known is None:
-            known = self._spelled[token_id] = self._spell_new(token_id)
+            token = self._tokenizer.token(token_id) if 0 <= token_id < 1 << 32 else None
+            if token is None:
+                known = b""
+            elif self._spell is None:
+                known = self._tokenizer.decode([token_id]).encode("utf-8", "surrogatepass")
+            else:
+                known = self._spell(token)
+            self._spelled[token_id] = known
         return known
-
-    def _spell_new(self, token_id: int) -> bytes:
-        token = self._tokenizer.token(token_id) if 0 <= token_id < 1 << 32 else None
-        if token is None:
-            return b""
-        if self._spell is None:
-            return self._tokenizer.decode([token_id]).encode("utf-8", "surrogatepass")
-        return self._spell(token)
 
 
 def readable(text: str) -> str:

@@ -119,6 +119,11 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     """
     with_tools = probes.render([user()], tools=[tool_definition(f"{WORD}F")])
     with_call = probes.render([user(), CALLING])
+    with_both = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT])
+    thinking = assistant(reasoning_content=f"{WORD}R")
+    places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
+    thought = {place: probes.render(messages) for place, messages in places.items()}
+    every_role: tuple[Role, ...] = ("system", "user", "assistant", "tool")
     closes = _closes(probes)
     prompts = _generation_prompts(probes)
     return TemplateProfile(
@@ -127,24 +132,19 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         closes=closes,
         stop_ids=_stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids)),
         prefix_stable=_is_prefix_stable(probes),
-        image_roles=_image_roles(probes),
+        image_roles=tuple(
+            role for role in every_role if probes.form.content != "text" and probes.added_by_image(role)
+        ),
         roles=_roles(probes),
-        prints_tools=with_tools is not None and f"{WORD}F" in with_tools,
-        prints_tool_calls=with_call is not None and "bravo" in with_call,
-        writes_content_before_results=_writes_content_before_results(probes),
-        prints_reasoning=_prints_reasoning(probes),
+        prints_tools=f"{WORD}F" in (with_tools or ""),
+        prints_tool_calls="bravo" in (with_call or ""),
+        writes_content_before_results=f"{WORD}A" in (with_both or "").partition(f"{WORD}T")[0],
+        prints_reasoning=tuple(place for place, shown in thought.items() if f"{WORD}R" in (shown or "")),
         reasoning=_reasoning(probes, prompts[0] if prompts else ""),
         arguments=probes.template.arguments,
         unattributed=_unattributed(probes),
         reads_clock=probes.template.reads_clock,
     )
-
-
-def _image_roles(probes: Probes) -> tuple[Role, ...]:
-    if probes.form.content == "text":
-        return ()
-    roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
-    return tuple(role for role in roles if probes.added_by_image(role))
 
 
 def _roles(probes: Probes) -> tuple[Role, ...]:
@@ -194,11 +194,6 @@ def _stop_ids(
     return frozenset(found)
 
 
-def _writes_content_before_results(probes: Probes) -> bool:
-    shown = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT])
-    return shown is not None and f"{WORD}A" in shown.partition(f"{WORD}T")[0]
-
-
 def _is_prefix_stable(probes: Probes) -> bool:
     """Whether every prompt is a prefix of what continues it, with calls and reasoning."""
     thinking = assistant(reasoning_content=f"{WORD}R")
@@ -217,13 +212,6 @@ def _is_prefix_stable(probes: Probes) -> bool:
                 if prompt is None or not plain(full or "").startswith(plain(prompt)):
                     return False
     return True
-
-
-def _prints_reasoning(probes: Probes) -> tuple[str, ...]:
-    thinking = assistant(reasoning_content=f"{WORD}R")
-    places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
-    shown = {place: probes.render(messages) for place, messages in places.items()}
-    return tuple(place for place, text in shown.items() if text is not None and f"{WORD}R" in text)
 
 
 def _unattributed(probes: Probes) -> tuple[str, ...]:
