@@ -1,22 +1,9 @@
-"""The one tolerant place: what OpenAI and Hugging Face users pass in, canonical messages out.
+"""The one tolerant place: messages as OpenAI and Hugging Face users pass them in, canonical messages out.
 
-Everything after it is strict. What cannot be read is refused with a `MessageError` that names its path;
-nothing is dropped in silence. `docs/messages.md` lists what is accepted.
+Everything after it is strict. An object that cannot be read is refused with a `MessageError` that names its
+path; nothing is dropped silently. `docs/messages.md` lists the accepted spellings.
 """
 
-from mmrender.content.messages import normalize_message, normalize_messages, to_openai
-from mmrender.content.parts import IGNORED_KEYS, PART_TYPES, attach_media, normalize_content, normalize_part
-from mmrender.content.tools import normalize_tools, parse_arguments
+import lazy_loader
 
-__all__ = [
-    "IGNORED_KEYS",
-    "PART_TYPES",
-    "attach_media",
-    "normalize_content",
-    "normalize_message",
-    "normalize_messages",
-    "normalize_part",
-    "normalize_tools",
-    "parse_arguments",
-    "to_openai",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,7 @@
 """A conversation, as OpenAI and Hugging Face users pass it, in; canonical `Message`s out.
 
-This is the hot path: a plain `{"role": …, "content": "…"}` takes one branch and no path string is built
-until there is something to say about it.
+This is the hot path: a plain `{"role": …, "content": "…"}` takes one branch, and a path string is built only
+for an error.
 """
 
 import json
@@ -32,7 +32,6 @@ from mmrender.messages import (
     TextPart,
     ThinkingPart,
     ToolCall,
-    VideoPart,
 )
 
 # `function` is how OpenAI named tool results before tool calls had ids.
@@ -48,7 +47,6 @@ _MISPLACED_MEDIA = frozenset({"audio", "audios", "image", "images", "video", "vi
 _API_FIELDS = _MISPLACED_MEDIA | {"annotations", "parsed", "refusal"}
 
 _MESSAGE = "a dict with role and content, a Message, a pydantic model or a dataclass"
-_LIST = "a list of messages"
 
 
 def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> tuple[Message, ...]:
@@ -66,37 +64,31 @@ def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> t
         MessageError: At the first thing that cannot be read, naming its path such as
             `messages[2].content[1].type`.
     """
-    items = messages if type(messages) is list else _conversation(messages, where)
+    items = as_sequence(messages)
+    if items is None:
+        remedy = None
+        if isinstance(messages, str):
+            remedy = 'Write [{"role": "user", "content": …}], or decode JSON text first'
+        elif is_record(messages):
+            remedy = "Wrap a single message in a list"
+        raise MessageError(
+            "is not a conversation",
+            where=where,
+            expected="a list of messages",
+            got=describe(messages),
+            remedy=remedy,
+        )
     if not items:
         raise MessageError("the conversation is empty", where=where, expected="at least one message")
     result: list[Message] = []
     for index, item in enumerate(items):
         if type(item) is dict and len(item) == 2:
             role, content = item.get("role"), item.get("content")
-            if type(content) is str and type(role) is str and role in ROLES:
-                if not content.isascii():
-                    content = as_text(content, f"{where}[{index}].content")
+            if type(content) is str and type(role) is str and role in ROLES and content.isascii():
                 result.append(Message(role=role, content=content))
                 continue
-        elif type(item) is Message:
-            result.append(item)
-            continue
-        result.append(normalize_message(item, f"{where}[{index}]"))
+        result.append(item if type(item) is Message else normalize_message(item, f"{where}[{index}]"))
     return tuple(result)
-
-
-def _conversation(messages: Any, where: str) -> Sequence[Any]:
-    items = as_sequence(messages)
-    if items is not None:
-        return items
-    remedy = None
-    if isinstance(messages, str):
-        remedy = 'Write [{"role": "user", "content": …}], or decode JSON text first'
-    elif is_record(messages):
-        remedy = "Wrap a single message in a list"
-    raise MessageError(
-        "is not a conversation", where=where, expected=_LIST, got=describe(messages), remedy=remedy
-    )
 
 
 def normalize_message(value: Any, where: str) -> Message:
@@ -112,48 +104,50 @@ def normalize_message(value: Any, where: str) -> Message:
             remedy="Pass one conversation at a time",
         )
     fields = as_fields(value, where, _MESSAGE)
-    role = _role(fields, where)
+    given = fields.pop("role", None)
+    role = _ROLE_OF.get(given) if isinstance(given, str) else None
+    if given is None:
+        raise MessageError(
+            "the message has no role", where=where, expected="a key 'role'", got=keys_of(fields)
+        )
+    if role is None:
+        raise MessageError("unknown role", where=f"{where}.role", expected=one_of(ROLES), got=describe(given))
     content = normalize_content(fields.pop("content", None), f"{where}.content")
-    if len(fields) == 0:
+    if not fields:
         return Message(role=role, content=content)
     tool_calls = _tool_calls(fields, role, where)
-    reasoning = _reasoning(fields, where)
-    name = fields.pop("name", None)
-    tool_call_id = fields.pop("tool_call_id", None)
+    reasoning: str | None = None
+    for key in _REASONING_KEYS:
+        if key in fields:
+            text = as_text(fields[key], f"{where}.{key}")
+            reasoning = text if reasoning is None else reasoning
+            # A name that loses with a text of its own stays in `extra`: a template may read it by that name.
+            if text == reasoning:
+                del fields[key]
+    name, tool_call_id = (
+        as_identifier(fields.pop(key), f"{where}.{key}") if key in fields else None
+        for key in ("name", "tool_call_id")
+    )
     return Message(
         role=role,
         content=content,
         reasoning_content=reasoning,
         tool_calls=tool_calls,
-        name=None if name is None else as_identifier(name, f"{where}.name"),
-        tool_call_id=None if tool_call_id is None else as_identifier(tool_call_id, f"{where}.tool_call_id"),
+        name=name,
+        tool_call_id=tool_call_id,
         extra=_extra(fields, where) if fields else {},
     )
 
 
-def _role(fields: dict[str, Any], where: str) -> Role:
-    value = fields.pop("role", None)
-    role = _ROLE_OF.get(value) if isinstance(value, str) else None
-    if role is not None:
-        return role
-    if value is None:
-        got = keys_of(fields) if fields else "no keys"
-        raise MessageError("the message has no role", where=where, expected="a key 'role'", got=got)
-    raise MessageError("unknown role", where=f"{where}.role", expected=one_of(ROLES), got=describe(value))
-
-
 def _tool_calls(fields: dict[str, Any], role: Role, where: str) -> tuple[ToolCall, ...]:
-    value = fields.pop("tool_calls", None)
-    calls = normalize_tool_calls(value, f"{where}.tool_calls") if value is not None else ()
+    key, calls = "tool_calls", normalize_tool_calls(fields.pop("tool_calls", None), f"{where}.tool_calls")
     legacy = fields.pop("function_call", None)
-    key = "tool_calls"
     if legacy:
         if calls:
             raise MessageError(
                 "the message has both tool_calls and function_call", where=where, expected="only one of them"
             )
-        key = "function_call"
-        calls = (normalize_tool_call(legacy, f"{where}.function_call"),)
+        key, calls = "function_call", (normalize_tool_call(legacy, f"{where}.function_call"),)
     if calls and role != "assistant":
         raise MessageError(
             "only an assistant calls tools",
@@ -164,18 +158,6 @@ def _tool_calls(fields: dict[str, Any], role: Role, where: str) -> tuple[ToolCal
     return calls
 
 
-def _reasoning(fields: dict[str, Any], where: str) -> str | None:
-    # A name that loses with a text of its own stays behind in `extra`: a template may read it by that name.
-    reasoning: str | None = None
-    for key in _REASONING_KEYS:
-        if key in fields:
-            text = as_text(fields[key], f"{where}.{key}")
-            reasoning = text if reasoning is None else reasoning
-            if text == reasoning:
-                del fields[key]
-    return reasoning
-
-
 def _extra(fields: dict[Any, Any], where: str) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     for key, value in fields.items():
@@ -184,24 +166,18 @@ def _extra(fields: dict[Any, Any], where: str) -> dict[str, Any]:
             raise MessageError(
                 "keys of a message are text", where=where, expected="str keys", got=describe(key)
             )
-        if key in _API_FIELDS and _is_empty(value):
+        items = value if isinstance(value, (str, dict)) else as_sequence(value)
+        if key in _API_FIELDS and items is not None and not items:
             continue
         if key in _MISPLACED_MEDIA:
             raise MessageError(
-                "media of a message stand in its content",
+                "media of a message belong in its content",
                 where=path,
                 expected='parts such as {"type": "image", "image": …} in content',
                 got=describe(value),
             )
         extra[key] = copy_containers(value, path)
     return extra
-
-
-def _is_empty(value: Any) -> bool:
-    if isinstance(value, (str, dict)):
-        return not value
-    items = as_sequence(value)
-    return items is not None and not items
 
 
 def to_openai(message: Message) -> dict[str, Any]:
@@ -214,42 +190,28 @@ def to_openai(message: Message) -> dict[str, Any]:
     content = message.content
     result: dict[str, Any] = {
         "role": message.role,
-        "content": [_part(part) for part in content] if isinstance(content, tuple) else content,
+        "content": [_openai_part(part) for part in content] if isinstance(content, tuple) else content,
     }
-    if message.reasoning_content is not None:
-        result["reasoning_content"] = message.reasoning_content
-    if message.tool_calls:
-        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
+    for key in ("reasoning_content", "name", "tool_call_id"):
+        if (value := getattr(message, key)) is not None:
+            result[key] = value
+    for call in message.tool_calls:
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        wrapped = {"type": "function", "function": function}
+        result.setdefault("tool_calls", []).append(wrapped if call.id is None else {"id": call.id, **wrapped})
     for key, value in message.extra.items():
         result[key] = copy_containers(value, key)
     return result
 
 
-def _part(part: Part) -> dict[str, Any]:
-    match part:
-        case TextPart(text=text):
-            return {"type": "text", "text": text}
-        case ThinkingPart(thinking=thinking):
-            return {"type": "thinking", "thinking": thinking}
-        case ImagePart(source=source):
-            return _media("image", source)
-        case VideoPart(source=source, fps=fps):
-            return _media("video", source) | ({} if fps is None else {"fps": fps})
-
-
-def _media(modality: str, source: Any) -> dict[str, Any]:
-    if source is None:
-        return {"type": modality}
+def _openai_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ThinkingPart):
+        return {"type": "thinking", "thinking": part.thinking}
+    modality, source = ("image" if isinstance(part, ImagePart) else "video"), part.source
+    written: dict[str, Any] = {"type": modality} if source is None else {"type": modality, modality: source}
     if isinstance(source, str):
-        return {"type": f"{modality}_url", f"{modality}_url": {"url": source}}
-    return {"type": modality, modality: source}
-
-
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    wrapped: dict[str, Any] = {"type": "function", "function": function}
-    return wrapped if call.id is None else {"id": call.id, **wrapped}
+        written = {"type": f"{modality}_url", f"{modality}_url": {"url": source}}
+    fps = None if isinstance(part, ImagePart) else part.fps
+    return written if fps is None else written | {"fps": fps}

@@ -1,4 +1,8 @@
-"""Tool definitions: dicts as they are, Python functions through Transformers' schema maker."""
+"""Tool definitions and tool calls.
+
+Definitions are dicts as they are, or Python functions through Transformers' schema maker. Calls come in
+OpenAI's wrapping or bare, and leave with their arguments parsed.
+"""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -22,15 +26,18 @@ from mmrender.content.values import (
 from mmrender.errors import MessageError, MissingDependencyError
 from mmrender.messages import ToolCall
 
-_EXPECTED = (
-    'a dict like {"type": "function", "function": {"name": …, "parameters": {…}}}, or a Python function'
+_TOOL = 'a dict like {"type": "function", "function": {"name": …, "parameters": {…}}}, or a Python function'
+_CALL = 'a dict like {"id": …, "function": {"name": …, "arguments": {…}}}'
+# Bookkeeping of APIs and gateways, not part of the prompt.
+_IGNORED_KEYS = frozenset(
+    {"extra_content", "index", "parsed_arguments", "provider_specific_fields", "status", "thought_signature"}
 )
 
 
 def normalize_tools(
     tools: Sequence[Any] | None, *, where: str = "tools"
 ) -> tuple[dict[str, Any], ...] | None:
-    """Turn tool definitions into what a chat template prints.
+    """Turn tool definitions into the dicts that a chat template prints.
 
     Args:
         tools: Dicts with a `function` or a `name` of their own, pydantic models, dataclasses, or Python
@@ -61,24 +68,18 @@ def normalize_tools(
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         return _schema_of(tool, where)
-    if type(tool) is dict:
-        definition = tool
-    elif isinstance(tool, Mapping):
-        definition = dict(tool)
+    if isinstance(tool, Mapping):
+        definition = tool if type(tool) is dict else dict(tool)
     else:
-        definition = as_fields(tool, where, _EXPECTED)
+        definition = as_fields(tool, where, _TOOL)
         if is_record(definition.get("function")):
-            definition["function"] = as_fields(definition["function"], f"{where}.function", _EXPECTED)
-    _check_name(definition, where)
-    return definition
-
-
-def _check_name(definition: dict[str, Any], where: str) -> None:
+            definition["function"] = as_fields(definition["function"], f"{where}.function", _TOOL)
     inner = definition.get("function")
     holder, path = (definition, where) if inner is None else (inner, f"{where}.function")
     name = holder.get("name") if isinstance(holder, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise MessageError("the tool names no function", where=path, expected=_EXPECTED, got=describe(holder))
+        raise MessageError("the tool names no function", where=path, expected=_TOOL, got=describe(holder))
+    return definition
 
 
 def _schema_of(function: Any, where: str) -> dict[str, Any]:
@@ -100,20 +101,11 @@ def _schema_of(function: Any, where: str) -> dict[str, Any]:
     return schema
 
 
-_SHAPE = 'a dict like {"id": …, "function": {"name": …, "arguments": {…}}}'
-_decode = msgspec.json.Decoder().decode
-
-# Bookkeeping of APIs and gateways, not part of the prompt.
-_IGNORED_KEYS = frozenset(
-    {"extra_content", "index", "parsed_arguments", "provider_specific_fields", "status", "thought_signature"}
-)
-
-
 def normalize_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     """Normalise the `tool_calls` of one assistant message; None and an empty list give `()`.
 
     Raises:
-        MessageError: A call has no name, an unknown key or type, or arguments that are no JSON object.
+        MessageError: A call has no name, an unknown key or type, or arguments that are not a JSON object.
     """
     if value is None:
         return ()
@@ -127,26 +119,23 @@ def normalize_tool_call(value: Any, where: str) -> ToolCall:
     """Normalise one call: OpenAI's `{"id", "type", "function": {…}}` or the bare `{"name", "arguments"}`."""
     if isinstance(value, ToolCall):
         return value
-    fields = as_fields(value, where, _SHAPE)
-    call_id = fields.pop("id", None)
-    kind = fields.pop("type", None)
-    if kind is not None and kind != "function":
+    outer = as_fields(value, where, _CALL)
+    call_id = outer.pop("id", None)
+    kind = outer.pop("type", "function")
+    if kind != "function":
         raise MessageError(
             "unknown type of tool call", where=f"{where}.type", expected="'function'", got=describe(kind)
         )
-    if "function" in fields:
+    inner, inner_where = outer, where
+    if "function" in outer:
         inner_where = f"{where}.function"
-        inner = as_fields(fields.pop("function"), inner_where, 'a dict like {"name": …, "arguments": {…}}')
-        _refuse_leftovers(fields, where)
-    else:
-        inner_where, inner = where, fields
+        inner = as_fields(outer.pop("function"), inner_where, 'a dict like {"name": …, "arguments": {…}}')
+        _refuse_leftovers(outer, where)
     name = inner.get("name")
     if name is None or name == "":
+        expected = _CALL if inner is outer else "a key 'name'"
         raise MessageError(
-            "the tool call names no function",
-            where=inner_where,
-            expected=_SHAPE if inner is fields else "a key 'name'",
-            got=keys_of(inner) if inner else "no keys",
+            "the tool call names no function", where=inner_where, expected=expected, got=keys_of(inner)
         )
     del inner["name"]
     arguments = parse_arguments(inner.pop("arguments", None), f"{inner_where}.arguments")
@@ -162,29 +151,29 @@ def parse_arguments(value: Any, where: str) -> dict[str, Any]:
     """Parse the arguments of a call into a dict of its own.
 
     None and blank text mean no arguments. JSON text is read as RFC 8259 has it: NaN and infinities are
-    refused, and of two equal keys the last counts, as for `json.loads`. A None inside a dict is kept: what
-    Arrow filled in cannot be told from a null that the model wrote.
+    refused, and of two equal keys the last counts, as for `json.loads`. A None inside a dict is kept: one
+    that Arrow filled in cannot be told from a null that the model wrote.
     """
     if value is None:
         return {}
     if isinstance(value, str):
         return _parse_text(value, where)
-    if is_record(value):
-        copy: dict[str, Any] = copy_json(value, where)
-        return copy
-    raise MessageError(
-        "arguments are no JSON object",
-        where=where,
-        expected="a dict, or JSON text of one",
-        got=describe(value),
-    )
+    if not is_record(value):
+        raise MessageError(
+            "arguments are not a JSON object",
+            where=where,
+            expected="a dict, or JSON text of one",
+            got=describe(value),
+        )
+    copy: dict[str, Any] = copy_json(value, where)
+    return copy
 
 
 def _parse_text(text: str, where: str) -> dict[str, Any]:
     if not text or text.isspace():
         return {}
     try:
-        value = _decode(text)
+        value = msgspec.json.decode(text)
     except RecursionError:
         raise too_deep(where) from None
     except (msgspec.MsgspecError, ValueError) as error:
@@ -197,7 +186,10 @@ def _parse_text(text: str, where: str) -> dict[str, Any]:
         ) from None
     if type(value) is not dict:
         raise MessageError(
-            "arguments are no JSON object", where=where, expected="JSON text of an object", got=describe(text)
+            "arguments are not a JSON object",
+            where=where,
+            expected="JSON text of an object",
+            got=describe(text),
         )
     if text.count("{") + text.count("[") > MAX_DEPTH:
         copy_json(value, where)
@@ -210,7 +202,7 @@ def _refuse_leftovers(fields: dict[str, Any], where: str) -> None:
             raise MessageError(
                 "unknown key in a tool call",
                 where=member(where, key),
-                expected=_SHAPE,
+                expected=_CALL,
                 got=describe(value),
                 remedy="Remove the key, or set it to None",
             )

@@ -1,4 +1,4 @@
-"""Foreign objects in, plain Python values out: the ground that the rest of `mmrender.content` stands on.
+"""Convert foreign objects to plain Python values, or refuse them by path.
 
 Mappings, pydantic models, dataclasses and msgspec structs become dicts of their own; strings become exact,
 encodable `str`; nested containers are copied to a bounded depth. Every refusal is a `MessageError`.
@@ -18,7 +18,6 @@ MAX_DEPTH = 100
 """Deepest nesting of containers in arguments and extra values. Tool schemas in use nest below 20."""
 
 _EXCERPT = 60
-_SCALARS = frozenset({int, float, bool, type(None)})
 _LONGEST_INT = 4096  # bits; Python itself refuses to print more than 4300 digits
 
 
@@ -26,7 +25,7 @@ def describe(value: object) -> str:
     """Name a value in a few words for an error; never calls `repr` of a foreign class."""
     if isinstance(value, int) and value.bit_length() > _LONGEST_INT:
         return f"an int of {value.bit_length()} bits"
-    if type(value) in _SCALARS:
+    if value is None or type(value) in (int, float, bool):
         return repr(value)
     if isinstance(value, str):
         return repr(excerpt(str.__str__(value)))
@@ -44,6 +43,8 @@ def excerpt(text: str) -> str:
 
 def keys_of(mapping: Mapping[Any, Any]) -> str:
     """List the keys of a mapping, the first six of them."""
+    if not mapping:
+        return "no keys"
     names = [describe(key) for key in list(mapping)[:6]]
     return ("key " if len(mapping) == 1 else "keys ") + ", ".join(names) + (", …" if len(mapping) > 6 else "")
 
@@ -70,9 +71,9 @@ def is_pixels(value: object) -> bool:
 
 
 def as_sequence(value: Any) -> Sequence[Any] | None:
-    """Return a list or tuple of the items, or None if the value is no sequence of items.
+    """Return a list or tuple of the items, or None if the value is not a sequence of items.
 
-    One-dimensional arrays of objects count: that is what pandas makes of a nested Parquet column.
+    One-dimensional arrays of objects count: pandas makes them of a nested Parquet column.
     """
     if isinstance(value, (list, tuple)):
         return value
@@ -115,25 +116,13 @@ def _items_of(value: Any, where: str) -> Mapping[Any, Any]:
     if isinstance(value, Mapping):
         return value
     if isinstance(value, msgspec.Struct):
-        return _struct_fields(value)
+        config = value.__struct_config__
+        names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+        fields = {encoded: getattr(value, name) for name, encoded in names}
+        tag = {} if config.tag_field is None else {config.tag_field: config.tag}
+        return tag | {name: field for name, field in fields.items() if field is not msgspec.UNSET}
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return _dump(value, where)
-
-
-def _struct_fields(value: msgspec.Struct) -> dict[str, Any]:
-    config = value.__struct_config__
-    fields: dict[str, Any] = {}
-    if config.tag_field is not None:
-        fields[config.tag_field] = config.tag
-    for name, encoded in zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True):
-        field = getattr(value, name)
-        if field is not msgspec.UNSET:
-            fields[encoded] = field
-    return fields
-
-
-def _dump(value: Any, where: str) -> Mapping[Any, Any]:
     problem = "gave no mapping"
     cause: Exception | None = None
     try:
@@ -146,31 +135,25 @@ def _dump(value: Any, where: str) -> Mapping[Any, Any]:
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return an exact `str` that UTF-8 can encode.
+    """Return a value as an exact `str` that UTF-8 can encode.
 
     Subclasses are reduced to `str`, as Transformers does before a template sees them.
     """
-    if type(value) is not str:
-        if not isinstance(value, str):
-            raise MessageError("is not text", where=where, expected="a str", got=describe(value))
-        value = str.__str__(value)
-    text: str = value
+    if not isinstance(value, str):
+        raise MessageError("is not text", where=where, expected="a str", got=describe(value))
+    text = value if type(value) is str else str.__str__(value)
     if not text.isascii():
-        _check_encodable(text, where)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise MessageError(
+                "the text cannot be encoded as UTF-8",
+                where=where,
+                expected="no lone surrogates",
+                got=f"U+{ord(text[error.start]):04X} at position {error.start}",
+                remedy="Decode the original bytes with errors='replace'",
+            ) from None
     return text
-
-
-def _check_encodable(value: str, where: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise MessageError(
-            "the text cannot be encoded as UTF-8",
-            where=where,
-            expected="no lone surrogates",
-            got=f"U+{ord(value[error.start]):04X} at position {error.start}",
-            remedy="Decode the original bytes with errors='replace'",
-        ) from None
 
 
 def as_identifier(value: Any, where: str) -> str:
@@ -180,50 +163,20 @@ def as_identifier(value: Any, where: str) -> str:
     return as_text(value, where)
 
 
-def copy_json(value: Any, where: str) -> Any:
-    """Copy a JSON value; tuples become lists, numpy scalars Python numbers.
+def copy_json(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
+    """Copy a JSON value; tuples become lists, records dicts, numpy scalars Python numbers.
 
     Raises:
         MessageError: At the first value that JSON cannot hold (NaN and infinities among them), the first
             key that is not a `str`, or nesting beyond `MAX_DEPTH`.
     """
-    try:
-        return _copy_plain(value, MAX_DEPTH)
-    except _NotPlainError:
-        return _copy_checked(value, where, MAX_DEPTH)
-
-
-class _NotPlainError(Exception):
-    """A value needs conversion, or a refusal that names its path."""
-
-
-def _copy_plain(value: Any, depth: int) -> Any:
-    kind = type(value)
-    if kind is str and value.isascii():
-        return value
-    if kind is bool or value is None or (kind is float and math.isfinite(value)):
-        return value
-    if kind is int and value.bit_length() <= _LONGEST_INT:
-        return value
-    if depth:
-        if kind is list:
-            return [_copy_plain(item, depth - 1) for item in value]
-        if kind is dict:
-            for key in value:
-                if type(key) is not str or not key.isascii():
-                    raise _NotPlainError
-            return {key: _copy_plain(item, depth - 1) for key, item in value.items()}
-    raise _NotPlainError
-
-
-def _copy_checked(value: Any, where: str, depth: int) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
-    if isinstance(value, str):
-        return as_text(value, where)
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return as_text(value, where)
     if isinstance(value, int) and value.bit_length() <= _LONGEST_INT:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -231,30 +184,25 @@ def _copy_checked(value: Any, where: str, depth: int) -> Any:
     if not depth:
         raise too_deep(where)
     if is_record(value):
-        return _copy_record(value, where, depth)
+        copy: dict[str, Any] = {}
+        for key, item in _items_of(value, where).items():
+            if not isinstance(key, str):
+                raise MessageError("JSON keys are text", where=where, expected="str keys", got=describe(key))
+            copy[as_text(key, where)] = copy_json(item, member(where, key), depth - 1)
+        return copy
     items = as_sequence(value)
     if items is not None:
-        return [_copy_checked(item, f"{where}[{index}]", depth - 1) for index, item in enumerate(items)]
+        return [copy_json(item, f"{where}[{index}]", depth - 1) for index, item in enumerate(items)]
     raise MessageError(
-        "is no JSON value",
+        "is not a JSON value",
         where=where,
         expected="text, a finite number, bool, None, list or dict",
         got=describe(value),
     )
 
 
-def _copy_record(value: Any, where: str, depth: int) -> dict[str, Any]:
-    # None is a value here, so the fields are read without the pruning of `as_fields`.
-    copy: dict[str, Any] = {}
-    for key, item in _items_of(value, where).items():
-        if not isinstance(key, str):
-            raise MessageError("JSON keys are text", where=where, expected="str keys", got=describe(key))
-        copy[as_text(key, where)] = _copy_checked(item, member(where, key), depth - 1)
-    return copy
-
-
 def copy_containers(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """Copy dicts and lists all the way down and keep what they hold as it is."""
+    """Copy dicts and lists all the way down and keep the other values in them as they are."""
     if isinstance(value, str):
         return value if value.isascii() else as_text(value, where)
     if not isinstance(value, (dict, list, tuple)):

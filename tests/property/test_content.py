@@ -11,14 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrender.content import (
-    PART_TYPES,
-    attach_media,
-    normalize_messages,
-    normalize_tools,
-    parse_arguments,
-    to_openai,
-)
+from mmrender.content.messages import normalize_messages, to_openai
+from mmrender.content.parts import PART_TYPES, attach_media
+from mmrender.content.tools import normalize_tools, parse_arguments
 from mmrender.errors import MessageError
 from mmrender.messages import ROLES, ImagePart, Message, TextPart, ThinkingPart, ToolCall, VideoPart
 

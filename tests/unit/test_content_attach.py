@@ -61,7 +61,7 @@ def test_nothing_to_attach():
         ({"images": "1"}, "images: images come in a list - expected a list, got '1'"),
         (
             {"images": ["1", None]},
-            "images[1]: is no image - expected a PIL image, numpy array, bytes, pathlib.Path, str (URL or "
+            "images[1]: is not an image - expected a PIL image, numpy array, bytes, pathlib.Path, str (URL or "
             "path) or dict of one of 'bytes', 'path', 'url', 'base64', 'data', got None",
         ),
     ],

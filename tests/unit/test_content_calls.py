@@ -4,7 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmrender.content import normalize_messages, parse_arguments
+from mmrender.content.messages import normalize_messages
+from mmrender.content.tools import parse_arguments
 from mmrender.errors import MessageError
 from mmrender.messages import ToolCall
 
@@ -154,26 +155,26 @@ KEEP = "If a model wrote this call, keep it as text in content instead of tool_c
         ),
         (
             {"function": {"name": "f", "arguments": "[1]"}},
-            ".function.arguments: arguments are no JSON object - expected JSON text of an object, got '[1]'",
+            ".function.arguments: arguments are not a JSON object - expected JSON text of an object, got '[1]'",
         ),
         (
             {"name": "f", "arguments": [1]},
-            ".arguments: arguments are no JSON object - expected a dict, or JSON text "
+            ".arguments: arguments are not a JSON object - expected a dict, or JSON text "
             "of one, got list of length 1",
         ),
         (
             {"name": "f", "arguments": {"a": [0, float("nan")]}},
-            ".arguments.a[1]: is no JSON value - expected text, a finite number, bool, None, list or dict, "
+            ".arguments.a[1]: is not a JSON value - expected text, a finite number, bool, None, list or dict, "
             "got nan",
         ),
         (
             {"name": "f", "arguments": {"a": {"b c": b"x"}}},
-            ".arguments.a['b c']: is no JSON value - expected text, a finite number, bool, None, list or "
+            ".arguments.a['b c']: is not a JSON value - expected text, a finite number, bool, None, list or "
             "dict, got bytes of length 1",
         ),
         (
             {"name": "f", "arguments": {"a": 1 << 5000}},
-            ".arguments.a: is no JSON value - expected text, a finite number, bool, None, list or dict, "
+            ".arguments.a: is not a JSON value - expected text, a finite number, bool, None, list or dict, "
             "got an int of 5001 bits",
         ),
         (

@@ -278,7 +278,7 @@ HI = {"role": "user", "content": "hi"}
         ),
         (
             [{"role": "user", "content": "x", "images": ["a.png"]}],
-            "messages[0].images: media of a message stand in its content - expected parts such as "
+            "messages[0].images: media of a message belong in its content - expected parts such as "
             '{"type": "image", "image": …} in content, got list of length 1',
         ),
         (

@@ -7,7 +7,8 @@ import PIL.Image
 import pydantic
 import pytest
 
-from mmrender.content import PART_TYPES, normalize_content, normalize_messages, normalize_part
+from mmrender.content.messages import normalize_messages
+from mmrender.content.parts import PART_TYPES, normalize_content, normalize_part
 from mmrender.errors import MessageError
 from mmrender.messages import ImagePart, TextPart, ThinkingPart, VideoPart
 
@@ -236,21 +237,21 @@ TYPES = ", ".join(PART_TYPES[:-1]) + f" or {PART_TYPES[-1]}"
             ": the part has no image - expected a key 'image_url', got key 'file_id'. "
             'Write {"type": "image"} for one that is supplied beside the messages',
         ),
-        ({"type": "image", "image": 5}, f".image: is no image - {SOURCE}, got 5"),
-        ({"type": "image", "image": [PICTURE]}, f".image: is no image - {SOURCE}, got list of length 1"),
+        ({"type": "image", "image": 5}, f".image: is not an image - {SOURCE}, got 5"),
+        ({"type": "image", "image": [PICTURE]}, f".image: is not an image - {SOURCE}, got list of length 1"),
         ({"type": "image", "image": ""}, f".image: the image is empty - {SOURCE}, got ''"),
         ({"type": "image", "image": b""}, f".image: the image is empty - {SOURCE}, got bytes of length 0"),
         (
             {"type": "image", "image": {"bytes": None, "path": None}},
-            f".image: does not say what the image is - {ONE_KEY}, got no such key",
+            f".image: does not say which image it is - {ONE_KEY}, got no keys",
         ),
         (
             {"type": "image", "source": {"type": "file", "file_id": "f1"}},
-            f".source: does not say what the image is - {ONE_KEY}, got key 'file_id' and type 'file'",
+            f".source: does not say which image it is - {ONE_KEY}, got key 'file_id' and type 'file'",
         ),
         (
             {"type": "image_url", "image_url": {"url": URL, "min_pixels": 1}},
-            f".image_url: does not say what the image is - {ONE_KEY}, got keys 'url', 'min_pixels'",
+            f".image_url: does not say which image it is - {ONE_KEY}, got keys 'url', 'min_pixels'",
         ),
         ({"type": "image", "base64": ""}, ".base64: the base64 text is empty"),
         (
@@ -268,19 +269,22 @@ TYPES = ", ".join(PART_TYPES[:-1]) + f" or {PART_TYPES[-1]}"
             ".fps: unknown key in a part - expected the keys of an image part, got 2. "
             "Remove the key, or set it to None",
         ),
-        ({"type": "video", "fps": 0}, ".fps: fps is no frame rate - expected a number above 0, got 0"),
-        ({"type": "video", "fps": True}, ".fps: fps is no frame rate - expected a number above 0, got True"),
+        ({"type": "video", "fps": 0}, ".fps: fps is not a frame rate - expected a number above 0, got 0"),
+        (
+            {"type": "video", "fps": True},
+            ".fps: fps is not a frame rate - expected a number above 0, got True",
+        ),
         (
             {"type": "video", "fps": float("nan")},
-            ".fps: fps is no frame rate - expected a number above 0, got nan",
+            ".fps: fps is not a frame rate - expected a number above 0, got nan",
         ),
         (
             {"type": "video", "video": []},
-            ".video: is no video - expected a list of frames"
+            ".video: is not a video - expected a list of frames"
             + SOURCE.removeprefix("expected a PIL image")
             + ", got list of length 0",
         ),
-        ({"type": "video", "video": [URL, 1]}, f".video[1]: is no image - {SOURCE}, got 1"),
+        ({"type": "video", "video": [URL, 1]}, f".video[1]: is not an image - {SOURCE}, got 1"),
     ],
 )
 def test_errors(part, text):
