@@ -20,7 +20,7 @@ import numpy as np
 
 from mmcodecs.arrays import check_length, describe, dtype_named, element_bytes, restore
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
-from mmcodecs.values import DEFAULT_LIMITS, Limits, is_flat, neutral_form, pack, unsupported
+from mmcodecs.values import DEFAULT_LIMITS, Limits, is_flat, neutral_form, pack
 from mmcodecs.wire import as_bytes
 
 TAG: Final = "__torch_tensor__"
@@ -105,10 +105,7 @@ def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
             source = source.little_endian()
             shape = list(source.array.shape)
             return {TAG: True, "dtype": source.row.name, "shape": shape, "data": source.contiguous()}
-        neutral = neutral_form(item)
-        if neutral is NotImplemented:
-            raise unsupported(item)
-        return _rebuild(neutral, leaf, depth, limits)
+        return _rebuild(neutral_form(item), leaf, depth, limits)
 
     return _rebuild(value, leaf, 0, limits)
 

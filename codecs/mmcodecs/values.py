@@ -62,6 +62,7 @@ _NUMBERS = frozenset((type(None), bool, int, float))
 _SCALARS = _NUMBERS | {str}
 _CONTAINERS = frozenset((list, dict, tuple))
 _SCALAR_LIST = list[int | float | bool | str | None]
+_BYTE_KINDS: dict[type, int] = {bytes: BYTES, bytearray: BYTEARRAY, memoryview: MEMORYVIEW}
 _FLAT_FROM = 16  # below, a look at each element costs less than a call of msgspec
 
 
@@ -137,7 +138,12 @@ class ValueWriter:
         if kind in _NUMBERS:
             return value
         if kind is str:
-            return value if len(value) < FRAMED_BYTES else self._data(TEXT, _utf8(value), value)
+            if len(value) < FRAMED_BYTES:
+                return value
+            try:
+                return self._data(TEXT, value.encode(), value)
+            except UnicodeEncodeError:
+                raise _culprit(value) from None
         if kind is dict:
             return self._dict(value, self._enter(depth))
         if kind is list:
@@ -145,24 +151,19 @@ class ValueWriter:
             return value if is_flat(value) else self._each(value, inner)
         if kind is tuple:
             return Ext(TUPLE, pack(self._each(value, self._enter(depth))))
-        if kind is bytes:
-            return value if len(value) < FRAMED_BYTES else self._data(BYTES, value, value)
-        if kind is bytearray:
-            return self._data(BYTEARRAY, value, value)
-        if kind is memoryview:
-            if value.format != "B" or value.ndim != 1 or not value.c_contiguous:
+        if kind is bytes and len(value) < FRAMED_BYTES:
+            return value
+        if kind in _BYTE_KINDS:
+            if kind is memoryview and (value.format != "B" or value.ndim != 1 or not value.c_contiguous):
                 raise UnsupportedTypeError(
                     "a memoryview of other than contiguous bytes", remedy="Cast it to 'B'"
                 )
-            return self._data(MEMORYVIEW, value, value)
+            return self._data(_BYTE_KINDS[kind], value, value)
         if kind is Shared:
             return self._array(value.value, value.key)
         if (source := describe(value)) is not None:
             return self._array(value, None, source)
-        neutral = neutral_form(value)
-        if neutral is NotImplemented:
-            raise unsupported(value)
-        return self._walk(neutral, depth)
+        return self._walk(neutral_form(value), depth)
 
     def _enter(self, depth: int) -> int:
         if depth >= self._limits.max_depth:
@@ -294,43 +295,29 @@ def pack(tree: Any) -> bytes:
     try:
         return _ENCODER.encode(tree)
     except (OverflowError, UnicodeEncodeError, TypeError):
-        path, culprit = "$", tree
-        while type(culprit) in _CONTAINERS:
-            steps = culprit.items() if type(culprit) is dict else enumerate(culprit)
-            for step, item in steps:
-                if type(step) is str:
-                    _utf8(step, f"{path}.{step}")
-                if not _is_packable(item):
-                    path += f".{step}" if type(culprit) is dict else f"[{step}]"
-                    culprit = item
-                    break
-        if type(culprit) is str:
-            _utf8(culprit, path)
-        if type(culprit) is int:
-            raise UnsupportedTypeError(
-                "an integer beyond 64 bits", where=path, got=repr(culprit)[:80], remedy="Give it as text"
-            ) from None
-        raise unsupported(culprit).at(path) from None
+        raise _culprit(tree) from None
 
 
-def _is_packable(item: Any) -> bool:
-    try:
-        _ENCODER.encode(item)
-    except (OverflowError, UnicodeEncodeError, TypeError):
-        return False
-    return True
-
-
-def _utf8(text: str, where: str | None = None) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedTypeError(
-            "a lone surrogate is not text",
-            where=where,
-            got=repr(text[error.start : error.end]),
-            remedy="Give the bytes",
-        ) from error
+def _culprit(tree: Any) -> UnsupportedTypeError:
+    """Build the error for the part of a tree that msgspec cannot write, by trying each."""
+    if type(tree) in _CONTAINERS:
+        steps = tree.items() if type(tree) is dict else enumerate(tree)
+        for step, item in steps:
+            path = f"[{step}]" if type(step) is int else f".{step}"
+            for part in (step, item):
+                try:
+                    _ENCODER.encode(part)
+                except (OverflowError, UnicodeEncodeError, TypeError):
+                    return _culprit(part).under(path)
+    if type(tree) is int:
+        return UnsupportedTypeError(
+            "an integer beyond 64 bits", got=repr(tree)[:80], remedy="Give it as text"
+        )
+    if type(tree) is str:
+        return UnsupportedTypeError(
+            "a lone surrogate is not text", got=ascii(tree)[:80], remedy="Give the bytes"
+        )
+    return unsupported(tree)
 
 
 def unsupported(value: Any) -> UnsupportedTypeError:
@@ -350,7 +337,11 @@ def unsupported(value: Any) -> UnsupportedTypeError:
 
 
 def neutral_form(value: Any) -> Any:
-    """Give the neutral form of a typed object, one level deep, or `NotImplemented` for any other value."""
+    """Give the neutral form of a typed object, one level deep.
+
+    Raises:
+        UnsupportedTypeError: It is not a typed object.
+    """
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, msgspec.Struct):
@@ -368,7 +359,7 @@ def neutral_form(value: Any) -> Any:
     pydantic = sys.modules.get("pydantic")
     if pydantic is not None and isinstance(value, pydantic.BaseModel):
         return value.model_dump(by_alias=True)
-    return NotImplemented
+    raise unsupported(value)
 
 
 class ValueReader:
