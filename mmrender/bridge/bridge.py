@@ -153,7 +153,7 @@ class Bridge:
             prover = TailProver(self._tails, self._reads)
             return prover.prove(messages, against_rewriting=history == "template", media=media)
 
-        return self._findings.get_or_find(repr(("bridge", self._setting, key)), Proof, prove)
+        return self._findings.get_or_find(("bridge", self._setting, *key), Proof, prove)
 
     def _appended(
         self, tail: Tail, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]

@@ -9,7 +9,7 @@ disk are bounded; the least recently used entries go first.
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -68,7 +68,7 @@ class Findings:
     def __init__(
         self, folder: Path | None = None, facts: dict[str, Any] | None = None, *, max_files: int = _FILES
     ) -> None:
-        self._memory: LRUCache[str, Any] = LRUCache(_MEMORY_ENTRIES)
+        self._memory: LRUCache[Hashable, Any] = LRUCache(_MEMORY_ENTRIES)
         self._folder = folder if facts is not None else None
         self._max_files = max_files
         self._digest = ""
@@ -76,17 +76,17 @@ class Findings:
             content = msgspec.msgpack.encode([code_digest(), facts], order="deterministic")
             self._digest = blake3(content).hexdigest(length=16)
 
-    def get_or_find(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
-        """Return what is known about something, or find it out and keep it."""
+    def get_or_find(self, about: Hashable, kind: type[Value], find: Callable[[], Value]) -> Value:
+        """Return what is known about something, or find it out and keep it; its `repr` names it on disk."""
         known: Value | None = self._memory.get(about)
         if known is None:
             known = self._memory.get_or_compute(about, lambda: self._load(about, kind, find))
         return known
 
-    def _load(self, about: str, kind: type[Value], find: Callable[[], Value]) -> Value:
+    def _load(self, about: Hashable, kind: type[Value], find: Callable[[], Value]) -> Value:
         if self._folder is None:
             return find()
-        name = blake3(about.encode("utf-8", "surrogatepass")).hexdigest(length=8)
+        name = blake3(repr(about).encode("utf-8", "surrogatepass")).hexdigest(length=8)
         file = self._folder / f"{self._digest}-{name}.json"
         value = self._read(file, kind)
         if value is None:

@@ -122,10 +122,10 @@ def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_di
 
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     def found(number: int) -> int:
-        return Findings(tmp_path, {}, max_files=10).get_or_find(str(number), int, lambda: 2 * number)
+        return Findings(tmp_path, {}, max_files=10).get_or_find(number, int, lambda: 2 * number)
 
     def known(number: int) -> bool:
-        return Findings(tmp_path, {}, max_files=99).get_or_find(str(number), int, lambda: -1) >= 0
+        return Findings(tmp_path, {}, max_files=99).get_or_find(number, int, lambda: -1) >= 0
 
     for number in range(10):
         assert found(number) == 2 * number
