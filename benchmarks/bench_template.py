@@ -31,7 +31,7 @@ from mmrender.model.files import ModelDir  # noqa: E402
 from mmrender.model.tokenizer import Tokenizer  # noqa: E402
 from mmrender.probing.probes import Probes  # noqa: E402
 from mmrender.template.chat import ChatTemplate  # noqa: E402
-from mmrender.template.loader import choose_template, load_templates, special_tokens  # noqa: E402
+from mmrender.template.sources import choose_template, load_templates  # noqa: E402
 
 ROUNDS = (1, 8)
 
@@ -60,7 +60,7 @@ def interleaved(contenders: Sequence[Callable[[], str]], runs: int) -> list[floa
 
 def measure(directory: Path, rounds: int, runs: int) -> dict[str, Any]:
     model = ModelDir(directory)
-    templates, tokens = load_templates(model), special_tokens(model)
+    templates, tokens = load_templates(model), model.special_tokens
     source = templates[choose_template(templates, name=None, has_tools=False)]
     ours, plain = ChatTemplate(source, special_tokens=tokens), _compile_jinja_template(source)
     form = Probes(ours, Tokenizer.load(model)).form

@@ -23,7 +23,7 @@ from .messages import ThinkingPart as ThinkingPart
 from .messages import ToolCall as ToolCall
 from .messages import VideoPart as VideoPart
 from .parsing.parser import ParsedResponse as ParsedResponse
-from .pool.pool import RendererPool as RendererPool
+from .pool import RendererPool as RendererPool
 from .protocols import MultimodalRenderer as MultimodalRenderer
 from .protocols import RendererProtocol as RendererProtocol
 from .protocols import is_multimodal as is_multimodal

@@ -1,11 +1,11 @@
-"""Canonical messages: what every later stage may rely on.
+"""Messages: canonical ones, which every later stage relies on, and the shapes that callers may pass as dicts.
 
-The types are frozen and strict. `mmrender.content.normalize_messages` builds them from what OpenAI and
-Hugging Face users pass; nothing after it is tolerant.
+Canonical types are frozen and strict. `mmrender.content.normalize_messages` builds them from what OpenAI and
+Hugging Face users pass; nothing after it is tolerant. The typed dicts tell type checkers the usual keys.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, Required, TypeAlias, TypedDict, get_args
 
 import msgspec
 
@@ -13,6 +13,20 @@ Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Modality: TypeAlias = Literal["image", "video"]
+
+
+class _UnknownSource:
+    """An image that is known to be there, and whose pixels are not given."""
+
+    def __repr__(self) -> str:
+        return "UNKNOWN_SOURCE"
+
+    def __reduce__(self) -> str:
+        return "UNKNOWN_SOURCE"
+
+
+UNKNOWN_SOURCE: Final = _UnknownSource()
+"""Source of a media part that probes use: it renders as one unexpanded placeholder."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -25,8 +39,8 @@ class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     """One image.
 
     `source` is what the caller gave: a `PIL.Image.Image`, a numpy array, `bytes`, a `pathlib.Path`, or a
-    `str` (a `data:`, `http(s):` or `file:` URL, or a path). `None` stands for an image that is known to be
-    there but is not at hand: it renders as one unexpanded placeholder.
+    `str` (a `data:`, `http(s):` or `file:` URL, or a path). `None` waits for a source
+    from `images=`; rendering refuses a part that got none.
     """
 
     source: Any
@@ -40,7 +54,7 @@ class VideoPart(msgspec.Struct, frozen=True, tag_field="type", tag="video"):
 
 
 class ThinkingPart(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """A reasoning block that stands among the content parts."""
+    """A reasoning block among the content parts."""
 
     thinking: str
 
@@ -77,3 +91,45 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             for index, part in enumerate(self.content):
                 if isinstance(part, ImagePart | VideoPart):
                     yield index, part
+
+
+class FunctionCallDict(TypedDict, total=False):
+    """The `function` of a tool call; `arguments` is a mapping or its JSON text."""
+
+    name: Required[str]
+    arguments: Mapping[str, Any] | str
+
+
+class ToolCallDict(TypedDict, total=False):
+    """A tool call as OpenAI spells it, or with `name` and `arguments` at the top."""
+
+    id: str | None
+    type: str
+    function: FunctionCallDict
+    name: str
+    arguments: Mapping[str, Any] | str
+
+
+class ContentPartDict(TypedDict, total=False):
+    """A part of a content list, in the spellings of OpenAI and Hugging Face."""
+
+    type: Required[str]
+    text: str
+    image: Any
+    image_url: Any
+    source: Any
+    video: Any
+    video_url: Any
+    fps: float
+    thinking: str
+
+
+class MessageDict(TypedDict, total=False):
+    """A message as OpenAI and Hugging Face users write it."""
+
+    role: Required[str]
+    content: str | Sequence[ContentPartDict | Part | str] | None
+    reasoning_content: str | None
+    tool_calls: Sequence[ToolCallDict | ToolCall] | None
+    name: str | None
+    tool_call_id: str | None

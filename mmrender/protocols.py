@@ -1,40 +1,81 @@
-"""What a renderer is to those who use one."""
+"""What code that uses a renderer may rely on, whether it is a `Renderer` or a pool of them."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable
 
-from mmrender.bridge.bridge import TokenIds
+from mmrender.bridge.bridge import History, TokenIds
 from mmrender.media.resolve import MediaResolver
+from mmrender.messages import Message, MessageDict
+from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse
 
 
+class RenderOptions(TypedDict, total=False):
+    """Keywords of `Renderer.render`. Template variables go into `chat_template_kwargs`."""
+
+    tools: Sequence[Any] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    images: Sequence[Any] | None
+    videos: Sequence[Any] | None
+    add_generation_prompt: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class BridgeOptions(TypedDict, total=False):
+    """Keywords of `Renderer.bridge_to_next_turn`."""
+
+    tools: Sequence[Any] | None
+    previous_multi_modal_data: MultiModalData | None
+    history: History
+    images: Sequence[Any] | None
+    videos: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ParseOptions(TypedDict, total=False):
+    """Keywords of `Renderer.parse_response`."""
+
+    tools: Sequence[Any] | None
+    prompt_ids: Sequence[int] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 @runtime_checkable
 class RendererProtocol(Protocol):
-    """Renders conversations to tokens."""
+    """Renders conversations to tokens, carries them from turn to turn, and reads completions."""
 
     def render(
-        self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        **template_arguments: Any,
+        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
     ) -> RenderedTokens:
         """Render a conversation with attribution and sidecar."""
         ...
 
     def render_ids(
-        self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        **template_arguments: Any,
+        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
     ) -> list[int]:
         """Render a conversation to token ids alone."""
+        ...
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: TokenIds,
+        previous_completion_ids: TokenIds,
+        new_messages: Sequence[Message | MessageDict],
+        **options: Unpack[BridgeOptions],
+    ) -> RenderedTokens | None:
+        """Append new messages to what was sampled, or give None where that cannot be proved right."""
+        ...
+
+    @property
+    def why_not_bridged(self) -> str | None:
+        """Why the last bridge of this thread or task is None."""
+        ...
+
+    def parse_response(self, token_ids: Sequence[int], **options: Unpack[ParseOptions]) -> "ParsedResponse":
+        """Read a completion."""
         ...
 
     def get_stop_token_ids(self) -> list[int]:
@@ -57,34 +98,12 @@ class MultimodalRenderer(RendererProtocol, Protocol):
 
 
 @runtime_checkable
-class TurnRenderer(RendererProtocol, Protocol):
-    """A renderer that carries a conversation from turn to turn."""
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: TokenIds,
-        previous_completion_ids: TokenIds,
-        new_messages: Sequence[Any],
-        **options: Any,
-    ) -> RenderedTokens | None:
-        """Append new messages to what was sampled, or give None where that cannot be proved right."""
-        ...
-
-    @property
-    def why_not_bridged(self) -> str | None:
-        """Why the last bridge is None."""
-        ...
-
-    def parse_response(self, token_ids: Sequence[int], **options: Any) -> "ParsedResponse":
-        """Read a completion."""
-        ...
-
-
-@runtime_checkable
 class AsyncRenderer(Protocol):
     """A renderer that leaves the event loop free while it works."""
 
-    async def arender(self, messages: Sequence[Any], **options: Any) -> RenderedTokens:
+    async def arender(
+        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
+    ) -> RenderedTokens:
         """Render a conversation."""
         ...
 
@@ -92,13 +111,15 @@ class AsyncRenderer(Protocol):
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Any],
-        **options: Any,
+        new_messages: Sequence[Message | MessageDict],
+        **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
         """Append new messages to what was sampled, or give None where that cannot be proved right."""
         ...
 
-    async def aparse_response(self, token_ids: Sequence[int], **options: Any) -> "ParsedResponse":
+    async def aparse_response(
+        self, token_ids: Sequence[int], **options: Unpack[ParseOptions]
+    ) -> "ParsedResponse":
         """Read a completion."""
         ...
 

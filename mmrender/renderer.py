@@ -1,22 +1,23 @@
 """The facade: a model directory in, rendered conversations out."""
 
+import contextvars
 import datetime
+import difflib
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.caching import LRUCache
 from mmrender.content import attach_media, normalize_messages, normalize_tools
-from mmrender.errors import RenderError
+from mmrender.errors import InputError, RenderError
 from mmrender.media.cache import MediaCache
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import Role
+from mmrender.messages import Message, MessageDict
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
@@ -25,7 +26,7 @@ from mmrender.rendering.memo import RenderMemo, conversation_key
 from mmrender.rendering.render import Rendering
 from mmrender.spans import MultiModalData
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.traced import TracedStr
+from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 
@@ -34,7 +35,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mmrender.bridge.bridge")
 
-SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Role, SpecialTokenRule]
+SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Author, SpecialTokenRule]
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception"})
+_KEYWORDS = ("tools", "documents", "images", "videos", "add_generation_prompt", "chat_template_kwargs")
+
+_why_not_bridged: contextvars.ContextVar[tuple[int, str | None]] = contextvars.ContextVar("why_not_bridged")
+"""Which renderer this thread or task last asked for a bridge, and the reason if it gave none."""
 
 
 class Renderer:
@@ -79,7 +86,6 @@ class Renderer:
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         self._tool_call_grammar = tool_call_grammar
-        self._outcome = threading.local()
 
     @classmethod
     def from_pretrained(
@@ -153,13 +159,14 @@ class Renderer:
 
     def render(
         self,
-        messages: Sequence[Any],
+        messages: Sequence[Message | MessageDict],
         *,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens:
         """Render a conversation.
@@ -171,15 +178,18 @@ class Renderer:
             images: Sources for the image parts that have none, in order.
             videos: The same for video parts.
             add_generation_prompt: Whether to open the assistant's turn.
-            **template_arguments: Further template variables, such as `enable_thinking=False`.
+            chat_template_kwargs: Further template variables, such as `{"enable_thinking": False}`.
+            **template_arguments: The same as keywords.
 
         Raises:
+            InputError: There is no such keyword, and the template reads no such variable.
             MessageError: A message is malformed.
             MediaError: An image cannot be loaded or processed.
             TemplateError: The template refuses or fails.
             PlaceholderError: The template drops an image, or writes one too many.
             SpecialTokenError: Content holds a special token, and its role is set to `error`.
         """
+        template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
         key = None
         if self._memo is not None:
             given = (messages, tools, documents, images, videos, add_generation_prompt, template_arguments)
@@ -196,21 +206,45 @@ class Renderer:
             self._memo.put(key, rendered)
         return rendered
 
-    def render_ids(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """Token ids alone; arguments and errors as for `render`."""
-        return self.render(messages, **options).token_ids
-
-    def render_text(
+    def render_ids(
         self,
-        messages: Sequence[Any],
+        messages: Sequence[Message | MessageDict],
         *,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_arguments: Any,
+    ) -> list[int]:
+        """Render to token ids alone; arguments and errors as for `render`."""
+        return self.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            images=images,
+            videos=videos,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            **template_arguments,
+        ).token_ids
+
+    def render_text(
+        self,
+        messages: Sequence[Message | MessageDict],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TracedStr:
-        """What the template writes, each placeholder once and each character attributed; loads no media."""
-        rendering = self._rendering(tools, documents, template_arguments)
+        """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
+        arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        rendering = self._rendering(tools, documents, arguments)
         return rendering.text(normalize_messages(messages), add_generation_prompt)
 
     def _rendering(
@@ -219,7 +253,7 @@ class Renderer:
         documents: Sequence[Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
     ) -> Rendering:
-        known = self.templates.find(arguments, has_tools=tools is not None)
+        known = self._known(tools is not None, arguments)
         return Rendering(
             template=known.template,
             profile=known.profile,
@@ -231,17 +265,25 @@ class Renderer:
             arguments=known.arguments,
         )
 
+    def _known(self, has_tools: bool, arguments: Mapping[str, Any]) -> KnownTemplate:
+        """Find the template and what is known about it; refuse arguments that nobody reads."""
+        unread = [name for name in arguments if name not in self.templates.arguments] if arguments else ()
+        if unread:
+            raise _unknown_argument(unread[0], self.templates)
+        return self.templates.find(arguments, has_tools=has_tools)
+
     def bridge_to_next_turn(
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Any],
+        new_messages: Sequence[Message | MessageDict],
         *,
         tools: Sequence[Any] | None = None,
         previous_multi_modal_data: MultiModalData | None = None,
         history: History = "sampled",
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens | None:
         """Append new messages and the generation prompt to what was sampled, which stays as it is.
@@ -259,7 +301,8 @@ class Renderer:
                 would now write them differently.
             images: Sources for the image parts that have none.
             videos: The same for video parts.
-            **template_arguments: Those of the previous rendering.
+            chat_template_kwargs: Template variables of the previous rendering.
+            **template_arguments: The same as keywords.
 
         Returns:
             None where it cannot be proved that appending is right; `why_not_bridged` then says why, and the
@@ -270,11 +313,12 @@ class Renderer:
             MediaError: A new image cannot be loaded or processed.
             PlaceholderError: The template drops a new image.
         """
-        self._outcome.reason = None
+        template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        reason = None
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
             messages = attach_media(messages, images, videos, where="new_messages")
-            known = self.templates.find(template_arguments, has_tools=tools is not None)
+            known = self._known(tools is not None, template_arguments)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(known, self._writer, self.media))
             return bridge.extend(
                 previous_prompt_ids,
@@ -284,14 +328,23 @@ class Renderer:
                 history=history,
             )
         except NotBridged as refusal:
-            self._outcome.reason = str(refusal)
+            reason = str(refusal)
             _log.debug("no bridge: %s", refusal)
             return None
+        finally:
+            _why_not_bridged.set((id(self), reason))
 
     @property
     def why_not_bridged(self) -> str | None:
-        """Why this thread's last `bridge_to_next_turn` gave None; None where it gave a bridge."""
-        return getattr(self._outcome, "reason", None)
+        """Why the last bridge that this thread or task asked for is None; None if there was one."""
+        renderer, reason = _why_not_bridged.get((0, None))
+        return reason if renderer == id(self) else None
+
+    @staticmethod
+    def adopt_outcome(context: contextvars.Context) -> None:
+        """Take `why_not_bridged` over from the context that a call ran in."""
+        if _why_not_bridged in context:
+            _why_not_bridged.set(context[_why_not_bridged])
 
     def parse_response(
         self,
@@ -299,6 +352,7 @@ class Renderer:
         *,
         tools: Sequence[Any] | None = None,
         prompt_ids: Sequence[int] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ParsedResponse":
         """Read a completion: content, reasoning, and every tool call that the model tried. Never fails on it.
@@ -307,8 +361,10 @@ class Renderer:
             token_ids: What the model sampled.
             tools: Tool definitions: argument types follow their JSON schemas, and other tools are unknown.
             prompt_ids: The prompt, which says whether it opened a reasoning block.
-            **template_arguments: Those of the prompt's rendering.
+            chat_template_kwargs: Template variables of the prompt's rendering.
+            **template_arguments: The same as keywords.
         """
+        template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
         parser = self.response_parser(has_tools=tools is not None, **template_arguments)
         return parser.parse(token_ids, tools=normalize_tools(tools), prompt_ids=prompt_ids)
 
@@ -317,7 +373,7 @@ class Renderer:
         # Imported here, since most programs that render never parse.
         from mmrender.parsing.prove import build_parser
 
-        known = self.templates.find(template_arguments, has_tools=has_tools)
+        known = self._known(has_tools, template_arguments)
         return self._parsers.get_or_compute(
             known, lambda: build_parser(known, grammar=self._tool_call_grammar)
         )
@@ -329,7 +385,7 @@ class Renderer:
 
     def is_prefix_stable(self, **template_arguments: Any) -> bool:
         """Whether history stays as it was prompted and written, for these template arguments."""
-        return self.templates.find(template_arguments, has_tools=False).profile.prefix_stable
+        return self._known(False, template_arguments).profile.prefix_stable
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
@@ -340,7 +396,24 @@ class Renderer:
         return self.tokenizer.decode(token_ids)
 
 
-def _rules(given: SpecialTokenRules) -> Mapping[Role, SpecialTokenRule]:
+def _unknown_argument(name: str, templates: TemplateSet) -> InputError:
+    if name in _RESERVED or name in templates.special_tokens:
+        return InputError(
+            f"{name!r} is not for callers to set",
+            where=name,
+            remedy="Pass messages, tools and documents by their own parameters",
+        )
+    known = (*templates.arguments, *_KEYWORDS)
+    near = difflib.get_close_matches(name, known, n=1)
+    return InputError(
+        "neither the renderer nor the chat template reads this argument",
+        where=name,
+        expected=f"one of {', '.join(known)}",
+        remedy=f"Did you mean {near[0]!r}?" if near else "Leave it out",
+    )
+
+
+def _rules(given: SpecialTokenRules) -> Mapping[Author, SpecialTokenRule]:
     rules = dict.fromkeys(DEFAULT_RULES, given) if isinstance(given, str) else {**DEFAULT_RULES, **given}
     for role, rule in rules.items():
         if rule not in ("text", "parse", "error") or role not in DEFAULT_RULES:

@@ -8,7 +8,6 @@ does, the bridge is refused with a reason.
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,10 +20,9 @@ from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Message
 from mmrender.model.tokenizer import Match
 from mmrender.probing.templates import KnownTemplate
-from mmrender.rendering.placement import check_placement, media_places
-from mmrender.rendering.render import resolve_places
+from mmrender.rendering.render import encode_with_media, media_places
 from mmrender.spans import MultiModalData
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
@@ -175,17 +173,19 @@ class Bridge:
         messages: Sequence[Message],
         previous: MultiModalData,
     ) -> RenderedTokens:
-        places = media_places(messages, where="new_messages")
-        written = [replace(found, message=_new(found.message)) for found in layout.placeholders]
-        check_placement(places, written, self._profile.image_roles, where="new_messages")
-        items = resolve_places(places, self._media, len(previous.mm_hashes.get("image", ())))
-        encoded = self._writer.write(layout, items, begins=False)
-        base = len(prompt) + len(completion)
-        entries = [
-            (found.shifted(base), item)
-            for found, item in zip(encoded.ranges, items, strict=True)
-            if item is not None
-        ]
+        sampled = [*prompt, *completion]
+        encoded, sidecar = encode_with_media(
+            layout,
+            messages,
+            writer=self._writer,
+            media=self._media,
+            image_roles=self._profile.image_roles,
+            after=sampled,
+            earlier=previous,
+            skipped=_FIRST_NEW,
+            where="new_messages",
+        )
+        base = len(sampled)
         spans = [TokenSpan(0, len(prompt), -1, "prompt", False)]
         if completion:
             spans.append(TokenSpan(len(prompt), base, -1, "completion", True))
@@ -194,11 +194,11 @@ class Bridge:
             for start, stop, message, kind, _ in encoded.spans
         ]
         return RenderedTokens(
-            token_ids=[*prompt, *completion, *encoded.ids],
+            token_ids=[*sampled, *encoded.ids],
             spans=tuple(spans),
             roles=tuple([message.role for message in messages]),
             tool_names=tuple([message.name if message.role == "tool" else None for message in messages]),
-            multi_modal_data=previous.merged(MultiModalData.of(entries)) if entries else previous,
+            multi_modal_data=sidecar,
             text=plain(layout.text),
             _decode=self._writer.tokenizer.decode,
         )

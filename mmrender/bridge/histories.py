@@ -14,7 +14,17 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 from jinja2 import nodes
 
-from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
+from mmrender.messages import (
+    UNKNOWN_SOURCE,
+    ImagePart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    VideoPart,
+)
 from mmrender.probing.probes import WORD, assistant, probe_call, tool_definition, tool_result, user
 from mmrender.probing.profile import TemplateProfile
 
@@ -28,7 +38,7 @@ class MediaCount(NamedTuple):
     @property
     def parts(self) -> tuple[Part, ...]:
         """As many parts without a source."""
-        return (*[ImagePart(None)] * self.images, *[VideoPart(None)] * self.videos)
+        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
 
 
 NO_MEDIA = MediaCount()

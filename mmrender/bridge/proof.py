@@ -28,7 +28,7 @@ from mmrender.bridge.histories import (
 from mmrender.bridge.tail import NotBridged, NotPrinted, Tail, Tails, content_end
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.template.traced import plain
+from mmrender.template.text import plain
 
 _COMBINATIONS = 40
 """Histories that differ in many respects at once. Any two respects meet in one of eight."""
@@ -173,7 +173,7 @@ class TailProver:
         """Index of a new message whose text the template leaves out, or None."""
         first = len(history.messages)
         text = self._tails.text(history, [*history.messages, *extension], prompt=True)
-        printed = {origin.message - first for _, _, origin in text._spans if origin.is_content}
+        printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
         missing = (
             index
             for index, message in enumerate(extension)
@@ -193,7 +193,7 @@ class TailProver:
                 prompt = plain(self._tails.text(changed, messages[:-1], prompt=True))
                 alone = self._tails.text(changed, messages, prompt=False)
                 full = plain(self._tails.text(changed, [*messages, *extension], prompt=True))
-                written = plain(alone)[: content_end(alone._spans, len(messages) - 1)]
+                written = plain(alone)[: content_end(alone.spans, len(messages) - 1)]
             except (TemplateError, NotBridged):
                 continue
             if not (full.startswith(prompt) and full.startswith(written)):

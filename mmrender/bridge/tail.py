@@ -14,9 +14,8 @@ from mmrender.messages import Message
 from mmrender.probing.probes import WORD, with_reasoning
 from mmrender.probing.profile import ReasoningFormat
 from mmrender.probing.templates import KnownTemplate
-from mmrender.template.origin import Span
-from mmrender.template.ownership import disown_prompt
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.attribution import disown_prompt
+from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 
 _PROMPT_TOKENS = 64
@@ -107,10 +106,10 @@ class Tails:
         messages = history.messages
         last = len(messages) - 1
         text = self.text(history, [*messages, *following], prompt=bool(following))
-        tail = text[content_end(text._spans, last) :]
+        tail = text[content_end(text.spans, last) :]
         # Where the first new content begins.
         limit = len(tail)
-        for start, _, origin in reversed(tail._spans):
+        for start, _, origin in reversed(tail.spans):
             if origin.is_content:
                 # A call is known as far as its result states it; the proof varies the rest.
                 if origin.message <= last and (origin.message < last or origin.kind != "tool_call"):
@@ -130,7 +129,7 @@ class Tails:
     def _with_stop(self, layout: Layout, last: int, limit: int) -> Tail:
         """The tail with the first stop token before `limit`, unless it lies inside the next turn."""
         own = 0
-        for start, stop, origin in layout.text._spans:
+        for start, stop, origin in layout.text.spans:
             if start != own or origin.message != last:
                 break
             own = stop
@@ -140,7 +139,7 @@ class Tails:
             token_id = self._tokenizer.added_ids[match.token]
             if token_id not in self.profile.stop_ids:
                 continue
-            owner, opening = _owner(layout.text._spans, match.start, match.stop, last)
+            owner, opening = _owner(layout.text.spans, match.start, match.stop, last)
             if owner > last:
                 if layout.text[opening : match.start].strip():
                     break

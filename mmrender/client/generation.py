@@ -26,7 +26,7 @@ from mmrender.client.types import (
     finish_reason_of,
 )
 from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
-from mmrender.protocols import AsyncRenderer, TurnRenderer
+from mmrender.protocols import AsyncRenderer, RendererProtocol
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 
@@ -50,7 +50,7 @@ _ROUTES: Final[dict[str, str]] = {
 async def generate(
     *,
     client: Any = None,
-    renderer: TurnRenderer,
+    renderer: RendererProtocol,
     messages: Sequence[Any] | None = None,
     model: str,
     backend: RendererBackend | BackendName | None = None,
@@ -230,7 +230,7 @@ def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
 
 
 async def rendered_prompt(
-    renderer: TurnRenderer,
+    renderer: RendererProtocol,
     messages: Sequence[Any] | None,
     tools: Sequence[Any] | None,
     template_arguments: Mapping[str, Any],
@@ -254,7 +254,7 @@ async def rendered_prompt(
 
 
 def given_prompt(
-    renderer: TurnRenderer,
+    renderer: RendererProtocol,
     prompt_ids: TokenIds | None,
     data: MultiModalData | None,
     attribution: RenderedTokens | None,

@@ -32,7 +32,7 @@ from mmrender.errors import (
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.spans import MultiModalData
-from mmrender.tokens.token_types import mm_token_type_ids
+from mmrender.tokens.rendered import mm_token_type_ids
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 _KNOWN: Final = frozenset(

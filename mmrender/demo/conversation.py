@@ -31,7 +31,7 @@ CALLING_MESSAGE = 4
 class Conversation:
     """Messages in Hugging Face form, their pictures in order, and options for `render`."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Any]
     pictures: list[Image.Image]
     options: dict[str, Any]
 

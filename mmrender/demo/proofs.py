@@ -18,8 +18,7 @@ from mmrender.renderer import Renderer
 from mmrender.shipping import Sender
 from mmrender.spans import MultiModalData
 from mmrender.testing.reference import ReferenceRenderer
-from mmrender.tokens.rendered import RenderedTokens
-from mmrender.tokens.token_types import mm_token_type_ids
+from mmrender.tokens.rendered import RenderedTokens, mm_token_type_ids
 from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories
 
 

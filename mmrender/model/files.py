@@ -1,11 +1,11 @@
-"""A model's own files: found in a local directory or fetched from the hub, and read as JSON.
+"""A model's own files: found in a local directory or fetched from the hub, and what they say.
 
-No weights are ever fetched. Nothing here knows what the files mean.
+Special tokens, stop tokens and the vocabulary size are read here. No weights are ever fetched.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from mmrender.errors import ModelError, ModelNotFoundError
 
 _PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tekken.json", "additional_chat_templates/*"]
 _IGNORED = ["*.safetensors*", "*.bin*", "*.gguf", "onnx/*", "*.index.json"]
+_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ModelDir:
     path: Path
 
     def read_text(self, name: str) -> str | None:
-        """Text of a file, or None where there is none.
+        """Read a file; None if there is no such file.
 
         Raises:
             ModelError: The file is not UTF-8.
@@ -35,12 +36,10 @@ class ModelDir:
         try:
             return file.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise ModelError(
-                f"cannot read {name}", where=str(file), expected="UTF-8 text", got=str(error)
-            ) from error
+            raise self._unreadable(name, "UTF-8 text", str(error)) from error
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Object held by a JSON file; an empty one where there is no such file.
+        """Read the object of a JSON file; an empty one if there is no such file.
 
         Raises:
             ModelError: The file is not a JSON object.
@@ -51,32 +50,18 @@ class ModelDir:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise ModelError(
-                f"cannot read {name}", where=str(self.path / name), expected="JSON", got=str(error)
-            ) from error
+            raise self._unreadable(name, "JSON", str(error)) from error
         if not isinstance(value, dict):
-            raise ModelError(
-                f"cannot read {name}",
-                where=str(self.path / name),
-                expected="a JSON object",
-                got=type(value).__name__,
-            )
+            raise self._unreadable(name, "a JSON object", type(value).__name__)
         return value
+
+    def _unreadable(self, name: str, expected: str, got: str) -> ModelError:
+        return ModelError(f"cannot read {name}", where=str(self.path / name), expected=expected, got=got)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """`config.json`."""
         return self.read_json("config.json")
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of ids that the model has embeddings for, as `config.json` says; None where it does not."""
-        text = self.config.get("text_config")
-        for config in (text if isinstance(text, Mapping) else {}, self.config):
-            size = config.get("vocab_size")
-            if isinstance(size, int):
-                return size
-        return None
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
@@ -87,6 +72,52 @@ class ModelDir:
     def generation_config(self) -> Mapping[str, Any]:
         """`generation_config.json`."""
         return self.read_json("generation_config.json")
+
+    @property
+    def _text_config(self) -> Mapping[str, Any]:
+        config = self.config.get("text_config")
+        return config if isinstance(config, Mapping) else {}
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of ids that the model has embeddings for, from `config.json`; None if it does not say."""
+        sizes = (config.get("vocab_size") for config in (self._text_config, self.config))
+        return next((size for size in sizes if isinstance(size, int)), None)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens that a template may name, such as `bos_token`: those that the tokenizer's files set.
+
+        As in Transformers, `special_tokens_map.json` counts only if `tokenizer_config.json` does not list
+        the added tokens; its entries then override.
+        """
+        config = dict(self.tokenizer_config)
+        if "added_tokens_decoder" not in config:
+            config.update(self.read_json("special_tokens_map.json"))
+        extra = config.get("extra_special_tokens")
+        named = {key: value for key, value in config.items() if key in _TOKEN_KEYS or key.endswith("_token")}
+        named.update(extra if isinstance(extra, Mapping) else {})
+        texts = {key: _token_text(value) for key, value in named.items()}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+    def stop_token_ids(self, token_id: Callable[[str], int | None]) -> list[int]:
+        """`eos_token_id` of generation config, config and text config, and the tokenizer's `eos_token`.
+
+        Args:
+            token_id: Gives the id of a whole token.
+        """
+        found: set[int] = set()
+        for config in (self.generation_config, self.config, self._text_config):
+            value = config.get("eos_token_id")
+            ids = value if isinstance(value, list) else [value]
+            found.update(item for item in ids if isinstance(item, int))
+        text = _token_text(self.tokenizer_config.get("eos_token"))
+        named = token_id(text) if isinstance(text, str) else None
+        return sorted(found if named is None else {*found, named})
+
+
+def _token_text(entry: Any) -> Any:
+    return entry.get("content") if isinstance(entry, Mapping) else entry
 
 
 def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -> ModelDir:
@@ -113,16 +144,14 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
             where=name,
             expected="an existing directory, or a hub id such as org/name",
         )
-    return ModelDir(_fetched(name, revision))
-
-
-def _fetched(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
+        return ModelDir(
+            Path(
+                snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED)
+            )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelNotFoundError(

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from mmrender.errors import TemplateError
-from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.text import TracedStr, plain
 from mmrender.template.view import ViewForm
 
 WORD = "qwertz"
@@ -164,7 +164,7 @@ class Probes:
         header = self._shared_header(plain(prompted)[start:], text[start:])
         begin = start + len(header)
         last = max(
-            [begin, *(stop for _, stop, origin in full._spans if origin.message == 1 and origin.is_content)]
+            [begin, *(stop for _, stop, origin in full.spans if origin.message == 1 and origin.is_content)]
         )
         stops = [self.tokenizer.token(token_id) for token_id in stop_ids]
         ends = [place for stop in stops if stop and (place := text.find(stop, last)) >= 0]
@@ -217,7 +217,7 @@ class Probes:
             return self.render([*before, msgspec.structs.replace(middle, content=parts), *after], form=form)
 
         text = TextPart(f"{WORD}X")
-        without, with_image = shown(text), shown(ImagePart(None), text)
+        without, with_image = shown(text), shown(ImagePart(UNKNOWN_SOURCE), text)
         if without is None or with_image is None:
             return None
         added = inserted(plain(without), plain(with_image))

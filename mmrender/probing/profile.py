@@ -27,7 +27,7 @@ from mmrender.probing.probes import (
     user,
     with_reasoning,
 )
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.text import TracedStr, plain
 from mmrender.template.view import ViewForm
 
 _TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\u25c1\u25b7\s]+\u25b7"
@@ -227,7 +227,7 @@ def _is_attributed(shown: TracedStr, text: str) -> bool:
         start, stop = found.span()
         covered = sum(
             min(high, stop) - max(low, start)
-            for low, high, origin in shown._spans
+            for low, high, origin in shown.spans
             if low < stop and high > start and origin.is_content
         )
         if covered == len(text):

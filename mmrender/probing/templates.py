@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jinja2 import nodes
 
 from mmrender.caching import LRUCache
 from mmrender.model.files import ModelDir
-from mmrender.model.stops import stop_token_ids
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.probes import Probes
 from mmrender.probing.profile import TemplateProfile, probe_template
 from mmrender.probing.store import Findings, cache_folder
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.loader import choose_template, load_templates, special_tokens
+from mmrender.template.sources import choose_template, load_templates
 
 _MOST_SETTINGS = 256
 """Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
@@ -99,10 +97,6 @@ class TemplateSet:
             )
             for name in self._names.values()
         }
-        self._reads = {
-            name: frozenset(node.name for node in template.syntax_tree().find_all(nodes.Name))
-            for name, template in self._templates.items()
-        }
         self._folder = folder
         self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
@@ -140,13 +134,23 @@ class TemplateSet:
         return cls(
             sources,
             tokenizer,
-            special_tokens=special_tokens(model),
+            special_tokens=model.special_tokens,
             chosen=chat_template,
-            model_stop_ids=stop_token_ids(model, tokenizer),
+            model_stop_ids=model.stop_token_ids(tokenizer.token_id),
             limits=limits,
             clock=clock,
             folder=cache_folder() if profile_cache else None,
         )
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """Variables that one of the templates looks up and a caller may give."""
+        return tuple(sorted({name for template in self._templates.values() for name in template.arguments}))
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Template variables such as `bos_token`."""
+        return next(iter(self._templates.values())).special_tokens
 
     def find(self, arguments: Mapping[str, Any], *, has_tools: bool) -> KnownTemplate:
         """The template for a conversation with or without tools, and what is known about it.
@@ -155,7 +159,7 @@ class TemplateSet:
         probed for anew each time.
         """
         name = self._names[has_tools]
-        reads = self._reads[name]
+        reads = self._templates[name].arguments
         read = {key: value for key, value in arguments.items() if key in reads} if arguments else {}
         try:
             encoded = msgspec.msgpack.encode(sorted(read.items())) if read else b""

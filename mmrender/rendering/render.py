@@ -1,19 +1,30 @@
-"""One rendering, from canonical messages to attributed tokens with their sidecar."""
+"""From canonical messages to attributed tokens with their sidecar.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+`encode_with_media` puts the media items of messages in place of the placeholders that the template wrote, for
+a whole prompt and for the tail of a bridge alike. Placeholders and parts come in the same order; where the
+template's own loop says which message a placeholder belongs to, that must be the part's message.
+"""
 
-from mmrender.errors import ProcessorError, TemplateError, TemplateRefusedError, TemplateRuntimeError
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from mmrender.errors import (
+    PlaceholderError,
+    ProcessorError,
+    TemplateError,
+    TemplateRefusedError,
+    TemplateRuntimeError,
+)
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import Message
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, VideoPart
 from mmrender.probing.profile import TemplateProfile
-from mmrender.rendering.placement import MediaPlace, check_placement, media_places
 from mmrender.spans import MediaItem, MultiModalData
+from mmrender.template.attribution import disown_prompt
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.ownership import disown_prompt
-from mmrender.template.traced import TracedStr, plain
-from mmrender.tokens.encode import Layout, TokenWriter
+from mmrender.template.text import TracedStr, plain
+from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.tokens.sampled import assistant_turns, mark_sampled
 
@@ -43,7 +54,7 @@ class Rendering:
     arguments: Mapping[str, Any] | None = None
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
-        """What the template writes, each character attributed."""
+        """Run the template; each character is attributed."""
         try:
             text = self._run(messages, add_generation_prompt)
         except (TemplateRefusedError, TemplateRuntimeError) as error:
@@ -64,7 +75,7 @@ class Rendering:
         )
 
     def _first_refused(self, messages: Sequence[Message]) -> int | None:
-        """Index of the message with which the conversation stops being accepted, where there is one."""
+        """Index of the message with which the conversation stops being accepted, if there is one."""
         accepted = 0
         for count in range(1, len(messages) + 1):
             try:
@@ -79,54 +90,112 @@ class Rendering:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> RenderedTokens:
         """Render a conversation; errors as for `Renderer.render`."""
         layout = self.writer.lay_out(self.text(messages, add_generation_prompt))
-        return self._attributed(messages, layout, self._items(messages, layout))
-
-    def _items(self, messages: Sequence[Message], layout: Layout) -> Sequence[MediaItem | None]:
-        places = media_places(messages)
-        if not places and not layout.placeholders:
-            return ()
-        if self.media is not None:
-            check_placement(places, layout.placeholders, self.profile.image_roles)
-        return resolve_places(places, self.media)
-
-    def _attributed(
-        self, messages: Sequence[Message], layout: Layout, items: Sequence[MediaItem | None]
-    ) -> RenderedTokens:
         turns, rewritten = assistant_turns(layout.text, messages, self.profile, self.text)
-        cuts = sorted({turn.prompt_stop for turn in turns})
-        encoded = self.writer.write(layout, items, cuts)
+        encoded, sidecar = encode_with_media(
+            layout,
+            messages,
+            writer=self.writer,
+            media=self.media,
+            image_roles=self.profile.image_roles,
+            cuts=sorted({turn.prompt_stop for turn in turns}),
+        )
         spans, misaligned = mark_sampled(encoded, turns, self.stop_ids)
-        entries = [
-            (placeholder, item)
-            for placeholder, item in zip(encoded.ranges, items, strict=True)
-            if item is not None
-        ]
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,
             roles=tuple([message.role for message in messages]),
             tool_names=tool_names(messages),
-            multi_modal_data=MultiModalData.of(entries),
+            multi_modal_data=sidecar,
             text=plain(layout.text),
             rewritten=tuple(sorted([*rewritten, *misaligned])),
             _decode=self.writer.tokenizer.decode,
         )
 
 
-def resolve_places(
-    places: Sequence[MediaPlace], media: MediaResolver | None, earlier: int = 0
-) -> list[MediaItem | None]:
-    """Items of media parts; a part without a source stays one unexpanded placeholder.
+class MediaPlace(NamedTuple):
+    """A media part of the conversation and its path."""
+
+    where: str
+    message: int
+    modality: Modality
+    part: ImagePart | VideoPart
+
+
+def media_places(messages: Sequence[Message], *, where: str = "messages") -> list[MediaPlace]:
+    """List every media part, in order, with paths that begin with `where`."""
+    return [
+        MediaPlace(
+            f"{where}[{index}].content[{position}]",
+            index,
+            "image" if isinstance(part, ImagePart) else "video",
+            part,
+        )
+        for index, message in enumerate(messages)
+        if type(message.content) is tuple
+        for position, part in message.media()
+    ]
+
+
+def encode_with_media(
+    layout: Layout,
+    messages: Sequence[Message],
+    *,
+    writer: TokenWriter,
+    media: MediaResolver | None,
+    image_roles: Iterable[str],
+    cuts: Sequence[int] = (),
+    after: Sequence[int] | None = None,
+    earlier: MultiModalData | None = None,
+    skipped: int = 0,
+    where: str = "messages",
+) -> tuple[Encoded, MultiModalData]:
+    """Encode a rendered text, each placeholder widened to its media item.
 
     Args:
-        places: The parts.
-        media: What resolves them.
-        earlier: Number of images that stand in the conversation before these.
+        layout: The text and its syntax.
+        messages: The messages whose media parts the placeholders stand for.
+        writer: Turns text into tokens.
+        media: What resolves the parts, or None for a text-only model.
+        image_roles: Roles in which the template is known to write placeholders, for remedies.
+        cuts: Rising character positions whose token index is wanted.
+        after: Tokens that the text is appended to; None for a text that begins the prompt.
+        earlier: Sidecar of those tokens.
+        skipped: Number of messages that the template was given before `messages`.
+        where: Name of the messages in errors.
+
+    Returns:
+        The tokens of the text, and the sidecar of all tokens.
 
     Raises:
+        PlaceholderError: A part has no placeholder, or a placeholder no part.
         ProcessorError: The model takes no media.
-        MediaError: A part cannot be loaded or processed.
+        MediaError: A part has no source, or cannot be loaded or processed.
     """
+    earlier = earlier or MultiModalData()
+    items: Sequence[MediaItem | None] = ()
+    places = media_places(messages, where=where)
+    if places or layout.placeholders:
+        written = [
+            replace(found, message=found.message - skipped if found.message >= skipped else -1)
+            for found in layout.placeholders
+        ]
+        if media is not None:
+            _check_placement(places, written, image_roles, where=where)
+        items = _resolved(places, media, len(earlier.mm_hashes.get("image", ())))
+    encoded = writer.write(layout, items, cuts, begins=after is None)
+    base = len(after or ())
+    entries = [
+        (found.shifted(base) if base else found, item)
+        for found, item in zip(encoded.ranges, items, strict=True)
+        if item is not None
+    ]
+    return encoded, earlier.merged(MultiModalData.of(entries)) if entries else earlier
+
+
+def _resolved(
+    places: Sequence[MediaPlace], media: MediaResolver | None, earlier_images: int
+) -> list[MediaItem | None]:
+    """Return the items of media parts; a part of unknown source stays one unexpanded placeholder."""
     if not places:
         return []
     if media is None:
@@ -137,14 +206,65 @@ def resolve_places(
             got="a text-only model",
             remedy="Use a vision-language model, or remove the image",
         )
-    given = [(place.where, place.part) for place in places if place.part.source is not None]
-    images = earlier + sum(place.modality == "image" for place in places)
+    given = [(place.where, place.part) for place in places if place.part.source is not UNKNOWN_SOURCE]
+    images = earlier_images + sum(place.modality == "image" for place in places)
     found = iter(media.resolve(given, num_images=images))
-    return [None if place.part.source is None else next(found) for place in places]
+    return [None if place.part.source is UNKNOWN_SOURCE else next(found) for place in places]
+
+
+def _check_placement(
+    places: Sequence[MediaPlace],
+    placeholders: Sequence[Placeholder],
+    image_roles: Iterable[str],
+    *,
+    where: str,
+) -> None:
+    """Require one placeholder for each part, in order."""
+    if len(places) > len(placeholders):
+        dropped = _first_dropped(places, placeholders)
+        roles = ", ".join(image_roles) or "none"
+        raise PlaceholderError(
+            f"the chat template drops this {dropped.modality}",
+            where=dropped.where,
+            expected=f"{len(places)} placeholders, one for each media part",
+            got=f"{len(placeholders)}",
+            remedy=f"Put it into a message of a role whose images the template writes (found: {roles})",
+        )
+    if len(placeholders) > len(places):
+        extra = placeholders[len(places)]
+        raise PlaceholderError(
+            "the chat template wrote more placeholders than there are media parts",
+            where=f"{where}[{extra.message}]" if extra.message >= 0 else f"character {extra.start}",
+            expected=f"{len(places)}",
+            got=f"{len(placeholders)}",
+            remedy="A template that repeats an image cannot be rendered with it",
+        )
+    for place, placeholder in zip(places, placeholders, strict=True):
+        if place.modality != placeholder.modality or placeholder.message not in (-1, place.message):
+            raise PlaceholderError(
+                "the chat template writes media in another order than the conversation",
+                where=place.where,
+                expected=f"{place.modality} of {where}[{place.message}]",
+                got=f"{placeholder.modality} of {where}[{placeholder.message}]",
+                remedy="Put the media parts of a message in the order in which the template writes them",
+            )
+
+
+def _first_dropped(places: Sequence[MediaPlace], placeholders: Sequence[Placeholder]) -> MediaPlace:
+    """Return the first part beyond what its message's placeholders cover."""
+    written = Counter((placeholder.message, placeholder.modality) for placeholder in placeholders)
+    if any(message < 0 for message, _ in written):
+        return places[len(placeholders)]
+    for place in places:
+        key = (place.message, place.modality)
+        if not written[key]:
+            return place
+        written[key] -= 1
+    return places[-1]
 
 
 def tool_names(messages: Sequence[Message]) -> tuple[str | None, ...]:
-    """Name of the tool that each tool message answers for: its own, or that of the call it refers to."""
+    """Name the tool that each tool message answers for: its own name, or that of the call it refers to."""
     calls = {call.id: call.name for message in messages for call in message.tool_calls if call.id is not None}
     return tuple(
         [

@@ -21,7 +21,7 @@ from mmrender.content import normalize_messages, normalize_tools, to_openai
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.parsing import ToolCallAttempt
-from mmrender.protocols import TurnRenderer
+from mmrender.protocols import RendererProtocol
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.step import Step
@@ -131,7 +131,7 @@ class RendererClient:
 
     def __init__(
         self,
-        renderer: TurnRenderer,
+        renderer: RendererProtocol,
         client: Any = None,
         *,
         model: str = "",

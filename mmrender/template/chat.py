@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
@@ -19,30 +19,18 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import Message
-from mmrender.template.compiler import compile_template
-from mmrender.template.environment import TracingEnvironment, run
-from mmrender.template.globals import RefusedByTemplate
+from mmrender.template.environment import RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.traced import TracedStr
-from mmrender.template.view import ViewForm, view_documents, view_messages, view_tools
+from mmrender.template.text import TracedStr
+from mmrender.template.view import ViewForm, view_arguments, view_messages, view_values
 
-_ALWAYS_GIVEN = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "loop",
-    "caller",
-    "varargs",
-    "kwargs",
-)
-
+_ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 
 # Errors name the types of values as the template's author knows them.
 _TRACED_NAME = re.compile(
-    r"(?:mmrender\.template\.\w+\.)?\b(Traced(?:Str|Markup|Int|Float|Bool|Dict|List|Null)|MessageDict)\b"
+    r"(?:mmrender\.template\.\w+\.)?\b(Traced(?:Str|Int|Float|Bool|Dict|List|Null)|MessageDict)\b"
 )
-_PLAIN_NAMES = {"TracedMarkup": "Markup", "TracedNull": "NoneType", "MessageDict": "dict"}
+_PLAIN_NAMES = {"TracedNull": "NoneType", "MessageDict": "dict"}
 
 
 def _plain_name(match: re.Match[str]) -> str:
@@ -80,7 +68,7 @@ class ChatTemplate:
         self._clock = clock
         self._environment = TracingEnvironment()
         try:
-            self._template = compile_template(self._environment, source)
+            self._template = self._environment.compile_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateSyntaxError(
                 f"the chat template {name!r} does not compile",
@@ -97,13 +85,10 @@ class ChatTemplate:
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Variables that the template reads and never sets, such as `enable_thinking`."""
-        tree = self.syntax_tree()
-        names = list(tree.find_all(nodes.Name))
-        stored = {name.name for name in names if name.ctx != "load"}
-        called = {macro.name for macro in tree.find_all(nodes.Macro)}
-        known = {*stored, *called, *self._environment.globals, *self.special_tokens, *_ALWAYS_GIVEN}
-        return tuple(sorted({name.name for name in names} - known))
+        """Variables that the template looks up and a caller may give, such as `enable_thinking`."""
+        looked_up = jinja2.meta.find_undeclared_variables(self.syntax_tree())
+        known = {*self._environment.globals, *self.special_tokens, *_ALWAYS_GIVEN}
+        return tuple(sorted(looked_up - known))
 
     @property
     def reads_clock(self) -> bool:
@@ -139,10 +124,10 @@ class ChatTemplate:
         variables = {
             **self.special_tokens,
             "messages": view_messages(messages, form or ViewForm()),
-            "tools": view_tools(tools),
-            "documents": view_documents(documents),
+            "tools": view_values(tools, "tools"),
+            "documents": view_values(documents, "documents"),
             "add_generation_prompt": add_generation_prompt,
-            **(arguments or {}),
+            **view_arguments(arguments or {}),
         }
         try:
             return run(self._template, variables, limits=self.limits, clock=self._clock)
@@ -150,7 +135,7 @@ class ChatTemplate:
             raise self._named(error) from error
 
     def _named(self, error: Exception) -> TemplateError:
-        """The error of the tree that stands for whatever Python, Jinja or the template raised."""
+        """Convert whatever Python, Jinja or the template raised to an error of the tree."""
         where = f"chat template {self.name!r}"
         line = self._line_of(error)
         if line is not None:

@@ -1,8 +1,9 @@
-"""The sandboxed Jinja environment that runs chat templates on traced strings.
+"""The sandboxed Jinja environment that compiles and runs chat templates on traced strings.
 
 It gives a template what Transformers gives it (`transformers.utils.chat_template_utils`): trimmed blocks,
 loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `dict`
-and `namespace`. In place of plain text operations stand those that keep provenance and respect limits.
+and `namespace`. Operations on plain text are replaced by those that keep provenance and respect the limits.
+What reaches Python objects that grow without bound (`encode`, `to_bytes`, ...) is hidden from templates.
 """
 
 import datetime
@@ -10,53 +11,63 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from markupsafe import Markup
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
+from jinja2.exceptions import SecurityError
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
 
-from mmrender.template import ownership
-from mmrender.template.compiler import GenerationBlock, TracingCodeGenerator
-from mmrender.template.filters import TEXT_FILTERS
-from mmrender.template.formatting import (
-    PRINTED_BY_ELEMENT,
-    TracingFormatter,
-    percent,
-    representation,
-    text_of,
+from mmrender.template import attribution
+from mmrender.template.filters import FILTERS, LEFT_OUT
+from mmrender.template.limits import (
+    BUDGET,
+    CONTAINERS,
+    LONG,
+    PER_ELEMENT,
+    Budget,
+    TemplateLimits,
+    check_number,
+    check_power,
+    grow,
+    weigh,
 )
-from mmrender.template.globals import CLOCK, GLOBALS
-from mmrender.template.guards import (
-    COMPARING_TESTS,
-    UNGUARDED_FILTERS,
-    bounded,
-    guard_operator,
-    guarded_call,
-    hashed,
-    metered_filter,
-    metered_test,
-    summed,
+from mmrender.template.text import TracedStr, check_width, concat, lay_out, percent, plain, tainted, text_of
+from mmrender.template.values import (
+    IDENTITY_TESTS,
+    TracedBool,
+    TracedDict,
+    TracedFloat,
+    TracedInt,
+    TracedList,
+    TracedNull,
 )
-from mmrender.template.limits import LONG, METER, SIZED, Meter, TemplateLimits
-from mmrender.template.markup import TracedMarkup, escaped, marked_safe
-from mmrender.template.ownership import Mark, MarkKind, MessageDict, scaffold_origin
-from mmrender.template.spanned import lay_out
-from mmrender.template.traced import TracedStr
-from mmrender.template.values import IDENTITY_TESTS, TracedDict, TracedList, TracedNull
 
-_TRACED_TYPES: dict[type, type] = {
+_MAX_SOURCE = 2_000_000
+
+_SEEN_AS: dict[type, type] = {
     TracedStr: str,
-    TracedMarkup: Markup,
     TracedDict: dict,
     TracedList: list,
     TracedNull: type(None),
+    TracedInt: int,
+    TracedFloat: float,
+    TracedBool: bool,
 }
 """The types that a template takes the traced ones for: it sees no attribute that those lack."""
+_HIDDEN = frozenset({"encode", "expandtabs", "from_bytes", "maketrans", "to_bytes", "translate"})
 
 _TEXTS = frozenset({str, TracedStr})
+_TEXT_METHODS = frozenset(
+    {"center", "join", "ljust", "replace", "rjust", "rsplit", "split", "splitlines", "zfill"}
+)
+"""Methods of plain text that are run as those of traced text, which are bounded."""
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -69,16 +80,117 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "notin": lambda left, right: left not in right,
 }
 
+_COMPARING_TESTS = (
+    *("==", "eq", "equalto", "!=", "ne", "in", "<", "lt", "lessthan", "<=", "le"),
+    *(">", "gt", "greaterthan", ">=", "ge"),
+)
+
+CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
+"""What `strftime_now` reads in the rendering of this context."""
+
+
+class RefusedByTemplate(jinja2.TemplateError):
+    """What the template passed to its own `raise_exception`."""
+
+
+class TracingCodeGenerator(CodeGenerator):
+    """Calls the environment where Jinja writes plain Python, which loses spans or cannot be bounded."""
+
+    def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - Jinja calls it so
+        """Write what the template prints, or a mark of `attribution.instrument`."""
+        mark = getattr(node, "mark", None)
+        if mark is None:
+            super().visit_Output(node, frame)
+            return
+        self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
+        self.write(f"environment.marked({mark[0]!r}, {mark[1]!r}, ")
+        self.visit(node.nodes[0], frame)
+        self.write(")" if frame.buffer is None else f", len({frame.buffer})))")
+
+    @optimizeconst
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Write the join of the operands as text; Jinja's helper joins plain text."""
+        self._call("environment.joined((", node.nodes, "))", frame)
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+        """Write a chain of additions as one: laid out once, where all of it is text."""
+        operands: list[nodes.Expr] = []
+        left: nodes.Expr = node
+        while isinstance(left, nodes.Add):
+            operands.append(left.right)
+            left = left.left
+        self._call("environment.added(context, (", [left, *reversed(operands)], "))", frame)
+
+    @optimizeconst
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        """Write a comparison; two structures are compared only within the limits."""
+        operands = [node.expr, *[operand.expr for operand in node.ops]]
+        if len(operands) != 2 or any(isinstance(operand, nodes.Const) for operand in operands):
+            super().visit_Compare(node, frame)
+        else:
+            self._call(f"environment.compared({node.ops[0].op!r}, ", operands, ")", frame)
+
+    @optimizeconst
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        """Write a look-up: what a slice copies is counted, a structure as key is hashed within the limits."""
+        if isinstance(node.arg, nodes.Const):
+            super().visit_Getitem(node, frame)
+        elif isinstance(node.arg, nodes.Slice):
+            self.write("environment.counted(")
+            super().visit_Getitem(node, frame)
+            self.write(")")
+        else:
+            self.write("environment.getitem(")
+            self.visit(node.node, frame)
+            self._call(", environment.hashed(", [node.arg], "))", frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        """Write a list; a long one is counted."""
+        if len(node.items) > LONG:
+            self.write("environment.counted(")
+        super().visit_List(node, frame)
+        if len(node.items) > LONG:
+            self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        """Write a dict; a key that is a structure is hashed only within the limits."""
+        self.write("{")
+        for item in node.items:
+            self._call("environment.hashed(", [item.key], "): ", frame)
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def _call(self, before: str, operands: list[nodes.Expr], after: str, frame: Frame) -> None:
+        self.write(before)
+        for operand in operands:
+            self.visit(operand, frame)
+            self.write(", ")
+        self.write(after)
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: a block with its own scope that writes its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
 
 class TracingEnvironment(ImmutableSandboxedEnvironment):
     """Jinja with provenance. Templates compiled here may run in many threads at once."""
 
     code_generator_class = TracingCodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
-    concat = staticmethod(ownership.concat)
-    hashed = staticmethod(hashed)
-    escape_text = staticmethod(escaped)
-    mark_text = staticmethod(marked_safe)
+    concat = staticmethod(attribution.concat)
+    hashed = staticmethod(weigh)
 
     def __init__(self) -> None:
         super().__init__(
@@ -87,118 +199,197 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, jinja2.ext.loopcontrols],
             finalize=_output_text,
         )
-        self.filters.update(TEXT_FILTERS, sum=summed)
-        self.filters.update(
-            {
-                name: metered_filter(name, filter_)
-                for name, filter_ in self.filters.items()
-                if name not in UNGUARDED_FILTERS
-            }
-        )
+        self.filters.update(FILTERS)
+        for name in LEFT_OUT:
+            del self.filters[name]
         self.tests.update(IDENTITY_TESTS)
-        tests: Mapping[str, Any] = self.tests
-        self.tests.update({name: metered_test(tests[name]) for name in COMPARING_TESTS})
-        self.globals.update(GLOBALS)
+        for name in _COMPARING_TESTS:
+            self.tests[name] = _bounded_test(self.tests[name])
+        self.globals.update(
+            raise_exception=_raise_exception,
+            strftime_now=_strftime_now,
+            dict=_TemplateDict(),
+            namespace=_TemplateNamespace,
+        )
         # Random filler text has no place in a prompt, and its length is unbounded.
         del self.globals["lipsum"]
 
-    def marked(self, loop: int, kind: MarkKind, value: Any, buffered: int = 0) -> Mark:
-        """Count a loop iteration; carry its message to `ownership.concat`."""
-        if kind == "enter" and (meter := METER.get()) is not None:
-            meter.step()
-            if buffered >= LONG:
-                meter.admit_items(buffered)
-        return loop, kind, value._owner if type(value) is MessageDict else scaffold_origin(value)
+    def compile_template(self, source: str) -> jinja2.Template:
+        """Compile a template with marks in its loops.
 
-    def joined(self, operands: tuple[Any, ...], escaping: bool) -> TracedStr:
-        """The `~` operator."""
-        if escaping and any(hasattr(operand, "__html__") for operand in operands):
-            return marked_safe(ownership.concat([escaped(operand) for operand in operands]))
-        return ownership.concat([text_of(operand) for operand in operands])
+        Raises:
+            jinja2.TemplateSyntaxError: The source is not a template, or one that Python cannot run.
+        """
+        if len(source) > _MAX_SOURCE:
+            raise jinja2.TemplateSyntaxError(f"longer than {_MAX_SOURCE:,} characters", 1)
+        tree = attribution.instrument(self.parse(source))
+        # Jinja computes constants while it compiles.
+        budget = BUDGET.set(Budget(TemplateLimits()))
+        try:
+            code = self.compile(tree)
+        except (SyntaxError, MemoryError, ValueError) as error:
+            # Python bounds the depth of blocks and of parentheses, and knows where `break` may stand.
+            message = error.msg if isinstance(error, SyntaxError) else f"nested too deep: {error}"
+            raise jinja2.TemplateSyntaxError(message, 1) from error
+        finally:
+            BUDGET.reset(budget)
+        return self.template_class.from_code(self, code, self.make_globals(None))
+
+    def marked(
+        self, loop: int, kind: attribution.MarkKind, value: Any, buffered: int = 0
+    ) -> attribution.Mark:
+        """Count a loop iteration; carry its message to `attribution.concat`."""
+        if kind == "enter" and (budget := BUDGET.get()) is not None:
+            budget.step()
+            if buffered > budget.limits.max_steps:
+                grow(PER_ELEMENT * buffered)
+        return loop, kind, attribution.scaffold_origin(value)
+
+    def joined(self, operands: tuple[Any, ...]) -> TracedStr:
+        """Run the `~` operator."""
+        return concat([text_of(operand) for operand in operands])
 
     def added(self, context: Context, operands: tuple[Any, ...]) -> Any:
-        """A chain of the `+` operator."""
+        """Run a chain of the `+` operator."""
         if _TEXTS.issuperset(map(type, operands)):
             text, spans = lay_out(operands)
             return TracedStr(text, spans) if spans else text
         return functools.reduce(lambda left, right: self.call_binop(context, "+", left, right), operands)
 
     def compared(self, name: str, left: Any, right: Any) -> Any:
-        """A comparison of two values that the template did not write out."""
-        return _COMPARISONS[name](bounded(left, right), right)
+        """Compare two values that the template did not write out."""
+        return _COMPARISONS[name](*_comparable(left, right))
 
     def counted(self, value: Any) -> Any:
-        """Count the memory of what a slice or a literal built."""
-        meter = METER.get()
-        if meter is not None and isinstance(value, SIZED):
-            meter.built(value)
+        """Count the memory of what a slice or a call built."""
+        if isinstance(value, (str, *CONTAINERS)) and len(value) > LONG:
+            grow(len(value) if isinstance(value, str) else PER_ELEMENT * len(value))
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run `+`, `*`, `**`, `%` or `//` within the limits."""
-        if operator == "+" and isinstance(left, str) and len(left) < LONG:
-            return left + right
-        meter = METER.get()
-        if operator == "%" and isinstance(left, str):
-            return percent(left, right) if not isinstance(left, TracedMarkup) else left % right
-        if meter is None:
-            return self.binop_table[operator](left, right)
-        guard_operator(meter, operator, left, right)
-        result = self.binop_table[operator](left, right)
-        if isinstance(result, SIZED):
-            meter.built(result)
-        return result
+        if isinstance(left, int) and isinstance(right, int):
+            if operator != "+":
+                check_number(left)
+                check_number(right)
+            if operator == "**":
+                check_power(left, right)
+        elif operator == "%" and isinstance(left, str):
+            return percent(left, right)
+        elif operator == "*":
+            for value, count in ((left, right), (right, left)):
+                if isinstance(count, int) and isinstance(value, (str, *CONTAINERS)):
+                    grow(len(value) * count * (1 if isinstance(value, str) else PER_ELEMENT))
+        elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+            grow(PER_ELEMENT * (len(left) + len(right)))
+        return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call an object from a template: counted, bounded, and traced for methods of plain text."""
-        meter = METER.get()
-        if meter is not None:
-            meter.step()
-        target, given = guarded_call(__obj, args)
-        result = super().call(__context, target, *given, **kwargs)
-        if meter is not None and isinstance(result, SIZED):
-            meter.built(result)
-        return result
+        budget = BUDGET.get()
+        if budget is not None:
+            budget.step()
+        kind = type(__obj)
+        if kind is types.MethodType or kind is types.BuiltinMethodType:
+            owner = __obj.__self__
+            if isinstance(owner, str):
+                if type(owner) is str and __obj.__name__ in _TEXT_METHODS:
+                    __obj = getattr(TracedStr(owner), __obj.__name__)
+                args = tuple([None if type(item) is TracedNull else item for item in args])
+        if kind is not Macro:
+            for item in args:
+                weigh(item)
+        return __self.counted(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may see an attribute; of a traced value, those of the plain one only."""
-        seen_as = _TRACED_TYPES.get(type(obj))
-        if seen_as is not None and not hasattr(seen_as, attr):
+        seen_as = _SEEN_AS.get(type(obj))
+        if attr in _HIDDEN or (seen_as is not None and not hasattr(seen_as, attr)):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Give `str.format` and `str.format_map` with sandboxed look-ups and provenance."""
+        """Give `str.format` and `str.format_map` with sandboxed look-ups; the result is tainted."""
         if not isinstance(value, types.MethodType | types.BuiltinMethodType):
             return None
         text, name = value.__self__, value.__name__
         if name not in ("format", "format_map") or not isinstance(text, str):
             return None
-        escape = escaped if isinstance(text, TracedMarkup) else None
-        formatter = TracingFormatter(self._looked_up, escape)
 
-        def format_traced(*args: Any, **kwargs: Any) -> str:
-            if name == "format":
-                shown = formatter.traced(text, args, kwargs)
-            elif kwargs:
-                raise TypeError("format_map() takes no keyword arguments")
-            elif len(args) != 1:
-                raise TypeError(f"format_map() takes exactly one argument ({len(args)} given)")
-            else:
-                shown = formatter.traced(text, (), args[0])
-            return shown if escape is None else marked_safe(shown)
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            if name == "format_map":
+                (mapping,) = args
+                return tainted(_BoundedFormatter(self).vformat(plain(text), (), mapping), text, mapping)
+            return tainted(_BoundedFormatter(self).vformat(plain(text), args, kwargs), text, args, kwargs)
 
-        return format_traced
+        return formatted
 
-    def _looked_up(self, value: Any, is_attribute: bool, name: Any) -> Any:
-        return self.getattr(value, name) if is_attribute else self.getitem(value, name)
+
+class _BoundedFormatter(SandboxedFormatter):
+    """`str.format` with sandboxed look-ups, whose fields are counted as they are written."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        check_width(format_spec)
+        text = plain(format(value, format_spec) if format_spec else text_of(value))
+        grow(LONG + len(text))
+        return text
+
+
+class _TemplateNamespace(Namespace):
+    """A namespace without underscore names, so that templates cannot reach Python internals through it."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold the underscore name {name!r}")
+
+
+class _TemplateDict:
+    """`dict(...)` without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise RefusedByTemplate(plain(text_of(message)))
+
+
+def _strftime_now(format: str) -> str:
+    # Python tries buffers of up to 256 times the length of the format.
+    grow(256 * len(format))
+    return CLOCK.get()().strftime(plain(format))
+
+
+def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
+    """Return two values, if comparing them or finding one in the other takes a bounded time."""
+    if isinstance(right, CONTAINERS):
+        if isinstance(left, CONTAINERS):
+            weigh(left)
+            weigh(right)
+        elif isinstance(left, str) and len(left) > LONG:
+            grow(len(left) // 256 * len(right))
+    return left, right
+
+
+def _bounded_test(test: Any) -> Callable[[Any, Any], bool]:
+    return lambda left, right: test(*_comparable(left, right))
 
 
 def _output_text(value: Any) -> Any:
-    """Text of a printed value; a container prints as its `repr`, with the origins of what it holds."""
-    if type(value) is TracedStr or type(value) is str:
-        return value
-    return representation(value) if isinstance(value, PRINTED_BY_ELEMENT) else value
+    """Return the text of a printed value."""
+    return value if type(value) is TracedStr or type(value) is str else text_of(value)
 
 
 def run(
@@ -208,11 +399,11 @@ def run(
     limits: TemplateLimits,
     clock: Callable[[], datetime.datetime],
 ) -> TracedStr:
-    """Render once, under a meter of its own."""
-    meter = METER.set(Meter(limits))
+    """Render once, with a budget of its own."""
+    budget = BUDGET.set(Budget(limits))
     time = CLOCK.set(clock)
     try:
-        return ownership.concat_root(template.root_render_func(template.new_context(dict(variables))))
+        return attribution.concat_root(template.root_render_func(template.new_context(dict(variables))))
     finally:
-        METER.reset(meter)
+        BUDGET.reset(budget)
         CLOCK.reset(time)

@@ -1,14 +1,14 @@
-"""Bounds on what a template may spend: steps, time, text, memory and numbers.
+"""What one run of a template may spend: loop iterations and calls, seconds, and the size of what it builds.
 
-A template comes from whoever published the model. Loop iterations, calls and filters are counted as they
-happen; anything that could become large in one go is measured before it is built.
+A template comes from whoever published the model. Growth is checked where text and lists are built, before
+they are built; whoever runs templates that he does not trust at all renders them in a child process.
 """
 
-import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from jinja2.utils import Namespace
@@ -16,147 +16,140 @@ from jinja2.utils import Namespace
 from mmrender.errors import TemplateLimitError
 
 LONG = 1024
-"""Text and lists shorter than this are too small to be worth counting."""
-_MAX_DEPTH = 400
-_CHARACTERS_PER_ITEM = 256
-ITEMS_PER_SPAN = 4
-# What CPython takes for a span with its two numbers, a short traced text with its span, and a number.
-_SPAN_BYTES, _TEXT_BYTES, _NUMBER_BYTES = 160, 256, 32
+"""Text and lists up to this length are too small to be worth counting."""
+PER_ELEMENT = 64
+"""What an element of a list counts as, in characters."""
+CONTAINERS = (list, tuple, dict)
+_MAX_DEPTH = 200
+_MAX_BITS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one rendering may spend.
+    """What one run of a template may spend.
 
     Attributes:
-        max_characters: Longest text that any operation may build.
-        max_items: Most elements of a list, tuple or dict, those of its elements included.
-        max_bytes: Memory of all longer texts and lists that the rendering builds, kept or not.
-        max_steps: Loop iterations, calls and filters.
-        max_seconds: Wall-clock time, checked at each step.
-        max_bits: Size of an integer.
+        max_characters: Longest text that may be built, the output included. A list counts 64 for each of its
+            elements, and all long texts and lists of a run together may reach eight times as much.
+        max_steps: Loop iterations and calls.
+        max_seconds: Processor time of the rendering thread.
     """
 
     max_characters: int = 8_000_000
-    max_items: int = 1_000_000
-    max_bytes: int = 256 << 20
     max_steps: int = 1_000_000
-    max_seconds: float = 10.0
-    max_bits: int = 100_000
+    max_seconds: float = 1.5
 
 
-class Meter:
-    """Counts what one rendering has spent, and refuses what goes beyond its limits."""
+class Budget:
+    """What is left of the limits of one run."""
 
-    __slots__ = ("_bytes", "_deadline", "_steps", "limits")
+    __slots__ = ("_deadline", "_size_left", "_steps_left", "limits")
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
-        self._steps = 0
-        self._bytes = 0
-        self._deadline = time.monotonic() + limits.max_seconds
+        self._steps_left = limits.max_steps
+        self._size_left = 8 * limits.max_characters
+        self._deadline = time.thread_time() + limits.max_seconds
 
     def step(self) -> None:
-        """Count one loop iteration, call or filter."""
-        self._steps += 1
-        if self._steps > self.limits.max_steps:
-            expected = f"at most {self.limits.max_steps:,} loop iterations, calls and filters"
-            raise _too_much("steps", expected, "more")
-        if time.monotonic() > self._deadline:
-            raise _too_much("time", f"at most {self.limits.max_seconds:g} s", "more")
+        """Count one loop iteration or call."""
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            raise _too_much("steps", f"at most {self.limits.max_steps:,} loop iterations and calls", "more")
+        if not self._steps_left & 15 and time.thread_time() > self._deadline:
+            raise _too_much("time", f"at most {self.limits.max_seconds:g} s of processor time", "more")
 
-    def admit(self, characters: int) -> None:
-        """Refuse to build a text of so many characters."""
-        if characters > self.limits.max_characters:
-            raise _too_much("text", f"at most {self.limits.max_characters:,} characters", f"{characters:,}")
-
-    def admit_items(self, count: int) -> None:
-        """Refuse to build or walk so many elements."""
-        if count > self.limits.max_items:
-            raise _too_much("elements", f"at most {self.limits.max_items:,}", f"{count:,} or more")
-
-    def admit_bits(self, bits: int) -> None:
-        """Refuse to compute an integer of so many bits."""
-        if bits > self.limits.max_bits:
-            raise _too_much("numbers", f"integers of at most {self.limits.max_bits:,} bits", f"{bits:,}")
-
-    def built(self, value: Any, spans: int = 0) -> None:
-        """Count the memory of a text, with so many spans, or of a container just built."""
-        if len(value) < LONG:
-            return
-        self._bytes += sys.getsizeof(value) + _SPAN_BYTES * spans
-        if isinstance(value, list | tuple):
-            # Its elements, too, may just have been built: all alike, as filters and methods build them.
-            self._bytes += len(value) * (_TEXT_BYTES if isinstance(value[0], str) else _NUMBER_BYTES)
-        if self._bytes > self.limits.max_bytes:
-            expected = f"at most {self.limits.max_bytes:,} bytes of text and lists in all"
-            raise _too_much("memory", expected, f"{self._bytes:,}")
+    def grow(self, size: int) -> None:
+        """Count a text or list of so many characters that is about to be built."""
+        if size > self.limits.max_characters:
+            raise _too_much("text", f"at most {self.limits.max_characters:,} characters", f"{size:,}")
+        self._size_left -= size
+        if self._size_left < 0:
+            most = 8 * self.limits.max_characters
+            raise _too_much("text", f"at most {most:,} characters in all", "more")
+        if time.thread_time() > self._deadline:
+            raise _too_much("time", f"at most {self.limits.max_seconds:g} s of processor time", "more")
 
 
-METER: ContextVar[Meter | None] = ContextVar("mmrender_template_meter", default=None)
-"""The meter of the rendering that runs in this context; None outside of one, where nothing is bounded."""
-
-SIZED = (str, bytes, list, tuple, dict)
-CONTAINERS = (list, tuple, dict)
+BUDGET: ContextVar[Budget | None] = ContextVar("mmrender_template_budget", default=None)
+"""The budget of the run in this context; None outside of one, where nothing is bounded."""
 
 
-def admit(characters: int) -> None:
-    """Refuse to build a text of so many characters in the current rendering."""
-    meter = METER.get()
-    if meter is not None:
-        meter.admit(characters)
+def grow(size: int) -> None:
+    """Count a text or list that is about to be built in the current run, unless it is short."""
+    if size > LONG and (budget := BUDGET.get()) is not None:
+        budget.grow(size)
 
 
-def admit_items(count: int) -> None:
-    """Refuse to build so many elements in the current rendering."""
-    meter = METER.get()
-    if meter is not None:
-        meter.admit_items(count)
+def weigh(value: Any) -> Any:
+    """Return `value` if printing, comparing or hashing it takes a bounded time.
 
-
-def weigh(value: Any) -> int:
-    """Number of elements that a walk through `value` visits; long text counts as several.
-
-    A walk visits an element once for each place where it stands, so lists that hold one list many times weigh
-    what they would weigh written out.
+    Such a walk visits an element once for each place where it stands, so a list that holds one list twice,
+    forty levels deep, would take for ever.
 
     Raises:
-        TemplateLimitError: More than `max_items` elements, or nested deeper than a walk in C code survives.
+        TemplateLimitError: It is too large, or nested too deep for a walk in C code.
     """
-    meter = METER.get()
-    value = attributes(value)
-    if not isinstance(value, CONTAINERS):
-        return 1 + len(value) // _CHARACTERS_PER_ITEM if isinstance(value, str) else 1
-    if meter is None:
-        return len(value)
-    count = len(value)
-    stack = [iter(_elements(value))]
-    while stack:
-        for element in stack[-1]:
-            item = attributes(element)
-            if isinstance(item, CONTAINERS):
-                count += len(item)
-                stack.append(iter(_elements(item)))
-                break
-            if isinstance(item, str):
-                count += len(item) // _CHARACTERS_PER_ITEM
-        else:
-            stack.pop()
-        meter.admit_items(count)
-        if len(stack) > _MAX_DEPTH:
+    budget = BUDGET.get()
+    if budget is None or not isinstance(value, (*CONTAINERS, Namespace)):
+        return value
+    most = budget.limits.max_characters
+    size = depth = 0
+    level: list[Any] = [value]
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, Namespace):
+                inner.append(object.__getattribute__(item, "_Namespace__attrs"))
+            elif isinstance(item, dict):
+                inner += item.keys()
+                inner += item.values()
+            elif isinstance(item, list | tuple):
+                inner += item
+            elif isinstance(item, str):
+                size += len(item)
+            if size + len(inner) * PER_ELEMENT > most:
+                raise _too_much("elements", f"at most {most // PER_ELEMENT:,}", "more")
+        size += len(inner) * PER_ELEMENT
+        depth += 1
+        if depth > _MAX_DEPTH:
             raise _too_much("nesting", f"at most {_MAX_DEPTH} levels", "more")
-    return count
+        level = inner
+    return value
 
 
-def attributes(value: Any) -> Any:
-    """What a namespace holds, as a dict; any other value as it is."""
-    return object.__getattribute__(value, "_Namespace__attrs") if isinstance(value, Namespace) else value
+def check_number(value: Any) -> None:
+    """Refuse to compute with an integer so large that one operation takes long."""
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise _too_much("numbers", f"integers of at most {_MAX_BITS:,} bits", f"{value.bit_length():,}")
 
 
-def _elements(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return [element for pair in value.items() for element in pair]
-    return value  # type: ignore[no-any-return]
+def check_power(base: int, exponent: int) -> None:
+    """Refuse a power that would be such an integer."""
+    if base.bit_length() * max(exponent, 1) > _MAX_BITS:
+        raise _too_much("numbers", f"integers of at most {_MAX_BITS:,} bits", "a larger power")
+
+
+def bounded(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a Jinja filter that lists, sorts or repeats: what it walks through and builds is counted."""
+    first = 1 if hasattr(filter_, "jinja_pass_arg") else 0
+
+    @wraps(filter_)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        *passed, value = args[: first + 1]
+        if isinstance(value, str):
+            grow(PER_ELEMENT * len(value))
+        elif filter_.__name__ != "do_list":
+            value = weigh(list(value) if isinstance(value, Iterator) else value)
+        for argument in (*args[first + 1 :], *kwargs.values()):
+            if isinstance(argument, int):
+                grow(PER_ELEMENT * abs(argument))
+        result = filter_(*passed, value, *args[first + 1 :], **kwargs)
+        if isinstance(result, list):
+            grow(PER_ELEMENT * len(result))
+        return result
+
+    return counted
 
 
 def _too_much(what: str, expected: str, got: str) -> TemplateLimitError:

@@ -2,20 +2,17 @@
 
 Tool-call arguments reach a template as parsed JSON; a template may print a number, test a boolean, walk a
 list or dump the whole object. These proxies behave as the values they stand for in every such use, and what
-is printed from them is traced. `environment.py` replaces the few Jinja tests that compare by identity.
+is printed from them is traced. `IDENTITY_TESTS` replaces the few Jinja tests that compare by identity.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from mmrender.template.origin import Origin
-from mmrender.template.traced import TracedStr
+from mmrender.template.text import Origin, Proxy, TracedStr
 
 
-class TracedInt(int):
+class TracedInt(Proxy, int):
     """An `int` that prints as traced text."""
-
-    _origin: Origin
 
     def __str__(self) -> TracedStr:
         return TracedStr.whole(int.__repr__(self), self._origin)
@@ -23,10 +20,8 @@ class TracedInt(int):
     __repr__ = __str__
 
 
-class TracedFloat(float):
+class TracedFloat(Proxy, float):
     """A `float` that prints as traced text."""
-
-    _origin: Origin
 
     def __str__(self) -> TracedStr:
         return TracedStr.whole(float.__repr__(self), self._origin)
@@ -34,10 +29,8 @@ class TracedFloat(float):
     __repr__ = __str__
 
 
-class TracedBool(int):
+class TracedBool(Proxy, int):
     """A boolean that prints as traced text. `bool` cannot be subclassed; `int` compares and counts alike."""
-
-    _origin: Origin
 
     def __str__(self) -> TracedStr:
         return TracedStr.whole("True" if self else "False", self._origin)
@@ -45,7 +38,7 @@ class TracedBool(int):
     __repr__ = __str__
 
 
-class TracedNull:
+class TracedNull(Proxy):
     """`None` that prints as traced text."""
 
     __slots__ = ("_origin",)
@@ -68,20 +61,21 @@ class TracedNull:
         return hash(None)
 
 
-class TracedDict(dict[Any, Any]):
+class TracedDict(Proxy, dict[Any, Any]):
     """A `dict` of one origin. `_source` is the untouched value, whose dump costs what a plain one does."""
 
     __slots__ = ("_origin", "_source")
-    _origin: Origin
     _source: Mapping[Any, Any]
 
 
-class TracedList(list[Any]):
+class TracedList(Proxy, list[Any]):
     """A `list` of one origin, with `_source` as in `TracedDict`."""
 
     __slots__ = ("_origin", "_source")
-    _origin: Origin
     _source: list[Any]
+
+
+_NUMBERS: dict[type, Any] = {bool: TracedBool, int: TracedInt, float: TracedFloat}
 
 
 def traced(value: Any, origin: Origin) -> Any:
@@ -89,8 +83,8 @@ def traced(value: Any, origin: Origin) -> Any:
     kind = type(value)
     if kind is str:
         return TracedStr.whole(value, origin)
-    if kind is bool or kind is int or kind is float:
-        number: Any = {bool: TracedBool, int: TracedInt, float: TracedFloat}[kind](value)
+    if kind in _NUMBERS:
+        number = _NUMBERS[kind](value)
         number._origin = origin
         return number
     if value is None:
@@ -107,49 +101,36 @@ def traced(value: Any, origin: Origin) -> Any:
     return value
 
 
-def is_null(value: Any) -> bool:
-    """Jinja's test `none`."""
-    return value is None or type(value) is TracedNull
-
-
-def is_boolean(value: Any) -> bool:
-    """Jinja's test `boolean`."""
-    return value is True or value is False or type(value) is TracedBool
-
-
-def is_true(value: Any) -> bool:
-    """Jinja's test `true`."""
-    return value is True or (type(value) is TracedBool and value == 1)
-
-
-def is_false(value: Any) -> bool:
-    """Jinja's test `false`."""
-    return value is False or (type(value) is TracedBool and value == 0)
-
-
-def is_integer(value: Any) -> bool:
-    """Jinja's test `integer`."""
-    return isinstance(value, int) and not is_boolean(value)
-
-
-def is_same(value: Any, other: Any) -> bool:
-    """Jinja's test `sameas`, for values that stand for singletons."""
-    return _single(value) is _single(other)
+def untraced(value: Any) -> Any:
+    """Return the JSON value that a proxy stands for, or that a container of proxies does."""
+    if isinstance(value, TracedDict | TracedList):
+        return value._source
+    if isinstance(value, TracedNull | TracedBool):
+        return _single(value)
+    if isinstance(value, Mapping):
+        return {untraced(key): untraced(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [untraced(item) for item in value]
+    return value
 
 
 def _single(value: Any) -> Any:
-    """The singleton that a proxy stands for; any other value as it is."""
+    """Return the singleton that a proxy stands for; any other value as it is."""
     if type(value) is TracedNull:
         return None
     return bool(value) if type(value) is TracedBool else value
 
 
+def _is_boolean(value: Any) -> bool:
+    return isinstance(_single(value), bool)
+
+
 IDENTITY_TESTS = {
-    "none": is_null,
-    "boolean": is_boolean,
-    "true": is_true,
-    "false": is_false,
-    "integer": is_integer,
-    "sameas": is_same,
+    "none": lambda value: _single(value) is None,
+    "boolean": _is_boolean,
+    "true": lambda value: _single(value) is True,
+    "false": lambda value: _single(value) is False,
+    "integer": lambda value: isinstance(value, int) and not _is_boolean(value),
+    "sameas": lambda value, other: _single(value) is _single(other),
 }
 """Jinja tests that compare by identity or type, replaced so that proxies pass them."""

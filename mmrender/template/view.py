@@ -12,9 +12,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
-from mmrender.template.origin import Kind, Origin
-from mmrender.template.ownership import MessageDict
-from mmrender.template.traced import TracedStr
+from mmrender.template.attribution import MessageDict
+from mmrender.template.text import Kind, Origin, TracedStr
 from mmrender.template.values import traced
 
 
@@ -123,19 +122,20 @@ def view_messages(messages: Sequence[Message], form: ViewForm) -> list[MessageDi
     return [_MessageView(index, message, form).build(message) for index, message in enumerate(messages)]
 
 
-def view_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
-    """Tool definitions for the template; each is of one origin, `tools[k]`."""
-    return _outside(tools, "tools")
-
-
-def view_documents(documents: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
-    """Retrieved documents for the template; each is of one origin, `documents[k]`."""
-    return _outside(documents, "documents")
-
-
-def _outside(
+def view_values(
     values: Sequence[Mapping[str, Any]] | None, kind: Literal["tools", "documents"]
 ) -> list[Any] | None:
+    """Tool definitions or retrieved documents for the template; each is of one origin, `tools[k]`."""
     if values is None:
         return None
     return [traced(value, Origin(-1, None, kind, f"{kind}[{index}]")) for index, value in enumerate(values)]
+
+
+def view_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Template arguments of a caller; text in them is content, numbers and flags stay as they are."""
+    return {
+        name: traced(value, Origin(-1, None, "documents", name))
+        if isinstance(value, str | Mapping | list | tuple)
+        else value
+        for name, value in arguments.items()
+    }

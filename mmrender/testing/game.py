@@ -10,7 +10,7 @@ from typing import Any, Final
 from PIL import Image, ImageDraw
 
 from mmrender.content import normalize_messages
-from mmrender.protocols import TurnRenderer
+from mmrender.protocols import RendererProtocol
 from mmrender.rollout.client import Turn
 from mmrender.rollout.environment import Observation
 
@@ -121,7 +121,7 @@ def game_calls() -> list[dict[str, Any]]:
 
 
 def guided_params(
-    renderer: TurnRenderer, choices: Sequence[Any], *, tools: Sequence[Any] | None = None
+    renderer: RendererProtocol, choices: Sequence[Any], *, tools: Sequence[Any] | None = None
 ) -> dict[str, Any]:
     """Sampling parameters that guide an engine to one of several assistant messages.
 

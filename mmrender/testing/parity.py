@@ -106,7 +106,7 @@ def _literals(renderer: Renderer) -> list[str]:
 def _compare(
     renderer: Renderer,
     reference: ReferenceRenderer,
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[Any],
     options: dict[str, Any],
     *,
     report: ParityReport,

@@ -1,18 +1,18 @@
-"""`RenderedTokens`: token ids with everything that is known about each of them.
+"""`RenderedTokens`: token ids with the message and kind of each of them.
 
 Attribution is a few dozen spans over the token list; per-token arrays are built when asked for.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.messages import Role
-from mmrender.spans import MultiModalData
-from mmrender.template.origin import Kind
+from mmrender.spans import MediaSpan, MultiModalData
+from mmrender.template.text import Kind
 
 TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]
 """`Kind` of the text a token was made from; `template` where no message is involved; a media placeholder; or,
@@ -21,7 +21,6 @@ after a bridge, the previous prompt and the previous completion as they were."""
 CONTENT_KINDS: frozenset[str] = frozenset(
     {"content", "reasoning", "tool_call", "name", "extra", "tools", "documents", "image", "video"}
 )
-
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
 """The roles that are trained on unless others are named."""
@@ -98,24 +97,6 @@ class RenderedTokens:
         """Which tokens carry what a caller or the model wrote, as against scaffold; bool of shape `(n,)`."""
         return self._filled([span.sampled or span.kind in CONTENT_KINDS for span in self.spans], np.bool_)
 
-    @property
-    def message_roles(self) -> list[Role | None]:
-        """Role of the message each token belongs to, None for none; length `n`."""
-        return [
-            self.roles[span.message] if span.message >= 0 else None
-            for span in self.spans
-            for _ in range(span.stop - span.start)
-        ]
-
-    @property
-    def message_tool_names(self) -> list[str | None]:
-        """Name of the tool for each token of a tool message, None for others; length `n`."""
-        return [
-            self.tool_names[span.message] if span.message >= 0 else None
-            for span in self.spans
-            for _ in range(span.stop - span.start)
-        ]
-
     def loss_mask(self, roles: Collection[Role] = ASSISTANT) -> npt.NDArray[np.bool_]:
         """Which tokens to train on; bool of shape `(n,)`.
 
@@ -165,3 +146,27 @@ class RenderedTokens:
                 "an unpickled RenderedTokens carries no tokenizer: use renderer.decode(token_ids)"
             )
         return self._decode(self.token_ids[start:stop])
+
+
+TEXT_TYPE: Final = 0
+TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
+"""Numbers that Transformers 5 processors give, by modality; text is 0."""
+
+
+def mm_token_type_ids(
+    spans: Iterable[MediaSpan], length: int, dtype: npt.DTypeLike = np.int64
+) -> npt.NDArray[np.integer]:
+    """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video.
+
+    A pad token that the model sampled is text, and so are the rows, columns and separators that a processor
+    writes around an image's features.
+
+    Args:
+        spans: The prompt's media, as `MultiModalData.spans(length)` gives them.
+        length: Number of tokens.
+        dtype: int64 is what processors give; int8 does for storing.
+    """
+    types = np.full(length, TEXT_TYPE, dtype)
+    for span in spans:
+        types[span.start : span.stop][span.range.is_embed] = TOKEN_TYPES[span.modality]
+    return types

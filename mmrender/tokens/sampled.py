@@ -12,9 +12,9 @@ from typing import NamedTuple
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
 from mmrender.probing.profile import TemplateProfile
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.text import TracedStr, plain
+from mmrender.tokens.encode import Encoded
 from mmrender.tokens.rendered import TokenSpan
-from mmrender.tokens.stream import Encoded
 
 
 class Turn(NamedTuple):
@@ -41,7 +41,7 @@ def assistant_turns(
     """
     body = plain(text)
     starts: dict[int, int] = {}
-    for start, _, origin in text._spans:
+    for start, _, origin in text.spans:
         starts.setdefault(origin.message, start)
     is_fixed = len(profile.generation_prompts) == 1
     turns, rewritten = [], []

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.tokens.token_types import TOKEN_TYPES
+from mmrender.tokens.rendered import TOKEN_TYPES
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 SPLIT_FRAMES: Final = frozenset(

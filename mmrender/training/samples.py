@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mmrender.content import attach_media, normalize_messages
 from mmrender.errors import InputError, MediaError, RenderError, TemplateError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
-from mmrender.rendering.placement import media_places
+from mmrender.rendering.render import media_places
 from mmrender.spans import common_prefix
 from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, TokenSpan
 from mmrender.trajectory.sample import TrainingSample

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaSpan, MultiModalData
-from mmrender.tokens.rendered import RenderedTokens
-from mmrender.tokens.token_types import mm_token_type_ids
+from mmrender.tokens.rendered import RenderedTokens, mm_token_type_ids
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 IGNORE_INDEX: Final = -100

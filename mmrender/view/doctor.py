@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from mmrender.errors import MMRenderError
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 
 
@@ -40,9 +41,9 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
     }
 
 
-_SHOWN = {"type": "image"}
-_SAID = {"type": "text", "text": "x"}
-_EXTENSIONS: dict[str, dict[str, Any]] = {
+_SHOWN = ImagePart(UNKNOWN_SOURCE)
+_SAID = TextPart("x")
+_EXTENSIONS: dict[str, MessageDict] = {
     "over a user turn": {"role": "user", "content": "x"},
     "over a user turn with an image": {"role": "user", "content": [_SHOWN, _SAID]},
     "over a tool result": {"role": "tool", "content": "x", "name": "probe", "tool_call_id": "call00000"},
@@ -56,7 +57,7 @@ def _bridges(renderer: Renderer) -> dict[str, str]:
     return {name: _bridge_over(renderer, extension) for name, extension in _EXTENSIONS.items()}
 
 
-def _bridge_over(renderer: Renderer, extension: dict[str, Any]) -> str:
+def _bridge_over(renderer: Renderer, extension: MessageDict) -> str:
     completion = renderer.get_stop_token_ids()[-1:]
     try:
         prompt = renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True)

@@ -168,11 +168,11 @@ def test_content_is_attributed_wherever_it_is_printed(name):
         for word, message, kind in words:
             start = text.find(word)
             while start >= 0:
-                origins = [o for low, high, o in text._spans if low < start + len(word) and high > start]
+                origins = [o for low, high, o in text.spans if low < start + len(word) and high > start]
                 assert {(o.message, o.kind) for o in origins} == {(message, kind)}, (word, origins)
                 assert sum(
                     min(high, start + len(word)) - max(low, start)
-                    for low, high, _ in text._spans
+                    for low, high, _ in text.spans
                     if low < start + len(word) and high > start
                 ) == len(word)
                 start = text.find(word, start + 1)
@@ -388,7 +388,7 @@ def test_turns_are_owned_by_their_messages(name):
     ]
     ours = renderer_of(name).render(messages)
     text = renderer_of(name).render_text(messages)
-    owners = [origin.message for _, _, origin in text._spans]
+    owners = [origin.message for _, _, origin in text.spans]
     assert owners == sorted(owners)
     assert set(owners) == {0, 1, 2, 3, 4}
     first = next(span.start for span in ours.spans if span.message >= 0)

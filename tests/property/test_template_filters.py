@@ -1,4 +1,4 @@
-"""Everything a template can do with text gives the text of plain Jinja, and letters keep their origin.
+"""Everything a template can do with text gives the text of plain Jinja, and letters stay content (law 7).
 
 Each variable is written in letters of its own, so that any letter in the result says where it must have come
 from. Templates are rendered as Transformers renders them and on traced values; both fail, or the texts agree.
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.filters import FILTERS
 
+from mmrender.template.filters import LEFT_OUT
 from traced_cases import ENVIRONMENT, check_letters, render_both
 
 # Letters that no filter, entity or number writes; among them some whose case mapping changes the length.
@@ -70,13 +71,12 @@ ARGUMENTS = {
     "replace": ["('α', b)", "('', '-')", "(' ', b, 2)", "('<', a)", "(n, a)"],
     "reverse": ["|list", "|join", ""],
     "round": ["", "(2)", "(1, 'floor')", "(-1)", "(0, 'ceil')"],
-    "safe": ["", "+ a", "~ '<'", "|string|length"],
+    "safe": ["", "~ '<'", "|string|length"],
     "select": ["|list", "('string')|list", "('in', x)|list", "('boolean')|list"],
     "selectattr": ["('o')|list", "('v', '>', 1)|list", "('o', 'true')|list", "('s', 'eq', 'q')|map(attribute='v')|list"],
     "slice": ["(2)|list", "(3, b)|list", "(1)|map('list')|list"],
     "sort": ["", "(true)", "(attribute='v')", "(case_sensitive=true)"],
     "string": [""],
-    "striptags": [""],
     "sum": ["", "(attribute='v')", "('v', 2)", "(start=x)"],
     "title": [""],
     "tojson": ["", "(true)", "(indent=2)", "(separators=(',', ':'))", "(sort_keys=true, indent=1)", "(indent='--')", "(separators=(',\\n', ': '), indent=2)"],
@@ -85,16 +85,15 @@ ARGUMENTS = {
     "unique": ["|list", "(true)|list", "(attribute='s')|list"],
     "upper": [""],
     "urlencode": [""],
-    "urlize": ["", "(5)", "(nofollow=true)"],
     "wordcount": [""],
     "wordwrap": ["", "(3)", "(4, false)", "(3, true, b)", "(5, wrapstring='|')"],
-    "xmlattr": ["", "(false)"],
 }  # fmt: skip
-NAMES = sorted(name for name in FILTERS if name != "random")
+NAMES = sorted(name for name in ARGUMENTS if name != "random")
 
 
 def test_every_filter_is_tried():
-    assert set(ARGUMENTS) == set(FILTERS) <= set(ENVIRONMENT.filters)
+    assert set(ARGUMENTS) == set(FILTERS) - set(LEFT_OUT) <= set(ENVIRONMENT.filters)
+    assert not set(LEFT_OUT) & set(ENVIRONMENT.filters)
 
 
 def check(source, variables):
@@ -132,10 +131,7 @@ def test_filters_give_what_those_of_jinja_give(name):
     @given(VARIABLES)
     def run(variables):
         for source in sources:
-            if "pprint" in source or "urlize" in source or "striptags" in source:
-                render_both(source, variables)  # no map of characters where there are several origins
-            else:
-                check(source, variables)
+            check(source, variables)
 
     run()
 
@@ -147,10 +143,10 @@ FORMS = [
     "{0}[1:]", "{0}[::-1]", "{0}[-1]", "{0}[:2]", "{0}[n]", "({0} if {1} else 'e')", "({0} or {1})", "({0} and {1})", "(not {0})",
     "({0} == {1})", "({0} in {1})", "({0} is none)", "({0} is string)", "({0} is mapping)", "({0} is boolean)", "({0} is true)", "({0} is integer)", "({0} is sameas true)", "({0} is sameas none)", "({0} is number)",
     "({0} is iterable)", "({0} is sequence)", "({0} is float)", "({0} is eq {1})", "({0} is in {1})", "({0} is defined)",
-    "[{0}, {1}]", "[{0}, {1}]|join(', ')", "{{'k': {0}}}", "({0}, {1})", "{0}|string", "{0}|tojson", "{0}|trim", "{0}|upper", "{0}|e", "{0}|safe", "{0}|list", "{0}|first", "{0}|length",
+    "[{0}, {1}]", "[{0}, {1}]|join(', ')", "{{'k': {0}}}", "({0}, {1})", "{0}|string", "{0}|tojson", "{0}|trim", "{0}|upper", "{0}|list", "{0}|first", "{0}|length",
     "{0}|replace('β', {1})", "{0}|indent(2)", "{0}|default({1})", "{0}|join({1})", "{0}|int", "{0}|title", "{0}|reverse|list", "{0}|sort|list",
     "{0}.strip()", "{0}.split({1})", "{0}.split()", "{0}.upper()", "{0}.replace({1}, '+')", "{0}.replace('<', {1})", "{0}.startswith({1})", "{0}.join([{1}, 'k'])", "', '.join({0})", "'='.join([{0}, {1}])",
-    "{0}.items()|list", "{0}.keys()", "{0}.values()", "{0}.get('k', {1})", "{0}.lower().title()", "{0}.partition({1})", "{0}.splitlines()", "'abc'.translate({{98: {0}}})", "'.'.center(4, {0})", "({0} > {1})", "-{0}", "({0} // 2)", "({0} - 1)", "{0}.rstrip('Σ')", "{0}.count('α')",
+    "{0}.items()|list", "{0}.keys()", "{0}.values()", "{0}.get('k', {1})", "{0}.lower().title()", "{0}.partition({1})", "{0}.splitlines()", "'.'.center(4, {0})", "({0} > {1})", "-{0}", "({0} // 2)", "({0} - 1)", "{0}.rstrip('Σ')", "{0}.count('α')",
 ]  # fmt: skip
 expressions = st.recursive(
     st.sampled_from(ATOMS),
@@ -198,10 +194,6 @@ def test_blocks_print_what_those_of_jinja_print(one, two, variables):
         f"{{% with v = {one} %}}{{{{ v }}}}{{% endwith %}}{{% block q %}}{{{{ a }}}}{{% endblock %}}{{{{ self.q() }}}}",
         variables,
     )
-    check(
-        f"{{% autoescape true %}}{{{{ {one} }}}}{{{{ a ~ '<' ~ (b|safe) }}}}{{% set v %}}<{{{{ {two} }}}}{{% endset %}}{{{{ v }}}}{{% endautoescape %}}",
-        variables,
-    )
 
 
 LOOPS = [
@@ -219,13 +211,13 @@ LOOPS = [
     "{% for row in x|batch(2, b) %}{{ row|join('+') }};{% endfor %}{% for row in x|slice(2) %}{{ row }}{% endfor %}",
     "{% set ns = namespace(found=false, s='') %}{% for c in x %}{% if not ns.found %}{% set ns.s = ns.s + c %}{% endif %}{% set ns.found = true %}{% endfor %}{{ ns.s }}{{ ns }}",
     "{% set c = cycler(a, b) %}{{ c.next() }}{{ c.current }}{{ c.next() }}{% set j = joiner(b) %}{% for e in x %}{{ j() }}{{ e }}{% endfor %}",
-    "{{ dict(k=a, l=b) }}{{ dict(d, q=a).items()|list }}{{ dict.fromkeys(['p', 'q'], a) }}{{ dict([(a, b)]) }}",
+    "{{ dict(k=a, l=b) }}{{ dict(d, q=a).items()|list }}{{ dict([(a, b)]) }}",
     "{{ [a, b, n, f, t, z, x, d, y] }}{{ (a,) }}{{ {'t': t, 'z': z, a: b} }}",
     "{{ [a, b, n, f, t, z, x, d, y]|tojson }}{{ {'d': d, 'y': y, 'a': a}|tojson(indent=2) }}",
     "{{ t }}{{ not t }}{{ t|int }}{{ t + 1 }}{{ t ~ z }}{{ z }}{{ '%s %d' % (t, t) }}{{ t == true }}{{ z == none }}{{ [t, z] }}",
     "{{ n }}{{ n + 1 }}{{ n * 2 }}{{ n / 4 }}{{ n // 3 }}{{ n % 7 }}{{ -n }}{{ n|abs }}{{ '%05d|%x' % (n, n|abs) }}{{ '{:+}'.format(n) }}{{ n|string }}",
     "{{ f }}{{ f|round(1) }}{{ f|int }}{{ '%.2f' % f }}{{ '{:.1e}'.format(f) }}{{ f * 2 }}{{ f|tojson }}{{ [f] }}",
-    "{{ d }}{{ d.k }}{{ d['c d'] }}{{ d.missing }}{{ d.missing is defined }}{{ d|length }}{{ 'k' in d }}{{ d|items|list }}{{ d|xmlattr }}",
+    "{{ d }}{{ d.k }}{{ d['c d'] }}{{ d.missing }}{{ d.missing is defined }}{{ d|length }}{{ 'k' in d }}{{ d|items|list }}",
     "{{ a.split('<')[0] }}{{ a.split('<')[-1].lstrip('\\n') }}{{ (a ~ '</think>' ~ b).split('</think>')[-1].strip() }}",
     "{{- a -}}\n  {{- b }} \n{% if t -%}  {{ a }}  {%- else %} {{ b }}{%+ endif %}\n\n",
     "{{ '%s' % a }}{{ a % () }}{{ a|format() }}{{ '%s%s' % (a, b) }}{{ 'abc'|replace('b', a) }}{{ 'b'.replace('b', a) }}{{ b.join(['1', '2']) }}",
@@ -245,23 +237,18 @@ def test_numbers_and_singletons_keep_their_origin():
         "<{{ n }}>": [(1, 2, "n")],
         "{{ t }}{{ z }}{{ f }}": [(0, 4, "t"), (4, 8, "z"), (8, 11, "f")],
         "{{ t ~ ',' ~ z }}": [(0, 4, "t"), (5, 9, "z")],
-        "{{ '%s=%s' % (n, t) }}": [(0, 1, "n"), (2, 6, "t")],
+        "{{ '%s=%s' % (n, t) }}": [(0, 6, "several messages")],
         "{{ '%03d' % n }}": [(0, 3, "n")],
-        "{{ '{}{:>3}'.format(t, n) }}": [(0, 4, "t"), (4, 7, "n")],
+        "{{ '{}{:>3}'.format(t, a) }}": [(0, 7, "several messages")],
         "{{ t|string|lower }}": [(0, 4, "t")],
         "{{ t|tojson }}{{ z|tojson }}": [(0, 4, "t"), (4, 8, "z")],
-        "{{ d.k }}": [(1, 2, "d"), (4, 15, "d")],
+        "{{ d.k }}": [(0, 16, "d")],
         "{{ d.k|tojson }}": [(0, 16, "d")],
-        "{{ [n, 'x', t]|tojson }}": [(1, 2, "n"), (9, 13, "t")],
-        "{{ {'q': a}|tojson }}": [(7, 8, "a")],
-        "{{ [a, 1] }}": [(2, 3, "a")],
-        "{{ n|int }}{{ f|round }}{{ n|float }}": [(0, 1, "n"), (1, 4, "f"), (4, 7, "n")],
-        "{{ f|int }}{{ n|abs }}": [(0, 1, "f"), (1, 2, "n")],
-        "{{ a.encode().decode() }}": [],
+        "{{ [n, 'x', t]|tojson }}": [(0, 14, "several messages")],
+        "{{ {'q': a}|tojson }}": [(0, 10, "a")],
+        "{{ [a, 1] }}": [(0, 8, "a")],
         "{{ d.k[0] }}{{ d.l }}{{ d['k'][1].m }}": [(0, 10, "d")],
     }.items():
         text = render_both(source, variables)
-        found = [(start, stop, origin.path) for start, stop, origin in text._spans]
-        if source == "{{ d.k }}":
-            continue
+        found = [(start, stop, origin.path) for start, stop, origin in text.spans]
         assert found == expected, (source, str(text))

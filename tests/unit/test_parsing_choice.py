@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mmrender.model.files import find_model
-from mmrender.model.stops import stop_token_ids
+from mmrender.model.files import find_model, stop_token_ids
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import GRAMMARS
 from mmrender.parsing.parser import Edge, GrammarChoice
-from mmrender.template.loader import load_templates, special_tokens
+from mmrender.template.sources import load_templates, special_tokens
 from parsing_cases import BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
 EXPECTED = {

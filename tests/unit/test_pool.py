@@ -1,11 +1,6 @@
 import asyncio
 import contextvars
-import multiprocessing
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender import Renderer, RendererProtocol, is_multimodal
+from mmrender import Renderer, is_multimodal
 from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
-from mmrender.media.cache import MediaCache
 from mmrender.pool import RendererPool
-from mmrender.pool.admission import Admission
-from mmrender.protocols import AsyncRenderer, MultimodalRenderer, TurnRenderer
+from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.training import build_training_sample
@@ -90,7 +83,7 @@ def same(one: RenderedTokens, other: RenderedTokens) -> None:
 
 def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:
     with RendererPool(renderer) as pool:
-        for protocol in (RendererProtocol, MultimodalRenderer, TurnRenderer, AsyncRenderer):
+        for protocol in (RendererProtocol, MultimodalRenderer, AsyncRenderer):
             assert isinstance(pool, protocol)
         assert is_multimodal(pool)
         rendered = pool.render(MESSAGES)
@@ -154,7 +147,7 @@ def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) 
     images = {"previous_multi_modal_data": prompt.multi_modal_data}
 
     async def main(pool: RendererPool) -> RenderedTokens | None:
-        assert await pool.abridge(prompt.token_ids, completion, [], **images) is None
+        assert await pool.abridge_to_next_turn(prompt.token_ids, completion, [], **images) is None
         assert pool.why_not_bridged == "the extension is empty"
         bridged = await pool.abridge_to_next_turn(prompt.token_ids, completion, more, **images)
         assert pool.why_not_bridged is None
@@ -178,13 +171,13 @@ def test_why_not_is_told_to_each_task_and_each_pool_alone(renderer: Renderer) ->
         asked = asyncio.Event()
 
         async def ask() -> None:
-            await pool.abridge([1], [2], [])
+            await pool.abridge_to_next_turn([1], [2], [])
             assert pool.why_not_bridged is not None
             asked.set()
 
         await asyncio.gather(ask(), asked.wait())
         assert pool.why_not_bridged is None
-        await pool.abridge([1], [2], [])
+        await pool.abridge_to_next_turn([1], [2], [])
         assert other.why_not_bridged is None
 
     with RendererPool(renderer) as pool, RendererPool(renderer) as other:
@@ -267,8 +260,8 @@ def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: A
             "every place in the pool is taken - expected fewer than 2 calls running or waiting. Call "
             "again later, leave out nowait, or make the pool with a larger queue_size"
         )
-        for name in ("abridge", "aparse_response"):
-            arguments = ([1], [2], []) if name == "abridge" else ([1],)
+        for name in ("abridge_to_next_turn", "aparse_response"):
+            arguments = ([1], [2], []) if name == "abridge_to_next_turn" else ([1],)
             with pytest.raises(PoolFullError):
                 await getattr(pool, name)(*arguments, nowait=True)
         gated.gate.set()
@@ -299,52 +292,6 @@ def test_calls_that_are_cancelled_leave_their_places(gated: Any) -> None:
         run(main(pool))
     # The cancelled call that had begun ran to its end; the other two never began.
     assert len(gated.entered) == 1 + 1 + 1 + 8
-
-
-def test_a_place_granted_to_a_call_that_is_cancelled_at_that_moment_is_passed_on() -> None:
-    async def main() -> None:
-        admission = Admission(1)
-        await admission.enter()
-        waiting = asyncio.create_task(admission.enter())
-        after = asyncio.create_task(admission.enter())
-        await asyncio.sleep(0)
-        admission.leave()  # grants the place
-        waiting.cancel()  # before the task has learnt of it
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await after
-        admission.leave()
-        admission.enter_now()
-        with pytest.raises(PoolFullError):
-            admission.enter_now()
-
-    run(main())
-
-
-def test_places_are_handed_out_in_order_across_event_loops() -> None:
-    admission = Admission(1)
-    admission.enter_now()
-    order: list[int] = []
-
-    def wait(number: int) -> None:
-        async def main() -> None:
-            await admission.enter()
-            order.append(number)
-            admission.leave()
-
-        asyncio.run(main())
-
-    threads = []
-    for number in range(4):
-        thread = threading.Thread(target=wait, args=(number,))
-        thread.start()
-        while len(admission._waiting) <= number:
-            threading.Event().wait(0.001)
-        threads.append(thread)
-    admission.leave()
-    for thread in threads:
-        thread.join(timeout=20)
-    assert order == [0, 1, 2, 3]
 
 
 def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any) -> None:
@@ -405,123 +352,20 @@ def test_sizes(renderer: Renderer, sizes: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
-def test_one_pool_for_a_model_and_its_options(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RendererPool.for_model(model, workers=2, image_backend="pil") as pool:
-        assert (
-            RendererPool.for_model(str(model), workers=2, image_backend="pil", memo_bytes=128 << 20) is pool
-        )
-        monkeypatch.chdir(model.parent)
-        assert RendererPool.for_model(model.name, workers=2, image_backend="pil") is pool
-        rules = {"content_special_tokens": {"user": "parse"}}
-        with (
-            RendererPool.for_model(model, workers=3, image_backend="pil") as larger,
-            RendererPool.for_model(model, workers=2, image_backend="pil", **rules) as parsing,
-        ):
-            assert larger is not pool
-            assert larger.tokenizer is pool.tokenizer
-            assert parsing.tokenizer is not pool.tokenizer
-    with RendererPool.for_model(model, workers=2, image_backend="pil") as again:
-        assert again is not pool
-        assert again.render(MESSAGES).token_ids
-
-
-def test_threads_that_ask_at_once_get_one_pool(model: Path) -> None:
-    together = threading.Barrier(6)
-
-    def ask(_: int) -> RendererPool:
-        together.wait(timeout=20)
-        return RendererPool.for_model(model, workers=1, image_backend="pil")
-
-    with ThreadPoolExecutor(6) as executor:
-        pools = set(executor.map(ask, range(6)))
-    assert len(pools) == 1
-    pools.pop().close()
-
-
-def test_options_that_there_are_not_and_options_that_cannot_be_compared(model: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'image_backed'"):
-        RendererPool.for_model(model, image_backed="pil")
-    with pytest.raises(InputError) as caught:
-        RendererPool.for_model(model, tool_call_grammar=[])
-    assert str(caught.value) == (
-        "tool_call_grammar: pools cannot be told apart by this option - expected a hashable value, got list. "
-        "Make the pool with RendererPool(Renderer.from_pretrained(...))"
-    )
-
-
-def rendered_elsewhere(pool: RendererPool) -> tuple[int, list[int], Any]:
-    rendered = pool.render(MESSAGES)
-    return os.getpid(), rendered.token_ids, rendered.multi_modal_data.mm_hashes
-
-
-def test_a_pool_goes_to_another_process(model: Path) -> None:
-    with RendererPool.for_model(model, workers=1, image_backend="pil") as pool:
-        assert pickle.loads(pickle.dumps(pool)) is pool
-        with multiprocessing.get_context("spawn").Pool(1) as processes:
-            pid, ids, hashes = processes.apply(rendered_elsewhere, (pool,))
-        assert pid != os.getpid()
-        assert (ids, hashes) == rendered_elsewhere(pool)[1:]
-
-
-def test_pools_that_cannot_go_to_another_process(model: Path, renderer: Renderer) -> None:
+def test_a_pool_does_not_go_to_another_process(renderer: Renderer) -> None:
     with RendererPool(renderer) as pool, pytest.raises(PoolError) as caught:
         pickle.dumps(pool)
     assert str(caught.value) == (
-        "a pool made around a renderer cannot be sent to another process. Make it with "
-        "RendererPool.for_model(...), which says what to load there"
-    )
-    with (
-        RendererPool.for_model(model, image_backend="pil", media_cache=MediaCache()) as pool,
-        pytest.raises(PoolError) as caught,
-    ):
-        pickle.dumps(pool)
-    assert str(caught.value) == (
-        "media_cache: a pool with a media cache of its own cannot be sent to another process. Leave "
-        "media_cache out, and each process has one"
+        "a pool cannot be sent to another process. Send the model's name, and make a pool there"
     )
 
 
-FORK = """
-    import asyncio, os, sys
-    from PIL import Image
-    from mmrender import Renderer
-    from mmrender.errors import PoolError
-    from mmrender.pool import RendererPool
+def test_calls_from_several_event_loops(renderer: Renderer) -> None:
+    expected = renderer.render(MESSAGES)
 
-    model = sys.argv[1]
-    photo = Image.linear_gradient("L").convert("RGB")
-    messages = [{"role": "user", "content": [{"type": "image", "image": photo}]}]
-    what = lambda rendered: (rendered.token_ids, rendered.multi_modal_data.mm_hashes)
-    pool = RendererPool.for_model(model, workers=2, image_backend="pil")
-    around = RendererPool(Renderer.from_pretrained(model, image_backend="pil"))
-    expected = what(asyncio.run(pool.arender(messages)))
-    locks = (pool.tokenizer._lock, pool.media.cache._lock, pool._lock, pool._threads._admission._lock)
-    for lock in locks:  # as though another thread were at work just now
-        lock.acquire()
-    child = os.fork()
-    if child == 0:
-        same = what(asyncio.run(pool.arender(messages))) == expected == what(pool.render(messages))
-        same = same and RendererPool.for_model(model, workers=2, image_backend="pil") is pool
-        try:
-            around.render(messages)
-        except PoolError as error:
-            print(error, flush=True)
-        os._exit(0 if same else 1)
-    for lock in locks:
-        lock.release()
-    assert os.waitpid(child, 0)[1] == 0
-    assert what(pool.render(messages)) == expected
-    print("same")
-"""
+    def work(_: int) -> RenderedTokens:
+        return run(pool.arender(MESSAGES))
 
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_forked_child_makes_the_pool_anew(model: Path) -> None:
-    script = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORK), str(model)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "the pool was made in the process that this one was forked from. Make it with "
-        "RendererPool.for_model(...), or in this process",
-        "same",
-    ]
+    with RendererPool(renderer, workers=1, queue_size=0) as pool, ThreadPoolExecutor(4) as threads:
+        for rendered in threads.map(work, range(8)):
+            same(rendered, expected)

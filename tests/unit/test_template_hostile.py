@@ -19,8 +19,8 @@ from mmrender.messages import Message, ToolCall
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 
-EXTRA_MEMORY = 500 << 20
-LIMITS = TemplateLimits(max_seconds=0.5)
+EXTRA_MEMORY = 256 << 20
+LIMITS = TemplateLimits()
 SECONDS = 12
 """What one attack may take on a loaded machine: the limit of the meter, and one long operation beyond it."""
 

@@ -9,7 +9,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from mmrender.errors import ModelError, TemplateError, TemplateMissingError
 from mmrender.model.files import ModelDir
-from mmrender.template.loader import choose_template, load_templates, special_tokens
+from mmrender.template.sources import choose_template, load_templates
 from small_models import build_engine
 
 NAMED = [{"name": "default", "template": "CONFIG"}, {"name": "tool_use", "template": "TOOLS"}]
@@ -231,4 +231,4 @@ def test_special_tokens_are_those_of_transformers(model, case, with_decoder, wit
     build_engine(("<s>", "</s>")).save(str(directory.path / "tokenizer.json"))
     transformers.logging.set_verbosity_error()
     reference = PreTrainedTokenizerFast.from_pretrained(directory.path).special_tokens_map
-    assert special_tokens(directory) == reference
+    assert ModelDir(directory.path).special_tokens == reference

@@ -18,7 +18,7 @@ from mmrender.engines.seeds import seeded
 from mmrender.engines.together import produced, together
 from mmrender.errors import PromptTooLongError, SamplingParameterError
 from mmrender.parsing import ParsedResponse
-from mmrender.protocols import TurnRenderer
+from mmrender.protocols import RendererProtocol
 
 
 class _Turn(NamedTuple):
@@ -133,7 +133,7 @@ class TokenChat:
         renderer = self._renderer
         if is_async(renderer):
             return await rendered_prompt(
-                cast(TurnRenderer, renderer), request.messages, request.tools, arguments
+                cast(RendererProtocol, renderer), request.messages, request.tools, arguments
             )
         rendered = await asyncio.to_thread(
             self._renderer.render,

@@ -11,15 +11,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import nodes
 
-from mmrender.template.limits import ITEMS_PER_SPAN, METER, Meter
-from mmrender.template.origin import Origin, Span, clip
-from mmrender.template.traced import TracedStr, plain
+from mmrender.template.limits import BUDGET, PER_ELEMENT, grow
+from mmrender.template.text import Origin, Span, TracedStr, clip, plain
 
 MarkKind: TypeAlias = Literal["enter", "look", "leave"]
 Mark: TypeAlias = tuple[int, MarkKind, Origin | None]
 """Number of a loop; whether an iteration begins, looked a message up, or was the last; and that message."""
-
-_CHECKED_EVERY = 1 << 16
 
 
 class MessageDict(dict[str, Any]):
@@ -34,9 +31,9 @@ def scaffold_origin(value: Any) -> Origin | None:
     if type(value) is MessageDict:
         return value._owner
     role = value.get("role") if isinstance(value, dict) else None
-    if not isinstance(role, TracedStr) or not role._spans:
+    if not isinstance(role, TracedStr) or not role.spans:
         return None
-    return role._spans[0][2].scaffold
+    return role.spans[0][2].scaffold
 
 
 def instrument(tree: nodes.Template) -> nodes.Template:
@@ -110,8 +107,8 @@ class _Joiner:
         self._outside: tuple[int, int] | None = (0, 0) if root else None
 
     def join(self, pieces: Iterable[str | Mark]) -> TracedStr:
-        meter = METER.get()
-        check = _CHECKED_EVERY
+        budget = BUDGET.get()
+        limit = budget.limits.max_characters if budget is not None else 1 << 60
         hold = self._held.append
         for piece in pieces:
             if type(piece) is str:
@@ -121,26 +118,16 @@ class _Joiner:
                 self._mark(*piece)
             elif piece:
                 hold(piece)  # type: ignore[arg-type]
-                self._attribute(piece._spans)  # type: ignore[union-attr]
+                self._attribute(piece.spans)  # type: ignore[union-attr]
                 self._position += len(piece)
-            if self._position > check and meter is not None:
-                meter.admit(self._position)
-                meter.admit_items(ITEMS_PER_SPAN * len(self._spans))
-                check = self._position + _CHECKED_EVERY
-        return self._finish(meter)
-
-    def _finish(self, meter: Meter | None) -> TracedStr:
+            if self._position > limit:
+                grow(self._position)
         self._flush()
         while self._open:
             self._close(self._open.pop())
         self._own_outside(self._position, len(self._spans))
-        if meter is not None:
-            meter.admit(self._position)
-            meter.admit_items(ITEMS_PER_SPAN * len(self._spans))
-        text = TracedStr("".join(self._held), tuple(self._spans))
-        if meter is not None:
-            meter.built(text, len(self._spans))
-        return text
+        grow(self._position + PER_ELEMENT // 4 * len(self._spans))
+        return TracedStr("".join(self._held), tuple(self._spans))
 
     def _push(self, start: int, stop: int, origin: Origin) -> None:
         spans = self._spans
@@ -252,12 +239,12 @@ def concat_root(pieces: Iterable[str | Mark]) -> TracedStr:
 
 
 def disown_prompt(text: TracedStr, prompts: Iterable[str]) -> TracedStr:
-    """The text with the scaffold of the generation prompt that it ends in, the longest, given to no message.
+    """Remove message attribution from the trailing generation prompt, the longest that fits.
 
     A generation prompt that the template writes inside its loop belongs to the coming turn, not to the last.
     """
     length = max([len(prompt) for prompt in prompts if text.endswith(prompt)], default=0)
     cut = len(text) - length
-    if length == 0 or any(stop > cut and origin.is_content for _, stop, origin in text._spans):
+    if length == 0 or any(stop > cut and origin.is_content for _, stop, origin in text.spans):
         return text
-    return TracedStr(plain(text), clip(text._spans, 0, cut))
+    return TracedStr(plain(text), clip(text.spans, 0, cut))

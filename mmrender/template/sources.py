@@ -21,7 +21,6 @@ from mmrender.model.files import ModelDir
 _WITH_PROCESSOR = ("processor_config.json", "chat_template.json", "files", "tokenizer_config.json")
 _WITHOUT_PROCESSOR = ("files", "tokenizer_config.json", "processor_config.json", "chat_template.json")
 _FOLDER = "additional_chat_templates"
-_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_templates(model: ModelDir) -> dict[str, str]:
@@ -113,21 +112,3 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
         got=f"templates: {have}",
         remedy="Pass chat_template=<Jinja text>",
     )
-
-
-def special_tokens(model: ModelDir) -> dict[str, str]:
-    """Special tokens that a template may name, such as `bos_token`: those that the tokenizer's files set.
-
-    As in Transformers, `special_tokens_map.json` counts only where `tokenizer_config.json` does not list the
-    added tokens; its entries then override.
-    """
-    config = dict(model.tokenizer_config)
-    if "added_tokens_decoder" not in config:
-        config.update(model.read_json("special_tokens_map.json"))
-    extra = config.get("extra_special_tokens")
-    named = {key: value for key, value in config.items() if key in _TOKEN_KEYS or key.endswith("_token")}
-    named.update(extra if isinstance(extra, Mapping) else {})
-    texts = {
-        key: value.get("content") if isinstance(value, Mapping) else value for key, value in named.items()
-    }
-    return {key: text for key, text in texts.items() if isinstance(text, str)}

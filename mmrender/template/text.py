@@ -1,0 +1,449 @@
+"""`TracedStr`: a `str` whose characters remember the value they came from.
+
+Slicing, stripping, splitting, replacing, joining and concatenating keep the spans. Where an operation cannot
+keep characters apart, its result is tainted: content as a whole, never syntax (law 7).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import index
+from typing import Any, Literal, Self, SupportsIndex, TypeAlias
+
+from jinja2.utils import Namespace
+
+from mmrender.messages import Role
+from mmrender.template.limits import LONG, PER_ELEMENT, grow, weigh
+
+Kind: TypeAlias = Literal[
+    "content",  # text parts
+    "reasoning",  # reasoning_content and thinking parts
+    "tool_call",  # name, arguments and id of a call
+    "name",  # the message's name and tool_call_id
+    "extra",  # keys that belong to no standard
+    "tools",  # tool definitions
+    "documents",  # retrieved documents and other template arguments
+    "role",  # the role's own text
+    "scaffold",  # written by the template while it handled the message
+]
+Author: TypeAlias = Role | Literal["caller"]
+"""Who wrote a piece of content: a message's role, or the caller, who passes tool definitions, documents,
+template arguments, names and tool-call arguments."""
+
+_SCAFFOLD: frozenset[Kind] = frozenset({"role", "scaffold"})
+_BY_CALLER: frozenset[Kind] = frozenset({"tools", "documents", "name", "tool_call"})
+_MAX_WIDTH = 10_000
+_SPACES = [char for char in map(chr, range(0x3001)) if char.isspace()]
+_PRINTF = re.compile(r"%(?:\([^)]*\))?([-#0 +.\d*]*)")
+
+
+class Origin:
+    """The value that a piece of text was made from; compared by identity.
+
+    Attributes:
+        message: Index of the message, or -1 for tool definitions, documents and template arguments.
+        role: Role of that message, or None where there is no message.
+        kind: Which field, see `Kind`.
+        path: For people: `messages[2].content[1].text`.
+        scaffold: For a value of a message, the origin of what the template writes around that message.
+        is_content: Whether a caller or the model wrote it, as against the template.
+        author: Whose rule says what a special token in this content is.
+    """
+
+    __slots__ = ("author", "is_content", "kind", "message", "path", "role", "scaffold")
+
+    def __init__(
+        self, message: int, role: Role | None, kind: Kind, path: str, scaffold: "Origin | None" = None
+    ) -> None:
+        self.message = message
+        self.role = role
+        self.kind = kind
+        self.path = path
+        self.scaffold = scaffold
+        self.is_content = kind not in _SCAFFOLD
+        self.author: Author = "caller" if role is None or kind in _BY_CALLER else role
+
+    def __repr__(self) -> str:
+        return f"Origin({self.path}, {self.kind})"
+
+
+SEVERAL = Origin(-1, None, "content", "several messages")
+"""The origin of tainted text that was made from several messages."""
+
+Span: TypeAlias = tuple[int, int, Origin]
+"""`(start, stop, origin)` in characters; text between spans is the template's, outside any message."""
+Spans: TypeAlias = tuple[Span, ...]
+"""Spans in rising order, without overlap."""
+
+
+def clip(spans: Spans, start: int, stop: int) -> Spans:
+    """Return the spans of the slice `[start, stop)`, relative to its start."""
+    if not spans or start >= stop:
+        return ()
+    if len(spans) == 1:
+        low, high, origin = spans[0]
+        low, high = max(low, start), min(high, stop)
+        return ((low - start, high - start, origin),) if low < high else ()
+    return tuple(
+        (max(low, start) - start, min(high, stop) - start, origin)
+        for low, high, origin in spans
+        if low < stop and high > start
+    )
+
+
+class Proxy:
+    """Base of the values other than text that remember where they came from."""
+
+    __slots__ = ()
+    _origin: Origin
+
+
+class TracedStr(str):
+    """A `str` with spans `(start, stop, origin)`.
+
+    Args:
+        text: The characters.
+        spans: Rising, without overlap; text that no span covers was written by the template.
+    """
+
+    __slots__ = ("spans",)
+    spans: Spans
+
+    def __new__(cls, text: str = "", spans: Spans = ()) -> Self:  # noqa: D102 - described by the class
+        self = str.__new__(cls, text)
+        self.spans = spans
+        return self
+
+    @classmethod
+    def whole(cls, text: str, origin: Origin) -> Self:
+        """Build text that came from one value."""
+        return cls(text, ((0, len(text), origin),) if text else ())
+
+    def _cut(self, start: int, stop: int) -> Self:
+        if start == 0 and stop == len(self):
+            return self
+        return type(self)(str.__getitem__(self, slice(start, stop)), clip(self.spans, start, stop))
+
+    def __str__(self) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str.__str__(self),)
+
+    def __getitem__(self, key: SupportsIndex | slice) -> "TracedStr":
+        if not isinstance(key, slice):
+            start = index(key) + (len(self) if index(key) < 0 else 0)
+            return TracedStr(str.__getitem__(self, key), clip(self.spans, start, start + 1))
+        start, stop, step = key.indices(len(self))
+        if step == 1:
+            return self._cut(start, max(start, stop))
+        return tainted(str.__getitem__(self, key), self)
+
+    def __iter__(self) -> Iterator["TracedStr"]:
+        return (self[i] for i in range(len(self)))
+
+    # Joining and replacing: pieces keep their spans.
+
+    def __add__(self, other: Any) -> "TracedStr":
+        if type(other) is str:
+            grow(len(self) + len(other))
+            return TracedStr(str.__add__(self, other), self.spans)
+        return concat((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> "TracedStr":
+        return concat((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, count: SupportsIndex) -> "TracedStr":
+        times = max(index(count), 0)
+        grow(len(self) * times)
+        if not self.spans:
+            return TracedStr(str.__mul__(self, times))
+        grow(PER_ELEMENT * times)
+        return concat([self] * times)
+
+    __rmul__ = __mul__
+
+    def join(self, pieces: Iterable[str]) -> "TracedStr":
+        """Join `pieces`, which must all be strings, with this text between them."""
+        if isinstance(pieces, str):
+            grow(PER_ELEMENT * len(pieces))
+        held = list(pieces)
+        for number, piece in enumerate[Any](held):
+            if not isinstance(piece, str):
+                found = type(piece).__name__
+                raise TypeError(f"sequence item {number}: expected str instance, {found} found")
+        if not self:
+            return concat(held)
+        laid: list[str] = [self] * (2 * len(held) - 1)
+        laid[::2] = held
+        return concat(laid)
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> "TracedStr":
+        """Replace `old`; what `new` brings keeps the origin of `new`."""
+        limit = index(count)
+        found = str.count(self, old)
+        times = found if limit < 0 else min(found, limit)
+        if times == 0:
+            str.replace(self, old, new, 0)  # refuses what is not text
+            return self
+        grow(len(self) + times * (len(new) - len(old)))
+        if not self.spans and not spans_of(new):
+            return TracedStr(str.replace(self, old, new, limit))
+        grow(PER_ELEMENT * times)
+        pieces: list[str] = []
+        position = start = 0
+        for _ in range(times):
+            start = str.find(self, old, start)
+            pieces += (self._cut(position, start), new)
+            position = start + len(old)
+            start = position if old else position + 1  # an empty text occurs between all characters
+        return concat([*pieces, self._cut(position, len(self))])
+
+    # Trimming and splitting: every result is a slice.
+
+    def lstrip(self, chars: str | None = None, /) -> Self:
+        """Slice without leading `chars`."""
+        return self._cut(len(self) - len(str.lstrip(self, chars)), len(self))
+
+    def rstrip(self, chars: str | None = None, /) -> Self:
+        """Slice without trailing `chars`."""
+        return self._cut(0, len(str.rstrip(self, chars)))
+
+    def strip(self, chars: str | None = None, /) -> Self:
+        """Slice without leading and trailing `chars`."""
+        kept = len(str.rstrip(self, chars))
+        return self._cut(min(kept, len(self) - len(str.lstrip(self, chars))), kept)
+
+    def removeprefix(self, prefix: str, /) -> Self:
+        """Slice without `prefix`."""
+        return self._cut(len(prefix), len(self)) if str.startswith(self, prefix) else self
+
+    def removesuffix(self, suffix: str, /) -> Self:
+        """Slice without `suffix`."""
+        return self._cut(0, len(self) - len(suffix)) if suffix and str.endswith(self, suffix) else self
+
+    def split(  # type: ignore[override]
+        self, sep: str | None = None, maxsplit: SupportsIndex = -1
+    ) -> list[Self]:
+        """Split as `str.split` does, into slices."""
+        self._admit_pieces(sep)
+        return self._separated(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(  # type: ignore[override]
+        self, sep: str | None = None, maxsplit: SupportsIndex = -1
+    ) -> list[Self]:
+        """Split as `str.rsplit` does, into slices."""
+        self._admit_pieces(sep)
+        return self._separated(str.rsplit(self, sep, maxsplit), sep)
+
+    def _admit_pieces(self, sep: str | None) -> None:
+        if len(self) > LONG:
+            ends = _SPACES if sep is None else [sep]
+            grow(PER_ELEMENT * sum(str.count(self, end) for end in ends if end))
+
+    def _separated(self, pieces: list[str], sep: str | None) -> list[Self]:
+        found, position = [], 0
+        for piece in pieces:
+            start = str.index(self, piece, position) if sep is None else position
+            found.append(self._cut(start, start + len(piece)))
+            position = start + len(piece) + len(sep or "")
+        return found
+
+    def splitlines(self, keepends: bool = False) -> list[Self]:  # type: ignore[override]
+        """Split at line ends, into slices."""
+        self._admit_pieces(None)
+        whole = str.splitlines(self, True)
+        kept = whole if keepends else str.splitlines(self)
+        cuts, position = [], 0
+        for line, text in zip(whole, kept, strict=True):
+            cuts.append(self._cut(position, position + len(text)))
+            position += len(line)
+        return cuts
+
+    def partition(self, sep: str, /) -> tuple[Self, Self, Self]:
+        """Split at the first `sep`."""
+        before, middle, _ = str.partition(self, sep)
+        return self._thirds(len(before), len(middle))
+
+    def rpartition(self, sep: str, /) -> tuple[Self, Self, Self]:
+        """Split at the last `sep`."""
+        before, middle, _ = str.rpartition(self, sep)
+        return self._thirds(len(before), len(middle))
+
+    def _thirds(self, first: int, second: int) -> tuple[Self, Self, Self]:
+        end = first + second
+        return self._cut(0, first), self._cut(first, end), self._cut(end, len(self))
+
+    # Case: spans stay where every character has one image.
+
+    def changed(self, text: str) -> "TracedStr":
+        """Give `text`, in which each character has one image; it is tainted if the length differs."""
+        return TracedStr(text, self.spans) if len(text) == len(self) else tainted(text, self)
+
+    def lower(self) -> "TracedStr":
+        """Lower case."""
+        return self.changed(str.lower(self))
+
+    def upper(self) -> "TracedStr":
+        """Upper case."""
+        return self.changed(str.upper(self))
+
+    def casefold(self) -> "TracedStr":
+        """Folded case."""
+        return self.changed(str.casefold(self))
+
+    def swapcase(self) -> "TracedStr":
+        """Swapped case."""
+        return self.changed(str.swapcase(self))
+
+    def title(self) -> "TracedStr":
+        """Title case."""
+        return self.changed(str.title(self))
+
+    def capitalize(self) -> "TracedStr":
+        """First character in title case, the rest in lower case."""
+        return self.changed(str.capitalize(self))
+
+    # Padding and formatting: the result is tainted.
+
+    def ljust(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
+        """Pad on the right."""
+        grow(index(width))
+        return tainted(str.ljust(self, width, fillchar), self, fillchar)
+
+    def rjust(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
+        """Pad on the left."""
+        grow(index(width))
+        return tainted(str.rjust(self, width, fillchar), self, fillchar)
+
+    def center(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
+        """Pad on both sides."""
+        grow(index(width))
+        return tainted(str.center(self, width, fillchar), self, fillchar)
+
+    def zfill(self, width: SupportsIndex, /) -> "TracedStr":
+        """Pad with zeros after the sign."""
+        grow(index(width))
+        return tainted(str.zfill(self, width), self)
+
+    def __mod__(self, values: Any) -> "TracedStr":
+        return percent(self, values)
+
+    def __rmod__(self, template: Any) -> "TracedStr":
+        return percent(template, self) if isinstance(template, str) else NotImplemented
+
+    def __format__(self, spec: str) -> "TracedStr":
+        check_width(spec)
+        return tainted(str.__format__(self, spec), self)
+
+    def format(self, *args: Any, **kwargs: Any) -> "TracedStr":
+        """Format as `str.format` does; templates get the sandbox's own in its place."""
+        return tainted(str.format(self, *args, **kwargs), self, args, kwargs)
+
+    def format_map(self, mapping: Any, /) -> "TracedStr":
+        """Format with the values of `mapping`."""
+        return tainted(str.format_map(self, mapping), self, mapping)
+
+    def expandtabs(self, tabsize: SupportsIndex = 8) -> "TracedStr":
+        """Tabs as spaces; templates may not."""
+        return tainted(str.expandtabs(self, tabsize), self)
+
+    def translate(self, table: Any, /) -> "TracedStr":
+        """Map characters by `table`; templates may not."""
+        return tainted(str.translate(self, table), self, table)
+
+
+def concat(pieces: Iterable[str]) -> TracedStr:
+    """Join pieces of text, keeping their spans; two pieces of one value that meet become one span."""
+    return TracedStr(*lay_out(pieces if isinstance(pieces, list | tuple) else list(pieces)))
+
+
+def lay_out(pieces: Sequence[str]) -> tuple[str, Spans]:
+    """Join pieces; return the text and the spans of the whole."""
+    spans: list[Span] = []
+    position = 0
+    for piece in pieces:
+        if isinstance(piece, TracedStr):
+            for low, high, origin in piece.spans:
+                start = low + position
+                if spans and spans[-1][1] == start and spans[-1][2] is origin:
+                    start = spans.pop()[0]
+                spans.append((start, high + position, origin))
+        position += len(piece)
+    if position > LONG:
+        grow(position + PER_ELEMENT // 4 * len(spans))
+    return "".join(pieces), tuple(spans)
+
+
+def spans_of(text: str) -> Spans:
+    """Return the spans of any string; a plain one has none."""
+    return text.spans if isinstance(text, TracedStr) else ()
+
+
+def plain(text: str) -> str:
+    """Return the characters alone, as a plain `str`."""
+    return str.__str__(text) if type(text) is not str else text
+
+
+def tainted(text: str, *sources: Any) -> TracedStr:
+    """Return text computed from `sources` in a way that has no map of characters.
+
+    If any of them holds content, all of the text is content: of its value if there is one, of the caller's
+    before the message's own, and of no message where it came from several.
+    """
+    origins = dict.fromkeys(_origins_in(sources))
+    content = [origin for origin in origins if origin.is_content]
+    if not content:
+        return TracedStr.whole(text, next(iter(origins))) if len(origins) == 1 else TracedStr(text)
+    if len({origin.message for origin in content}) > 1:
+        return TracedStr.whole(text, SEVERAL)
+    by_caller = (origin for origin in content if origin.author == "caller")
+    return TracedStr.whole(text, next(by_caller, content[0]))
+
+
+def _origins_in(value: Any) -> Iterator[Origin]:
+    """Yield the origins of all text and numbers in a value."""
+    stack, seen = [value], set[int]()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, TracedStr):
+            yield from (origin for _, _, origin in item.spans)
+        elif isinstance(item, Proxy):
+            yield item._origin
+        elif isinstance(item, _PRINTED_BY_ELEMENT) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, Namespace):
+                stack.append(object.__getattribute__(item, "_Namespace__attrs"))
+            elif isinstance(item, Mapping):
+                stack += [*item.values(), *item.keys()][::-1]
+            else:
+                stack += reversed(list(item))
+
+
+_VIEWS: Any = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))  # type: ignore[var-annotated]
+_PRINTED_BY_ELEMENT: Any = (dict, list, tuple, Namespace, *_VIEWS)
+"""Types that print the `repr` of their elements."""
+
+
+def text_of(value: Any) -> TracedStr:
+    """Return `str(value)` with provenance; a container's text is tainted by what it holds."""
+    if isinstance(value, TracedStr):
+        return value
+    if isinstance(value, _PRINTED_BY_ELEMENT):
+        weigh(list(value) if isinstance(value, _VIEWS) else value)
+        return tainted(str(value), value)
+    text = str(value)
+    return text if isinstance(text, TracedStr) else TracedStr(text)
+
+
+def percent(template: str, values: Any) -> TracedStr:
+    """Return `template % values`, tainted."""
+    for flags in _PRINTF.findall(plain(template)):
+        check_width(flags)
+    grow(len(template) + str.count(template, "%") * len(text_of(values)))
+    return tainted(str.__mod__(plain(template), values), template, values)
+
+
+def check_width(spec: str) -> None:
+    """Refuse a width or precision that would pad far, or that a value gives."""
+    if "*" in spec or any(int(digits[:9]) > _MAX_WIDTH for digits in re.findall(r"\d+", spec)):
+        grow(1 << 60)
