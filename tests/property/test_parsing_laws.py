@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrender.messages import Message, ToolCall
-from mmrender.model.files import find_model, stop_token_ids
+from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import ParsedResponse
 from mmrender.parsing.grammars import Field
-from mmrender.template.sources import load_templates, special_tokens
+from mmrender.template.sources import load_templates
 from parsing_cases import BODIES, Case, case_of, written_case
 
 MODELS = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")
@@ -203,8 +203,8 @@ def model_case(folder: Path, **arguments: Any) -> Case:
         folder.name,
         load_templates(model)["default"],
         tokenizer,
-        stop_token_ids(model, tokenizer),
-        special_tokens=special_tokens(model),
+        model.stop_token_ids(tokenizer.token_id),
+        special_tokens=model.special_tokens,
         arguments=arguments,
     )
 

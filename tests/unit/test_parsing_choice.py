@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mmrender.model.files import find_model, stop_token_ids
+from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import GRAMMARS
 from mmrender.parsing.parser import Edge, GrammarChoice
-from mmrender.template.sources import load_templates, special_tokens
+from mmrender.template.sources import load_templates
 from parsing_cases import BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
 EXPECTED = {
@@ -48,8 +48,8 @@ def test_models(shared_models: Path, name: str) -> None:
         name,
         load_templates(model)["default"],
         tokenizer,
-        stop_token_ids(model, tokenizer),
-        special_tokens=special_tokens(model),
+        model.stop_token_ids(tokenizer.token_id),
+        special_tokens=model.special_tokens,
     )
     assert str(choice_of(made)) == EXPECTED[name]
 
