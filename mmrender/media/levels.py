@@ -46,18 +46,8 @@ class PixelArithmetic:
     backend: ImageBackend
 
     def table(self) -> npt.NDArray[np.float32]:
-        """Return the value of each level: shape `(3, 256)`, float32, by the reference's formula."""
-        mean = np.array(self.mean, np.float32)[:, None]
-        std = np.array(self.std, np.float32)[:, None]
-        levels = np.arange(256)
-        if self.backend == "torch":
-            # The torch back end folds the factor into mean and deviation, each product rounded to float32.
-            scale = np.float32(1.0 / self.rescale)
-            mean, std, values = mean * scale, std * scale, levels.astype(np.float32)
-        else:
-            values = (levels.astype(np.float64) * self.rescale).astype(np.float32)
-        table: npt.NDArray[np.float32] = (values - mean) / std
-        return table
+        """Return the value of each level: shape `(3, 256)`, float32, read-only, by the reference's formula."""
+        return _table(self)
 
     def write(
         self, levels: npt.NDArray[np.uint8], channel: int, dtype: TensorDtype, out: npt.NDArray[Any]
@@ -76,6 +66,22 @@ class PixelArithmetic:
             np.take(table, pairs, out=out.reshape(-1).view(np.uint32), mode="clip")
         else:
             np.take(cast(self.table()[channel], dtype), levels, out=out, mode="clip")
+
+
+@lru_cache(maxsize=32)
+def _table(arithmetic: PixelArithmetic) -> npt.NDArray[np.float32]:
+    mean = np.array(arithmetic.mean, np.float32)[:, None]
+    std = np.array(arithmetic.std, np.float32)[:, None]
+    levels = np.arange(256)
+    if arithmetic.backend == "torch":
+        # The torch back end folds the factor into mean and deviation, each product rounded to float32.
+        scale = np.float32(1.0 / arithmetic.rescale)
+        mean, std, values = mean * scale, std * scale, levels.astype(np.float32)
+    else:
+        values = (levels.astype(np.float64) * arithmetic.rescale).astype(np.float32)
+    table: npt.NDArray[np.float32] = (values - mean) / std
+    table.flags.writeable = False
+    return table
 
 
 _Steps: TypeAlias = tuple[tuple[Callable[..., Any], np.float32], ...]
