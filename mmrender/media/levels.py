@@ -46,7 +46,7 @@ class PixelArithmetic:
     backend: ImageBackend
 
     def table(self) -> npt.NDArray[np.float32]:
-        """Return the value of each level: shape `(3, 256)`, float32, read-only, by the reference's formula."""
+        """Return the value of each level by the reference's formula: `(3, 256)`, float32, read-only."""
         return _table(self)
 
     def write(
