@@ -6,7 +6,7 @@ decoded; a new source with known pixels is decoded and not processed.
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.cache import MediaCache, source_fingerprint
@@ -68,65 +68,58 @@ class MediaResolver:
         """
         total = len(media) if num_images is None else num_images
         for where, part in media:
-            self._check(where, part)
+            if isinstance(part, VideoPart):
+                raise ProcessorError(
+                    f"videos are not supported for {self.processor.name}",
+                    where=where,
+                    expected="images",
+                    remedy="Pass the frames as images.",
+                )
+            if part.source is None:
+                raise MediaError(
+                    "the part has no image",
+                    where=where,
+                    expected="a source to load",
+                    got="None",
+                    remedy="Give the image again, or render without media.",
+                )
         if fingerprints is None:
             fingerprints = [source_fingerprint(part.source) for _, part in media]
         # Within one call a source cannot change, so the object itself is a key where there is no other.
         keys = [
-            _same_object(part) if fingerprint is None else fingerprint
+            _same_object(part.source) if fingerprint is None else fingerprint
             for (_, part), fingerprint in zip(media, fingerprints, strict=True)
         ]
         first = {key: index for index, key in reversed(list(enumerate(keys)))}
         order = [index for index, key in enumerate(keys) if first[key] == index]
-
-        def make(index: int) -> MediaItem:
-            return self._item(*media[index], fingerprints[index], total)
-
-        found = dict(zip(order, map_shared(make, order, self._executor), strict=True))
+        items = map_shared(
+            lambda index: self._item(*media[index], fingerprints[index], total), order, self._executor
+        )
+        found = dict(zip(order, items, strict=True))
         return [found[first[key]] for key in keys]
 
-    def _check(self, where: str, part: MediaPart) -> None:
-        if isinstance(part, VideoPart):
-            raise ProcessorError(
-                f"videos are not supported for {self.processor.name}",
-                where=where,
-                expected="images",
-                remedy="Pass the frames as images.",
-            )
-        if part.source is None:
-            raise MediaError(
-                "the part has no image",
-                where=where,
-                expected="a source to load",
-                got="None",
-                remedy="Give the image again, or render without media.",
-            )
-
     def _item(self, where: str, part: MediaPart, fingerprint: Hashable | None, num_images: int) -> MediaItem:
+        # The policy is part of the key: what one resolver may load, another that shares the cache may not.
+        counted = num_images if self.processor.depends_on_image_count else None
+        settings = (counted, self.processor.settings_digest, self.policy)
+
         def prepare() -> Prepared:
-            return self.processor.prepare(
-                load_image(part.source, self.policy, where=where), num_images=num_images
-            )
+            loaded = load_image(part.source, self.policy, where=where)
+            return self.processor.prepare(loaded, num_images=num_images)
 
         try:
             if fingerprint is not None:
-                return self.cache.get_or_load(self._key(fingerprint, num_images), prepare)
+                return self.cache.get_or_load((fingerprint, settings), prepare)
             item = self.cache.get_or_finish(prepare())
             # An image that was opened lazily has a fingerprint once it is decoded.
             fingerprint = source_fingerprint(part.source)
-            return item if fingerprint is None else self.cache.bind(self._key(fingerprint, num_images), item)
+            return item if fingerprint is None else self.cache.bind((fingerprint, settings), item)
         except MMRenderError as error:
             error.at(where)
             raise
 
-    def _key(self, fingerprint: Hashable, num_images: int) -> Hashable:
-        # The policy is part of the key: what one resolver may load, another that shares the cache may not.
-        counted = num_images if self.processor.depends_on_image_count else None
-        return fingerprint, counted, self.processor.settings_digest, self.policy
 
-
-def _same_object(part: MediaPart) -> Hashable:
-    source = part.source
+def _same_object(source: Any) -> Hashable:
     return ("text", source) if isinstance(source, str) else ("object", id(source))
 
 
