@@ -1,5 +1,5 @@
 from ._version import __version__ as __version__
-from .client.generate import generate as generate
+from .client.generation import generate as generate
 from .errors import BatchError as BatchError
 from .errors import EngineError as EngineError
 from .errors import InputError as InputError
