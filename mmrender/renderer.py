@@ -12,7 +12,7 @@ from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.caching import LRUCache
 from mmrender.content import attach_media, normalize_messages, normalize_tools
 from mmrender.errors import InputError, RenderError
-from mmrender.media.cache import MediaCache
+from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
@@ -190,18 +190,21 @@ class Renderer:
             SpecialTokenError: Content holds a special token, and its role is set to `error`.
         """
         template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
-        key = None
-        if self._memo is not None:
-            given = (messages, tools, documents, images, videos, add_generation_prompt, template_arguments)
-            key = conversation_key(*given)
-            known = self._memo.get(key) if key is not None else None
-            if known is not None:
-                return known
         conversation = normalize_messages(messages)
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
+        fingerprints = [
+            source_fingerprint(part.source) for message in conversation for _, part in message.media()
+        ]
+        key = None
+        if self._memo is not None:
+            options = (tools, documents, add_generation_prompt, template_arguments)
+            key = conversation_key(conversation, fingerprints, *options)
+            known = self._memo.get(key) if key is not None else None
+            if known is not None:
+                return known
         rendering = self._rendering(tools, documents, template_arguments)
-        rendered = rendering.render(conversation, add_generation_prompt)
+        rendered = rendering.render(conversation, add_generation_prompt, fingerprints)
         if self._memo is not None and key is not None and not rendering.template.reads_clock:
             self._memo.put(key, rendered)
         return rendered

@@ -6,7 +6,7 @@ template's own loop says which message a placeholder belongs to, that must be th
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -87,8 +87,19 @@ class Rendering:
                 accepted = count
         return None
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> RenderedTokens:
-        """Render a conversation; errors as for `Renderer.render`."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        fingerprints: Sequence[Hashable | None] | None = None,
+    ) -> RenderedTokens:
+        """Render a conversation; errors as for `Renderer.render`.
+
+        Args:
+            messages: The conversation.
+            add_generation_prompt: Whether to open the assistant's turn.
+            fingerprints: That of each media part's source, where the caller has taken them already.
+        """
         layout = self.writer.lay_out(self.text(messages, add_generation_prompt))
         turns, rewritten = assistant_turns(layout.text, messages, self.profile, self.text)
         encoded, sidecar = encode_with_media(
@@ -97,6 +108,7 @@ class Rendering:
             writer=self.writer,
             media=self.media,
             image_roles=self.profile.image_roles,
+            fingerprints=fingerprints,
             cuts=sorted({turn.prompt_stop for turn in turns}),
         )
         spans, misaligned = mark_sampled(encoded, turns, self.stop_ids)
@@ -143,6 +155,7 @@ def encode_with_media(
     writer: TokenWriter,
     media: MediaResolver | None,
     image_roles: Iterable[str],
+    fingerprints: Sequence[Hashable | None] | None = None,
     cuts: Sequence[int] = (),
     after: Sequence[int] | None = None,
     earlier: MultiModalData | None = None,
@@ -157,6 +170,7 @@ def encode_with_media(
         writer: Turns text into tokens.
         media: What resolves the parts, or None for a text-only model.
         image_roles: Roles in which the template is known to write placeholders, for remedies.
+        fingerprints: That of each part's source, where the caller has taken them already.
         cuts: Rising character positions whose token index is wanted.
         after: Tokens that the text is appended to; None for a text that begins the prompt.
         earlier: Sidecar of those tokens.
@@ -181,7 +195,7 @@ def encode_with_media(
         ]
         if media is not None:
             _check_placement(places, written, image_roles, where=where)
-        items = _resolved(places, media, len(earlier.mm_hashes.get("image", ())))
+        items = _resolved(places, media, len(earlier.mm_hashes.get("image", ())), fingerprints)
     encoded = writer.write(layout, items, cuts, begins=after is None)
     base = len(after or ())
     entries = [
@@ -193,7 +207,10 @@ def encode_with_media(
 
 
 def _resolved(
-    places: Sequence[MediaPlace], media: MediaResolver | None, earlier_images: int
+    places: Sequence[MediaPlace],
+    media: MediaResolver | None,
+    earlier_images: int,
+    fingerprints: Sequence[Hashable | None] | None,
 ) -> list[MediaItem | None]:
     """Return the items of media parts; a part of unknown source stays one unexpanded placeholder."""
     if not places:
@@ -206,10 +223,11 @@ def _resolved(
             got="a text-only model",
             remedy="Use a vision-language model, or remove the image",
         )
-    given = [(place.where, place.part) for place in places if place.part.source is not UNKNOWN_SOURCE]
+    if any(place.part.source is UNKNOWN_SOURCE for place in places):
+        return [None] * len(places)  # a probe: its parts are all alike
     images = earlier_images + sum(place.modality == "image" for place in places)
-    found = iter(media.resolve(given, num_images=images))
-    return [None if place.part.source is UNKNOWN_SOURCE else next(found) for place in places]
+    given = [(place.where, place.part) for place in places]
+    return list(media.resolve(given, num_images=images, fingerprints=fingerprints))
 
 
 def _check_placement(
