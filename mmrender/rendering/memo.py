@@ -114,12 +114,6 @@ def _copied(rendered: RenderedTokens) -> RenderedTokens:
     copy = object.__new__(RenderedTokens)
     copy.__dict__.update(rendered.__dict__)
     copy.__dict__["token_ids"] = rendered.token_ids.copy()
-    sidecar = rendered.multi_modal_data
-    if sidecar:
-        copy.__dict__["multi_modal_data"] = MultiModalData(
-            *[
-                {modality: list(values) for modality, values in mapping.items()}
-                for mapping in (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
-            ]
-        )
+    if rendered.multi_modal_data:
+        copy.__dict__["multi_modal_data"] = rendered.multi_modal_data.merged(MultiModalData())
     return copy
