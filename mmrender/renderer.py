@@ -135,7 +135,10 @@ class Renderer:
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
         processor = load_processor(
-            model.path, image_backend=image_backend, trust_remote_code=trust_remote_code
+            model.path,
+            image_backend=image_backend,
+            trust_remote_code=trust_remote_code,
+            defer_missing=True,
         )
         media = None
         if processor is not None:

@@ -4,6 +4,7 @@ An item is found again by its identity. A source seen before is recognised by it
 decoded; a new source with known pixels is decoded and not processed.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias, TypeVar
@@ -12,7 +13,7 @@ from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import MediaProcessor, Prepared
+from mmrender.media.processors.base import MediaProcessor, Prepared, UnavailableProcessor
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.spans import MediaItem
 
@@ -48,6 +49,15 @@ class MediaResolver:
         """Return a resolver over the same processor, policy and cache that shares its work with threads."""
         return MediaResolver(self.processor, self.policy, self.cache, executor=executor)
 
+    def require_processor(self, where: str) -> None:
+        """Raise if the package that the model's images need is not installed.
+
+        Raises:
+            MissingDependencyError: It is not.
+        """
+        if isinstance(self.processor, UnavailableProcessor):
+            raise copy.copy(self.processor.error).at(where)
+
     def resolve(
         self,
         media: Sequence[tuple[str, MediaPart]],
@@ -68,6 +78,7 @@ class MediaResolver:
         """
         total = len(media) if num_images is None else num_images
         for where, part in media:
+            self.require_processor(where)
             if isinstance(part, VideoPart):
                 raise ProcessorError(
                     f"videos are not supported for {self.processor.name}",

@@ -194,6 +194,8 @@ def encode_with_media(
             for found in layout.placeholders
         ]
         if media is not None:
+            if places:
+                media.require_processor(places[0].where)
             _check_placement(places, written, image_roles, where=where)
         items = _resolved(places, media, len(earlier.mm_hashes.get("image", ())), fingerprints)
     encoded = writer.write(layout, items, cuts, begins=after is None)

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from mmrender.errors import MMRenderError
+from mmrender.media.processors.base import UnavailableProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 
@@ -31,11 +32,13 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
         },
         "images": {}
         if processor is None
+        else {"not available": str(processor.error)}
+        if isinstance(processor, UnavailableProcessor)
         else {
             "processor": processor.name,
             "back end": processor.image_backend,
             "placeholders": dict(processor.placeholder),
-            "an item depends on its company": processor.depends_on_image_count,
+            "an item depends on the number of images": processor.depends_on_image_count,
             "tokens of 1024×1024": processor.geometry(1024, 1024).num_tokens,
         },
     }

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.load import LoadedImage
 from mmrender.media.processors.base import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
+from mmrender.renderer import Renderer
 from mmrender.spans import Repeat
 
 QWEN = {
@@ -124,6 +126,23 @@ def test_torch_is_asked_for_with_the_first_image_that_it_resizes(
         'image_backend="torch" needs torch, which is not installed. Install it with: '
         "pip install 'mmrender[torch]', or choose image_backend=\"pil\""
     )
+
+
+def test_text_renders_without_the_packages_that_images_need(
+    shared_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "<image> in text"}]}]
+    expected = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil").render(messages)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    renderer = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil")
+    assert renderer.render(messages).token_ids == expected.token_ids
+    for _ in range(2):
+        with pytest.raises(MissingDependencyError) as caught:
+            renderer.render([*messages, {"role": "user", "content": [Image.new("RGB", (8, 8))]}])
+        assert str(caught.value) == (
+            "messages[1].content[0]: Idefics3ImageProcessor needs transformers, which is not installed. "
+            "Install it with: pip install 'mmrender[hf]'"
+        )
 
 
 def test_identities_of_the_back_ends_differ(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A processor turns a decoded image into a `MediaItem` and knows, from height and 
 placeholder tokens. It is immutable and may be used from many threads.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from blake3 import blake3
 
-from mmrender.errors import ProcessorError
+from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
@@ -166,6 +167,55 @@ class ProcessorFiles:
         named = extra if isinstance(extra, dict) else {}
         token = self.tokenizer.get(name, named.get(name, default))
         return str(token["content"] if isinstance(token, dict) else token)
+
+
+@dataclass(frozen=True)
+class UnavailableProcessor:
+    """The processor of a model whose images need a package that is not installed; its text still renders.
+
+    Attributes:
+        files: The model's settings.
+        image_backend: As asked for.
+        error: Raised for every image.
+    """
+
+    files: ProcessorFiles
+    image_backend: ImageBackend
+    error: MissingDependencyError
+
+    settings_digest = b""
+    depends_on_image_count = False
+
+    @property
+    def name(self) -> str:
+        """Class of the image processor."""
+        return self.files.image_processor_type or "unknown"
+
+    @property
+    def placeholder(self) -> Mapping[Modality, str]:
+        """The image token that the tokenizer's settings name, if they do."""
+        token = self.files.named_token("image_token", "")
+        return {"image": token} if token else {}
+
+    @property
+    def placeholder_tokens(self) -> frozenset[str]:
+        """The tokens that the settings files name."""
+        decoder = self.files.tokenizer.get("added_tokens_decoder") or {}
+        ids = (self.files.model.get(key) for key in ("image_token_id", "image_token_index"))
+        named = (decoder.get(str(index), {}).get("content", "") for index in ids)
+        return frozenset((*self.placeholder.values(), *named)) - {""}
+
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        """Raise the error."""
+        raise copy.copy(self.error)
+
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
+        """Raise the error."""
+        raise copy.copy(self.error)
+
+    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> MediaItem:
+        """Raise the error."""
+        raise copy.copy(self.error)
 
 
 def digest_settings(settings: Mapping[str, Any]) -> bytes:

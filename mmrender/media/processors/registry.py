@@ -7,9 +7,9 @@ reference.
 
 from pathlib import Path
 
-from mmrender.errors import ProcessorError
+from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
-from mmrender.media.processors.base import MediaProcessor, ProcessorFiles
+from mmrender.media.processors.base import MediaProcessor, ProcessorFiles, UnavailableProcessor
 from mmrender.media.processors.qwen import PatchProcessor
 
 NATIVE = (PatchProcessor,)
@@ -17,7 +17,11 @@ NATIVE = (PatchProcessor,)
 
 
 def load_processor(
-    directory: Path, *, image_backend: ImageBackend = "torch", trust_remote_code: bool = False
+    directory: Path,
+    *,
+    image_backend: ImageBackend = "torch",
+    trust_remote_code: bool = False,
+    defer_missing: bool = False,
 ) -> MediaProcessor | None:
     """Load the processor of a model directory in Hub layout.
 
@@ -29,6 +33,7 @@ def load_processor(
         image_backend: `"torch"` equals the reference's torchvision back end, which inference servers run;
             `"pil"` equals its PIL back end and needs neither torch nor, for native families, Transformers.
         trust_remote_code: Run processor code that the directory brings along.
+        defer_missing: Where a package is missing, return a processor that raises with the first image.
 
     Returns:
         The processor, or `None` for a directory without image settings: a text-only model.
@@ -54,4 +59,9 @@ def load_processor(
     # Imported here: native families need none of it, and it is the larger half of the package.
     from mmrender.media.processors.transformers import TransformersProcessor
 
-    return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+    try:
+        return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+    except MissingDependencyError as error:
+        if defer_missing:
+            return UnavailableProcessor(files, image_backend, error)
+        raise
