@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeAlias, TypeVar
 
-from mmrender.errors import MediaError, MMRenderError, ProcessorError
+from mmrender.errors import MessageError, MMRenderError, ProcessorError
 from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
@@ -73,7 +73,8 @@ class MediaResolver:
             fingerprints: `source_fingerprint` of each source, where the caller has taken them already.
 
         Raises:
-            MediaError: A part cannot be loaded or processed, or has no source; `where` is the part's path.
+            MessageError: A part has no source; `where` is the part's path.
+            MediaError: A part cannot be loaded or processed.
             ProcessorError: The model takes no such medium.
         """
         total = len(media) if num_images is None else num_images
@@ -87,12 +88,12 @@ class MediaResolver:
                     remedy="Pass the frames as images.",
                 )
             if part.source is None:
-                raise MediaError(
-                    "the part has no image",
+                raise MessageError(
+                    "the image part has no source",
                     where=where,
-                    expected="a source to load",
+                    expected="an image, bytes, a path or a URL",
                     got="None",
-                    remedy="Give the image again, or render without media.",
+                    remedy="Put it into the part, or pass it beside the messages: images=[...]",
                 )
         if fingerprints is None:
             fingerprints = [source_fingerprint(part.source) for _, part in media]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError
+from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, MessageError
 from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
@@ -128,11 +128,11 @@ def test_a_shared_cache_does_not_lend_what_a_policy_forbids() -> None:
 
 
 def test_no_source() -> None:
-    with pytest.raises(MediaError) as caught:
+    with pytest.raises(MessageError) as caught:
         resolver().resolve(parts(png(), None))
     assert str(caught.value) == (
-        "messages[0].content[1]: the part has no image - expected a source to load, got None. "
-        "Give the image again, or render without media."
+        "messages[0].content[1]: the image part has no source - expected an image, bytes, a path or a URL, "
+        "got None. Put it into the part, or pass it beside the messages: images=[...]"
     )
 
 
