@@ -1,8 +1,8 @@
 """Inputs of each model family, as data: how its tensors are collated, and how its tokens are numbered.
 
-A family is found by `model_type` of the model's `config.json`. The rules say what the processors of
-Transformers 5.23 return for a batch and what the models do with it. A field without a rule is concatenated,
-which is what most families do; a tensor that cannot be concatenated is an error, never padded by guess.
+A family is found by `model_type` of the model's `config.json`. The rules follow the processors and models of
+Transformers 5.23. A field without a rule is concatenated, as in most families; a tensor that cannot be
+concatenated is an error, never padded by guess.
 """
 
 import json
@@ -51,7 +51,7 @@ _RULES: Final[Mapping[str, Mapping[str, FieldRule]]] = {
 _TOKEN_TYPES: Final[Mapping[str, TokenTypes]] = {"gemma3": "token_type_ids"}
 _NUMBERED_IN_SECONDS: Final = frozenset({"qwen2_5_vl"})
 _IMAGE_BLOCKS: Final = {"gemma3": 4096}
-"""Families whose images see themselves both ways, and the window where the configuration is silent."""
+"""Families whose images see themselves in both directions, and the window if the configuration has none."""
 _RECURRENT: Final = frozenset({"qwen3_5", "qwen3_5_moe"})
 _MROPE: Final = SPLIT_FRAMES | {"qwen2_vl", "qwen2_5_vl"}
 _UNSUPPORTED: Final = {"mllama": "its cross-attention mask says for each token which images it sees"}
@@ -59,12 +59,12 @@ _UNSUPPORTED: Final = {"mllama": "its cross-attention mask says for each token w
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """What a model takes besides token ids.
+    """The inputs of a model besides token ids.
 
     Attributes:
         model_type: As `config.json` names it.
         rules: By keyword; `rule` gives that of any keyword.
-        token_types: The keyword under which the model takes which tokens are images, if it does.
+        token_types: The keyword of the mask that marks tokens of images, for models that take one.
         mrope: How it numbers tokens, or None where each token counts as one.
         feature_token_ids: The id of the token that stands for features, by modality.
         image_blocks: Whether the tokens of an image see each other in both directions.
@@ -84,7 +84,7 @@ class ModelFamily:
     recurrent: bool = False
 
     def rule(self, name: str) -> FieldRule:
-        """Return how the field `name` is collated."""
+        """Return the rule of the field `name`."""
         return self.rules.get(name, _CONCATENATED)
 
     def model_kwargs(self, fields: Mapping[str, "TensorList"]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ModelFamily:
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelFamily":
-        """Read a family off a model's configuration.
+        """Read the family from a model's configuration.
 
         Args:
             config: A model directory or its `config.json`, its content as a dict, or a Transformers

@@ -285,7 +285,7 @@ def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) 
 
 
 def _said(message: Message) -> Iterator[tuple[TokenKind, str]]:
-    """Yield the texts that a message's tokens must hold, white space aside, by kind."""
+    """Yield by kind the texts that a message's tokens must hold, white space aside."""
     parts = message.content if isinstance(message.content, tuple) else ()
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]

@@ -26,26 +26,24 @@ def row_places(indices: Iterable[Any], count: int) -> list[int]:
     """Return which of `count` rows are meant, counted from the first one.
 
     Raises:
-        BatchError: An index is no integer. Booleans are none, though Python counts them as 0 and 1: a mask
-            would silently name the first two rows.
+        BatchError: An index is not an integer. Booleans are refused too: Python counts them as 0 and 1, so a
+            mask would silently name the first two rows.
         IndexError: There is no such row.
     """
     places = []
     for number, index in enumerate(indices):
-        mask = isinstance(index, bool) or str(getattr(index, "dtype", "")) in ("bool", "torch.bool")
         try:
-            place = None if mask else operator.index(index)
+            if isinstance(index, bool) or str(getattr(index, "dtype", "")) in ("bool", "torch.bool"):
+                raise TypeError
+            places.append(range(count)[operator.index(index)])
         except TypeError:
-            place = None
-        if place is None:
             raise BatchError(
                 "rows are taken by their numbers",
                 where=f"indices[{number}]",
                 expected="an integer",
                 got=repr(index)[:80],
                 remedy="In place of a mask give the numbers of the rows where it holds",
-            )
-        places.append(range(count)[place])
+            ) from None
     return places
 
 
@@ -65,26 +63,21 @@ class TensorList:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.values.ndim == 0 or any(length < 0 for length in self.lengths):
-            raise BatchError(
-                "rows have lengths of zero or more",
-                where="lengths" if self.values.ndim else "values",
-                got=str(self.lengths) if self.values.ndim else "a tensor without dimensions",
-            )
-        if sum(self.lengths) != self.values.shape[0]:
+        rows = self.values.shape[0] if self.values.ndim else -1
+        if sum(self.lengths) != rows or any(length < 0 for length in self.lengths):
             raise BatchError(
                 "the lengths do not add up to the values",
                 where="lengths",
-                expected=str(self.values.shape[0]),
-                got=str(sum(self.lengths)),
+                expected=f"0 or more each, {rows} in all" if rows >= 0 else "a tensor with dimensions",
+                got=str(self.lengths)[:80],
             )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any]) -> TensorList:
-        """Join rows, each of shape `(length, *trailing)`; one copy of all of them.
+        """Join rows, each of shape `(length, *trailing)`, in one copy.
 
         Raises:
-            BatchError: There is no row, one is no tensor, or dtypes or trailing dimensions differ.
+            BatchError: There is no row, one is not a tensor, or dtypes or trailing dimensions differ.
         """
         for index, row in enumerate(rows):
             if not isinstance(row, torch.Tensor) or row.ndim == 0:
@@ -94,16 +87,13 @@ class TensorList:
                     got=f"a {type(row).__name__}",
                     remedy="A row without images is torch.empty(0, *trailing)",
                 )
-        if not rows:
-            raise BatchError("no rows", where="rows", remedy="Use TensorList.empty(0, ...)")
-        lists = [cls(row, (row.shape[0],)) for row in rows]
-        return cls.cat(lists)
+        return cls.cat([cls(row, (row.shape[0],)) for row in rows])
 
     @classmethod
     def empty(
         cls, rows: int, trailing: Sequence[int] = (), *, dtype: Any = None, device: Any = None
     ) -> TensorList:
-        """Return that many rows without anything in them."""
+        """Return that many empty rows."""
         return cls(torch.empty((0, *trailing), dtype=dtype, device=device), (0,) * rows)
 
     @staticmethod
@@ -160,7 +150,7 @@ class TensorList:
         """Return one row as a view; or a list of rows, a view for a slice without a step.
 
         Raises:
-            BatchError: An index is no integer, such as one of a mask.
+            BatchError: An index is not an integer, such as one of a mask.
             IndexError: There is no such row.
         """
         if isinstance(index, slice):
@@ -221,10 +211,10 @@ class TensorList:
         return int(self.values.numel() * self.values.element_size())
 
     def select(self, indices: Sequence[int]) -> TensorList:
-        """Return the rows of these indices, in their order; a copy.
+        """Return a copy of the rows of these indices, in their order.
 
         Raises:
-            BatchError: An index is no integer, such as one of a mask.
+            BatchError: An index is not an integer, such as one of a mask.
             IndexError: There is no such row.
         """
         rows = [self[place] for place in row_places(indices, len(self))]
@@ -233,7 +223,7 @@ class TensorList:
         return TensorList(torch.cat(rows), tuple(row.shape[0] for row in rows))
 
     def repeat(self, times: int) -> TensorList:
-        """Return all rows, and all of them again: `times` in all."""
+        """Return all rows `times` times, one repetition after another."""
         repeated = self.values.repeat(times, *[1] * len(self.trailing))
         return TensorList(repeated, self.lengths * times)
 
@@ -242,7 +232,7 @@ class TensorList:
         return self.select([index for index in range(len(self)) for _ in range(times)])
 
     def chunk(self, chunks: int) -> list[TensorList]:
-        """Cut into at most `chunks` lists of equal numbers of rows, the last one maybe shorter; views.
+        """Return at most `chunks` views of equally many rows, the last one maybe shorter.
 
         Raises:
             BatchError: `chunks` is not positive.
@@ -266,11 +256,11 @@ class TensorList:
         return TensorList(self.values.to(**target, non_blocking=non_blocking), self.lengths)
 
     def contiguous(self) -> TensorList:
-        """Return the rows in memory that is contiguous."""
+        """Return the rows in contiguous memory."""
         return TensorList(self.values.contiguous(), self.lengths)
 
     def pin_memory(self) -> TensorList:
-        """Return the rows in page-locked memory, which a device can read while the CPU goes on."""
+        """Return the rows in page-locked memory, which a device reads asynchronously."""
         return TensorList(self.values.pin_memory(), self.lengths)
 
     def padded(self, value: float = 0) -> Any:

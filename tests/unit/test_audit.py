@@ -158,30 +158,6 @@ def test_stale_image_for_a_hash(samples, trainer):
     assert finding.image == 1
 
 
-def test_ids_shifted(samples, trainer):
-    def shift(sample):
-        ids = sample.token_ids.copy()
-        start, stop = sampled_runs(sample.loss_mask)[1]
-        ids[start:stop] = np.roll(ids[start:stop], 1)
-        return replace(sample, token_ids=ids)
-
-    (finding,) = planted(samples, trainer, shift).findings
-    assert finding.cause == "ids"
-
-
-def test_sampled_pad_token(samples, trainer, renderer):
-    pad = renderer.tokenizer.token_id("<|image_pad|>")
-
-    def put_pad(sample):
-        ids = sample.token_ids.copy()
-        ids[sampled_runs(sample.loss_mask)[0][0] + 3] = pad
-        return replace(sample, token_ids=ids)
-
-    (finding,) = planted(samples, trainer, put_pad).findings
-    assert finding.cause == "ids"
-    assert finding.statement.startswith("the model sampled the placeholder token of images")
-
-
 def test_ranges_and_masks_that_do_not_fit(samples):
     sample = samples[0]
     sidecar = sample.multi_modal_data

@@ -101,6 +101,8 @@ def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Ren
         "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
     ]
     assert sample.rewritten == ()
+    assert np.array_equal(sample.labels(), np.where(sample.loss_mask, sample.token_ids, -100))
+    assert set(sample.labels(-1)[~sample.loss_mask].tolist()) == {-1}
     assert len(sample) == len(sample.loss_mask) == len(sample.mm_token_type_ids)
 
 
@@ -108,15 +110,6 @@ def test_what_the_generation_prompt_writes_is_not_trained_on(model: Path) -> Non
     thinking = variant(model, FORGETS_REASONING)
     sample = build_training_sample(thinking, [user(), assistant("This.", reasoning_content="Well")])
     assert trained(thinking, sample.token_ids, sample.loss_mask) == ["Well\n</think>\n\nThis.<|im_end|>"]
-
-
-def test_labels(renderer: Renderer) -> None:
-    sample = build_training_sample(renderer, CONVERSATION)
-    labels = sample.labels()
-    assert labels.dtype == np.int64
-    assert labels[sample.loss_mask].tolist() == sample.token_ids[sample.loss_mask].tolist()
-    assert set(labels[~sample.loss_mask].tolist()) == {-100}
-    assert set(sample.labels(-1)[~sample.loss_mask].tolist()) == {-1}
 
 
 def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
@@ -132,11 +125,6 @@ def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
 def test_bodies_are_without_scaffold_and_media(renderer: Renderer) -> None:
     sample = build_training_sample(renderer, CONVERSATION, roles=(), body_only_roles=("tool", "user"))
     assert trained(renderer, sample.token_ids, sample.loss_mask) == ["Look.", "7 files"]
-
-
-def test_bodies_beside_sampled_turns(renderer: Renderer) -> None:
-    sample = build_training_sample(renderer, CONVERSATION, body_only_roles=("tool",))
-    assert trained(renderer, sample.token_ids, sample.loss_mask)[1] == "7 files"
 
 
 def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Renderer) -> None:
@@ -295,16 +283,14 @@ def test_reasoning_that_the_template_drops(model: Path) -> None:
     ]
 
 
-def test_content_that_the_template_drops_beside_calls(model: Path) -> None:
-    renderer = variant(model, CALLS_DROP_CONTENT)
-    with pytest.raises(RenderError, match=r"^messages\[1\]: the template drops this turn's content"):
-        build_training_sample(renderer, [user(), assistant("Let me look.", tool_calls=[CALL])])
-
-
-def test_calls_that_the_template_drops(model: Path) -> None:
-    renderer = variant(model, EMPTY_REASONING)
-    with pytest.raises(RenderError, match=r"^messages\[1\]: the template drops this turn's tool calls"):
-        build_training_sample(renderer, [user(), assistant("Look.", tool_calls=[CALL])])
+@pytest.mark.parametrize(
+    ("template", "dropped"), [(CALLS_DROP_CONTENT, "content"), (EMPTY_REASONING, "tool calls")]
+)
+def test_content_or_calls_that_the_template_drops(model: Path, template: str, dropped: str) -> None:
+    with pytest.raises(RenderError, match=rf"^messages\[1\]: the template drops this turn's {dropped}"):
+        build_training_sample(
+            variant(model, template), [user(), assistant("Let me look.", tool_calls=[CALL])]
+        )
 
 
 def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Renderer) -> None:
@@ -334,13 +320,6 @@ def test_images_that_a_tool_returns_within_the_completion(renderer: Renderer) ->
     assert step.mm_token_type_ids[step.prompt_length :].any()
     assert not step.loss_mask[step.mm_token_type_ids != 0].any()
     assert trained(renderer, step.token_ids, step.loss_mask)[-1] == "Now I see.<|im_end|>"
-
-
-def test_earlier_turns_of_the_model_in_the_prompt_are_not_trained_on(renderer: Renderer) -> None:
-    prompt = [user(), assistant("Before."), user()]
-    step = step_of(renderer, prompt, [assistant("After.")])
-    assert not step.loss_mask[: step.prompt_length].any()
-    assert trained(renderer, step.token_ids, step.loss_mask) == ["After.<|im_end|>"]
 
 
 def test_a_step_ends_in_the_stop_token(model: Path) -> None:
