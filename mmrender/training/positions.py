@@ -4,8 +4,9 @@ A text token has the same number on all three axes. An image's tokens are number
 merged grid, counted from the number that the text before it has reached; the text after it continues from
 there plus the longer side of the grid. Each segment of a packed row starts at zero.
 
-Source: `get_rope_index` of Transformers 5.23 in `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v}`; unlike there, an image ends where its grid ends, so two
-images that touch stay two, and a grid too many or too few is an error.
+Source: `get_rope_index` of Transformers 5.23 in `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v}`. Unlike
+there, an image ends where its grid ends, so two images that touch stay two, and a grid too many or too few is
+an error.
 """
 
 from collections.abc import Sequence
