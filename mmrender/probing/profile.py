@@ -72,6 +72,8 @@ class TemplateProfile:
         generation_prompts: What it writes to open the assistant's turn; several where that depends on the
             conversation, the one after a lone user message first.
         closes: What it writes right after the assistant's content, by what follows: `user`, `tool`, `end`.
+        openers: Stop tokens that open the next turn, and are written only once it follows, by what follows:
+            `user`, `tool`.
         stop_ids: Tokens that end the assistant's turn: those of the model's files, and those that the
             template writes at its end.
         prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it.
@@ -91,6 +93,7 @@ class TemplateProfile:
     form: ViewForm
     generation_prompts: tuple[str, ...]
     closes: Mapping[str, str]
+    openers: Mapping[str, int]
     stop_ids: frozenset[int]
     prefix_stable: bool
     image_roles: tuple[Role, ...]
@@ -125,12 +128,14 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     thought = {place: probes.render(messages) for place, messages in places.items()}
     every_role: tuple[Role, ...] = ("system", "user", "assistant", "tool")
     closes = _closes(probes)
+    stop_ids = _stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids))
     prompts = _generation_prompts(probes)
     return TemplateProfile(
         form=probes.form,
         generation_prompts=prompts,
         closes=closes,
-        stop_ids=_stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids)),
+        openers=_openers(closes, probes.tokenizer, stop_ids),
+        stop_ids=stop_ids,
         prefix_stable=_is_prefix_stable(probes),
         image_roles=tuple(
             role for role in every_role if probes.form.content != "text" and probes.added_by_image(role)
@@ -192,6 +197,17 @@ def _stop_ids(
         if ids and model_stop_ids.isdisjoint(ids) and ids[0] in tokenizer.special_ids:
             found.add(ids[0])
     return frozenset(found)
+
+
+def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]) -> dict[str, int]:
+    found = {}
+    end = closes.get("end")
+    for following, text in closes.items():
+        if end is not None and following != "end" and text.startswith(end):
+            token = next(tokenizer.find(text[len(end) :], lambda _: True), None)
+            if token is not None and token.start == 0 and tokenizer.added_ids[token.token] in stop_ids:
+                found[following] = tokenizer.added_ids[token.token]
+    return found
 
 
 def _is_prefix_stable(probes: Probes) -> bool:

@@ -16,7 +16,7 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
     profile = asdict(renderer.profile)
     form, reasoning = profile.pop("form"), renderer.profile.reasoning
     profile["reasoning"] = "none" if reasoning is None else f"{reasoning.begin} to {reasoning.end}"
-    del profile["stop_ids"]
+    del profile["stop_ids"], profile["openers"]
     tokenizer = renderer.tokenizer
     stop_ids = renderer.get_stop_token_ids()
     processor = renderer.media.processor if renderer.media is not None else None
