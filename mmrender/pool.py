@@ -130,6 +130,10 @@ class RendererPool:
         """Read a completion on the caller's thread; see `Renderer.parse_response`."""
         return self.renderer.parse_response(token_ids, **options)
 
+    def template_profile(self, *, has_tools: bool = False, **template_arguments: Any) -> TemplateProfile:
+        """Return what was found out about the template for conversations with or without tools."""
+        return self.renderer.template_profile(has_tools=has_tools, **template_arguments)
+
     def is_prefix_stable(self, **template_arguments: Any) -> bool:
         """Whether history stays as it was prompted and written, for these template arguments."""
         return self.renderer.is_prefix_stable(**template_arguments)

@@ -11,6 +11,7 @@ from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse
+    from mmrender.probing.profile import TemplateProfile
 
 
 class RenderOptions(TypedDict, total=False):
@@ -80,6 +81,10 @@ class RendererProtocol(Protocol):
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens on which sampling stops."""
+        ...
+
+    def template_profile(self, *, has_tools: bool = False, **template_arguments: Any) -> "TemplateProfile":
+        """What was found out about the template, such as its generation prompt and stop tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -389,6 +389,17 @@ class Renderer:
         """What was found out about the template, without template arguments."""
         return self.templates.find({}, has_tools=False).profile
 
+    def template_profile(
+        self,
+        *,
+        has_tools: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_arguments: Any,
+    ) -> TemplateProfile:
+        """Return what was found out about the template for conversations with or without tools."""
+        arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        return self._known(has_tools, arguments).profile
+
     def is_prefix_stable(self, **template_arguments: Any) -> bool:
         """Whether history stays as it was prompted and written, for these template arguments."""
         return self._known(False, template_arguments).profile.prefix_stable

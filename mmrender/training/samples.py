@@ -8,13 +8,14 @@ states a policy.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.content import attach_media, normalize_messages
-from mmrender.errors import InputError, MediaError, RenderError, TemplateError
+from mmrender.errors import InputError, MediaError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
 from mmrender.rendering.render import media_places
 from mmrender.spans import common_prefix
@@ -22,6 +23,7 @@ from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, T
 from mmrender.trajectory.sample import TrainingSample
 
 if TYPE_CHECKING:
+    from mmrender.probing.profile import TemplateProfile
     from mmrender.protocols import RendererProtocol
 
 OnRewritten: TypeAlias = Literal["error", "skip", "content"]
@@ -177,9 +179,18 @@ class _Builder:
         last, end = len(conversation) - 1, len(rendered)
         if not final_stop or conversation[last].role != "assistant":
             return rendered
-        if not self._stop_ids.isdisjoint(rendered.token_ids[_content_stop(rendered, last, slice(0, end)) :]):
+        if not self._profile.stop_ids.isdisjoint(
+            rendered.token_ids[_content_stop(rendered, last, slice(0, end)) :]
+        ):
             return rendered
-        stop = self._stop_after(conversation[last], last)
+        stop = self._profile.openers.get("tool" if conversation[last].tool_calls else "user")
+        if stop is None:
+            raise RenderError(
+                "the token that ends this turn cannot be determined",
+                where=f"messages[{last}]",
+                expected="a stop token in it, or right after it where the next message follows",
+                remedy="Pass final_stop=False to leave the turn open",
+            )
         span = TokenSpan(end, end + 1, last, "scaffold", last not in rendered.rewritten)
         return replace(rendered, token_ids=[*rendered.token_ids, stop], spans=(*rendered.spans, span))
 
@@ -206,47 +217,24 @@ class _Builder:
                 mask[span.start : span.stop] = False
         return mask
 
-    @property
-    def _stop_ids(self) -> frozenset[int]:
-        return frozenset(self.renderer.get_stop_token_ids())
-
-    def _stop_after(self, message: Message, index: int) -> int:
-        """Return the token that the template writes after such a message when the next one follows."""
-        turn = Message(role="assistant", content="x", tool_calls=message.tool_calls)
-        opening = Message(role="user", content="x")
-        answers = [
-            Message(role="tool", content="x", name=call.name, tool_call_id=call.id)
-            for call in message.tool_calls
-        ] or [opening]
-        try:
-            before = self.render([opening, turn]).token_ids
-            after = self.render([opening, turn, *answers]).token_ids
-        except TemplateError:
-            before = after = []
-        end = len(before)
-        if common_prefix(before, after) == end < len(after) and after[end] in self._stop_ids:
-            return after[end]
-        raise RenderError(
-            "the token that ends this turn cannot be determined",
-            where=f"messages[{index}]",
-            expected="a stop token in it, or right after it where the next message follows",
-            remedy="Pass final_stop=False to leave the turn open",
-        )
+    @cached_property
+    def _profile(self) -> "TemplateProfile":
+        return self.renderer.template_profile(has_tools=self.tools is not None, **self.arguments)
 
     def _departed(self, rendered: RenderedTokens, message: int) -> slice:
         """Return a rewritten turn's tokens, from where it leaves the generation prompt to its stop token."""
         run = next(rendered.slices(message), None)
         if run is None:
             return slice(0, 0)
-        opening = [Message(role="user", content="x")]
-        without = self.render(opening).token_ids
-        prompted = self.render(opening, add_generation_prompt=True).token_ids
-        generation_prompt = prompted[common_prefix(without, prompted) :]
-        start = run.start + common_prefix(generation_prompt, rendered.token_ids[run])
+        prompt, start = self._profile.generation_prompt, run.start
+        while start < run.stop and prompt.startswith(
+            self.renderer.decode(rendered.token_ids[run.start : start + 1])
+        ):
+            start += 1
         after = max(start, _content_stop(rendered, message, run))
         # Where the close is the next turn's opener, the stop token follows right after the turn.
         for index in range(after, min(run.stop + 1, len(rendered))):
-            if rendered.token_ids[index] in self._stop_ids:
+            if rendered.token_ids[index] in self._profile.stop_ids:
                 return slice(start, index + 1)
         return slice(start, run.stop)
 
