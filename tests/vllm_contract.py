@@ -13,10 +13,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from mmrender.client.encoding import encode
 from PIL import Image
 
-from mmrender.client.placeholders import collapse
 from mmrender.client.types import EngineRequest
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
@@ -60,13 +58,12 @@ def contract_request(rendered: RenderedTokens, sampling: Any = None) -> EngineRe
         request_id="contract",
         multi_modal_data=rendered.multi_modal_data,
         vocab_size=1024,
-        collapsed_ids=collapse(rendered.token_ids, rendered.multi_modal_data),
     )
 
 
 def to_json(value: Any) -> Any:
     """A value as it is after a way through JSON."""
-    return None if value is None else msgspec.json.decode(encode(value).joined())
+    return None if value is None else msgspec.json.decode(msgspec.json.encode(value))
 
 
 def digested(value: Any) -> Any:

@@ -97,9 +97,9 @@ def parse_reply(decoded: Any, request: EngineRequest, *, where: str, widened: bo
         tokens, [entry.logprob for entry in entries], request, where=f"{where} token_ids"
     )
     check_named(entries, ids, where=f"{where} logprobs", required=True)
-    check_prompt_count(reply.usage, request, where=f"{where} usage.prompt_tokens")
     if widened:
         _check_widened(reply, request, where)
+    check_prompt_count(reply.usage, request, where=f"{where} usage.prompt_tokens")
     asked_top = request.sampling_params.get("logprobs")
     return EngineResponse(
         completion_ids=ids,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from mmrender.client.server_facts import state_of
+from mmrender.client.server_facts import facts_of
 from mmrender.client.types import Usage
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import (
@@ -179,7 +179,7 @@ def test_a_hash_that_the_server_lacks(renderer):
     prompt = one_image(renderer, seed=5)
 
     async def work(way):
-        state_of(way).remember([f"{digest}-uint8" for digest in prompt.multi_modal_data.mm_hashes["image"]])
+        facts_of(way).remember([f"{digest}-uint8" for digest in prompt.multi_modal_data.mm_hashes["image"]])
         return await VLLMBackend(images="hash_only").generate(contract_request(prompt), way)
 
     assert_is(replay("hash_miss", work), "hash_miss", len(prompt))
@@ -270,7 +270,7 @@ def test_an_aborted_request(renderer):
 def test_weight_versions():
     (answer,) = (e["reply"] for e in recorded("weight_versions") if e["path"] == GENERATE_PATH)
     transport = MemoryTransport({f"POST {GENERATE_PATH}": Answer(answer)})
-    response = asyncio.run(VLLMBackend().generate(contract_request(THREE_TOKENS), transport))
+    response = asyncio.run(VLLMBackend().generate(contract_request(THREE_TOKENS, sampling={"max_tokens": 1900}), transport))
     first, second = response.weight_versions
     assert (first.start, second.version, second.stop) == (0, "step-7", len(response.completion_ids))
     assert 0 < first.stop == second.start < second.stop
@@ -284,15 +284,17 @@ def test_routes_that_are_closed(renderer):
     )
     with pytest.raises(EngineUnsupportedError) as caught:
         replay("closed_render", by(VLLMBackend(), one_image(renderer)))
-    assert str(caught.value) == (
-        f"{BASE}/v1/chat/completions/render: the server does not render an image, so it is not known which pixels "
-        "it takes - got status 403. Start vLLM with --enable-scale-out, or say what it takes: "
+    assert str(caught.value).startswith(
+        f"{BASE}/v1/chat/completions/render: the server does not render images - got status 403: "
+    )
+    assert caught.value.remedy == (
+        "Start vLLM with --enable-scale-out, or start `vllm launch render`; or say which pixels it takes: "
         "VLLMBackend(pixels='uint8'), or 'float32' for one that runs with --no-mm-device-do-normalize"
     )
     with pytest.raises(EngineUnsupportedError) as caught:
         replay("closed_info", by(VLLMBackend(images="hash_only", pixels="uint8"), one_image(renderer)))
     assert str(caught.value) == (
-        f"{BASE}/server_info?config_format=json: the server does not say how it caches images, and some settings "
-        "make a hash without data fatal - got status 404. Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its "
-        "cache (lru, one API process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)"
+        f"{BASE}/server_info?config_format=json: the server does not say how it caches images, and a hash without "
+        "data can be fatal - got status 404. Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its cache (lru, "
+        "one API process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)"
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmrender.client.types import EngineRequest, Usage
-from mmrender.client.vllm_reply import FailedInEngineError, check_returned_prompt, read_reply
+from mmrender.client.vllm_reply import FailedInEngineError, parse_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import WeightVersionSpan
@@ -43,7 +43,7 @@ def asked(**changes):
 
 
 def read(answer, **changes):
-    return read_reply(answer, asked(**changes), 3, where=WHERE)
+    return parse_reply(answer, asked(**changes), where=WHERE)
 
 
 def error_of(kind, answer, **changes):
@@ -73,94 +73,6 @@ def test_alternatives_in_both_shapes():
 
 
 @pytest.mark.parametrize(
-    ("logprob", "message"),
-    [
-        (-9999.0, "the engine has no logprob for the token 8 - expected a finite number, got -9999.0"),
-        (None, "the engine gave no finite logprob for the token 8 - expected a finite number, got None"),
-        (
-            float("nan"),
-            "the engine gave no finite logprob for the token 8 - expected a finite number, got nan",
-        ),
-    ],
-    ids=["sentinel", "null", "nan"],
-)
-def test_a_token_without_evidence_is_an_error(logprob, message):
-    answer = reply([entry(7, -1.5), entry(8, logprob)])
-    assert error_of(EngineReplyError, answer).startswith(f"{WHERE} token_ids[1]: {message}")
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (
-            reply([entry(7, -1.5)]),
-            f"{WHERE}: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 1",
-        ),
-        (
-            reply(logprobs=None),
-            f"{WHERE}: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 0",
-        ),
-        (
-            reply([entry(7, -1.5), entry(9, -0.25)]),
-            f"{WHERE} logprobs[1]: a logprob is that of another token - expected the token 8, got 9",
-        ),
-        (
-            reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}]),
-            f"{WHERE} logprobs[1]: the server's reply has a logprob without its token - expected token_id, or "
-            "token as 'token_id:N', got {'token': 'ear', 'logprob': -0.25}",
-        ),
-        (
-            {"choices": []},
-            f"{WHERE}: the server's reply has no single choice - expected an object with one of `choices`, got []",
-        ),
-        (
-            {"choices": [{}, {}]},
-            f"{WHERE}: the server's reply has no single choice - expected an object with one of `choices`, "
-            "got [{}, {}]",
-        ),
-        (
-            [],
-            f"{WHERE}: the server's reply has no single choice - expected an object with one of `choices`, got None",
-        ),
-        (
-            reply(finish_reason="tired"),
-            f"{WHERE}: the server's reply has an unknown finish_reason - expected one of stop, length, abort, "
-            "repetition, got 'tired'",
-        ),
-        (
-            reply(weight_versions=[{"version": "a", "start": 0, "end": 3}]),
-            f"{WHERE} weight_versions[0]: the server's reply has weight versions that are no spans of the "
-            "completion - expected version, start and end within [0, 2], got {'version': 'a', 'start': 0, 'end': 3}",
-        ),
-    ],
-    ids=["few", "none", "other", "nameless", "no choice", "two choices", "list", "reason", "versions"],
-)
-def test_malformed(answer, message):
-    assert error_of(EngineReplyError, answer) == message
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            {"token": "ear", "logprob": -1.0},
-            f"{WHERE} top_logprobs: the server's reply has a logprob without its token - expected token_id, or token "
-            "as 'token_id:N', got {'token': 'ear', 'logprob': -1.0}",
-        ),
-        (
-            {"token_id": 3},
-            f"{WHERE} top_logprobs: the server's reply has an alternative without its logprob - expected a number, "
-            "got {'token_id': 3}",
-        ),
-    ],
-    ids=["nameless", "no logprob"],
-)
-def test_malformed_alternatives(other, message):
-    answer = reply([entry(7, -1.5, top_logprobs=[other]), entry(8, -0.25)])
-    assert error_of(EngineReplyError, answer, sampling_params={"max_tokens": 9, "logprobs": 1}) == message
-
-
-@pytest.mark.parametrize(
     ("reason", "expected"),
     [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("repetition", "stop")],
 )
@@ -176,23 +88,8 @@ def test_a_failure_with_status_200():
     )
 
 
-@pytest.mark.parametrize(
-    "logprobs", [None, {"content": []}, {"content": None}], ids=["null", "empty", "nothing"]
-)
-def test_an_abort_before_the_first_token(logprobs):
-    response = read(reply([], token_ids=[], finish_reason="abort", logprobs=logprobs))
-    assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "abort")
-
-
-@pytest.mark.parametrize(
-    "spans",
-    [
-        [{"version": "step-7", "start": 0, "end": 1}, {"version": "step-8", "start": 1, "end": 2}],
-        [["step-7", 0, 1], ["step-8", 1, 2]],
-    ],
-    ids=["objects", "lists"],
-)
-def test_weight_versions(spans):
+def test_weight_versions():
+    spans = [{"version": "step-7", "start": 0, "end": 1}, {"version": "step-8", "start": 1, "end": 2}]
     assert read(reply(weight_versions=spans)).weight_versions == (
         WeightVersionSpan("step-7", 0, 1),
         WeightVersionSpan("step-8", 1, 2),
@@ -203,7 +100,7 @@ def test_usage():
     details = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     assert read(reply(usage=details)).usage == Usage(3, 2, 2)
     assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == (
-        f"{WHERE} usage.prompt_tokens: the server counted other prompt tokens than were meant - expected 3, got 4"
+        f"{WHERE} usage.prompt_tokens: the server counted other prompt tokens than were sent - expected 3, got 4"
     )
 
 
@@ -232,11 +129,10 @@ def test_routed_experts(sent, asked_from, start):
 def test_routed_experts_of_another_length_or_missing():
     answer = reply(routed_experts=npy(ROUTES[1:]))
     assert error_of(EngineReplyError, answer, routed_experts_prompt_start=2) == (
-        f"{WHERE} routed_experts: the server's reply has another number of routed rows - expected 4 rows, one for "
-        "each fed token, got 3"
+        f"{WHERE} routed_experts: the reply has another number of routed rows - expected 4, got 3"
     )
     assert error_of(EngineUnsupportedError, reply(), routed_experts=True) == (
-        f"{WHERE}: routed experts were asked for, and the server gives none. Start vLLM with "
+        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start vLLM with "
         "--enable-return-routed-experts, with a mixture-of-experts model"
     )
     aborted = reply([], token_ids=[], finish_reason="abort")
@@ -253,49 +149,79 @@ def test_what_is_large_is_left_out_of_the_raw_reply():
     }
 
 
-def returned(ids, places=None):
-    return {"prompt_token_ids": ids, "mm_placeholders": places}
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            reply([entry(7, -1.5)]),
+            "token_ids: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 1",
+        ),
+        (
+            reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}]),
+            "logprobs[1]: a logprob is that of another token - "
+            "expected the token 8, as token_id or token 'token_id:8', got LogprobEntry(",
+        ),
+        (
+            reply([entry(7, "x"), entry(8, -0.25)]),
+            "choices[0].logprobs.content[0].logprob: the server's reply is malformed - "
+            "expected float | null, got str",
+        ),
+        (
+            reply(finish_reason="tired"),
+            "finish_reason: the completion ended for an unknown reason - "
+            "expected stop, length, abort, repetition, got 'tired'",
+        ),
+        (
+            reply(weight_versions=[{"version": "a", "start": 0, "end": 3}]),
+            "weight_versions[0]: weight versions are not spans of the completion - "
+            "expected start and end within [0, 2], got",
+        ),
+    ],
+    ids=["few", "nameless", "text", "reason", "versions"],
+)
+def test_malformed(answer, message):
+    assert error_of(EngineReplyError, answer).startswith(f"{WHERE} {message}")
 
 
-def prompt_error(kind, answer):
+@pytest.mark.parametrize("other", [{"token": "ear", "logprob": -1.0}, {"token_id": 3}])
+def test_malformed_alternatives(other):
+    answer = reply([entry(7, -1.5, top_logprobs=[other]), entry(8, -0.25)])
+    sampling = {"max_tokens": 9, "logprobs": 1}
+    assert error_of(EngineReplyError, answer, sampling_params=sampling).startswith(
+        f"{WHERE} logprobs[0].top_logprobs: an alternative lacks its token or its logprob - "
+    )
+
+
+def widened(**members):
     data = MultiModalData(mm_placeholders={"image": [PlaceholderRange(1, 2)]})
-    request = asked(multi_modal_data=data)
-    if kind is None:
-        check_returned_prompt(answer, request, [1, 9, 9, 3], where=WHERE)
-        return None
-    with pytest.raises(kind) as caught:
-        check_returned_prompt(answer, request, [1, 9, 9, 3], where=WHERE)
-    return str(caught.value)
+    request = asked(prompt_ids=[1, 9, 9, 3], multi_modal_data=data)
+    return parse_reply({**reply(usage={"prompt_tokens": 4}), **members}, request, where=WHERE, widened=True)
 
 
 def test_a_returned_prompt_that_is_ours():
-    prompt_error(None, returned([1, 9, 9, 3], {"image": [{"offset": 1, "length": 2}]}))
-    prompt_error(None, returned([1, 9, 9, 3]))
+    assert widened(prompt_token_ids=[1, 9, 9, 3], mm_placeholders={"image": [{"offset": 1, "length": 2}]})
+    assert widened(prompt_token_ids=[1, 9, 9, 3])
 
 
 @pytest.mark.parametrize(
     ("ids", "at", "expected", "got"),
     [
-        ([1, 9, 3], 2, "the token 9, and 4 tokens", "the token 3, and 3 tokens"),
-        ([1, 9, 9], 3, "the token 3, and 4 tokens", "the end, and 3 tokens"),
-        ([1, 9, 9, 3, 3], 4, "the end, and 4 tokens", "the token 3, and 5 tokens"),
+        ([1, 9, 3], "2] (image 0)", "the token 9 of 4", "the token 3 of 3"),
+        ([1, 9, 9], "3] (image 0)", "the token 3 of 4", "the end of 3"),
+        ([1, 9, 9, 3, 3], "4]", "the end of 4", "the token 3 of 5"),
     ],
 )
 def test_a_returned_prompt_that_is_another(ids, at, expected, got):
-    assert prompt_error(EngineMismatchError, returned(ids)) == (
-        f"{WHERE} prompt_token_ids[{at}]: the server made another prompt of the images than the renderer - "
-        f"expected {expected}, got {got}. Render with the files and processor settings of the model that the "
-        "server runs"
+    with pytest.raises(EngineMismatchError) as caught:
+        widened(prompt_token_ids=ids)
+    assert str(caught.value) == (
+        f"{WHERE} prompt_token_ids[{at}: the server saw another prompt than the renderer's - expected {expected}, "
+        f"got {got}. Render with the files and processor settings of the model that the server runs"
     )
 
 
 def test_images_at_other_places_or_no_prompt_at_all():
-    answer = returned([1, 9, 9, 3], {"image": [{"offset": 2, "length": 1}]})
-    assert prompt_error(EngineMismatchError, answer) == (
-        f"{WHERE} mm_placeholders: the server has the images at other places than the renderer - expected "
-        "{'image': [{'offset': 1, 'length': 2}]}, got {'image': [{'offset': 2, 'length': 1}]}"
-    )
-    assert prompt_error(EngineReplyError, {"choices": []}) == (
-        f"{WHERE}: the server's reply has no prompt_token_ids, without which its prompt cannot be held against "
-        "ours - expected a list, got None"
-    )
+    with pytest.raises(EngineMismatchError, match="the server has the images at other places"):
+        widened(prompt_token_ids=[1, 9, 9, 3], mm_placeholders={"image": [{"offset": 2, "length": 1}]})
+    with pytest.raises(EngineReplyError, match="the reply lacks the server's prompt"):
+        widened()

@@ -1,0 +1,457 @@
+"""What holds for every engine: how a backend asks, reads, refuses and stops. Engine specifics have files of their own."""
+
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from client_prompts import PromptMaker, qwen_item, video_item
+from mmrender.client import dynamo, sglang, vllm
+from mmrender.client.dynamo import DynamoBackend
+from mmrender.client.sglang import SGLangBackend
+from mmrender.client.types import EngineRequest, RendererBackend, Usage
+from mmrender.client.vllm import VLLMBackend
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineMismatchError,
+    EngineReplyError,
+    EngineTimeoutError,
+    EngineUnsupportedError,
+    InputError,
+    PlaceholderError,
+    SamplingParameterError,
+)
+from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
+
+PROMPT, IDS, LOGPROBS, END = [10, 11, 12], [50, 51, 52], [-1.5, -0.25, 0.0], 52
+Reply = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: `reply` builds its good answer, `change` names the places of what can be wrong in it."""
+
+    backend: Any
+    path: str
+    module: Any
+    reply: Callable[[list[Any], list[Any]], Reply]
+    change: dict[str, Callable[[Reply, Any], None]]
+    limit: tuple[str, Reply, int]
+    malformed_limits: tuple[Any, ...]
+    abort: tuple[str, Reply] | None
+
+    @property
+    def route(self) -> str:
+        return f"POST {self.path}"
+
+    def answer(self) -> Reply:
+        return copy.deepcopy(self.reply(list(IDS), list(LOGPROBS)))
+
+
+def vllm_reply(ids: list[Any], logprobs: list[Any]) -> Reply:
+    content = [{"token_id": token, "logprob": value} for token, value in zip(ids, logprobs, strict=False)]
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": {"content": content}}
+    return {"request_id": "r", "usage": {"prompt_tokens": 3}, "choices": [choice]}
+
+
+def sglang_reply(ids: list[Any], logprobs: list[Any]) -> Reply:
+    pairs = [[value, token, None] for token, value in zip(ids, logprobs, strict=False)]
+    meta = {"id": "r", "finish_reason": {"type": "stop", "matched": 52}, "output_token_logprobs": pairs}
+    return {"output_ids": ids, "prompt_token_ids": PROMPT, "meta_info": meta}
+
+
+def dynamo_reply(ids: list[Any], logprobs: list[Any]) -> Reply:
+    data = {"completion_token_ids": ids, "completion_logprobs": logprobs, "prompt_token_ids": PROMPT}
+    choice = {"index": 0, "finish_reason": "stop"}
+    return {"id": "r", "usage": {"prompt_tokens": 3}, "choices": [choice], "nvext": {"engine_data": data}}
+
+
+def at(*path: Any) -> Callable[[Reply, Any], None]:
+    def put(reply: Reply, value: Any) -> None:
+        node: Any = reply
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = value
+
+    return put
+
+
+ENGINES = {
+    "vllm": Engine(
+        VLLMBackend(),
+        vllm.GENERATE_PATH,
+        vllm,
+        vllm_reply,
+        {
+            "reason": at("choices", 0, "finish_reason"),
+            "ids": at("choices", 0, "token_ids"),
+            "token": at("choices", 0, "token_ids", 1),
+            "logprob": at("choices", 0, "logprobs", "content", 1, "logprob"),
+            "named": at("choices", 0, "logprobs", "content", 1, "token_id"),
+            "usage": at("usage"),
+            "prompt": lambda reply, value: at("usage")(reply, {"prompt_tokens": len(value) + 1}),
+        },
+        ("/v1/models", {"data": [{"id": "m", "max_model_len": 2048}]}, 2047),
+        ({}, [], "text", {"data": 1}, {"data": [{}]}, {"data": [{"id": "m", "parent": [1]}]}),
+        (vllm.ABORT_PATH, {"request_ids": ["generate-tokens-mine"]}),
+    ),
+    "sglang": Engine(
+        SGLangBackend(),
+        "/generate",
+        sglang,
+        sglang_reply,
+        {
+            "reason": at("meta_info", "finish_reason", "type"),
+            "ids": at("output_ids"),
+            "token": at("output_ids", 1),
+            "logprob": at("meta_info", "output_token_logprobs", 1, 0),
+            "named": at("meta_info", "output_token_logprobs", 1, 1),
+            "usage": at("meta_info"),
+            "prompt": at("prompt_token_ids"),
+        },
+        ("/server_info", {"max_req_input_len": 2042}, 2041),
+        ([], "text", {"max_req_input_len": "long"}),
+        ("/abort_request", {"rid": "mine"}),
+    ),
+    "dynamo": Engine(
+        DynamoBackend(),
+        dynamo.CHAT_PATH,
+        dynamo,
+        dynamo_reply,
+        {
+            "reason": at("choices", 0, "finish_reason"),
+            "ids": at("nvext", "engine_data", "completion_token_ids"),
+            "token": at("nvext", "engine_data", "completion_token_ids", 1),
+            "logprob": at("nvext", "engine_data", "completion_logprobs", 1),
+            "usage": at("usage"),
+            "prompt": at("nvext", "engine_data", "prompt_token_ids"),
+        },
+        ("/v1/models", {"data": [{"id": "m", "context_window": 2048}]}, 2047),
+        ({}, [], "text", {"data": [{}]}, {"data": [{"id": "m", "context_window": []}]}),
+        None,
+    ),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: Any) -> Engine:
+    return ENGINES[request.param]
+
+
+def asked(**fields: Any) -> EngineRequest:
+    values: dict[str, Any] = {
+        "model": "m",
+        "prompt_ids": PROMPT,
+        "sampling_params": {"max_tokens": 4},
+        "request_id": "mine",
+        "vocab_size": 1024,
+        "eos_token_ids": [END],
+    }
+    return EngineRequest(**{**values, **fields})
+
+
+def ask(engine: Engine, answer: Any = None, **fields: Any) -> Any:
+    transport = MemoryTransport({engine.route: Answer(engine.answer() if answer is None else answer)})
+    return asyncio.run(engine.backend.generate(asked(**fields), transport)), transport
+
+
+def refused(engine: Engine, kind: type[Exception], answer: Any = None, **fields: Any) -> str:
+    transport = MemoryTransport({engine.route: Answer(engine.answer() if answer is None else answer)})
+    with pytest.raises(kind) as caught:
+        asyncio.run(engine.backend.generate(asked(**fields), transport))
+    if answer is None:
+        assert transport.asked == []  # refused before it was sent
+    return str(caught.value)
+
+
+# --- answers ---
+
+
+def test_an_answer(engine: Engine) -> None:
+    response, transport = ask(engine, extra_headers={"x-a": "b"})
+    assert (response.completion_ids, response.logprobs) == (IDS, LOGPROBS)
+    assert (response.finish_reason, response.request_id) == ("stop", "r")
+    assert response.usage == Usage(3, 3)
+    assert response.top_logprobs is None
+    assert "completion_token_ids" not in str(response.raw)
+    assert transport.asked[0].headers == {"x-a": "b"}
+    assert not transport.asked[0].idempotent
+
+
+def test_an_abort_before_the_first_token(engine: Engine) -> None:
+    answer = engine.reply([], [])
+    engine.change["reason"](answer, "abort")
+    response, _ = ask(engine, answer)
+    assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "abort")
+
+
+@pytest.mark.parametrize("name", ["sglang", "dynamo"])
+def test_engines_that_do_not_stream_tell_of_all_tokens_at_the_end(name: str) -> None:
+    engine, told = ENGINES[name], []
+    transport = MemoryTransport({engine.route: engine.answer()})
+    asyncio.run(engine.backend.generate(asked(), transport, on_tokens=lambda *seen: told.append(seen)))
+    assert told == [(IDS, LOGPROBS, "stop")]
+
+
+HOSTILE: dict[str, tuple[str, Any]] = {
+    "no logprob": ("logprob", None),
+    "sentinel": ("logprob", -9999.0),
+    "least float": ("logprob", -3.4028234663852886e38),
+    "probability": ("logprob", 0.7),
+    "boolean": ("logprob", True),
+    "text": ("logprob", "-1"),
+    "boolean token": ("token", True),
+    "negative token": ("token", -1),
+    "token outside": ("token", 1024),
+    "token as text": ("token", "51"),
+    "another token": ("named", 7),
+    "fewer tokens": ("ids", IDS[:2]),
+    "more than asked for": ("ids", [50, 51, 52, 53, 54]),
+    "tokens as an object": ("ids", {"50": 1}),
+    "unknown reason": ("reason", "tired"),
+    "reason as a list": ("reason", ["stop"]),
+    "usage": ("usage", [1]),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_members(engine: Engine, name: str) -> None:
+    place, value = HOSTILE[name]
+    if place not in engine.change:
+        pytest.skip("the engine has no such member")
+    answer = engine.answer()
+    engine.change[place](answer, value)
+    problem = refused(engine, EngineReplyError, answer)
+    assert ": " in problem  # it names the place
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        17,
+        "text",
+        {},
+        {"choices": []},
+        {"choices": [{}, {}]},
+        {"choices": [1]},
+        {"meta_info": 1},
+        b"<html>",
+        b"",
+        b"\xff",
+        b"[" * 200_000,
+        b'{"choices":' * 100_000,
+    ],
+)
+def test_bodies_that_are_no_completion(engine: Engine, body: Any) -> None:
+    refused(engine, EngineReplyError, body)
+
+
+def test_more_tokens_than_asked_for(engine: Engine) -> None:
+    answer = engine.reply([50] * 5, [-1.0] * 5)
+    problem = refused(engine, EngineReplyError, answer)
+    assert "sampled more tokens than were asked for - expected at most 4, got 5" in problem
+
+
+def test_another_prompt_is_a_mismatch(engine: Engine) -> None:
+    answer = engine.answer()
+    engine.change["prompt"](answer, [10, 99, 12])
+    refused(engine, EngineMismatchError, answer)
+
+
+@pytest.mark.parametrize(("padding", "main"), [(0, True), (2 << 20, False)])
+def test_large_answers_are_read_off_the_event_loop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, padding: int, main: bool
+) -> None:
+    seen = []
+
+    def parse(*given: Any, **options: Any) -> Any:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return original(*given, **options)
+
+    original = engine.module.parse_reply
+    monkeypatch.setattr(engine.module, "parse_reply", parse)
+    ask(engine, {**engine.answer(), "padding": "x" * padding})
+    assert seen == [main]
+
+
+# --- refusals before sending ---
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 2], [1, 1024], [1.5], "abc"])
+def test_prompts_that_kill_an_engine(engine: Engine, ids: Any) -> None:
+    refused(engine, InputError, prompt_ids=ids)
+
+
+def test_sidecars_that_do_not_fit(engine: Engine) -> None:
+    prompt = PromptMaker().text([1]).framed(qwen_item(4)).text([2])
+    refused(engine, PlaceholderError, prompt_ids=prompt.ids[:-3], multi_modal_data=prompt.sidecar)
+    refused(engine, PlaceholderError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar.shifted(1))
+
+
+def test_videos_are_refused(engine: Engine) -> None:
+    prompt = PromptMaker().text([1]).framed(video_item(4)).text([2])
+    problem = refused(engine, EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
+    assert problem == "mm_placeholders['video'][0]: only images can be sent to this engine - got video"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"max_tokens": 4, "n": 2},
+        {"max_tokens": 0},
+        {"max_tokens": 4, "temprature": 1.0},
+        {"max_tokens": 4, "min_tokens": 5},
+    ],
+    ids=["no length", "several", "nothing", "misspelt", "contradiction"],
+)
+def test_sampling_parameters_that_are_refused(engine: Engine, sampling: Any) -> None:
+    assert refused(engine, SamplingParameterError, sampling_params=sampling).startswith("sampling_params['")
+
+
+def test_what_this_version_does_not_know_is_sent_by_name(engine: Engine) -> None:
+    sampling = {"max_tokens": 4, "extra": {"new_parameter": [1]}}
+    _, transport = ask(engine, sampling_params=sampling, extra_body={"new_member": {"a": 1}})
+    body = transport.asked[0].json
+    assert body["new_member"] == {"a": 1}
+    assert body.get("sampling_params", body)["new_parameter"] == [1]
+
+
+def test_what_is_sent_by_name_cannot_replace_what_the_request_says(engine: Engine) -> None:
+    sampling = {"max_tokens": 4, "temperature": 1.0, "extra": {"temperature": 0.5}}
+    assert refused(engine, SamplingParameterError, sampling_params=sampling) == (
+        "sampling_params['extra']['temperature']: is set twice"
+    )
+    _, transport = ask(engine)
+    for name in transport.asked[0].json:
+        problem = refused(engine, InputError, extra_body={name: 1})
+        assert problem == f"extra_body['{name}']: the request itself sets this member"
+
+
+# --- stopping ---
+
+
+def stopped(engine: Engine, times: int = 1) -> MemoryTransport:
+    routes: dict[str, Any] = {engine.route: Answer(delay=60)}
+    if engine.abort is not None:
+        routes[f"POST {engine.abort[0]}"] = Answer("", delay=0.01)
+    transport = MemoryTransport(routes)
+
+    async def work() -> None:
+        task = asyncio.create_task(engine.backend.generate(asked(), transport))
+        await asyncio.sleep(0.01)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.002)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.05)
+
+    asyncio.run(work())
+    return transport
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_cancelling_aborts_by_the_requests_own_id(engine: Engine, times: int) -> None:
+    transport = stopped(engine, times)
+    assert [each.path for each in transport.cancelled] == [engine.path]
+    aborts = [(each.path, each.json, each.idempotent) for each in transport.asked[1:]]
+    assert aborts == ([] if engine.abort is None else [(*engine.abort, True)])
+
+
+@pytest.mark.parametrize("abort", [Answer(status=500), DROPPED, Answer("")])
+def test_a_timeout_aborts_and_stays_a_timeout(engine: Engine, abort: Answer) -> None:
+    path = engine.abort[0] if engine.abort is not None else "/none"
+    transport = MemoryTransport({engine.route: EngineTimeoutError("late"), f"POST {path}": abort})
+    with pytest.raises(EngineTimeoutError, match="late"):
+        asyncio.run(engine.backend.generate(asked(), transport))
+    assert len(transport.asked) == (1 if engine.abort is None else 2)
+
+
+def test_a_broken_connection_is_not_aborted(engine: Engine) -> None:
+    transport = MemoryTransport({engine.route: DROPPED})
+    with pytest.raises(EngineConnectionError):
+        asyncio.run(engine.backend.generate(asked(), transport))
+    assert len(transport.asked) == 1
+
+
+# --- limits, and the backend as a value ---
+
+
+def test_the_longest_prompt(engine: Engine) -> None:
+    path, answer, expected = engine.limit
+    transport = MemoryTransport({f"GET {path}": Answer(answer)})
+    assert asyncio.run(engine.backend.resolve_max_prompt_len("m", transport)) == expected
+    for malformed in engine.malformed_limits:
+        transport = MemoryTransport({f"GET {path}": Answer(malformed)})
+        with pytest.raises(EngineReplyError, match=path):
+            asyncio.run(engine.backend.resolve_max_prompt_len("m", transport))
+
+
+def test_the_backend_is_a_value(engine: Engine) -> None:
+    assert pickle.loads(pickle.dumps(engine.backend)) == engine.backend
+    assert isinstance(engine.backend, RendererBackend)
+    assert ENGINES[engine.backend.name] is engine
+
+
+# --- streaming, which vLLM does ---
+
+
+def chunk(ids: list[int], reason: str | None = None, **more: Any) -> bytes:
+    content = [{"token_id": token, "logprob": -1.0} for token in ids]
+    choice = {"index": 0, "finish_reason": reason, "token_ids": ids, "logprobs": {"content": content}, **more}
+    return b"data: " + msgspec.json.encode({"request_id": "r", "choices": [choice]})
+
+
+USAGE = b'data: {"request_id": "r", "choices": [], "usage": {"prompt_tokens": 3}}'
+DONE = b"data: [DONE]"
+
+
+def stream(*lines: bytes, **answer: Any) -> Any:
+    told: list[Any] = []
+    transport = MemoryTransport({ENGINES["vllm"].route: Answer(b"\n\n".join(lines), **answer)})
+    work = VLLMBackend().generate(asked(), transport, on_tokens=lambda *seen: told.append(seen))
+    return work, told, transport
+
+
+def test_a_stream_gives_what_the_whole_answer_gives() -> None:
+    work, told, transport = stream(chunk([50]), chunk([51, 52], "stop", stop_reason=52), USAGE, DONE)
+    response = asyncio.run(work)
+    assert (response.completion_ids, response.logprobs) == (IDS, [-1.0] * 3)
+    assert (response.finish_reason, response.stop_reason, response.usage) == ("stop", 52, Usage(3, 3))
+    assert told == [([50], [-1.0], None), ([51, 52], [-1.0] * 2, "stop")]
+    body = transport.asked[0].json
+    assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
+
+
+def test_a_stream_that_breaks_behind_the_last_token_is_complete() -> None:
+    work, told, _ = stream(chunk([50]), chunk([52], "stop"), drop=True)
+    assert asyncio.run(work).completion_ids == [50, 52]
+    assert told[-1][2] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        ([chunk([50])], EngineReplyError),
+        ([chunk([50]), b'data: {"error": {"message": "no"}}'], EngineReplyError),
+        ([chunk([50]), b"data: {"], EngineReplyError),
+        ([chunk([50]), b"data: [1]"], EngineReplyError),
+        ([chunk([50]), chunk([51, 52, 53, 54])], EngineReplyError),
+        ([chunk([50]), chunk([1024])], EngineReplyError),
+        ([chunk([50]), b'data: {"choices": [{"token_ids": [51]}]}'], EngineReplyError),
+    ],
+    ids=["broken off", "error", "no JSON", "no object", "too many", "outside", "no logprob"],
+)
+def test_a_stream_that_fails_keeps_what_it_told(lines: list[bytes], kind: type[Exception]) -> None:
+    work, told, _ = stream(*lines)
+    with pytest.raises(kind):
+        asyncio.run(work)
+    assert told == [([50], [-1.0], None)]
