@@ -371,7 +371,7 @@ def _experts(
     raw: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], start: int, where: str
 ) -> RoutedExperts:
     if len(shape) != 3 or dtype.name not in _DTYPES or min(*shape, start) < 0:
-        got = f"{dtype} {list(shape)} from {start}"
+        got = f"{dtype} {list(shape)}" if start >= 0 else f"start {start}"
         raise _malformed_experts(where, "integers of shape (rows, layers, top_k)", got)
     needed = math.prod(shape) * dtype.itemsize
     if len(raw) != needed:

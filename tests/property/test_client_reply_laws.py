@@ -1,53 +1,22 @@
-"""Large texts as views against the parser, and prompts against their collapsed form, on generated input."""
+"""Prompts against their collapsed form, and sidecars that were changed, on generated input."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mmrender.client.large_text import decode_reply, decode_reply_whole
 
 from client_prompts import IMAGE, PAD, TOKENS, FakeItem, PromptMaker, qwen_item, tiled_item
-from mmrender.client.placeholders import check_sidecar, collapse
+from mmrender.client.placeholders import check_placeholders, collapse
+from mmrender.client.types import EngineRequest
 from mmrender.errors import PlaceholderError
 from mmrender.spans import MultiModalData
 
-# Keys and texts that look like what is searched for, in all its parts.
-CHARACTERS = st.sampled_from(
-    ['"', "\\", ":", "{", "}", "[", " ", ",", "data", "routed_experts", "A", "=", "é", "\n"]
-)
-TEXTS = st.one_of(st.lists(CHARACTERS, max_size=8).map("".join), st.text("AB+/=", min_size=8, max_size=30))
-KEYS = st.one_of(st.sampled_from(["routed_experts", "data", "shape"]), TEXTS)
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(-2, 2), TEXTS)
-REPLIES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(KEYS, inner, max_size=4)),
-    max_leaves=20,
-)
 
-
-def whole(value: Any) -> Any:
-    if isinstance(value, memoryview):
-        return bytes(value).decode()
-    if isinstance(value, dict):
-        return {name: whole(member) for name, member in value.items()}
-    return [whole(member) for member in value] if isinstance(value, list) else value
-
-
-@settings(max_examples=250)
-@given(
-    reply=REPLIES,
-    indent=st.sampled_from([None, 1]),
-    ascii_only=st.booleans(),
-    buffer=st.sampled_from([bytes, bytearray]),
-)
-def test_a_reply_with_views_equals_the_parsed_one(
-    reply: Any, indent: int | None, ascii_only: bool, buffer: Any
-) -> None:
-    body = buffer(json.dumps(reply, indent=indent, ensure_ascii=ascii_only).encode())
-    assert whole(decode_reply(body, smallest=6)) == decode_reply_whole(body) == reply
+def check_sidecar(ids: Any, data: MultiModalData, token_ids: Any) -> None:
+    request = EngineRequest("m", ids, {}, "r", data, media_token_ids=token_ids)
+    check_placeholders(ids, request, only_images=False)
 
 
 ITEMS = st.one_of(

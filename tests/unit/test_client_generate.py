@@ -14,8 +14,9 @@ from PIL import Image
 from mmrender import Renderer, generate
 from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
+from mmrender.client.placeholders import collapse
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
-from mmrender.client.server_facts import LIMITS
+from mmrender.client.server_facts import forget
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import (
@@ -25,7 +26,6 @@ from mmrender.errors import (
     InputError,
     PlaceholderError,
     PromptTooLongError,
-    SamplingParameterError,
 )
 from mmrender.pool import RendererPool
 from mmrender.spans import MultiModalData
@@ -74,7 +74,9 @@ class Scripted:
     gate: asyncio.Event | None = None
     server: MemoryTransport = field(default_factory=MemoryTransport)
 
-    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
+    async def generate(
+        self, request: EngineRequest, transport: Transport, *, on_tokens: Any = None
+    ) -> EngineResponse:
         self.requests.append(request)
         if self.gate is not None:
             try:
@@ -133,7 +135,6 @@ def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
     assert (request.model, request.cache_salt, request.priority) == ("tiny", "s", 2)
     assert request.extra_headers == {"x": "1"}
     assert request.vocab_size == renderer.vocab_size
-    assert request.collapsed_ids is None
     assert request.sampling_params == {
         "temperature": 0.5,
         "max_tokens": 1001 - len(prompt),
@@ -153,13 +154,13 @@ def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
     renderer.render([*QUESTION, turn.message, *QUESTION], add_generation_prompt=True)
 
 
-def test_images_come_with_ranges_tokens_and_the_collapsed_prompt(renderer: Renderer) -> None:
+def test_images_come_with_ranges_and_what_the_template_wrote(renderer: Renderer) -> None:
     engine = Scripted()
     turn = run(renderer, engine, messages=WITH_PHOTO)
     (request,) = engine.requests
     (found,) = request.multi_modal_data.mm_placeholders["image"]
     pad = renderer.tokenizer.token_id("<|image_pad|>")
-    assert request.collapsed_ids == [
+    assert collapse(request.prompt_ids, request.multi_modal_data, request.placeholder_ids) == [
         *request.prompt_ids[: found.offset],
         pad,
         *request.prompt_ids[found.offset + found.length :],
@@ -273,7 +274,7 @@ def test_media_tokens_without_a_sidecar_are_refused(renderer: Renderer) -> None:
     with pytest.raises(PlaceholderError) as caught:
         run(renderer, engine, prompt_ids=prompt.token_ids)
     assert str(caught.value) == (
-        f"prompt_ids[{found.offset}]: the prompt holds media tokens, and there is no sidecar - expected "
+        f"prompt_ids[{found.offset}]: the prompt holds media tokens, but no sidecar says what they stand for - expected "
         f"multi_modal_data, got the token {pad}. Pass the sidecar; an empty MultiModalData() says that the model "
         "itself sampled them"
     )
@@ -288,7 +289,7 @@ def test_attribution_of_other_tokens_is_refused(renderer: Renderer) -> None:
         run(renderer, Scripted(), prompt_ids=prompt.token_ids[1:], prompt_attribution=prompt)
     length = len(prompt)
     assert str(caught.value) == (
-        "prompt_attribution: the attribution is of other tokens than the prompt's - expected the "
+        "prompt_attribution: the attribution belongs to other tokens than the prompt's - expected the "
         f"{length - 1} tokens of prompt_ids, got {length} tokens"
     )
 
@@ -296,7 +297,7 @@ def test_attribution_of_other_tokens_is_refused(renderer: Renderer) -> None:
 def test_nothing_to_ask_is_refused(renderer: Renderer) -> None:
     with pytest.raises(InputError) as caught:
         run(renderer, Scripted(), messages=None)
-    assert str(caught.value) == "messages: there is nothing to ask - expected messages, or prompt_ids"
+    assert str(caught.value) == "messages: the prompt is missing - expected messages, or prompt_ids"
 
 
 # --- length ---
@@ -312,7 +313,7 @@ def test_a_long_prompt_is_refused_before_it_is_sent(renderer: Renderer) -> None:
         f"prompt: the prompt is longer than the engine takes - expected at most {length - 1} tokens, got {length}"
     )
     assert not engine.requests
-    LIMITS.forget()
+    forget(engine.server)
     engine.limit = length
     assert run(renderer, engine).prompt_ids
     assert engine.requests[0].sampling_params["max_tokens"] == 1
@@ -382,13 +383,6 @@ def test_stop_tokens_are_the_models_and_the_callers(renderer: Renderer) -> None:
     assert engine.requests[1].sampling_params == {"ignore_eos": True, "max_tokens": 4}
 
 
-def test_parameters_are_checked_before_anything_is_done(renderer: Renderer) -> None:
-    engine = Scripted()
-    with pytest.raises(SamplingParameterError):
-        run(renderer, engine, sampling_params={"max_new_tokens": 4})
-    assert (engine.asked_limit, engine.requests) == (0, [])
-
-
 def test_cancelling_reaches_the_engine(renderer: Renderer) -> None:
     async def cancel() -> int:
         engine = Scripted(gate=asyncio.Event())
@@ -433,13 +427,13 @@ def test_backends_have_names_and_routes(backend: Any, route: Any, name: str) -> 
         (
             "vlm",
             None,
-            "backend: there is no such backend - expected vllm, sglang, dynamo, local, or an object such as "
+            "backend: unknown backend - expected vllm, sglang, dynamo, local, or an object such as "
             "VLLMBackend(), got 'vlm'",
         ),
         (
             None,
             "openai",
-            "transport: there is no such transport - expected vllm_generate, sglang_generate, dynamo_chat, got 'openai'",
+            "transport: unknown route - expected vllm_generate, sglang_generate, dynamo_chat, got 'openai'",
         ),
         (
             "vllm",

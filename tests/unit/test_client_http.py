@@ -2,27 +2,23 @@
 
 import asyncio
 import gc
-import os
 import pickle
 import random
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import stamina
-from mmrender.client.encoding import Body, PlainText, encode, encode_body, weigh
 
 from client_server import StubServer, stub_server
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
-from mmrender.client.transport import Transport, TransportConfig
+from mmrender.client.transport import RetryPolicy, Transport, TransportConfig
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -31,7 +27,12 @@ from mmrender.errors import (
     InputError,
 )
 
-QUICK = {"wait_initial": 0.001, "wait_jitter": 0.0}
+QUICK = RetryPolicy(wait_initial=0.001, wait_jitter=0.0)
+ONCE = RetryPolicy(attempts=1)
+
+
+def way(url: str, hooks: Sequence[ClientHooks] = (), **settings: Any) -> HTTPTransport:
+    return HTTPTransport(TransportConfig(url, **settings), hooks=hooks)
 
 
 def with_server(test: Callable[[StubServer], Awaitable[Any]]) -> Any:
@@ -73,7 +74,7 @@ class Recorder(ClientHooks):
 
 def test_json_goes_out_and_comes_back() -> None:
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, api_key="k", headers={"x-session": "7"})
+        transport = way(server.url, api_key="k", headers={"x-session": "7"})
         assert isinstance(transport, Transport)
         reply = await transport.request("POST", "/echo?a=1", json={"ids": [1, 2]}, headers={"x-one": "1"})
         assert (reply.status, bytes(reply.body)) == (200, b'{"ids":[1,2]}')
@@ -94,7 +95,6 @@ def test_bodies_of_all_sizes_arrive_whole(path: str, size: int) -> None:
     async def test(server: StubServer) -> None:
         reply = await HTTPTransport(server.url).request("POST", path, json=body)
         assert msgspec.json.decode(reply.body) == body
-        assert memoryview(reply.body).readonly
         assert len(server.seen[0][3]) == int(server.seen[0][2]["Content-Length"])
 
     with_server(test)
@@ -105,12 +105,12 @@ def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> Non
 
     async def test(server: StubServer) -> None:
         transport.append(transport[0] if transport else HTTPTransport(server.url))
-        way = HTTPTransport(server.url) if transport[0].base_url != server.url else transport[0]
+        same = HTTPTransport(server.url) if transport[0].base_url != server.url else transport[0]
         for _ in range(3):
-            await way.request("POST", "/echo", json=1)
+            await same.request("POST", "/echo", json=1)
         assert len(set(server.connections)) == 1
-        await way.aclose()
-        await way.request("POST", "/echo", json=1)
+        await same.aclose()
+        await same.request("POST", "/echo", json=1)
         assert len(set(server.connections)) == 2
 
     # Warnings are errors: a session left open in either loop would fail the test.
@@ -120,7 +120,7 @@ def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> Non
 
 
 def test_one_transport_serves_one_loop_after_another() -> None:
-    config = TransportConfig("http://127.0.0.1:1", attempts=1)
+    config = TransportConfig("http://127.0.0.1:1", retries=ONCE)
     transport = HTTPTransport(config)
 
     async def fail() -> None:
@@ -134,7 +134,7 @@ def test_one_transport_serves_one_loop_after_another() -> None:
 
 
 def test_a_loop_that_was_closed_by_hand_is_let_go() -> None:
-    transport = HTTPTransport("http://127.0.0.1:1", attempts=1)
+    transport = way("http://127.0.0.1:1", retries=ONCE)
 
     async def fail() -> None:
         with pytest.raises(EngineConnectionError):
@@ -183,11 +183,11 @@ def test_threads_share_a_transport() -> None:
 
 
 def test_a_transport_is_pickled_with_its_settings() -> None:
-    transport = HTTPTransport("http://127.0.0.1:1/", api_key="secret", attempts=2, hooks=[ClientHooks()])
+    transport = way("http://127.0.0.1:1/", [ClientHooks()], api_key="secret", retries=ONCE)
     copy = pickle.loads(pickle.dumps(transport))
     assert copy.config == transport.config
     assert copy.base_url == "http://127.0.0.1:1"
-    assert len(copy._hooks.hooks) == 1
+    assert len(copy.hooks) == 1
 
 
 def test_the_key_is_not_printed() -> None:
@@ -201,7 +201,7 @@ def test_the_key_is_not_printed() -> None:
 def test_a_busy_server_is_asked_again_where_that_is_allowed(status: int) -> None:
     async def test(server: StubServer) -> None:
         server.busy, server.busy_status = 2, status
-        transport = HTTPTransport(server.url, **QUICK)
+        transport = way(server.url, retries=QUICK)
         reply = await transport.request("GET", "/busy")
         assert reply.body == b'{"ok": true}'
         assert len(server.seen) == 3
@@ -216,7 +216,7 @@ def test_a_call_that_may_have_been_taken_is_not_repeated() -> None:
     async def test(server: StubServer) -> None:
         server.busy = 1
         with pytest.raises(EngineStatusError) as caught:
-            await HTTPTransport(server.url, **QUICK).request("POST", "/busy", json={})
+            await way(server.url, retries=QUICK).request("POST", "/busy", json={})
         assert (caught.value.status, caught.value.body) == (503, "busy")
         assert len(server.seen) == 1
 
@@ -228,7 +228,7 @@ def test_other_statuses_are_final(status: int) -> None:
     async def test(server: StubServer) -> None:
         server.busy, server.busy_status = 1, status
         with pytest.raises(EngineStatusError):
-            await HTTPTransport(server.url, **QUICK).request("GET", "/busy")
+            await way(server.url, retries=QUICK).request("GET", "/busy")
         assert len(server.seen) == 1
 
     with_server(test)
@@ -238,7 +238,7 @@ def test_attempts_are_bounded() -> None:
     async def test(server: StubServer) -> None:
         server.busy = 10
         with pytest.raises(EngineStatusError):
-            await HTTPTransport(server.url, attempts=3, **QUICK).request("GET", "/busy")
+            await way(server.url, retries=replace(QUICK, attempts=3)).request("GET", "/busy")
         assert len(server.seen) == 3
 
     with_server(test)
@@ -247,7 +247,7 @@ def test_attempts_are_bounded() -> None:
 def test_the_server_may_name_the_wait_up_to_the_bound() -> None:
     async def test(server: StubServer) -> None:
         server.busy, server.retry_after = 1, "3600"
-        transport = HTTPTransport(server.url, wait_initial=3000, wait_max=0.001)
+        transport = way(server.url, retries=RetryPolicy(wait_initial=3000, wait_max=0.001))
         assert (await transport.request("GET", "/busy")).status == 200
         server.busy = 1
         with pytest.raises(EngineStatusError) as caught:
@@ -262,7 +262,7 @@ def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
     port = free_port()
 
     async def test() -> None:
-        transport = HTTPTransport(f"http://127.0.0.1:{port}", hooks=[hooks], attempts=3, **QUICK)
+        transport = way(f"http://127.0.0.1:{port}", hooks=[hooks], retries=replace(QUICK, attempts=3))
         with pytest.raises(EngineConnectionError) as caught:
             await transport.request("POST", "/generate", json={})
         assert str(caught.value).startswith(
@@ -277,7 +277,7 @@ def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
 def test_a_connection_that_breaks_is_an_error_and_not_repeated() -> None:
     async def test(server: StubServer) -> None:
         with pytest.raises(EngineConnectionError, match="the connection broke"):
-            await HTTPTransport(server.url, **QUICK).request("POST", "/cut", json={}, idempotent=True)
+            await way(server.url, retries=QUICK).request("POST", "/cut", json={}, idempotent=True)
         assert len(server.seen) == 1
 
     with_server(test)
@@ -291,7 +291,7 @@ def test_the_deadline_is_of_the_whole_call() -> None:
         assert str(caught.value) == f"POST {server.url}/slow: the server did not answer within 0.05 s"
         server.busy = 100
         with pytest.raises(EngineTimeoutError):
-            await HTTPTransport(server.url, wait_initial=60, wait_max=60).request(
+            await way(server.url, retries=RetryPolicy(wait_initial=60, wait_max=60)).request(
                 "GET", "/busy", timeout=0.05
             )
         await transport.request("POST", "/echo", json=1)
@@ -303,7 +303,7 @@ def test_cancelling_closes_the_connection() -> None:
     hooks = Recorder()
 
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, hooks=[hooks])
+        transport = way(server.url, hooks=[hooks])
         task = asyncio.create_task(transport.request("POST", "/slow", json={}))
         while not server.seen:
             await asyncio.sleep(0.001)
@@ -350,12 +350,12 @@ def test_a_refusal_says_what_the_server_said() -> None:
 @pytest.mark.parametrize("path", ["/echo", "/chunked"])
 def test_a_reply_that_is_too_long_is_not_read(path: str) -> None:
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, max_reply_bytes=1000)
+        transport = way(server.url, max_reply_bytes=1000)
         with pytest.raises(EngineReplyError) as caught:
             await transport.request("POST", path, json="x" * 5000)
         assert str(caught.value) == (
-            f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes, "
-            f"got {'5002 bytes' if path == '/echo' else 'more'}. Raise max_reply_bytes of the transport"
+            f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes. "
+            "Raise max_reply_bytes of the transport"
         )
 
     with_server(test)
@@ -365,7 +365,7 @@ def test_lines_are_streamed() -> None:
     hooks = Recorder()
 
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, hooks=[hooks])
+        transport = way(server.url, hooks=[hooks])
         lines = [line async for line in transport.stream("POST", "/lines", json={})]
         assert lines == [b"one", b"two", b"", b"three", b"last"]
         with pytest.raises(EngineStatusError):
@@ -396,7 +396,7 @@ def test_hooks_are_told_and_may_send_headers() -> None:
     hooks = Recorder()
 
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, hooks=[hooks], **QUICK)
+        transport = way(server.url, hooks=[hooks], retries=QUICK)
         await transport.request("POST", "/echo?q=1", json={"a": 1}, headers={"x-mine": "caller"})
         assert server.seen[0][2]["traceparent"] == "00-1"
         assert server.seen[0][2]["x-mine"] == "caller"
@@ -422,7 +422,7 @@ def test_a_hook_that_fails_is_logged_and_fails_nothing(caplog: pytest.LogCapture
             raise KeyError("lost")
 
     async def test(server: StubServer) -> None:
-        await HTTPTransport(server.url, hooks=[Broken()]).request("POST", "/echo", json=1)
+        await way(server.url, hooks=[Broken()]).request("POST", "/echo", json=1)
 
     with_server(test)
     assert "the hook Broken.on_request failed" in caplog.text
@@ -432,7 +432,7 @@ def test_what_is_no_json_is_refused_before_sending() -> None:
     hooks = Recorder()
 
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, hooks=[hooks])
+        transport = way(server.url, hooks=[hooks])
         with pytest.raises(InputError) as caught:
             await transport.request("POST", "/echo", json={"a": object()})
         assert str(caught.value).startswith(
@@ -443,7 +443,19 @@ def test_what_is_no_json_is_refused_before_sending() -> None:
         assert not server.seen
 
     with_server(test)
-    assert hooks.names == ["request", "error"]
+    assert hooks.names == ["request", "error"]  # what is not JSON never becomes a call
+
+
+def test_raw_members_go_out_as_they_are() -> None:
+    image = b"QUJD" * 200_000
+    body = {"a": 1, "images": [msgspec.Raw(b'"%b"' % image), None], "z": "end"}
+
+    async def test(server: StubServer) -> None:
+        for path in ("/echo", "/chunked"):
+            reply = await HTTPTransport(server.url).request("POST", path, json=body)
+            assert msgspec.json.decode(reply.body) == {"a": 1, "images": [image.decode(), None], "z": "end"}
+
+    with_server(test)
 
 
 @pytest.mark.parametrize(
@@ -460,8 +472,6 @@ def test_what_is_no_json_is_refused_before_sending() -> None:
             "https://..., got 'http://host?x=1'",
         ),
         ({"timeout": 0}, "timeout: a setting is out of range - expected more than 0, got 0"),
-        ({"attempts": 0}, "attempts: a setting is out of range - expected more than 0, got 0"),
-        ({"wait_max": -1}, "wait_max: a setting is out of range - expected 0 or more, got -1"),
         ({"keepalive": float("nan")}, "keepalive: a setting is out of range - expected 0 or more, got nan"),
         (
             {"max_connections": True},
@@ -483,6 +493,17 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_retry_policies_are_checked() -> None:
+    with pytest.raises(
+        InputError, match=r"^attempts: a setting is out of range - expected more than 0, got 0$"
+    ):
+        RetryPolicy(attempts=0)
+    with pytest.raises(
+        InputError, match=r"^wait_max: a setting is out of range - expected 0 or more, got -1$"
+    ):
+        RetryPolicy(wait_max=-1)
+
+
 def test_a_reply_that_is_compressed_all_the_same_is_read() -> None:
     async def test(server: StubServer) -> None:
         transport = HTTPTransport(server.url)
@@ -490,97 +511,16 @@ def test_a_reply_that_is_compressed_all_the_same_is_read() -> None:
         assert bytes(reply.body) == b'"' + b"x" * 5000 + b'"'
         assert server.seen[0][2]["Accept-Encoding"] == "identity"
         with pytest.raises(EngineReplyError, match="too long"):
-            await HTTPTransport(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
+            await way(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
 
     with_server(test)
-
-
-def test_large_bodies_are_encoded_on_a_thread() -> None:
-    async def test(body: Any) -> bytes:
-        return (await encode_body(body, 1000)).joined()
-
-    small, large = {"ids": [1] * 10}, {"ids": list(range(1000)), "text": ["x" * 2000]}
-    for body in (small, large):
-        assert asyncio.run(test(body)) == msgspec.json.encode(body)
-    assert weigh(small, 1000) < 1000 <= weigh(large, 1000)
-    loop_thread = threading.current_thread().ident
-    used: list[int | None] = []
-
-    def noted(value: Any) -> Body:
-        used.append(threading.get_ident())
-        return encode(value)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrender.client.encoding.encode", noted)
-        asyncio.run(test(small))
-        asyncio.run(test(large))
-    assert used[0] == loop_thread
-    assert used[1] != loop_thread
-
-
-def test_plain_texts_go_out_as_they_are() -> None:
-    image = b"QUJD" * 200_000
-    body = {"a": 1, "images": [PlainText(image), None, PlainText(memoryview(image)[:8])], "z": "end"}
-    encoded = encode(body)
-    expected = {"a": 1, "images": [image.decode(), None, "QUJDQUJD"], "z": "end"}
-    assert msgspec.json.decode(encoded.joined()) == expected
-    assert len(encoded) == len(encoded.joined())
-    assert any(piece is image for piece in encoded.pieces)
-    assert weigh(body, 1 << 30) < 100
-
-    async def test(server: StubServer) -> None:
-        for path in ("/echo", "/chunked"):
-            reply = await HTTPTransport(server.url).request("POST", path, json=body)
-            assert msgspec.json.decode(reply.body) == expected
-        small = await HTTPTransport(server.url).request("POST", "/echo", json=[PlainText(b"QUJD")])
-        assert small.body == b'["QUJD"]'
-
-    with_server(test)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_encodes_on_a_thread_of_its_own() -> None:
-    script = """
-        import asyncio, os, sys, warnings
-        from mmrender.client.encoding import encode_body
-        warnings.simplefilter("ignore")  # of a fork beside threads
-        body = {"text": "x" * 10_000}
-        assert asyncio.run(encode_body(body, 100)).joined().startswith(b"{")
-        child = os.fork()
-        if child == 0:
-            async def encode():
-                return await asyncio.wait_for(encode_body(body, 100), 10)
-            os._exit(0 if asyncio.run(encode()).joined().startswith(b"{") else 1)
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=60)
-    assert done.returncode == 0
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "x" * 100,
-        b"x" * 100,
-        [1] * 50,
-        [["ab"] * 10] * 3,
-        {"a": {"b": "x" * 100}, "c": None},
-        msgspec.Raw(b'"' + b"x" * 100 + b'"'),
-        [None, "x" * 90],
-    ],
-    ids=["text", "bytes", "numbers", "nested", "mapping", "raw", "mixed"],
-)
-def test_the_size_of_a_body_is_guessed_within_a_small_factor(value: Any) -> None:
-    size = len(msgspec.json.encode(value))
-    assert size / 4 <= weigh(value, 1 << 30) <= 5 * size
-    assert weigh(value, 5) >= 5
 
 
 def test_retries_can_be_switched_off_for_a_whole_program() -> None:
     async def test(server: StubServer) -> None:
         server.busy = 1
         with pytest.raises(EngineStatusError):
-            await HTTPTransport(server.url, **QUICK).request("GET", "/busy")
+            await way(server.url, retries=QUICK).request("GET", "/busy")
 
     stamina.set_active(False)
     try:
@@ -602,7 +542,7 @@ def test_a_server_below_a_path_is_asked_there() -> None:
 
 def test_calls_beyond_the_bound_of_connections_wait() -> None:
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, max_connections=2)
+        transport = way(server.url, max_connections=2)
         await asyncio.gather(*[transport.request("POST", "/echo", json=n) for n in range(20)])
         assert len(server.seen) == 20
         assert len(set(server.connections)) <= 2
@@ -614,7 +554,7 @@ def test_cancelling_at_any_moment_mixes_up_no_answers() -> None:
     source = random.Random(0)
 
     async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url, max_connections=4)
+        transport = way(server.url, max_connections=4)
         answered = 0
 
         async def ask(number: int) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from mmrender.client.http import HTTPTransport
-from mmrender.client.transport import Transport, TransportConfig, as_transport, server_root
+from mmrender.client.transport import RetryPolicy, Transport, TransportConfig, as_transport, server_root
 from mmrender.errors import EngineConnectionError, EngineStatusError, EngineTimeoutError, InputError
 from mmrender.testing.memory_transport import DROPPED, Answer, Asked, MemoryTransport
 
@@ -109,7 +109,7 @@ def test_a_server_is_named_in_many_ways() -> None:
     assert first.base_url == "http://127.0.0.1:9"
     assert as_transport("http://127.0.0.1:9") is first
     assert as_transport(TransportConfig("http://127.0.0.1:9")) is first
-    assert as_transport(TransportConfig("http://127.0.0.1:9", attempts=1)) is not first
+    assert as_transport(TransportConfig("http://127.0.0.1:9", retries=RetryPolicy(attempts=1))) is not first
 
 
 def test_an_openai_client_brings_url_key_and_headers() -> None:
@@ -133,7 +133,7 @@ def test_what_names_no_server_is_refused() -> None:
     with pytest.raises(InputError) as caught:
         as_transport(3)
     assert str(caught.value) == (
-        "client: this is no client - expected a base URL, a transport, or an object with base_url and api_key, got int"
+        "client: cannot build a transport from this - expected a base URL, a transport, or an object with base_url and api_key, got int"
     )
 
 

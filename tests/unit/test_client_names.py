@@ -8,7 +8,8 @@ def test_calling_a_model_here_needs_no_http_client() -> None:
     code = (
         "import sys\n"
         "from mmrender import generate\n"
-        "from mmrender.client import EngineRequest, MemoryTransport, SGLangBackend, VLLMBackend\n"
+        "from mmrender.client.transport import RetryPolicy, TransportConfig\n"
+        "from mmrender.client import EngineRequest, SGLangBackend, VLLMBackend\n"
         "print(*{'aiohttp', 'stamina', 'opentelemetry', 'torch', 'transformers', 'vllm'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

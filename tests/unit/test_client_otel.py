@@ -15,7 +15,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from client_server import StubServer, stub_server
 from mmrender.client.http import HTTPTransport
 from mmrender.client.otel import OpenTelemetryHooks
+from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.errors import EngineStatusError
+
+QUICK = RetryPolicy(wait_initial=0.001, wait_jitter=0.0)
 
 
 class Telemetry:
@@ -42,9 +45,7 @@ def test_calls_are_spans_that_the_server_sees_as_parents() -> None:
 
     async def test() -> tuple[int, str]:
         async with stub_server() as server:
-            transport = HTTPTransport(
-                server.url, hooks=[telemetry.hooks], wait_initial=0.001, wait_jitter=0.0
-            )
+            transport = HTTPTransport(TransportConfig(server.url, retries=QUICK), hooks=[telemetry.hooks])
             await transport.request("POST", "/echo?secret=1", json={"a": 1})
             server.busy = 1
             await transport.request("GET", "/busy")
@@ -96,9 +97,7 @@ def test_calls_are_counted_and_timed() -> None:
 
     async def test() -> None:
         async with stub_server() as server:
-            transport = HTTPTransport(
-                server.url, hooks=[telemetry.hooks], wait_initial=0.001, wait_jitter=0.0
-            )
+            transport = HTTPTransport(TransportConfig(server.url, retries=QUICK), hooks=[telemetry.hooks])
             server.busy = 2
             await transport.request("GET", "/busy")
             await transport.request("POST", "/echo", json={"a": 1})
@@ -113,4 +112,4 @@ def test_calls_are_counted_and_timed() -> None:
 
 def test_hooks_of_global_providers_are_pickled() -> None:
     transport = pickle.loads(pickle.dumps(HTTPTransport("http://127.0.0.1:1", hooks=[OpenTelemetryHooks()])))
-    assert isinstance(transport._hooks.hooks[0], OpenTelemetryHooks)
+    assert isinstance(transport.hooks[0], OpenTelemetryHooks)

@@ -270,7 +270,9 @@ def test_an_aborted_request(renderer):
 def test_weight_versions():
     (answer,) = (e["reply"] for e in recorded("weight_versions") if e["path"] == GENERATE_PATH)
     transport = MemoryTransport({f"POST {GENERATE_PATH}": Answer(answer)})
-    response = asyncio.run(VLLMBackend().generate(contract_request(THREE_TOKENS, sampling={"max_tokens": 1900}), transport))
+    response = asyncio.run(
+        VLLMBackend().generate(contract_request(THREE_TOKENS, sampling={"max_tokens": 1900}), transport)
+    )
     first, second = response.weight_versions
     assert (first.start, second.version, second.stop) == (0, "step-7", len(response.completion_ids))
     assert 0 < first.stop == second.start < second.stop

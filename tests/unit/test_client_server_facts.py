@@ -1,0 +1,135 @@
+"""What is known of a server: asked once, by all at once, and again after a failure."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from mmrender.caching import AsyncSingleFlight
+from mmrender.client import server_facts
+from mmrender.client.server_facts import ServerFacts, facts_of, forget, prompt_limit
+from mmrender.client.vllm import VLLMBackend
+from mmrender.errors import EngineConnectionError, EngineStatusError
+from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
+
+
+def models(*answers: Any) -> MemoryTransport:
+    return MemoryTransport({"GET /v1/models": list(answers)})
+
+
+def of_length(length: int | None) -> dict[str, Any]:
+    return {"data": [{"id": name, "max_model_len": length} for name in ("m", "n")]}
+
+
+def ask(transport: MemoryTransport, model: str = "m", times: int = 1) -> list[Any]:
+    async def together() -> list[Any]:
+        calls = (prompt_limit(VLLMBackend(), model, transport) for _ in range(times))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(together())
+
+
+@pytest.mark.parametrize(("length", "limit"), [(2048, 2047), (None, None)])
+def test_an_answer_is_kept_for_each_server_and_model(length: int | None, limit: int | None) -> None:
+    here, there = models(of_length(length), of_length(9), of_length(5)), models(of_length(7))
+    assert ask(here, times=20) == [limit] * 20
+    assert ask(here) == [limit]
+    assert (ask(here, "n"), ask(there)) == ([8], [6])
+    assert (len(here.asked), len(there.asked)) == (2, 1)
+    forget(here)
+    assert ask(here) == [4]
+
+
+def test_a_server_that_cannot_say_is_asked_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(server_facts.time, "monotonic", lambda: now[0])
+    transport = models(Answer("no", status=500), of_length(8))
+    assert ask(transport, times=3) == [None] * 3
+    now[0] += 9.0
+    assert ask(transport) == [None]
+    assert len(transport.asked) == 1
+    now[0] += 2.0
+    assert ask(transport) == [7]
+
+
+def test_a_server_that_is_not_reached_is_an_error_and_asked_again() -> None:
+    transport = models(DROPPED, of_length(8))
+    (error,) = ask(transport)
+    assert isinstance(error, EngineConnectionError)
+    assert ask(transport) == [7]
+
+
+def test_hashes_are_remembered_and_forgotten() -> None:
+    facts = ServerFacts()
+    facts.remember(["a", "b"])
+    assert facts.seen(["a", "c"]) == {"a"}
+    facts.unsee(["a", "x"])
+    assert facts.seen(["a", "b"]) == {"b"}
+    transport = MemoryTransport()
+    assert facts_of(transport) is facts_of(transport)
+
+
+# --- the single flight beneath ---
+
+
+def flight(
+    work: Callable[[AsyncSingleFlight[str, int], Callable[[], Awaitable[int]]], Awaitable[Any]],
+) -> Any:
+    """Run `work`; the number of times that its question was asked, and whether the last one was cancelled."""
+    asked: list[str] = []
+
+    async def ask() -> int:
+        asked.append("asked")
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            asked.append("cancelled")
+            raise
+        return 7
+
+    asyncio.run(work(AsyncSingleFlight(), ask))  # type: ignore[arg-type]
+    return asked
+
+
+def test_one_who_gives_up_takes_the_answer_from_nobody() -> None:
+    async def work(single: Any, ask: Any) -> None:
+        first, second = (asyncio.create_task(single.run("key", ask)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == 7
+        assert first.cancelled()
+
+    assert flight(work) == ["asked"]
+
+
+def test_when_all_give_up_the_question_is_withdrawn() -> None:
+    async def work(single: Any, ask: Any) -> None:
+        tasks = [asyncio.create_task(single.run("key", ask)) for _ in range(2)]
+        await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(asyncio.all_tasks()) == 1
+        assert await single.run("key", ask) == 7
+
+    assert flight(work) == ["asked", "cancelled", "asked"]
+
+
+def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
+    async def work() -> None:
+        single: AsyncSingleFlight[str, int] = AsyncSingleFlight()
+        refusal = EngineStatusError("no", status=500)
+
+        async def fail() -> int:
+            await asyncio.sleep(0)
+            raise refusal
+
+        async def answer() -> int:
+            return 7
+
+        found = await asyncio.gather(*(single.run("key", fail) for _ in range(3)), return_exceptions=True)
+        assert found == [refusal] * 3
+        assert await single.run("key", answer) == 7
+
+    asyncio.run(work())
