@@ -38,10 +38,10 @@ import msgspec  # noqa: E402
 from client_contenders import Load, OpenAI, Ours, Peer  # noqa: E402
 from client_stub import generate_answer  # noqa: E402
 from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
-from mmrender.client.encoding import encode  # noqa: E402
 from render_cases import make_image  # noqa: E402
 
 from mmrender import Renderer, generate  # noqa: E402
+from mmrender.client.http import encode_json  # noqa: E402
 from mmrender.client.transport import Reply  # noqa: E402
 from mmrender.client.types import Generation  # noqa: E402
 from mmrender.client.vllm import VLLMBackend  # noqa: E402
@@ -80,7 +80,7 @@ def stub_server() -> Iterator[str]:
 def make_load(size: str) -> Load:
     ids = [random.Random(index).randrange(100, 900) for index in range(PROMPT)]
     image = base64.b64encode(os.urandom(SIZES[size] * 3 // 4)).decode() if SIZES[size] else None
-    return Load(ids, image, COMPLETION, (image or "").encode())
+    return Load(ids, image, COMPLETION, f'"{image}"'.encode())
 
 
 async def run_load(contender: Any, url: str, load: Load, concurrency: int, total: int) -> dict[str, float]:
@@ -162,7 +162,7 @@ class Scale:
             return Reply(200, {}, b'{"data": [{"id": "stub", "max_model_len": 1048576}]}')
         if method != "POST":
             raise EngineStatusError("no such route", status=404)
-        self.bytes.append(len(encode(json)))
+        self.bytes.append(len(encode_json(json)))
         ids, placeholders = self.expected
         answer = generate_answer(len(ids), 32)
         if "content_parts" in json:

@@ -1,8 +1,8 @@
 """The clients that `bench_client.py` compares. Each sends the same prompt and the same image text.
 
 Prompts are given as tokens, and images as base64 that is made beforehand, in the type in which each client's
-own encoding gives it (bytes for mmrender, text for the others). So what is timed is the client: its JSON, its
-HTTP, and reading the answer into tokens, logprobs and a message.
+own encoding gives it (a JSON text for mmrender, text for the others). So what is timed is the client: its
+JSON, its HTTP, and reading the answer into tokens, logprobs and a message.
 """
 
 from collections.abc import Awaitable, Callable
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from mmrender.client.encoding import PlainText
+import msgspec
 
 from mmrender import Renderer, generate
 from mmrender.client.http import HTTPTransport
 from mmrender.client.placeholders import check_prompt
 from mmrender.client.transport import Transport
-from mmrender.client.types import EngineRequest, EngineResponse
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import GenerateCall, VLLMBackend
 from mmrender.spans import MultiModalData
 
@@ -33,7 +33,7 @@ class Load:
     prompt_ids: list[int]
     image: str | None
     completion: int
-    image_bytes: bytes = b""
+    image_json: bytes = b""
 
     @property
     def features(self) -> dict[str, Any] | None:
@@ -53,14 +53,16 @@ class GivenFeatures:
     load: Load
     name: str = "vllm"
 
-    async def generate(self, request: EngineRequest, transport: Transport) -> EngineResponse:
+    async def generate(
+        self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
+    ) -> EngineResponse:
         ids = check_prompt(request.prompt_ids, request.vocab_size)
-        call = GenerateCall(request, transport, ids, [], True)
+        call = GenerateCall(request, transport, ids, aborts=True)
         features = self.load.features
         if features is not None:
-            # As the backend's own encoding gives it: base64 that is not text yet.
-            features = {**features, "kwargs_data": {"image": [PlainText(self.load.image_bytes)]}}
-        return call.read(await call.post({} if features is None else {"features": features}))
+            # As the backend's own encoding gives it: a JSON text.
+            features = {**features, "kwargs_data": {"image": [msgspec.Raw(self.load.image_json)]}}
+        return await call.send({} if features is None else {"features": features})
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         return await VLLMBackend().resolve_max_prompt_len(model, transport)

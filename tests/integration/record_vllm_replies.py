@@ -20,7 +20,8 @@ from integration.engine_checks import MODEL
 from integration.engine_server import EngineServer, start_vllm
 from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
-from mmrender.client.server_facts import RENDER_PATH, state_of
+from mmrender.client.placeholders import collapse
+from mmrender.client.server_facts import RENDER_PATH, facts_of
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import EngineStatusError, MMRenderError
@@ -111,7 +112,7 @@ def hidden(backend: VLLMBackend, rendered: Any) -> Any:
     """A call of which the server is wrongly thought to have the images."""
 
     async def work(way: Recording) -> None:
-        state_of(way).remember([f"{digest}-uint8" for digest in rendered.multi_modal_data.mm_hashes["image"]])
+        facts_of(way).remember([f"{digest}-uint8" for digest in rendered.multi_modal_data.mm_hashes["image"]])
         await backend.generate(contract_request(rendered), way)
 
     return work
@@ -148,7 +149,7 @@ async def record_default(server: EngineServer, renderer: Renderer) -> None:
 async def record_refusals(server: EngineServer, renderer: Renderer) -> None:
     image = one_image(renderer)
     url = "data:image/png;base64,AAAA"
-    collapsed = contract_request(image).collapsed_ids
+    collapsed = collapse(image.token_ids, image.multi_modal_data)
     refusals = {
         "overflow_context": raw(token_ids=[5] * 3000),
         "overflow_no_room": raw(token_ids=[5] * 2048),

@@ -91,9 +91,7 @@ def running(servers: list[Process]) -> Iterator[None]:
 
 def client_of(servers: list[Process], renderer: Renderer | None, **policy: Any) -> InferenceEngineClient:
     engines = [
-        Counted(
-            VLLMBackend(), HTTPTransport(server.base_url, attempts=2), model="tiny", name=f"engine{index}"
-        )
+        Counted(VLLMBackend(), HTTPTransport(server.base_url), model="tiny", name=f"engine{index}")
         for index, server in enumerate(servers)
     ]
     return InferenceEngineClient(engines, renderer=renderer, policy=ClientPolicy(**policy))

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mmrender.client.encoding import encode
 
 from integration.engine_checks import (
     MODEL,
@@ -25,7 +24,8 @@ from integration.engine_checks import (
 )
 from integration.engine_server import needs_tier
 from mmrender import Renderer, generate
-from mmrender.client.server_facts import state_of
+from mmrender.client.http import encode_json
+from mmrender.client.server_facts import facts_of
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import (
@@ -82,7 +82,7 @@ class Counted:
 
     async def request(self, method: str, path: str, *, json: Any = None, **options: Any):
         if path == GENERATE_PATH:
-            self.sizes.append(len(encode(json)))
+            self.sizes.append(len(encode_json(json)))
         return await self.transport.request(method, path, json=json, **options)
 
     def stream(self, *arguments: Any, **options: Any):
@@ -197,7 +197,7 @@ def test_a_hash_whose_data_the_server_lacks_is_sent_with_it(server, renderer):
     async def forgotten(way):
         call = {"client": way, "renderer": renderer, "model": MODEL, "sampling_params": GREEDY}
         # As if the server had dropped it since.
-        state_of(way).remember([f"{identity}-uint8", f"{identity}-float32"])
+        facts_of(way).remember([f"{identity}-uint8", f"{identity}-float32"])
         missed = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend(images="hash_only"))
         whole = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend())
         return missed, whole, way.sizes
@@ -273,7 +273,7 @@ def test_another_size_is_found(server, renderer, other_settings, mode):
     length = len(other_settings["size"].render_ids(messages, add_generation_prompt=True))
     expected = {
         "features": f"has it: {theirs} of the token .*here: {ours} of the token",
-        "content_parts": f"made another prompt.*and {length} tokens, got .*and {length - ours + theirs} tokens",
+        "content_parts": f"saw another prompt.*of {length}, got .*of {length - ours + theirs}",
     }[mode]
     with pytest.raises(EngineMismatchError, match=expected):
         ask(

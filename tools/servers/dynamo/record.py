@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.client.placeholders import check_prompt, check_sidecar
 from mmrender.client.vllm_features import WireForm, features_of, layout_for
 from mmrender.media.item import tensor_specs
 from servers.recording import Recorder
@@ -85,8 +84,7 @@ def record_generate(recorder: Recorder, model: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (128, 128, 3), np.uint8)
     content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
     rendered = renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
-    ids = check_prompt(rendered.token_ids, None)
-    placed = check_sidecar(ids, rendered.multi_modal_data)
+    placed = rendered.multi_modal_data.spans(len(rendered.token_ids))
     forms = {
         entry.item.identity: WireForm(layout_for(tensor_specs(entry.item), "image"), "uint8")
         for entry in placed
