@@ -52,6 +52,7 @@ class Bridge:
         self._findings = known.findings
         self._writer = writer
         self._media = media
+        self._counts_images = media is not None and media.processor.depends_on_image_count
         self._reads = Reads.of(known.template.syntax_tree())
         self._tails = Tails(known, writer)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
@@ -81,7 +82,12 @@ class Bridge:
             SpecialTokenError: New content holds a special token, and its role is set to `error`.
             MediaError: A new image cannot be loaded or processed.
         """
-        self._check(new_messages)
+        if not new_messages:
+            raise NotBridged("the extension is empty")
+        if any(message.role == "assistant" for message in new_messages):
+            raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
+        if self._counts_images and media_places(new_messages):
+            raise NotBridged("the processor treats an image differently when more of them follow")
         prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
         if not prompt:
@@ -99,18 +105,6 @@ class Bridge:
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error
         return self._encoded(layout, prompt, completion, new_messages, previous)
-
-    def _check(self, messages: Sequence[Message]) -> None:
-        if not messages:
-            raise NotBridged("the extension is empty")
-        if any(message.role == "assistant" for message in messages):
-            raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        if (
-            self._media is not None
-            and self._media.processor.depends_on_image_count
-            and media_places(messages)
-        ):
-            raise NotBridged("the processor treats an image differently when more of them follow")
 
     def _proved(
         self,
@@ -190,7 +184,7 @@ class Bridge:
         if completion:
             spans.append(TokenSpan(len(prompt), base, -1, "completion", True))
         spans += [
-            TokenSpan(start + base, stop + base, _new(message), kind, False)
+            TokenSpan(start + base, stop + base, max(message - _FIRST_NEW, -1), kind, False)
             for start, stop, message, kind, _ in encoded.spans
         ]
         return RenderedTokens(
@@ -217,11 +211,6 @@ def _from(layout: Layout, start: int) -> Layout:
             if found.start >= start
         ),
     )
-
-
-def _new(message: int) -> int:
-    """Index among the new messages, -1 for what belongs to none of them."""
-    return message - _FIRST_NEW if message >= _FIRST_NEW else -1
 
 
 def _as_list(ids: TokenIds, where: str) -> Sequence[int]:

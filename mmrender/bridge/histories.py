@@ -342,7 +342,18 @@ def _texts(node: nodes.Node) -> set[str]:
 
 def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
     """What extensions must share to share a proof; more than three alike in a row count as three."""
-    return _without_repeats([_message_shape(message, marks) for message in messages], 3)
+    shapes = []
+    for message in messages:
+        content, text = message.content, text_in(message)
+        kinds = None
+        if isinstance(content, tuple):
+            kinds = _without_repeats([type(part).__name__ for part in content], 2)
+        found = tuple([mark for mark in marks if mark in text])
+        unnamed = message.name is None, message.tool_call_id is None
+        shapes.append(
+            (message.role, content is None, kinds, not text.strip(), found, *unnamed, *message.extra)
+        )
+    return _without_repeats(shapes, 3)
 
 
 def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
@@ -362,20 +373,3 @@ def text_in(message: Message) -> str:
     if isinstance(content, tuple):
         return "\n".join([part.text for part in content if isinstance(part, TextPart)])
     return content or ""
-
-
-def _message_shape(message: Message, marks: Sequence[str]) -> tuple[Any, ...]:
-    content, text = message.content, text_in(message)
-    kinds = None
-    if isinstance(content, tuple):
-        kinds = _without_repeats([type(part).__name__ for part in content], 2)
-    return (
-        message.role,
-        content is None,
-        kinds,
-        not text.strip(),
-        tuple([mark for mark in marks if mark in text]),
-        message.name is None,
-        message.tool_call_id is None,
-        *message.extra,
-    )
