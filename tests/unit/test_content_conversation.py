@@ -11,7 +11,7 @@ import pytest
 
 from mmrender.content import normalize_messages
 from mmrender.errors import MessageError
-from mmrender.messages import ROLES, ImagePart, Message, TextPart, ToolCall
+from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 
 
 def one(message: Any) -> Message:
@@ -23,11 +23,6 @@ def error_of(messages: Any) -> str:
     with pytest.raises(MessageError) as caught:
         normalize_messages(messages)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_plain_messages_of_every_role(role):
-    assert one({"role": role, "content": "hi"}) == Message(role=role, content="hi")
 
 
 def test_the_legacy_function_role_is_a_tool():
@@ -53,10 +48,6 @@ def test_a_canonical_message_is_returned_as_it_is():
 )
 def test_content_keeps_its_shape(content, expected):
     assert one({"role": "user", "content": content}).content == expected
-
-
-def test_absent_content_is_none():
-    assert one({"role": "assistant"}) == Message(role="assistant")
 
 
 class Role(str, enum.Enum):  # noqa: UP042 - the spelling of pydantic models generated before 3.11
@@ -159,9 +150,6 @@ def test_other_keys_go_to_extra_unchanged_but_not_shared():
 @pytest.mark.parametrize(
     ("given", "reasoning", "extra"),
     [
-        ({"reasoning_content": "a"}, "a", {}),
-        ({"thinking": "a"}, "a", {}),
-        ({"reasoning": "a"}, "a", {}),
         ({"reasoning": "a", "reasoning_content": None}, "a", {}),
         ({"reasoning": "a", "thinking": "a"}, "a", {}),
         ({"reasoning": "a", "thinking": "b"}, "b", {"reasoning": "a"}),
@@ -207,20 +195,9 @@ HI = {"role": "user", "content": "hi"}
             "'content'. Wrap a single message in a list",
         ),
         (
-            Message(role="user"),
-            "messages: is not a conversation - expected a list of messages, got Message. "
-            "Wrap a single message in a list",
-        ),
-        (None, "messages: is not a conversation - expected a list of messages, got None"),
-        (
             [[HI]],
             "messages[0]: is a list, not a message - expected a dict with role and content, a Message, a "
             "pydantic model or a dataclass, got list of length 1. Pass one conversation at a time",
-        ),
-        (
-            [HI, "hi"],
-            "messages[1]: cannot be read - expected a dict with role and content, a Message, a pydantic "
-            "model or a dataclass, got 'hi'",
         ),
         (
             [HI, {"role": "assistnat", "content": "x"}],
@@ -228,23 +205,12 @@ HI = {"role": "user", "content": "hi"}
             "got 'assistnat'",
         ),
         (
-            [{"role": ["user"], "content": "x"}],
-            "messages[0].role: unknown role - expected system, developer, user, assistant or tool, "
-            "got list of length 1",
-        ),
-        (
             [{"from": "human", "value": "x"}],
             "messages[0]: the message has no role - expected a key 'role', got keys 'from', 'value'",
         ),
-        ([{}], "messages[0]: the message has no role - expected a key 'role', got no keys"),
         (
             [{"role": "user", "content": 3}],
             "messages[0].content: content cannot be read - expected a str, None or a list of parts, got 3",
-        ),
-        (
-            [{"role": "user", "content": b"x"}],
-            "messages[0].content: content cannot be read - expected a str, None or a list of parts, "
-            "got bytes of length 1",
         ),
         (
             [{"role": "user", "content": "a\ud800"}],
@@ -256,21 +222,12 @@ HI = {"role": "user", "content": "hi"}
             "messages[0].tool_calls: only an assistant calls tools - expected role assistant, got role user",
         ),
         (
-            [{"role": "user", "content": "x", "function_call": {"name": "f"}}],
-            "messages[0].function_call: only an assistant calls tools - expected role assistant, "
-            "got role user",
-        ),
-        (
             [{"role": "assistant", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}],
             "messages[0]: the message has both tool_calls and function_call - expected only one of them",
         ),
         (
             [{"role": "assistant", "reasoning": {"effort": "low"}}],
             "messages[0].reasoning: is not text - expected a str, got dict with key 'effort'",
-        ),
-        (
-            [{"role": "user", "name": ["a"]}],
-            "messages[0].name: is not text - expected a str, got list of length 1",
         ),
         (
             [{"role": "tool", "tool_call_id": True}],
@@ -284,11 +241,6 @@ HI = {"role": "user", "content": "hi"}
         (
             [{"role": "user", "content": "x", 1: 2}],
             "messages[0]: keys of a message are text - expected str keys, got 1",
-        ),
-        (
-            [{"role": "user", "content": "x", "note": "\udfff"}],
-            "messages[0].note: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+DFFF "
-            "at position 0. Decode the original bytes with errors='replace'",
         ),
     ],
 )

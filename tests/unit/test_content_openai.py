@@ -59,12 +59,6 @@ def test_fields_that_are_not_set_are_left_out():
     assert to_openai(Message(role="user", content=())) == {"role": "user", "content": []}
 
 
-def test_the_dict_shares_nothing_with_the_message():
-    message = Message(role="user", content="x", extra={"meta": {"a": [1]}})
-    to_openai(message)["meta"]["a"].append(2)
-    assert message.extra == {"meta": {"a": [1]}}
-
-
 def test_text_sources_give_json():
     (message,) = normalize_messages([{"role": "user", "content": [{"type": "image", "base64": "iVBO"}, "x"]}])
     assert normalize_messages([json.loads(json.dumps(to_openai(message)))]) == (message,)

@@ -1,4 +1,5 @@
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -71,10 +72,6 @@ def test_patches_in_merge_order(item: PatchItem) -> None:
         np.testing.assert_array_equal(got[:, 1], expected)
 
 
-def test_an_eighth_of_the_bytes(item: PatchItem) -> None:
-    assert item.nbytes * 8 == item.tensors()["pixel_values"].nbytes
-
-
 def test_dtypes_and_frameworks(item: PatchItem) -> None:
     floats = torch.from_numpy(item.tensors()["pixel_values"])
     for dtype in ("float32", "bfloat16", "float16"):
@@ -138,6 +135,21 @@ def test_an_array_is_resized_as_the_image_of_it(backend: str) -> None:
     made = processor(image_backend=backend)
     first, second = made.process(image), made.process(as_array)
     np.testing.assert_array_equal(first.tensors()["pixel_values"], second.tensors()["pixel_values"])
+
+
+@pytest.mark.parametrize("backend", ["torch", "pil"])
+def test_an_item_that_is_resized_keeps_its_own_planes_alone(backend: str) -> None:
+    made = processor(image_backend=backend)
+    image = picture(1001, 1501)
+    made.process(picture(100, 131))  # imports what it needs
+    tracemalloc.start()
+    prepared = made.prepare(image)
+    after_identity, _ = tracemalloc.get_traced_memory()
+    item = prepared.finish()
+    after_finish, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after_identity < 100_000
+    assert after_finish < item.nbytes + 100_000
 
 
 def test_long_and_thin() -> None:
