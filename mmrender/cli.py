@@ -183,7 +183,7 @@ def serve(
 ) -> None:
     """Serve OpenAI's routes over several inference servers."""
     from mmrender.engines import ServerSettings
-    from mmrender.engines.command import serve as serve_engines
+    from mmrender.engines import serve as serve_engines
 
     settings = ServerSettings(model=model, host=host, port=port, api_key=api_key)
     serve_engines(
@@ -191,7 +191,7 @@ def serve(
         engine_model=engine_model or model,
         settings=settings,
         backend=_engine(backend),
-        renderer=_load(model, "torch") if render else None,
+        renderer=_load(model, "torch", files=False) if render else None,
         started=lambda url: _log.print(f"serving {model} at {url}", markup=False),
     )
 
@@ -285,9 +285,10 @@ def _read(file: str) -> Any:
         raise InputError("the file is not JSON", where=file, got=str(error)) from error
 
 
-def _load(model: str, image_backend: str) -> Renderer:
-    # Someone who names a file in the current folder means it; elsewhere a program must allow it.
-    policy = MediaPolicy(local_roots=(Path.cwd(),))
+def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
+    # Someone who names a file in the current folder on the command line means it; a remote caller must not.
+    remote = MediaPolicy(schemes=frozenset({"data", "http", "https"}))
+    policy = MediaPolicy(local_roots=(Path.cwd(),)) if files else remote
     with _log.status(f"loading {model}"):
         return Renderer.from_pretrained(model, image_backend=_backend(image_backend), media_policy=policy)
 

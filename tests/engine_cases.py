@@ -8,21 +8,22 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.engines.policy import ClientPolicy
-from mmrender.engines.scripted import Asked, Fault, ScriptedEngine
 from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.testing.scripted_engine import Asked, Fault, ScriptedEngine
 
-PATIENT = ClientPolicy(
-    attempts=60,
-    pause_timeout=0.1,
-    backoff_initial=0.0,
-    attempt_timeout=0.05,
-    health_interval=None,
-    eject_after=2,
-    health_timeout=1.0,
-)
-"""Retries without waiting; what stalls is given up after 50 ms."""
+
+def patient(*, attempts=60, attempt_timeout=0.05, pause_timeout=0.1, **settings):
+    """Settings of a client that retries without waiting; what stalls is given up after 50 ms."""
+    retries = RetryPolicy(attempts=attempts, wait_initial=0.0, wait_jitter=0.0, wait_max=0.0)
+    return {
+        "retries": retries,
+        "attempt_timeout": attempt_timeout,
+        "pause_timeout": pause_timeout,
+        **settings,
+    }
+
 
 MODES = ("abort", "keep", "wait")
 
@@ -59,7 +60,12 @@ class Setup:
 
 
 def setup(
-    plan: Sequence[Fault | None] = (), *, count: int = 3, policy: ClientPolicy = PATIENT, **options: Any
+    plan: Sequence[Fault | None] = (),
+    *,
+    count: int = 3,
+    policy: Any = None,
+    kind: Any = ScriptedEngine,
+    **options: Any,
 ) -> Setup:
     script: Iterator[Fault | None] = iter(plan)
     journal: list[tuple[str, Asked]] = []
@@ -74,10 +80,9 @@ def setup(
         return next_fault
 
     engines = [
-        ScriptedEngine(f"engine{index}", faults=fault_of(index), journal=journal, **options)
-        for index in range(count)
+        kind(f"engine{index}", faults=fault_of(index), journal=journal, **options) for index in range(count)
     ]
-    return Setup(engines, InferenceEngineClient(engines, policy=policy), journal)
+    return Setup(engines, InferenceEngineClient(engines, **(policy or patient())), journal)
 
 
 async def turns(count: int) -> None:

@@ -1,47 +1,71 @@
-"""`InferenceEngineClient`: many engines behind the face of one."""
+"""`InferenceEngineClient`: many engines that act as one; completions survive pauses and failures exactly."""
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
-from typing import Any, Self
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeVar
 
-from mmrender.client.types import EngineResponse
-from mmrender.engines.dispatch import Dispatcher
-from mmrender.engines.fan_out import FanOut
-from mmrender.engines.fleet import Fleet
-from mmrender.engines.gate import Gate
+from mmrender.client.placeholders import known_tokens
+from mmrender.client.transport import RetryPolicy
+from mmrender.client.types import (
+    EngineRequest,
+    EngineResponse,
+    FinishReason,
+    OnTokens,
+    RendererBackend,
+    Usage,
+)
+from mmrender.engines.continuation import Continuation, check_logprobs
+from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
 from mmrender.engines.interface import (
-    InferenceEngineInput,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     NamedWeightsUpdate,
     PauseMode,
     RequestPayload,
+    gather_all,
 )
-from mmrender.engines.members import Member
-from mmrender.engines.pausing import Pauser, abort_calls, quiet
-from mmrender.engines.policy import ClientPolicy
-from mmrender.engines.seeds import several
-from mmrender.engines.text_path import TextCompleter
-from mmrender.engines.together import together
-from mmrender.engines.tokens_path import TokenCompleter
-from mmrender.engines.work import joined, taken_apart
-from mmrender.errors import EngineError, EngineStateError
-from mmrender.spans import MultiModalData
+from mmrender.engines.openai import TokenAPI
+from mmrender.engines.replicas import FAILED, Call, Ending, Replica, ReplicaPool
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    EngineReplyError,
+    EngineStateError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    EngineUnsupportedError,
+    InputError,
+    PromptTooLongError,
+)
+
+Result = TypeVar("Result")
+Streamed = Literal["stream_chat_completion", "stream_completion"]
+_log = logging.getLogger("mmrender.engines")
 
 
-class InferenceEngineClient:
-    """One engine over many: routes, retries, fails over, pauses.
+class InferenceEngineClient(InferenceEngineInterface):
+    """Many engines that act as one: it routes, retries, fails over and pauses.
 
     Work that an engine aborts is asked again with its tokens so far, so that callers never see a pause, and
-    work on a failing engine goes to another. It may be used from several event loops and threads at once.
-    Pickled, it arrives without what is under way, as a client of the same engines that runs.
+    work on a failing engine goes to another. Sessions are hashed to an engine; other work goes to the engine
+    with the fewest requests. It may be used from several event loops and threads at once. Pickled, it arrives
+    as a client of the same engines, not paused, without requests.
 
     Args:
-        engines: Engines with different names.
-        renderer: Renders conversations and decodes completions; without one, only token ids are sampled from
-            and chat requests go to the engines' own chat routes.
-        policy: Routing, limits and times.
-        name: Names the client among engines, as it is one itself.
+        engines: Engines with different names; requests and control calls go to these.
+        router: An engine at a router's URL, in front of `engines`: all requests go there instead.
+        renderer: Renders conversations and decodes completions. Without one only token ids are sampled from,
+            OpenAI requests go to the engines' own routes, and an abort is returned to their callers.
+        retries: How often and how soon failed requests are repeated.
+        attempt_timeout: Seconds for one request, pauses not counted; None for no limit.
+        deadline: Seconds for a whole completion, with waiting, retries and pauses; None for no limit.
+        pause_timeout: Seconds that engines may take to obey a pause. After that, requests that still run are
+            cancelled and asked again later.
+        max_idle_aborts: Consecutive aborts without progress before giving up; pauses are not counted.
+        name: Name of this client where it is an engine of another one.
 
     Raises:
         InputError: There is no engine, or two have one name.
@@ -51,25 +75,40 @@ class InferenceEngineClient:
         self,
         engines: Sequence[InferenceEngineInterface],
         *,
+        router: InferenceEngineInterface | None = None,
         renderer: Any = None,
-        policy: ClientPolicy | None = None,
+        retries: RetryPolicy | None = None,
+        attempt_timeout: float | None = None,
+        deadline: float | None = None,
+        pause_timeout: float = 60.0,
+        max_idle_aborts: int = 32,
         name: str = "engines",
     ) -> None:
+        self.name = name
         self.renderer = renderer
-        self.policy = policy or ClientPolicy()
-        self._name = name
-        self._gate = Gate()
-        self._fleet = Fleet(engines, self.policy, self._gate)
-        for engine in engines:
-            self._introduce(engine)
-        self._fan_out = FanOut(self._fleet)
-        self._dispatcher = Dispatcher(self._fleet, self._gate, self.policy)
-        self._pauser = Pauser(self._fleet, self._gate, self.policy)
-        self._tokens = TokenCompleter(self._dispatcher)
-        self._text = TextCompleter(self._dispatcher)
+        self.engines = list(engines)
+        self.router = router
+        self._settings: dict[str, Any] = {
+            "retries": retries,
+            "attempt_timeout": attempt_timeout,
+            "deadline": deadline,
+            "pause_timeout": pause_timeout,
+            "max_idle_aborts": max_idle_aborts,
+        }
+        self._retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
+        self._deadline = deadline
+        self._pause_timeout = pause_timeout
+        self._max_idle_aborts = max_idle_aborts
+        self._pool = ReplicaPool(engines, router, self._retries, attempt_timeout)
+        self._paused: list[Replica] = []
+        self._api = None if renderer is None else TokenAPI(self, renderer)
+        for engine in (*engines, router):
+            if isinstance(engine, HTTPEngine) and engine.renderer is None:
+                engine.renderer = renderer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (type(self), self.engines, self.renderer, self.policy, self._name)
+        given = {"router": self.router, "renderer": self.renderer, "name": self.name, **self._settings}
+        return _rebuild, (type(self), self.engines, given)
 
     async def __aenter__(self) -> Self:
         return self
@@ -77,40 +116,30 @@ class InferenceEngineClient:
     async def __aexit__(self, *_: object) -> None:
         await self.teardown()
 
-    # --- what it is ---
+    # --- state ---
 
     @property
-    def name(self) -> str:
-        """Names it among engines."""
-        return self._name
-
-    @property
-    def engines(self) -> list[InferenceEngineInterface]:
-        """The engines."""
-        return [member.engine for member in self._fleet.members.values()]
-
-    @property
-    def pause_modes(self) -> frozenset[PauseMode]:
-        """Modes that it knows: `keep` only where every engine does."""
+    def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
+        """`abort` and `wait`, and `keep` where every engine knows it."""
         able = all("keep" in engine.pause_modes for engine in self.engines)
         return frozenset({"abort", "wait", "keep"} if able else {"abort", "wait"})
 
     @property
     def is_paused(self) -> bool:
-        """Whether no work passes at present."""
-        return self._gate.state in ("pausing", "paused", "resuming")
+        """Whether requests wait for `resume_generation`."""
+        return self._pool.state in ("pausing", "paused", "resuming")
 
     @property
-    def members(self) -> Mapping[str, Member]:
-        """The engines by name, with load and health, for those who watch."""
-        return self._fleet.members
+    def replicas(self) -> Sequence[Replica]:
+        """Where requests go, with what is in flight and why one is down; for metrics."""
+        return self._pool.targets
 
     def tp_size(self) -> int:
-        """Ranks that share each layer, alike on all engines."""
+        """Ranks that share each layer, equal on all engines."""
         return self._common("tp_size", [engine.tp_size() for engine in self.engines])
 
     def pp_size(self) -> int:
-        """Pipeline stages, alike on all engines."""
+        """Pipeline stages, equal on all engines."""
         return self._common("pp_size", [engine.pp_size() for engine in self.engines])
 
     def dp_size(self) -> int:
@@ -122,103 +151,160 @@ class InferenceEngineClient:
             raise EngineStateError("engines differ", where=what, got=", ".join(map(str, sizes)))
         return sizes[0]
 
-    def add_engine(self, engine: InferenceEngineInterface) -> None:
-        """Add an engine that has the same weights; few sessions move to it."""
-        self._fleet.add(engine)
-        self._introduce(engine)
-
-    def learn_tokens(self, renderer: Any) -> None:
-        """Tell engines that have no renderer of their own what ids prompts may hold."""
-        for engine in self.engines:
-            _tell_tokens(engine, renderer)
-
-    def _introduce(self, engine: InferenceEngineInterface) -> None:
-        if self.renderer is not None:
-            _tell_tokens(engine, self.renderer)
-
-    async def remove_engine(self, name: str) -> InferenceEngineInterface:
-        """Give an engine no more work, wait until it has done what it has, and return it.
-
-        Under a pause it is resumed, and what it has is asked again elsewhere.
-        """
-        member = self._fleet.remove(name)
-        await self._pauser.leave(member)
-        await quiet([member])
-        return member.engine
-
     # --- sampling ---
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Sample one completion for each prompt; order is kept, and every prompt survives pauses.
+    async def complete(
+        self,
+        request: EngineRequest,
+        *,
+        session_id: Hashable | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> EngineResponse:
+        """Sample one completion, whatever pauses and failures occur meanwhile.
+
+        `on_tokens` receives tokens once they are final: as they arrive, or in whole pieces where the
+        completion may have to start over after an abort.
 
         Raises:
-            InputError: The input is not understood.
-            EngineError: A prompt could not be completed; the others are cancelled then.
+            SamplingParameterError: The token budget is missing or unusable.
+            EngineTimeoutError: It was not finished in time.
+            EngineError: An engine refused, or every attempt failed.
         """
-        work = await taken_apart(input_batch, self.renderer)
-        timeout = input_batch.get("timeout")
-        responses = await together([self._tokens.complete(each, timeout=timeout) for each in work])
-        return joined(work, responses, None if self.renderer is None else self.renderer.decode)
+        decode = None
+        if self.renderer is not None:
+            decode = self.renderer.decode
+            if request.vocab_size is None:
+                request = replace(request, **known_tokens(self.renderer, request.multi_modal_data))
+        growing = _Growing(Continuation(request, decode), session_id, on_tokens)
+        continuation = growing.continuation
+        route = self._pool.route(session_id)
+        idle = 0
+        try:
+            async with asyncio.timeout(self._deadline):
+                while continuation.finished is None:
+                    if await self._is_full(continuation):
+                        continuation.end("length")
+                        break
+                    answer = await self._pool.send(growing.ask, route)
+                    moved = continuation.finished is not None
+                    if answer.value is not None:
+                        moved = continuation.add(answer.value, ending=answer.aborted)
+                    if answer.aborted:
+                        continuation.end("abort")
+                    elif moved or answer.paused:
+                        idle = 0
+                    else:
+                        idle += 1
+                        await self._wait_idle(idle)
+                    growing.show()
+        except TimeoutError as error:
+            raise EngineTimeoutError(
+                f"the completion was not finished within {self._deadline:g} s"
+            ) from error
+        growing.show()
+        return continuation.result()
 
-    async def sample(
-        self,
-        prompt_token_ids: Sequence[int],
-        num_samples: int,
-        sampling_params: Mapping[str, Any],
-        *,
-        multi_modal_data: MultiModalData | None = None,
-        session_id: Hashable | None = None,
-    ) -> InferenceEngineOutput:
-        """Sample several independent completions of one prompt.
+    async def _is_full(self, continuation: Continuation) -> bool:
+        """Whether what was sampled so far leaves no room in the engine's context."""
+        if not continuation.completion_ids:
+            return False
+        limit = await self.max_prompt_len()
+        length = len(continuation.request.prompt_ids) + len(continuation.completion_ids)
+        return limit is not None and length > limit
 
-        A `seed` is raised by one from sample to sample; with one seed they would all be the same.
-        """
-        return await self.generate(
-            several(prompt_token_ids, num_samples, sampling_params, multi_modal_data, session_id)
-        )
-
-    async def complete(
-        self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **options: Any
-    ) -> EngineResponse:
-        """Sample one completion of one prompt; `options` are singular forms of the batch's fields.
-
-        Args:
-            prompt_ids: The prompt, placeholders widened.
-            sampling_params: In vLLM's names, with `max_tokens`.
-            **options: `multi_modal_data`, `collapsed_ids`, `session_id`, `cache_salt`, `priority`,
-                `extra_headers`, `routed_experts`, `timeout`, `on_tokens`.
-        """
-        batch: dict[str, Any] = {"prompt_token_ids": [prompt_ids], "sampling_params": sampling_params}
-        for name in ("multi_modal_data", "collapsed_ids"):
-            if name in options:
-                batch[name] = [options.pop(name)]
-        if "session_id" in options:
-            batch["session_ids"] = [options.pop("session_id")]
-        output = await self.generate({**batch, **options})  # type: ignore[typeddict-item]
-        return output["engine_responses"][0]
+    async def _wait_idle(self, aborts: int) -> None:
+        """Wait before asking again after an abort that brought no token, outside of pauses."""
+        if aborts >= self._max_idle_aborts:
+            raise EngineUnavailableError(
+                f"engines aborted a request {aborts} times in a row without a token",
+                expected=f"at most {self._max_idle_aborts} such aborts",
+                remedy="Look for whoever pauses or aborts on the servers besides this client",
+            )
+        await asyncio.sleep(min(self._retries.wait_max, self._retries.wait_initial * 2.0 ** (aborts - 1)))
 
     async def max_prompt_len(self) -> int | None:
-        """The most tokens that a prompt may have on every engine; None where none says so."""
-        lengths = [await _limit_of(engine) for engine in self.engines]  # remembered, as a rule
-        return min((length for length in lengths if length is not None), default=None)
+        """Return the most tokens that a prompt may have on every engine; None where none says."""
+        limits = []
+        for replica in self._pool.targets:
+            with contextlib.suppress(EngineError):  # whether it serves shows when it is asked for tokens
+                limits.append(await replica.engine.max_prompt_len())
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def as_backend(self) -> RendererBackend:
+        """Return this client as a backend of `mmrender.client.generate`, which needs no server then."""
+        return _ClientBackend(self, _NoServer())
+
+    # --- OpenAI requests ---
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI chat request on an engine's own route, in text space."""
-        return await self._text.chat(request_payload)
+        """Answer an OpenAI chat request: in tokens with a renderer, else on an engine's own route."""
+        if self._api is not None:
+            return await self._api.chat(_body_of(request_payload))
+        return await self._pass_on(request_payload, lambda engine, payload: engine.chat_completion(payload))
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI completion request, of one prompt or many, text or ids."""
-        return await self._text.completion(request_payload)
+        """Answer an OpenAI completion request: in tokens for token ids, else passed on."""
+        if self._api is not None and self._api.takes_prompt(_body_of(request_payload)):
+            return await self._api.completion(_body_of(request_payload))
+        return await self._pass_on(request_payload, lambda engine, payload: engine.completion(payload))
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        """Answer an OpenAI chat request as chunks; an abort or failure between two is not seen."""
-        return self._text.stream_chat(request_payload)
+        """Answer an OpenAI chat request as chunks."""
+        if self._api is not None:
+            api, body = self._api, _body_of(request_payload)
+            return emitted(lambda emit: api.stream_chat(body, emit))
+        return self._pass_stream("stream_chat_completion", request_payload)
 
     def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI completion request as chunks."""
-        return self._text.stream_completion(request_payload)
+        if self._api is not None and self._api.takes_prompt(_body_of(request_payload)):
+            api, body = self._api, _body_of(request_payload)
+            return emitted(lambda emit: api.stream_completion(body, emit))
+        return self._pass_stream("stream_completion", request_payload)
 
-    # --- control ---
+    async def _pass_on(
+        self,
+        payload: RequestPayload,
+        ask: Callable[[InferenceEngineInterface, RequestPayload], Awaitable[dict[str, Any]]],
+    ) -> dict[str, Any]:
+        route = self._pool.route(_body_of(payload).get("session_id"))
+        while True:
+            answer = await self._pool.send(lambda engine: ask(engine, payload), route)
+            if answer.value is not None:
+                return answer.value
+            if answer.aborted:
+                raise EngineUnavailableError("the request was aborted")
+
+    def _pass_stream(self, method: Streamed, payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
+        """Pass on a stream; a failure after its first chunk is the caller's to see."""
+        route = self._pool.route(_body_of(payload).get("session_id"))
+
+        async def produce(emit: Callable[[dict[str, Any]], None]) -> None:
+            begun = False
+
+            async def ask(engine: InferenceEngineInterface) -> bool | EngineError:
+                nonlocal begun
+                try:
+                    async for chunk in getattr(engine, method)(payload):
+                        begun = True
+                        emit(chunk)
+                except EngineError as error:
+                    if begun:
+                        return error
+                    raise
+                return True
+
+            answer = await self._pool.send(ask, route)
+            while answer.value is None and not begun and not answer.aborted:
+                answer = await self._pool.send(ask, route)
+            if isinstance(answer.value, EngineError):
+                raise answer.value
+            if answer.value is None:
+                raise EngineUnavailableError("the stream was ended by a pause or an abort")
+
+        return emitted(produce)
+
+    # --- pausing ---
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Stop all engines. When it returns, no request of this client runs, batches included.
@@ -227,146 +313,459 @@ class InferenceEngineClient:
             EngineStateError: It is paused already.
             EngineUnsupportedError: An engine cannot freeze requests, or cannot clear its cache. Nothing is
                 paused then.
+            EngineError: An engine refused. Nothing is paused then.
         """
-        await self._pauser.pause(mode, clear_cache=clear_cache)
+        self._pool.move("open", "pausing", "the client is paused already")
+        try:
+            await self._pause(mode, clear_cache)
+        except BaseException:
+            paused, self._paused = self._paused, []
+            for replica, error in await _results(paused, lambda engine: engine.resume_generation()):
+                if not isinstance(error, EngineStateError | EngineUnsupportedError):
+                    self._pool.take_down(replica, str(error))  # it may still be paused
+            self._restart_clocks()
+            self._pool.move("pausing", "open", "the client changed state")
+            raise
+        self._pool.move("pausing", "paused", "the client changed state")
+
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        replicas = self._pool.healthy()
+        # An engine that cannot be paused is left as it is: this client holds back all requests.
+        told = [each for each in replicas if _can_be_told(each.engine, mode)]
+        if mode == "wait":
+            # Before engines are told: a request that reaches one after its pause would never end.
+            for target in self._pool.targets:
+                await target.wait_idle()
+        else:
+            for call in self._calls():
+                call.stop_clock()
+        self._paused = list(told)  # before they answer, since a pause that fails may have reached its server
+        await self._on_each(told, lambda engine: _pause_one(engine, mode, clear_cache))
+        if mode == "abort":
+            await self._abort_calls("paused")
+        if clear_cache and mode != "keep":
+            others = [each for each in replicas if each not in told]
+            await self._on_each(others, lambda engine: engine.reset_prefix_cache())
 
     async def resume_generation(self) -> None:
-        """Go on with everything. An engine that does not resume is ejected, and comes back once it does.
+        """Resume all engines. One that does not resume gets no requests until it does.
 
         Raises:
             EngineStateError: It is not paused.
             EngineError: No engine resumes. The client stays paused.
         """
-        await self._pauser.resume()
+        self._pool.move("paused", "resuming", "the client is not paused")
+        try:
+            failed = await _results(self._paused, lambda engine: engine.resume_generation())
+            unreached = [each for each, error in failed if isinstance(error, EngineConnectionError)]
+            refused = {each: error for each, error in failed if each not in unreached}
+            unexpected = [error for error in refused.values() if not isinstance(error, EngineError)]
+            if unexpected:
+                raise unexpected[0]
+            if refused and not set(self._pool.healthy()) - refused.keys() - set(unreached):
+                raise next(iter(refused.values()))
+            self._paused = []
+            for replica, error in failed:
+                self._pool.take_down(replica, str(error))
+        except BaseException:
+            self._pool.move("resuming", "paused", "the client changed state")
+            raise
+        self._restart_clocks()
+        self._pool.move("resuming", "open", "the client changed state")
 
     async def abort_generation(self) -> None:
         """End all work, running and waiting: each piece returns what it has, with `abort`."""
-        self._gate.abort()
-        members = list(self._fleet.members.values())
-        await asyncio.gather(*[_told(member) for member in members])
-        await abort_calls(members, self.policy.pause_timeout, "aborted")
+        self._pool.abort()
+        await self._abort_calls("aborted", first_look=0.0)
+
+    def _calls(self) -> list[Call]:
+        return [call for target in self._pool.targets for call in list(target.calls)]
+
+    def _restart_clocks(self) -> None:
+        for call in self._calls():
+            call.restart_clock()
+
+    async def _abort_calls(self, ending: Ending, first_look: float = 0.05) -> None:
+        """Abort every request in flight, and wait until each has ended.
+
+        Engines are told repeatedly as long as some still run, since one told too early does not know of a
+        request that is on its way to it. Requests that run on after the timeout are cancelled, and return
+        nothing.
+        """
+        running = self._calls()
+        deadline = time.monotonic() + self._pause_timeout
+        pause = first_look
+        while True:
+            look_until = time.monotonic() + pause
+            for target in self._pool.targets:
+                await target.wait_idle(running, max(0.0, look_until - time.monotonic()))
+            running = [call for call in self._calls() if call in running]
+            if not running:
+                return
+            holders = [each for each in self._pool.targets if each.calls.intersection(running)]
+            told = self._pool.healthy() if self.router is not None else holders
+            results = await asyncio.gather(
+                *[each.engine.abort_generation() for each in told], return_exceptions=True
+            )
+            for replica, result in zip(told, results, strict=True):
+                unable = isinstance(result, EngineUnsupportedError)
+                for call in running:
+                    if unable and (self.router is not None or call in replica.calls):
+                        call.end(ending)
+            if time.monotonic() > deadline:
+                for call in running:
+                    call.end(ending)
+            pause = min(2 * max(pause, 0.05), 1.0)
+
+    async def _on_each(
+        self, replicas: Sequence[Replica], action: Callable[[InferenceEngineInterface], Awaitable[None]]
+    ) -> None:
+        """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
+        problems = []
+        for replica, error in await _results(replicas, action):
+            if isinstance(error, EngineConnectionError):
+                self._paused = [each for each in self._paused if each is not replica]
+                self._pool.take_down(replica, str(error))
+            else:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+    # --- control ---
+
+    async def _on_all(self, action: Callable[[InferenceEngineInterface], Awaitable[None]]) -> None:
+        replicas = self._pool.healthy()
+        if not replicas:
+            raise self._pool.unavailable()
+        for _, error in await _results(replicas, action):
+            raise error
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Let all engines give up memory."""
-        await self._fan_out.on_all(lambda engine: engine.sleep(level=level, tags=tags))
+        """Free the memory of all engines."""
+        await self._on_all(lambda engine: engine.sleep(level=level, tags=tags))
 
     async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
-        """Let all engines take it back."""
-        await self._fan_out.on_all(lambda engine: engine.wake_up(tags=tags))
+        """Take the memory back on all engines."""
+        await self._on_all(lambda engine: engine.wake_up(tags=tags))
 
     async def reset_prefix_cache(self) -> None:
-        """Let all engines forget cached prefixes."""
-        await self._fan_out.on_all(lambda engine: engine.reset_prefix_cache())
+        """Drop the cached prefixes of all engines."""
+        await self._on_all(lambda engine: engine.reset_prefix_cache())
 
     async def init_weight_update_communicator(
         self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
         """Let all engines join the trainer's group; one mapping for all, or one each in their order."""
-        engines = await self._fan_out.all_present()
-        infos = [init_info] * len(engines) if isinstance(init_info, Mapping) else list(init_info)
-        if len(infos) != len(engines):
-            raise EngineStateError(
-                "there is not one for each engine",
+        replicas = await self._all_present()
+        infos = [init_info] * len(replicas) if isinstance(init_info, Mapping) else list(init_info)
+        if len(infos) != len(replicas):
+            raise InputError(
+                "must have one entry for each engine",
                 where="init_info",
-                expected=str(len(engines)),
+                expected=str(len(replicas)),
                 got=str(len(infos)),
             )
-        joining = zip(engines, infos, strict=True)
-        await together([each.engine.init_weight_update_communicator(info) for each, info in joining])
+        joining = zip(replicas, infos, strict=True)
+        await gather_all([_join(each.engine, info) for each, info in joining])
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
         """Let all engines receive weights at once; all must be there, or the transfer would hang."""
+        replicas = await self._all_present()
         version = request.get("weight_version")
-        await self._fan_out.update(lambda engine: engine.update_named_weights(request), version)
+        errors = await self._update(replicas, lambda engine: engine.update_named_weights(request), version)
+        if errors:
+            raise errors[0]
 
     async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Let all engines read weights; one that is ejected gets no work until it has read them too."""
-        await self._fan_out.update(
-            lambda engine: engine.load_weights(path, weight_version=weight_version),
-            weight_version,
-            all_present=False,
+        """Let all engines read weights; one that fails gets no requests until it has read them too."""
+        replicas = self._pool.replicas
+        errors = await self._update(
+            replicas, lambda engine: engine.load_weights(path, weight_version=weight_version), weight_version
         )
+        if len(errors) == len(replicas):
+            raise errors[0]
+
+    async def _all_present(self) -> list[Replica]:
+        """Return every engine, once each is known to serve; where all failed in an update, all may try again.
+
+        Raises:
+            EngineUnavailableError: One is down.
+        """
+        down = []
+        for replica in self._pool.replicas:
+            if replica.down is None or await self._pool.look_at(replica):
+                continue
+            try:
+                if replica.updates == FAILED:
+                    await replica.engine.check_health()
+                    continue
+            except EngineError as error:
+                _log.debug("engine %s does not serve: %s", replica.name, error)
+            down.append(f"{replica.name}: {replica.down}")
+        if down:
+            raise EngineUnavailableError(
+                "weights are sent to all engines at once, and some are down",
+                got="; ".join(down),
+                remedy="Bring them back, or make a client without them",
+            )
+        return self._pool.replicas
+
+    async def _update(
+        self,
+        replicas: Sequence[Replica],
+        action: Callable[[InferenceEngineInterface], Awaitable[None]],
+        version: str | None,
+    ) -> list[BaseException]:
+        """Carry out a weight update; an engine that fails gets no requests until a later one succeeds."""
+        pool = self._pool
+        failed = dict(await _results(replicas, action))
+        if len(failed) < len(replicas):
+            pool.updates += 1
+            pool.version = version
+        for replica in replicas:
+            if replica not in failed:
+                replica.updates = pool.updates
+                continue
+            # If all failed, all may hold a part of the new weights; else it misses what others have.
+            current = replica.updates in (FAILED, pool.updates)
+            replica.updates = FAILED if len(failed) == len(replicas) and current else pool.updates - 1
+            pool.take_down(replica, f"it missed a weight update: {failed[replica]}")
+        return list(failed.values())
 
     async def weight_version(self) -> str | None:
-        """What the weights are called, alike on all engines.
+        """Return the name of the weights, equal on all engines.
 
         Raises:
             EngineStateError: Engines differ.
         """
-        members = list(self._fleet.well().values())
-        versions = await together([member.engine.weight_version() for member in members])
+        replicas = self._pool.healthy()
+        versions = await gather_all([each.engine.weight_version() for each in replicas])
         if len(set(versions)) > 1:
-            named = [f"{each.name}: {version}" for each, version in zip(members, versions, strict=True)]
+            named = [f"{each.name}: {version}" for each, version in zip(replicas, versions, strict=True)]
             raise EngineStateError("engines have different weights", got=", ".join(named))
         return versions[0] if versions else None
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights on all engines."""
-        await self._fan_out.on_all(lambda engine: engine.set_weight_version(version))
-        self._fleet.version = version
+        await self._on_all(lambda engine: engine.set_weight_version(version))
+        self._pool.version = version
 
     async def check_health(self) -> None:
-        """Return if any engine serves; ejected ones are asked again.
+        """Return if any engine serves; those that are down are asked again.
 
         Raises:
             EngineUnavailableError: None does.
         """
-        await self._fleet.revive()
-        members = list(self._fleet.well().values())
-        well = await asyncio.gather(*[self._fleet.check(each, patient=False) for each in members])
-        if not any(well):
-            self._fleet.choose(session=None, images=(), preferred=None, avoided=())
+        if not any(await asyncio.gather(*[self._pool.look_at(each) for each in self._pool.targets])):
+            raise self._pool.unavailable()
 
     async def teardown(self, *, wait: float = 0.0) -> None:
-        """Take no more work, let what runs go on for `wait` seconds, end it, and close the engines."""
-        if not self._gate.close():
+        """Take no more work, let requests run for `wait` more seconds, end them, and close the engines."""
+        if not self._pool.close():
             return
-        members = list(self._fleet.members.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                for target in self._pool.targets:
+                    await target.wait_idle()
+        for call in self._calls():
+            call.end("aborted")
+        for target in self._pool.targets:
+            await target.wait_idle()
+        closing = {*self._pool.replicas, *self._pool.targets}
+        for _, error in await _results(list(closing), lambda engine: engine.teardown()):
+            raise error
+
+
+class _Growing:
+    """One completion and its listener: makes the requests, and shows tokens once they are final."""
+
+    def __init__(
+        self, continuation: Continuation, session: Hashable | None, listener: OnTokens | None
+    ) -> None:
+        self.continuation = continuation
+        self._session = session
+        self._listener = listener
+        self._shown = 0
+        self._told_end = False
+
+    async def ask(self, engine: InferenceEngineInterface) -> EngineResponse | None:
+        """Make the next request; None where the completion has ended with what a stream has shown."""
+        continuation = self.continuation
+        if continuation.is_finished():  # by a request that failed behind its last token
+            return None
+        stream = None
+        if self._listener is not None and continuation.can_stream:
+            stream = _Stream(self._listener, continuation.remaining)
+        request = continuation.next_request()
         try:
-            if wait > 0:
-                async with asyncio.timeout(wait):
-                    await quiet(members)
-        except TimeoutError:
-            pass
-        finally:
-            for member in members:
-                for call in list(member.calls):
-                    call.end("aborted")
-            await quiet(members)
-            await self._dispatcher.monitor.stop()
-            results = await asyncio.gather(
-                *[member.engine.teardown() for member in members], return_exceptions=True
+            piece = await engine.complete(request, session_id=self._session, on_tokens=stream)
+            continuation.check(piece)
+        except BaseException as error:
+            if stream is not None and (stream.ids or stream.finish_reason):  # it was shown, so it counts
+                self._shown += len(stream.ids)
+                continuation.add(stream.piece(len(request.prompt_ids)))
+            if isinstance(error, PromptTooLongError) and continuation.completion_ids:
+                continuation.end("length")
+            if continuation.is_finished() and isinstance(error, Exception):
+                return None
+            raise
+        self._shown += len(stream.ids) if stream is not None else 0
+        return piece
+
+    def show(self) -> None:
+        """Show tokens that were taken and not shown as they arrived, and the end."""
+        continuation = self.continuation
+        ended = continuation.finished
+        if self._listener is None or self._told_end or not (ended or continuation.can_continue()):
+            return
+        start, self._shown = self._shown, len(continuation.completion_ids)
+        self._told_end = ended is not None
+        if ended is not None or start < self._shown:
+            self._listener(continuation.completion_ids[start:], continuation.logprobs[start:], ended)
+
+
+class _Stream:
+    """Tokens of one request as they arrive, checked before they are shown."""
+
+    def __init__(self, listener: OnTokens, asked: int) -> None:
+        self._listener = listener
+        self._asked = asked
+        self.finish_reason: FinishReason | None = None
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def __call__(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason | None, /
+    ) -> None:
+        check_logprobs(token_ids, logprobs)
+        if len(self.ids) + len(token_ids) > self._asked:
+            raise EngineReplyError(
+                "the engine sampled more tokens than it was asked for",
+                where="completion_ids",
+                expected=f"at most {self._asked}",
+                got=f"{len(self.ids) + len(token_ids)} or more",
             )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        self.ids += token_ids
+        self.logprobs += logprobs
+        if finish_reason in ("stop", "length"):
+            self.finish_reason = finish_reason
+        if token_ids:
+            self._listener(token_ids, logprobs, None)
+
+    def piece(self, prompt_tokens: int) -> EngineResponse:
+        """The response so far, as an aborted one unless its end was seen."""
+        usage = Usage(prompt_tokens, len(self.ids))
+        return EngineResponse(self.ids, self.logprobs, self.finish_reason or "abort", usage)
 
 
-def _tell_tokens(engine: InferenceEngineInterface, renderer: Any) -> None:
-    learn = getattr(engine, "learn_tokens", None)
-    if learn is not None:
-        learn(renderer)
+class _NoServer:
+    """Null transport of a client as a backend, beside which its prompt limit is kept."""
+
+    base_url = "engines:"
 
 
-async def _told(member: Member) -> None:
-    """Abort at once what an engine has; requests that are still on their way follow later."""
-    if member.ill is None and member.calls:
-        await asyncio.gather(member.engine.abort_generation(), return_exceptions=True)
+@dataclass(frozen=True, slots=True)
+class _ClientBackend:
+    """An `InferenceEngineClient` as a backend; a request's `X-Session-ID` header is its session."""
+
+    engines: InferenceEngineClient
+    transport: Any
+    name: str = "engines"
+
+    async def generate(
+        self, request: EngineRequest, transport: Any = None, *, on_tokens: OnTokens | None = None
+    ) -> EngineResponse:
+        """Sample one completion on one of the engines."""
+        session = request.extra_headers.get(SESSION_HEADER)
+        return await self.engines.complete(request, session_id=session, on_tokens=on_tokens)
+
+    async def resolve_max_prompt_len(self, model: str, transport: Any = None) -> int | None:
+        """Return the most tokens that every engine takes."""
+        return await self.engines.max_prompt_len()
+
+    def is_overflow_error(self, exc: BaseException) -> bool:
+        """Whether an engine said that the prompt is too long."""
+        return isinstance(exc, PromptTooLongError)
 
 
-async def _limit_of(engine: InferenceEngineInterface) -> int | None:
-    ask = getattr(engine, "max_prompt_len", None)
+def _body_of(payload: RequestPayload) -> Mapping[str, Any]:
+    body = payload.get("json")
+    if not isinstance(body, Mapping):
+        raise InputError(
+            "the payload has no body",
+            where="request_payload",
+            expected="{'json': {...}, 'headers': {...}}",
+            got=f"keys {sorted(payload)}",
+        )
+    return body
+
+
+def _can_be_told(engine: InferenceEngineInterface, mode: PauseMode) -> bool:
+    """Whether an engine itself is paused.
+
+    Raises:
+        EngineUnsupportedError: It would have to freeze requests, and cannot.
+    """
+    modes = engine.pause_modes
+    if mode == "keep" and "keep" not in modes:
+        raise EngineUnsupportedError(
+            "the engine cannot freeze requests", where=engine.name, remedy="Pause with 'abort' or 'wait'"
+        )
+    return mode in modes or (mode == "wait" and "keep" in modes)
+
+
+async def _pause_one(engine: InferenceEngineInterface, mode: PauseMode, clear_cache: bool) -> None:
+    if mode in engine.pause_modes:
+        await engine.pause_generation(mode, clear_cache=clear_cache)
+        return
+    # None of our requests runs there any more, so freezing is the same, except that it keeps the cache.
+    if clear_cache:
+        await engine.reset_prefix_cache()
+    await engine.pause_generation("keep", clear_cache=False)
+
+
+async def _join(engine: InferenceEngineInterface, info: Mapping[str, Any]) -> None:
+    await engine.init_weight_update_communicator(info)
+
+
+async def _results(
+    replicas: Sequence[Replica], action: Callable[[InferenceEngineInterface], Awaitable[None]]
+) -> list[tuple[Replica, BaseException]]:
+    """Act on engines concurrently; return those that failed, with their errors."""
+    results = await asyncio.gather(*[action(each.engine) for each in replicas], return_exceptions=True)
+    failed = []
+    for replica, result in zip(replicas, results, strict=True):
+        if isinstance(result, BaseException):
+            result.add_note(f"engine {replica.name}")
+            failed.append((replica, result))
+    return failed
+
+
+async def emitted(
+    produce: Callable[[Callable[[Result], None]], Awaitable[None]],
+) -> AsyncGenerator[Result, None]:
+    """Yield what a coroutine emits, as it emits it; ending the stream cancels the coroutine."""
+    queue: asyncio.Queue[tuple[Result] | None] = asyncio.Queue()
+
+    async def run() -> None:
+        try:
+            await produce(lambda value: queue.put_nowait((value,)))
+        finally:
+            queue.put_nowait(None)
+
+    task = asyncio.create_task(run())
     try:
-        return None if ask is None else await ask()
-    except EngineError:
-        return None  # whether it serves is found out by asking it for tokens
+        while (entry := await queue.get()) is not None:
+            yield entry[0]
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def _remade(
+def _rebuild(
     cls: type[InferenceEngineClient],
     engines: Sequence[InferenceEngineInterface],
-    renderer: Any,
-    policy: ClientPolicy,
-    name: str,
+    settings: Mapping[str, Any],
 ) -> InferenceEngineClient:
-    return cls(engines, renderer=renderer, policy=policy, name=name)
+    return cls(engines, **settings)

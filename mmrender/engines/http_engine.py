@@ -1,59 +1,53 @@
-"""`HTTPEngine`: one inference server, as a backend's wire and a transport make it reachable."""
+"""`HTTPEngine`: one inference server, by its backend's wire and its control routes."""
 
 import uuid
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import msgspec
 
+from mmrender.client.generation import BackendName, resolve_backend
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.server_facts import prompt_limit
-from mmrender.client.transport import Transport, as_transport
-from mmrender.client.transport import read_events as events
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, RendererBackend
-from mmrender.engines.control import Controller
+from mmrender.client.transport import Transport, as_transport, read_events
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.interface import (
-    InferenceEngineInput,
-    InferenceEngineOutput,
+    InferenceEngineInterface,
     NamedWeightsUpdate,
     PauseMode,
     RequestPayload,
 )
-from mmrender.engines.openai_bodies import opened
-from mmrender.engines.routes import TABLES, RouteTable
-from mmrender.engines.seeds import several
-from mmrender.engines.together import together
-from mmrender.engines.work import Work, joined, taken_apart
+from mmrender.engines.routes import TABLES, Controller, RouteTable
 from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
-from mmrender.spans import MultiModalData
+
+SESSION_HEADER: Final = "X-Session-ID"
 
 
-class HTTPEngine:
-    """One vLLM, SGLang or Dynamo server.
+class HTTPEngine(InferenceEngineInterface):
+    """One vLLM, SGLang or Dynamo server, or a router in front of several.
 
     It asks once: retries over engines are the client's. Pickled, it arrives as the same server, not paused.
 
     Args:
-        backend: The server's wire, such as `VLLMBackend()`.
-        server: The way to it: a transport, which stays the caller's to close, a URL, or what else
-            `as_transport` takes.
-        model: Name under which it knows the model.
-        name: Names the engine; the URL by default.
-        control: The way to the worker, for engines whose control routes are there.
+        backend: The server's wire, or its name.
+        server: A transport, which the caller closes, a URL, or what else `as_transport` takes.
+        model: Name under which the server knows the model.
+        name: Name of the engine; the URL by default.
+        control: The server that has the control routes, where it is another one.
         renderer: Renders conversations and decodes completions.
         routes: Control routes, where they are not those of the backend's name.
         tp_size: Ranks that share each layer.
         pp_size: Pipeline stages.
         dp_size: Replicas behind the URL.
-        vocab_size: Ids at or above it are refused; the renderer's, or that of the client, by default.
 
     Raises:
-        InputError: There are no routes for the backend, or the URL cannot be used.
+        InputError: The backend has no known routes, or the URL cannot be used.
     """
 
     def __init__(
         self,
-        backend: RendererBackend,
+        backend: RendererBackend | BackendName,
         server: Any,
         *,
         model: str,
@@ -64,40 +58,47 @@ class HTTPEngine:
         tp_size: int = 1,
         pp_size: int = 1,
         dp_size: int = 1,
-        vocab_size: int | None = None,
     ) -> None:
-        self.backend = backend
+        self.backend = resolve_backend(backend, None, model)
+        if routes is None and self.backend.name not in TABLES:
+            raise InputError(
+                "the control routes of this backend are unknown",
+                where="backend",
+                expected=", ".join(sorted(TABLES)),
+                got=repr(self.backend.name),
+                remedy="Give routes=RouteTable(...)",
+            )
         self.transport = _own_transport(server)
         self.worker = None if control is None else _own_transport(control)
-        ways = ((self.transport, server), (self.worker, control))
-        self._own = [way for way, given in ways if way is not None and way is not given]
+        given = (server, control)
+        self._own = [each for each in (self.transport, self.worker) if each and each not in given]
         self.model = model
         self.renderer = renderer
-        self._name = name or self.transport.base_url
-        self._routes = routes or _routes_of(backend)
+        self.name = name or self.transport.base_url
+        self._routes = routes or TABLES[self.backend.name]
         self._sizes = (tp_size, pp_size, dp_size)
-        self._vocab_size = vocab_size
-        self._tokens_of: Any = None
-        if renderer is not None:
-            self.learn_tokens(renderer)
-        self._controller = Controller(self._routes, self.transport, self.worker, self._name)
+        self._controller = Controller(self._routes, self.transport, self.worker, self.name)
         self._paused: bool | None = False
 
     def __repr__(self) -> str:
-        return f"HTTPEngine({self.backend.name!r}, {self._name!r})"
+        return f"HTTPEngine({self.backend.name!r}, {self.name!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_paused": False}
 
     @property
-    def name(self) -> str:
-        """Names the engine."""
-        return self._name
+    def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
+        """Modes that the server knows; `abort` only where aborted and finished completions can be told apart.
+
+        Dynamo reports an abort as a stop, so that takes a renderer or `DynamoBackend(eos_token_ids=...)`.
+        """
+        modes = frozenset(self._routes.pause_modes if "pause" in self._controller else ())
+        return modes if self._knows_aborts else modes - {"abort"}
 
     @property
-    def pause_modes(self) -> frozenset[PauseMode]:
-        """Modes that the server knows, as far as it can be told."""
-        return frozenset(self._routes.pause_modes if "pause" in self._controller else ())
+    def _knows_aborts(self) -> bool:
+        known = getattr(self.backend, "eos_token_ids", None) is not None or self.renderer is not None
+        return known or self._routes.engine != "dynamo"
 
     def tp_size(self) -> int:
         """Ranks that share each layer."""
@@ -111,144 +112,116 @@ class HTTPEngine:
         """Replicas."""
         return self._sizes[2]
 
-    def learn_tokens(self, renderer: Any) -> None:
-        """Take from a renderer what ids prompts may hold, where the engine has no renderer of its own."""
-        if self._tokens_of is not None:
-            return
-        self._tokens_of = renderer
-        if self._vocab_size is None:
-            self._vocab_size = getattr(renderer, "vocab_size", None)
-
     # --- sampling ---
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Sample one completion for each prompt, all at once; an abort is returned as such."""
-        work = await taken_apart(input_batch, self.renderer)
-        responses = await together([self._complete(each) for each in work])
-        return joined(work, responses, None if self.renderer is None else self.renderer.decode)
-
-    async def sample(
+    async def complete(
         self,
-        prompt_token_ids: Sequence[int],
-        num_samples: int,
-        sampling_params: Mapping[str, Any],
+        request: EngineRequest,
         *,
-        multi_modal_data: MultiModalData | None = None,
         session_id: Hashable | None = None,
-    ) -> InferenceEngineOutput:
-        """Sample several independent completions of one prompt."""
-        return await self.generate(
-            several(prompt_token_ids, num_samples, sampling_params, multi_modal_data, session_id)
-        )
-
-    async def _complete(self, work: Work) -> EngineResponse:
-        return await self.backend.generate(
-            self._request(work), self.transport, on_tokens=_listener(work.on_tokens)
-        )
-
-    def _request(self, work: Work) -> EngineRequest:
-        options = work.options
-        known = known_tokens(self._tokens_of, work.multi_modal_data)
-        known["vocab_size"] = self._vocab_size
-        return EngineRequest(
-            model=self.model,
-            prompt_ids=work.prompt_ids,
-            multi_modal_data=work.multi_modal_data,
-            sampling_params=work.params,
-            request_id=uuid.uuid4().hex,
-            cache_salt=options.get("cache_salt"),
-            priority=options.get("priority"),
-            extra_headers=options.get("extra_headers") or {},
-            routed_experts=bool(options.get("routed_experts")),
-            **known,
-        )
+        on_tokens: OnTokens | None = None,
+    ) -> EngineResponse:
+        """Sample one completion; an abort is returned as such."""
+        known: Mapping[str, Any] = {}
+        if self.renderer is not None and request.vocab_size is None:
+            known = known_tokens(self.renderer, request.multi_modal_data)
+        headers = dict(request.extra_headers)
+        if session_id is not None:
+            headers[SESSION_HEADER] = str(session_id)
+        sent = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers, **known)
+        return await self.backend.generate(sent, self.transport, on_tokens=on_tokens)
 
     async def max_prompt_len(self) -> int | None:
-        """The most tokens that a prompt may have, as the server says; asked once."""
+        """Return the most tokens that a prompt may have, as the server says; asked once."""
         return await prompt_limit(self.backend, self.model, self.transport)
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Ask the server's own chat route; an abort is returned as such."""
-        return await self._passed("/v1/chat/completions", request_payload)
+        return await self._post("/v1/chat/completions", request_payload)
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Ask the server's own completion route."""
-        return await self._passed("/v1/completions", request_payload)
-
-    async def _passed(self, path: str, payload: RequestPayload) -> dict[str, Any]:
-        body, _, headers = opened(payload)
-        reply = await self.transport.request("POST", path, json=self._named(body), headers=headers)
-        try:
-            content = msgspec.json.decode(reply.body)
-        except msgspec.DecodeError as error:
-            raise EngineReplyError("the reply is no JSON", where=f"{self._name}{path}") from error
-        if not isinstance(content, dict):
-            raise EngineReplyError(
-                "the reply is no JSON object", where=f"{self._name}{path}", got=type(content).__name__
-            )
-        return content
+        return await self._post("/v1/completions", request_payload)
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Ask the server's own chat route for a stream."""
-        return self._streamed("/v1/chat/completions", request_payload)
+        return self._stream("/v1/chat/completions", request_payload)
 
     def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Ask the server's own completion route for a stream."""
-        return self._streamed("/v1/completions", request_payload)
+        return self._stream("/v1/completions", request_payload)
 
-    def _streamed(self, path: str, payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        body, _, headers = opened(payload)
-        lines = self.transport.stream(
-            "POST", path, json={**self._named(body), "stream": True}, headers=headers
-        )
-        return events(lines, where=f"{self._name}{path}")
+    async def _post(self, path: str, payload: RequestPayload) -> dict[str, Any]:
+        body, headers = self._opened(payload)
+        reply = await self.transport.request("POST", path, json=body, headers=headers)
+        try:
+            return msgspec.json.decode(reply.body, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineReplyError("the reply is not a JSON object", where=f"{self.name}{path}") from error
 
-    def _named(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {**body, "model": self.model}
+    def _stream(self, path: str, payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
+        body, headers = self._opened(payload)
+        lines = self.transport.stream("POST", path, json={**body, "stream": True}, headers=headers)
+        return read_events(lines, where=f"{self.name}{path}")
+
+    def _opened(self, payload: RequestPayload) -> tuple[dict[str, Any], dict[str, str]]:
+        """Body and headers of a payload, the session among the latter."""
+        body, headers = dict(payload["json"]), dict(payload.get("headers") or {})
+        session = body.pop("session_id", None)
+        if session is not None:
+            headers[SESSION_HEADER] = str(session)
+        return {**body, "model": self.model}, headers
 
     # --- control ---
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Pause the server."""
         words = self._routes.pause_modes
-        if mode not in words:
+        if mode not in words or (mode == "abort" and not self._knows_aborts):
             raise EngineUnsupportedError(
-                f"{self._routes.engine} has no such way to pause",
-                where=f"{self._name}.pause",
-                expected=" or ".join(sorted(words)),
+                f"{self._routes.engine} cannot be paused this way",
+                where=f"{self.name}.pause",
+                expected=" or ".join(sorted(self.pause_modes)),
                 got=repr(mode),
+                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)" if mode in words else None,
             )
         if self._paused:
-            raise EngineStateError("the engine is paused already", where=self._name)
+            raise EngineStateError("the engine is paused already", where=self.name)
         clear = clear_cache and mode != "keep"  # frozen requests keep theirs
-        self._paused = None  # until the server has said so
+        self._paused = None  # unknown until the server has answered
         await self._controller.call("pause", mode=words[mode], clear_cache=clear, flush=clear)
         self._paused = True
 
     async def resume_generation(self) -> None:
-        """Let the server go on."""
+        """Resume the server."""
         if self._paused is False:
-            raise EngineStateError("the engine is not paused", where=self._name)
+            raise EngineStateError("the engine is not paused", where=self.name)
         await self._controller.call("resume")
         self._paused = False
 
     async def abort_generation(self) -> None:
         """Abort every request on the server, other clients' too."""
+        if not self._knows_aborts:
+            raise EngineUnsupportedError(
+                "an aborted completion would look like a finished one",
+                where=f"{self.name}.abort",
+                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)",
+            )
         await self._controller.call("abort_all")
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Let the server give up memory."""
+        """Free the server's memory."""
         by_level = "level" in self._routes.options["sleep"]
         await self._controller.call(
-            "sleep", level=level if by_level or level != 1 else None, tags=_listed(tags)
+            "sleep", level=level if by_level or level != 1 else None, tags=tags and list(tags)
         )
 
     async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
-        """Let the server take it back."""
-        await self._controller.call("wake_up", tags=_listed(tags))
+        """Take the memory back."""
+        await self._controller.call("wake_up", tags=tags and list(tags))
 
     async def reset_prefix_cache(self) -> None:
-        """Let the server forget cached prefixes."""
+        """Drop the server's cached prefixes."""
         await self._controller.call("reset_prefix_cache")
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
@@ -256,7 +229,7 @@ class HTTPEngine:
         await self._controller.call("init_weights", init_info=dict(init_info))
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Let the server receive weights; returns when it has them."""
+        """Let the server receive weights; return when it has them."""
         missing = [name for name in ("names", "dtypes", "shapes") if name not in request]
         if missing:
             raise InputError("a part of the weight update is missing", where=f"request.{missing[0]}")
@@ -274,7 +247,7 @@ class HTTPEngine:
         await self._controller.call("load_weights", path=path, version=weight_version)
 
     async def weight_version(self) -> str | None:
-        """What the server calls its weights."""
+        """Return the server's name of its weights."""
         version = await self._controller.call("get_version")
         return None if version is None else str(version)
 
@@ -293,42 +266,11 @@ class HTTPEngine:
 
 
 def _own_transport(server: Any) -> Transport:
-    """The transport that was given, or one of the engine's own to what else names a server."""
+    """Return the given transport, or a new one: those of `as_transport` are shared, and not ours to close."""
     transport = as_transport(server)
     if transport is not server:
         from mmrender.client.http import HTTPTransport
 
-        # `as_transport` gives everyone in the process the same, whose connections are not ours to close.
         if isinstance(transport, HTTPTransport):
             return HTTPTransport(transport.config)
     return transport
-
-
-def _routes_of(backend: RendererBackend) -> RouteTable:
-    if backend.name not in TABLES:
-        raise InputError(
-            "the control routes of this backend are not known",
-            where="backend",
-            expected=", ".join(sorted(TABLES)),
-            got=repr(backend.name),
-            remedy="Give routes=RouteTable(...)",
-        )
-    return TABLES[backend.name]
-
-
-def _listener(listener: Any) -> OnTokens | None:
-    """Adapt a listener that takes the finish reason by its method `ended`, where it has one."""
-    if listener is None:
-        return None
-
-    def tell(ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None) -> None:
-        if ids:
-            listener(ids, logprobs)
-        if reason in ("stop", "length") and hasattr(listener, "ended"):
-            listener.ended(reason)
-
-    return tell
-
-
-def _listed(tags: Sequence[str] | None) -> list[str] | None:
-    return None if tags is None else list(tags)

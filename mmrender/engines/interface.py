@@ -1,29 +1,22 @@
-"""What an inference engine is to those who sample from it.
+"""`InferenceEngineInterface`: one inference engine, or many that act as one; its method names are SkyRL's.
 
-`InferenceEngineClient` is itself such an engine, over many others, so either stands where the other does.
+An engine implements `complete` and the control calls that it has; batches are split and merged here.
 """
 
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Hashable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
-from mmrender.client.types import EngineResponse, Usage
+from mmrender.client.generation import is_async
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
 from mmrender.spans import MultiModalData
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+
+Result = TypeVar("Result")
 
 PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
-"""What becomes of running requests: they end with what they have, are frozen, or run to their end."""
-
-
-class OnTokens(Protocol):
-    """Told of sampled tokens, and of as many logprobs.
-
-    A listener that also has a method `ended` is told the finish reason, `stop` or `length`, by engines that
-    stream, so that a connection which breaks after it loses nothing.
-    """
-
-    def __call__(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take them; must be quick, as it runs on the event loop."""
-        ...
+"""How running requests are paused: they end with what they have, are frozen, or run to their end."""
 
 
 class InferenceEngineInput(TypedDict, total=False):
@@ -33,72 +26,41 @@ class InferenceEngineInput(TypedDict, total=False):
         prompts: Conversations, each a list of messages; they need an engine that has a renderer.
         prompt_token_ids: Prompts as token ids, placeholders widened.
         multi_modal_data: With `prompt_token_ids`: the sidecar of each prompt, or None.
-        collapsed_ids: With `prompt_token_ids`: each prompt with every placeholder range as the single token
-            that the template wrote, for engines that widen placeholders themselves, or None.
         sampling_params: In vLLM's names, `max_tokens` among them: one mapping for all prompts, or one each.
-        session_ids: Prompts of one session go to one engine; None for none.
+        session_ids: Prompts of one session go to one engine; None without a session.
         tools: With `prompts`: tool definitions of all conversations.
-        template_arguments: With `prompts`: further arguments of the renderer.
-        cache_salt: Keeps the prefix cache of unlike requests apart.
-        priority: Lower is served first, where the engine schedules by priority.
-        extra_headers: HTTP headers besides the transport's own.
-        routed_experts: Whether to ask for router choices.
-        timeout: Seconds for each whole completion, with waiting, retries and pauses.
-        on_tokens: For a single prompt: told of its tokens as they come, each once and in order; in one piece
-            where the engine does not stream, or where the work could not be continued after an abort.
+        template_arguments: With `prompts`: further template variables.
     """
 
     prompts: Sequence[Sequence[Any]] | None
     prompt_token_ids: Sequence[Sequence[int]] | None
     multi_modal_data: Sequence[MultiModalData | None] | None
-    collapsed_ids: Sequence[Sequence[int] | None] | None
     sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     session_ids: Sequence[Hashable | None] | None
     tools: Sequence[Any] | None
     template_arguments: Mapping[str, Any] | None
-    cache_salt: str | None
-    priority: int | None
-    extra_headers: Mapping[str, str] | None
-    routed_experts: bool
-    timeout: float | None
-    on_tokens: "OnTokens | None"
 
 
 class InferenceEngineOutput(TypedDict):
     """What was sampled; every list has one entry for each prompt, in the order of the input.
 
     Attributes:
-        responses: Text of each completion, special tokens included; None where the engine has no tokenizer.
-        response_ids: Sampled tokens, stop token included where the model sampled one.
-        response_logprobs: One finite number for each sampled token.
+        responses: Text of each completion, special tokens included; None where the engine has no renderer.
+        response_ids: Sampled tokens, with the stop token where the model sampled one.
         stop_reasons: `stop`, `length` or `abort`.
-        matched_stops: The stop token or string that was met, where the engine says.
-        prompt_token_ids: The prompts as the engine was asked.
-        multi_modal_data: Their sidecars.
-        usages: Token counts.
-        weight_versions: Which weights sampled which completion tokens.
-        routed_experts: Router choices, where asked for and given.
-        engine_responses: The same, one object for each prompt, with whatever else the engine said.
+        response_logprobs: One finite number for each sampled token.
+        engine_responses: Everything else that the engine reported, such as usage and weight versions.
     """
 
     responses: list[str] | None
     response_ids: list[list[int]]
-    response_logprobs: list[list[float]]
     stop_reasons: list[str]
-    matched_stops: list[int | str | None]
-    prompt_token_ids: list[list[int]]
-    multi_modal_data: list[MultiModalData]
-    usages: list[Usage]
-    weight_versions: list[tuple[WeightVersionSpan, ...]]
-    routed_experts: list[RoutedExperts | None]
+    response_logprobs: list[list[float]]
     engine_responses: list[EngineResponse]
 
 
 class RequestPayload(TypedDict, total=False):
-    """An OpenAI request on its way through: the body as sent, and headers to send with it.
-
-    The body may hold `session_id`, which routes the request and is not sent.
-    """
+    """An OpenAI request: its body, which may hold `session_id` to route it, and headers to send with it."""
 
     json: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -111,7 +73,7 @@ class NamedWeightsUpdate(TypedDict, total=False):
         names: Parameter names.
         dtypes: Their dtypes by torch's names without `torch.`, such as `bfloat16`.
         shapes: Their shapes.
-        weight_version: What the weights are called from then on.
+        weight_version: Name of the new weights.
         extras: Further fields, in the engine's own names.
     """
 
@@ -122,32 +84,63 @@ class NamedWeightsUpdate(TypedDict, total=False):
     extras: Mapping[str, Any]
 
 
-@runtime_checkable
-class InferenceEngineInterface(Protocol):
-    """One engine, or many behind one face.
+class InferenceEngineInterface(ABC):
+    """One engine, or many that act as one.
 
-    A call that an engine lacks raises `EngineUnsupportedError`; none passes silently. Cancelling the task
-    that awaits a generation ends it on the engine.
+    A call that an engine lacks raises `EngineUnsupportedError`. Cancelling the task that awaits a completion
+    ends it on the engine.
+
+    Attributes:
+        name: Name in errors, metrics and routing; unique among the engines of a client.
+        pause_modes: Modes that the engine itself knows.
+        renderer: Renders conversations and decodes completions; None to sample from token ids alone.
     """
 
-    @property
-    def name(self) -> str:
-        """Names the engine in errors, metrics and routing; unique among the engines of a client."""
-        ...
+    name: str
+    pause_modes: frozenset[PauseMode] = frozenset()
+    renderer: Any = None
 
-    @property
-    def pause_modes(self) -> frozenset[PauseMode]:
-        """Modes that the engine itself knows."""
-        ...
+    @abstractmethod
+    async def complete(
+        self,
+        request: EngineRequest,
+        *,
+        session_id: Hashable | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> EngineResponse:
+        """Sample one completion of one prompt.
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Sample one completion for each prompt.
+        Args:
+            request: What to sample; its `model` and `request_id` are the engine's to set.
+            session_id: Requests of one session go to one engine.
+            on_tokens: Called with tokens as they arrive, each once and in order.
 
         Raises:
-            InputError: The input is not understood.
-            EngineError: An engine failed; `where` names the prompt.
+            EngineError: The engine failed.
         """
-        ...
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """Sample one completion for each prompt, concurrently; order is kept.
+
+        Raises:
+            InputError: The input is malformed; `where` names the field.
+            EngineError: A prompt could not be completed; the others are cancelled then.
+        """
+        requests, sessions = await split_batch(input_batch, self.renderer)
+        responses = await gather_all(
+            [
+                self.complete(request, session_id=session)
+                for request, session in zip(requests, sessions, strict=True)
+            ]
+        )
+        decode = None if self.renderer is None else self.renderer.decode
+        return {
+            "responses": None if decode is None else [decode(each.completion_ids) for each in responses],
+            "response_ids": [each.completion_ids for each in responses],
+            "stop_reasons": [each.finish_reason for each in responses],
+            "response_logprobs": [each.logprobs for each in responses],
+            "engine_responses": responses,
+        }
 
     async def sample(
         self,
@@ -158,8 +151,19 @@ class InferenceEngineInterface(Protocol):
         multi_modal_data: MultiModalData | None = None,
         session_id: Hashable | None = None,
     ) -> InferenceEngineOutput:
-        """Sample several independent completions of one prompt."""
-        ...
+        """Sample several independent completions of one prompt; a `seed` is raised by one for each."""
+        return await self.generate(
+            {
+                "prompt_token_ids": [prompt_token_ids] * num_samples,
+                "multi_modal_data": [multi_modal_data] * num_samples,
+                "sampling_params": with_own_seeds(sampling_params, num_samples),
+                "session_ids": [session_id] * num_samples,
+            }
+        )
+
+    async def max_prompt_len(self) -> int | None:
+        """Return the most tokens that a prompt may have; None if unknown."""
+        return None
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Answer an OpenAI chat request, as its JSON reply.
@@ -167,95 +171,79 @@ class InferenceEngineInterface(Protocol):
         Raises:
             EngineStatusError: The engine refused; `status` and `body` are its own.
         """
-        ...
+        raise self._lacks("chat_completion")
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI completion request, as its JSON reply; errors as for `chat_completion`."""
-        ...
+        """Answer an OpenAI completion request; errors as for `chat_completion`."""
+        raise self._lacks("completion")
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI chat request as the chunks of its stream."""
-        ...
+        raise self._lacks("stream_chat_completion")
 
     def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI completion request as the chunks of its stream."""
-        ...
-
-    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
-        """Take back the memory that `sleep` gave up; only the parts that `tags` names, such as `weights`."""
-        ...
-
-    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Give up memory: `level` 1 keeps weights on the host, 2 drops them; or the parts `tags` names."""
-        ...
-
-    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """Join the group through which the trainer sends weights; fields in the engine's own names."""
-        ...
-
-    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Receive weights from the trainer."""
-        ...
-
-    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Read weights from a model directory that the engine can reach."""
-        ...
-
-    async def teardown(self) -> None:
-        """End what is under way and close connections. Calling it again does nothing."""
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes.
-
-        Raises:
-            EngineStateError: They are in use.
-        """
-        ...
-
-    def tp_size(self) -> int:
-        """Ranks that share each layer."""
-        ...
-
-    def pp_size(self) -> int:
-        """Pipeline stages."""
-        ...
-
-    def dp_size(self) -> int:
-        """Replicas."""
-        ...
+        raise self._lacks("stream_completion")
 
     async def abort_generation(self) -> None:
-        """End every request under way: each returns what it has, with the stop reason `abort`."""
-        ...
+        """End every request in flight: each returns what it has, with the stop reason `abort`."""
+        raise self._lacks("abort_generation")
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Stop generating, and take no further work until `resume_generation`.
+        """Stop generating until `resume_generation`.
 
         Args:
-            mode: What becomes of running requests.
-            clear_cache: Forget cached prefixes too, as new weights need; frozen requests keep theirs.
+            mode: How running requests are paused.
+            clear_cache: Drop cached prefixes too, as new weights need; frozen requests keep theirs.
 
         Raises:
             EngineStateError: It is paused already.
         """
-        ...
+        raise self._lacks("pause_generation")
 
     async def resume_generation(self) -> None:
-        """Go on.
+        """Resume generating.
 
         Raises:
             EngineStateError: It is not paused.
         """
-        ...
+        raise self._lacks("resume_generation")
+
+    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Free memory: `level` 1 keeps weights on the host, 2 drops them; or the parts `tags` names."""
+        raise self._lacks("sleep")
+
+    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back; only the parts that `tags` names, such as `weights`."""
+        raise self._lacks("wake_up")
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes.
+
+        Raises:
+            EngineStateError: They are in use.
+        """
+        raise self._lacks("reset_prefix_cache")
+
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+        """Join the group through which the trainer sends weights; fields in the engine's own names."""
+        raise self._lacks("init_weight_update_communicator")
+
+    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
+        """Receive weights from the trainer."""
+        raise self._lacks("update_named_weights")
+
+    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
+        """Read weights from a model directory that the engine can reach."""
+        raise self._lacks("load_weights")
 
     async def weight_version(self) -> str | None:
-        """What the weights are called; None where nobody named them."""
-        ...
+        """Return the name of the weights; None if they have none."""
+        raise self._lacks("weight_version")
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights."""
-        ...
+        raise self._lacks("set_weight_version")
 
     async def check_health(self) -> None:
         """Return if the engine serves.
@@ -263,4 +251,155 @@ class InferenceEngineInterface(Protocol):
         Raises:
             EngineError: It does not.
         """
-        ...
+        raise self._lacks("check_health")
+
+    async def teardown(self) -> None:
+        """Close connections. Idempotent."""
+        return
+
+    def tp_size(self) -> int:
+        """Ranks that share each layer."""
+        return 1
+
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return 1
+
+    def dp_size(self) -> int:
+        """Replicas."""
+        return 1
+
+    def _lacks(self, call: str) -> EngineUnsupportedError:
+        return EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
+
+
+async def split_batch(
+    batch: InferenceEngineInput, renderer: Any = None
+) -> tuple[list[EngineRequest], Sequence[Hashable | None]]:
+    """Split a batch into requests and their sessions; conversations are rendered off the event loop.
+
+    Raises:
+        InputError: The batch is malformed; `where` names the field.
+        SamplingParameterError: A token budget is missing or unusable.
+        RenderError, MediaError, MessageError: A conversation cannot be rendered.
+    """
+    known = InferenceEngineInput.__annotations__
+    if unknown := sorted(set(batch) - set(known)):
+        raise InputError("unknown field", where=unknown[0], expected=f"one of {', '.join(sorted(known))}")
+    prompts, ids = batch.get("prompts"), batch.get("prompt_token_ids")
+    if (prompts is None) == (ids is None):
+        raise InputError(
+            "prompts must be given in one form",
+            expected="exactly one of 'prompts' and 'prompt_token_ids'",
+            got="both" if prompts is not None else "neither",
+        )
+    given: Sequence[Any] = prompts if prompts is not None else ids or ()
+    field = "prompts" if prompts is not None else "prompt_token_ids"
+    if given and isinstance(given[0], Mapping | int):
+        raise InputError("expected a list of prompts, got a single one", where=field, remedy="Write [prompt]")
+
+    def one_each(name: str, values: Any) -> Sequence[Any]:
+        if values is None:
+            return [None] * len(given)
+        if len(values) != len(given):
+            raise InputError(
+                "must have one entry for each prompt",
+                where=name,
+                expected=str(len(given)),
+                got=str(len(values)),
+            )
+        return list(values)
+
+    sidecars = one_each("multi_modal_data", batch.get("multi_modal_data"))
+    sessions = one_each("session_ids", batch.get("session_ids"))
+    params = batch.get("sampling_params")
+    if params is None:
+        raise InputError(
+            "sampling parameters are missing",
+            where="sampling_params",
+            remedy="Give at least {'max_tokens': N}",
+        )
+    every = [params] * len(given) if isinstance(params, Mapping) else one_each("sampling_params", params)
+    for each in every:
+        check_budget(each)
+    if prompts is not None:
+        if renderer is None:
+            raise InputError(
+                "conversations need a renderer",
+                where="prompts",
+                remedy="Give one to the engine or client, or pass prompt_token_ids",
+            )
+        options = {
+            "tools": batch.get("tools"),
+            "add_generation_prompt": True,
+            **(batch.get("template_arguments") or {}),
+        }
+        if is_async(renderer):
+            rendered = await gather_all([_render(renderer, each, options) for each in prompts])
+        else:
+            rendered = await asyncio.to_thread(lambda: [renderer.render(each, **options) for each in prompts])
+        given = [each.token_ids for each in rendered]
+        sidecars = [each.multi_modal_data for each in rendered]
+    for index, prompt in enumerate(given):
+        if not len(prompt):
+            raise InputError("the prompt is empty", where=f"{field}[{index}]")
+    requests = [
+        new_request(prompt, sampling, data)
+        for prompt, sampling, data in zip(given, every, sidecars, strict=True)
+    ]
+    return requests, sessions
+
+
+async def _render(renderer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    return await renderer.arender(messages, **options)
+
+
+def new_request(
+    prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], data: MultiModalData | None = None
+) -> EngineRequest:
+    """Build a request whose model and id the engine sets."""
+    return EngineRequest("", prompt_ids, sampling_params, "", multi_modal_data=data or MultiModalData())
+
+
+def check_budget(params: Mapping[str, Any]) -> int:
+    """Return the `max_tokens` of one prompt.
+
+    Raises:
+        SamplingParameterError: It is missing or not a positive integer, or `n` asks for several completions.
+    """
+    budget = params.get("max_tokens")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise SamplingParameterError(
+            "the token budget is missing or unusable",
+            where="sampling_params.max_tokens",
+            expected="an integer, 1 or more",
+            got="none" if budget is None else repr(budget),
+        )
+    if params.get("n") not in (None, 1):
+        raise SamplingParameterError(
+            "one prompt gives one completion",
+            where="sampling_params.n",
+            expected="1",
+            got=repr(params["n"]),
+            remedy="Use sample(), or repeat the prompt",
+        )
+    return budget
+
+
+def with_own_seeds(params: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    """Sampling parameters of several samples of one prompt: each has a seed of its own, and no `n`."""
+    rest = {name: value for name, value in params.items() if name != "n"}
+    seed = params.get("seed")
+    return [rest if seed is None else {**rest, "seed": seed + index} for index in range(count)]
+
+
+async def gather_all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run all concurrently; return results in order. The first error cancels the others and is raised."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,4 +1,4 @@
-"""Control routes of the engines, as data.
+"""Control routes of the engines, as data, and `Controller`, which calls them.
 
 vLLM 0.32: `vllm/entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`; they are open where the
 server runs with `VLLM_SERVER_DEV_MODE=1`. SGLang 0.5.23: `srt/entrypoints/http_server.py` and
@@ -8,9 +8,14 @@ are on the worker's system server, whose port is `DYN_SYSTEM_PORT`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from urllib.parse import urlencode
 
+import msgspec
+
+from mmrender.client.transport import Transport
 from mmrender.engines.interface import PauseMode
+from mmrender.errors import EngineReplyError, EngineStateError, EngineStatusError, EngineUnsupportedError
 
 Control: TypeAlias = Literal[
     "health",
@@ -29,7 +34,7 @@ Control: TypeAlias = Literal[
 
 
 class Arg(NamedTuple):
-    """Stands for an argument of the call; left out where it is None."""
+    """Placeholder for an argument of the call; left out where that is None."""
 
     name: str
 
@@ -44,7 +49,7 @@ class Route:
         query: Query parameters, `Arg` for those of the call.
         body: JSON body, `Arg` for arguments at any depth; None for no body.
         spread: Argument whose mapping is merged into the body.
-        needs: Argument without which the request is left out.
+        needs: Argument without which the request is skipped.
         answer: Where the reply holds the result.
         on_worker: Asked of the worker instead of the server that samples.
         idempotent: Whether it may be repeated.
@@ -63,15 +68,15 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """What an engine can be told.
+    """Control calls of one engine.
 
     Attributes:
         engine: Its name.
         controls: By call the requests that carry it out, in order.
         pause_modes: By mode the engine's own word for it.
         options: Arguments, by call, that the engine understands; another one, given, is an error.
-        busy: Statuses by which the engine says that its caches are in use.
-        remedy: What to do where a route is not there.
+        busy: Statuses that mean that its caches are in use.
+        remedy: What to do where a route is missing.
     """
 
     engine: str
@@ -213,5 +218,110 @@ DYNAMO = RouteTable(
     remedy="Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)",
 )
 
-TABLES: Mapping[str, RouteTable] = {table.engine: table for table in (VLLM, SGLANG, DYNAMO)}
+TABLES: Final[Mapping[str, RouteTable]] = {table.engine: table for table in (VLLM, SGLANG, DYNAMO)}
 """By the name of the backend."""
+
+
+class Controller:
+    """Calls the control routes of one engine.
+
+    Args:
+        table: Its routes.
+        server: The server that samples.
+        worker: The server that has routes `on_worker`, or None.
+        name: The engine's name, for errors.
+    """
+
+    def __init__(self, table: RouteTable, server: Transport, worker: Transport | None, name: str) -> None:
+        self.table = table
+        self._server = server
+        self._worker = worker
+        self._name = name
+
+    def __contains__(self, control: Control) -> bool:
+        routes = self.table.controls.get(control, ())
+        return bool(routes) and (self._worker is not None or not routes[0].on_worker)
+
+    async def call(self, control: Control, **arguments: Any) -> Any:
+        """Make a call; return the result that its reply holds, or None.
+
+        Raises:
+            EngineUnsupportedError: The engine lacks the call, or does not know an argument that was given.
+            EngineStateError: The engine says that the call does not fit its state.
+            EngineError: The engine was not reached, or refused.
+        """
+        where = f"{self._name}.{control}"
+        if control not in self:
+            on_worker = control in self.table.controls
+            raise EngineUnsupportedError(
+                f"{self.table.engine} has {'this call on its worker only' if on_worker else 'no such call'}",
+                where=where,
+                remedy=self.table.remedy if on_worker else None,
+            )
+        options = self.table.options.get(control)
+        for name, value in arguments.items():
+            if value is not None and options is not None and name not in options:
+                raise EngineUnsupportedError(
+                    f"{self.table.engine} does not know this argument of {control}",
+                    where=f"{where}.{name}",
+                    got=repr(value),
+                )
+        result = None
+        for route in self.table.controls[control]:
+            if route.needs is None or arguments.get(route.needs):
+                result = await self._request(route, arguments, where)
+        return result
+
+    async def _request(self, route: Route, arguments: Mapping[str, Any], where: str) -> Any:
+        transport = self._worker if route.on_worker and self._worker is not None else self._server
+        query = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in _filled(route.query, arguments).items()
+        }
+        path = f"{route.path}?{urlencode(query, doseq=True)}" if query else route.path
+        body = None
+        if route.body is not None:
+            body = _filled(route.body, arguments) | (arguments.get(route.spread or "") or {})
+        try:
+            reply = await transport.request(route.method, path, json=body, idempotent=route.idempotent)
+        except EngineStatusError as error:
+            if error.status in (404, 405):
+                raise EngineUnsupportedError(
+                    f"the server has no route {route.path}", where=where, remedy=self.table.remedy
+                ) from error
+            if error.status in self.table.busy and "cache" in route.path:
+                raise EngineStateError(
+                    "cached prefixes are in use", where=where, got=error.body[:200], remedy="Pause first"
+                ) from error
+            raise
+        try:
+            content = msgspec.json.decode(reply.body) if reply.body else None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            content = None  # some routes answer in plain text
+        if isinstance(content, Mapping):
+            if content.get("success") is False or content.get("status") == "error":
+                raise EngineStateError(
+                    "the engine refused",
+                    where=where,
+                    got=str(content.get("message") or dict(content))[:300],
+                    remedy="Pause first" if "cache" in route.path else None,
+                )
+            return content.get(route.answer) if route.answer is not None else None
+        if route.answer is not None:
+            raise EngineReplyError("the reply is not a JSON object", where=where, got=repr(content)[:200])
+        return None
+
+
+def _filled(template: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Put arguments in place; a member `extras` is merged into the mapping that holds it."""
+    filled: dict[str, Any] = {}
+    for name, value in template.items():
+        if isinstance(value, Mapping):
+            filled[name] = _filled(value, arguments)
+        elif not isinstance(value, Arg):
+            filled[name] = value
+        elif name == "extras":
+            filled |= arguments.get(value.name) or {}
+        elif arguments.get(value.name) is not None:
+            filled[name] = arguments[value.name]
+    return filled

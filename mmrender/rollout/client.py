@@ -18,6 +18,7 @@ from mmrender.bridge.bridge import History
 from mmrender.client.generation import BackendName, generate, is_async, resolve_backend
 from mmrender.client.types import Generation, RendererBackend
 from mmrender.content import normalize_messages, normalize_tools, to_openai
+from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.parsing import ToolCallAttempt
@@ -113,7 +114,8 @@ class RendererClient:
 
     Args:
         renderer: A renderer, or a pool of them.
-        client: The server, as for `generate`; None for a backend in this process.
+        client: The server, as for `generate`, or an `InferenceEngineClient` over several; None for a backend
+            in this process.
         model: Name under which the server knows the model.
         backend: The engine, or its name.
         sampling_params: For every call, in vLLM's names; a call's own take precedence.
@@ -150,6 +152,8 @@ class RendererClient:
             )
         self.renderer = renderer
         self.client = client
+        if isinstance(client, InferenceEngineClient):
+            self.client, backend = None, client.as_backend()
         self.model = model
         self.backend = resolve_backend(backend, None, model)
         self.overlong = overlong

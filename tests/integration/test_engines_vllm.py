@@ -26,8 +26,9 @@ from PIL import Image, ImageDraw
 from integration.engine_server import EngineServer as Process
 from integration.engine_server import needs_tier, start_vllm
 from mmrender.client.http import HTTPTransport
+from mmrender.client.transport import RetryPolicy
 from mmrender.client.vllm import VLLMBackend
-from mmrender.engines import ClientPolicy, EngineServer, HTTPEngine, InferenceEngineClient, ServerSettings
+from mmrender.engines import EngineServer, HTTPEngine, InferenceEngineClient, ServerSettings
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
@@ -62,9 +63,9 @@ class Counted(HTTPEngine):
         super().__init__(*args, **options)
         self.requests = 0
 
-    async def generate(self, input_batch):
+    async def complete(self, request, **options):
         self.requests += 1
-        return await super().generate(input_batch)
+        return await super().complete(request, **options)
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +90,30 @@ def running(servers: list[Process]) -> Iterator[None]:
             server.post("/resume")
 
 
-def client_of(servers: list[Process], renderer: Renderer | None, **policy: Any) -> InferenceEngineClient:
+async def generate_some_at_once(client, batch, count):
+    """The batch, of which no more than `count` prompts are in flight."""
+    slots = asyncio.Semaphore(count)
+
+    async def one(index):
+        async with slots:
+            single = {name: batch[name][index : index + 1] for name in ("prompts", "session_ids")}
+            return await client.generate({**single, "sampling_params": batch["sampling_params"]})
+
+    outputs = await asyncio.gather(*[one(index) for index in range(len(batch["prompts"]))])
+    return {name: [value for output in outputs for value in output[name]] for name in outputs[0]}
+
+
+def client_of(servers: list[Process], renderer: Renderer | None) -> InferenceEngineClient:
     engines = [
-        Counted(VLLMBackend(), HTTPTransport(server.base_url), model="tiny", name=f"engine{index}")
+        Counted(
+            VLLMBackend(),
+            HTTPTransport(server.base_url, retries=RetryPolicy(attempts=2)),
+            model="tiny",
+            name=f"engine{index}",
+        )
         for index, server in enumerate(servers)
     ]
-    return InferenceEngineClient(engines, renderer=renderer, policy=ClientPolicy(**policy))
+    return InferenceEngineClient(engines, renderer=renderer)
 
 
 @pytest.fixture(scope="module")
@@ -142,22 +161,23 @@ def test_pauses_change_nothing(mode, servers, renderer, batch, undisturbed):
 
     async def run():
         # A pause that waits takes a whole round of requests, so there must be more rounds than pauses.
-        client = client_of(servers, renderer, concurrency=2 if mode == "wait" else 8)
+        client = client_of(servers, renderer)
         await client.set_weight_version("step-0")
-        generating = asyncio.create_task(client.generate(batch))
+        sampling = generate_some_at_once(client, batch, 4 if mode == "wait" else 16)
+        generating = asyncio.create_task(sampling)
         for cycle in range(CYCLES):
             await asyncio.sleep(rng.uniform(0.02, 0.2))
-            under_way.append(sum(len(member.calls) for member in client.members.values()))
+            under_way.append(sum(len(replica.calls) for replica in client.replicas))
             await client.pause_generation(mode, clear_cache=rng.random() < 0.5)
             assert all(server.get("/is_paused")["is_paused"] for server in servers)
-            held = [len(member.calls) for member in client.members.values()]
+            held = [len(replica.calls) for replica in client.replicas]
             if mode != "keep":
                 assert held == [0, 0]
             if mode == "keep":  # replies of what had finished may still be on their way
                 await asyncio.sleep(0.1)
                 frozen = sum(map(sampled_so_far, servers))
             await asyncio.sleep(rng.uniform(0.0, 0.05))
-            now = [len(member.calls) for member in client.members.values()]
+            now = [len(replica.calls) for replica in client.replicas]
             if mode == "keep":
                 assert sum(map(sampled_so_far, servers)) == frozen
                 assert all(count <= before for count, before in zip(now, held, strict=True))
@@ -184,7 +204,8 @@ def test_pauses_change_nothing(mode, servers, renderer, batch, undisturbed):
 
 def check_versions(output):
     changed = 0
-    for ids, spans in zip(output["response_ids"], output["weight_versions"], strict=True):
+    for response in output["engine_responses"]:
+        ids, spans = response.completion_ids, response.weight_versions
         bounds = [0, *[span.stop for span in spans]]
         assert [span.start for span in spans] == bounds[:-1]
         assert bounds[-1] == len(ids)
@@ -222,7 +243,6 @@ def test_cancelling_reaches_the_servers(servers, renderer, batch):
 
 
 def test_completions_of_ids_are_continued_in_tokens(servers, renderer):
-    """The servers' own completion route, which is asked with ids and gives them back."""
     prompts = [
         renderer.render_ids([{"role": "user", "content": f"Say {n}."}], add_generation_prompt=True)
         for n in range(12)
@@ -236,7 +256,7 @@ def test_completions_of_ids_are_continued_in_tokens(servers, renderer):
     }
 
     async def run(cycles):
-        client = client_of(servers, None)
+        client = client_of(servers, renderer)
         completing = asyncio.create_task(client.completion({"json": body}))
         for _ in range(cycles):
             await asyncio.sleep(0.1)
@@ -274,7 +294,9 @@ def test_weights_are_read_anew(servers, renderer, tmp_path, tiny_model, batch, u
     changed, restored = asyncio.run(run())
     assert changed["response_ids"] != undisturbed["response_ids"][:6]
     assert restored["response_ids"] == undisturbed["response_ids"][:6]
-    assert {span.version for spans in changed["weight_versions"] for span in spans} == {"other"}
+    assert {span.version for each in changed["engine_responses"] for span in each.weight_versions} == {
+        "other"
+    }
 
 
 def data_url(image: Image.Image) -> str:
@@ -335,9 +357,11 @@ def test_both_ways_of_chat_sample_the_same(servers, renderer):
     params = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 
     async def run():
-        client = client_of(servers, renderer)
+        client = client_of(servers, None)
         body = {"messages": messages, "return_token_ids": True, **params}
         reply = await client.chat_completion({"json": body})
+        await client.teardown()
+        client = client_of(servers, renderer)
         output = await client.generate({"prompts": [messages], "sampling_params": params})
         await client.teardown()
         return reply["choices"][0]["token_ids"], output["response_ids"][0]
@@ -350,15 +374,15 @@ def test_a_server_that_is_killed_loses_nothing(servers, renderer, batch, undistu
     """The last test: it leaves one server."""
 
     async def run():
-        client = client_of(servers, renderer, concurrency=8, health_interval=0.5, backoff_initial=0.05)
-        generating = asyncio.create_task(client.generate(batch))
+        client = client_of(servers, renderer)
+        generating = asyncio.create_task(generate_some_at_once(client, batch, 16))
         for _ in itertools.count():
             await asyncio.sleep(0.01)
             if sum(engine.requests for engine in client.engines) > PROMPTS // 2:
                 break
         await asyncio.to_thread(servers[1].kill)
         output = await generating
-        ills = {name: member.ill for name, member in client.members.items()}
+        ills = {replica.name: replica.down for replica in client.replicas}
         requests = sum(engine.requests for engine in client.engines)
         await client.teardown()
         assert len(asyncio.all_tasks()) == 1

@@ -9,11 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_cases import faults, paused_now_and_then, pauses, prompts, setup, sidecar, turns
+from engine_cases import faults, patient, paused_now_and_then, pauses, prompts, setup, sidecar, turns
 from mmrender.client.types import EngineResponse, Usage
+from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.continuation import Continuation
-from mmrender.engines.scripted_model import encoded, letters, sampled, token_text
-from mmrender.engines.scripted_text import chat_text
+from mmrender.engines.interface import new_request
+from mmrender.testing.scripted_engine import letters, sampled
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 BUDGETS = st.integers(1, 24)
@@ -53,7 +54,7 @@ def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, 
         assert output["response_ids"][index] == whole.completion_ids
         assert output["response_logprobs"][index] == whole.logprobs
         assert output["stop_reasons"][index] == whole.finish_reason
-        assert output["usages"][index] == Usage(len(prompt), len(whole.completion_ids), None)
+        assert output["engine_responses"][index].usage == Usage(len(prompt), len(whole.completion_ids), None)
         assert output["engine_responses"][index].stop_reason == (0 if whole.finish_reason == "stop" else None)
     _check_requests(case.journal, prompts, budget)
 
@@ -72,147 +73,98 @@ def _check_requests(journal, prompts, budget):
         finished[index] += event == "finished"
 
 
-@given(prompts, BUDGETS, faults, pauses)
-@settings(max_examples=40)
-def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, faults, pauses):
+@given(prompts, BUDGETS, faults, pauses, st.sampled_from([{}, {"presence_penalty": 0.5}]))
+@settings(max_examples=60)
+def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, faults, pauses, more):
+    """Also where an aborted completion starts over: then it is asked as a whole each time."""
     shown: list[tuple[int, float]] = []
+    ends: list[str | None] = []
+
+    def on_tokens(ids, logprobs, reason):
+        shown.extend(zip(ids, logprobs, strict=True))
+        ends.append(reason)
 
     async def scenario():
         case = setup(faults)
-        batch = {
-            "prompt_token_ids": prompts[:1],
-            "multi_modal_data": [sidecar("image0")],
-            "sampling_params": {"max_tokens": budget},
-            "on_tokens": lambda ids, logprobs: shown.extend(zip(ids, logprobs, strict=True)),
-        }
-        output = await _generate(case, batch, pauses)
+        request = new_request(prompts[0], {"max_tokens": budget, **more}, sidecar("image0"))
+        sampling = asyncio.create_task(case.client.complete(request, on_tokens=on_tokens))
+        await turns(1)
+        await paused_now_and_then(case, pauses)
+        response = await sampling
         await case.client.teardown()
-        return output
+        return case, response
 
-    output = run(scenario())
+    case, response = run(scenario())
     whole = sampled(prompts[0], budget)
-    assert output["response_ids"] == [whole.completion_ids]
+    assert response.completion_ids == whole.completion_ids
     assert shown == list(zip(whole.completion_ids, whole.logprobs, strict=True))
+    assert ends[-1] == whole.finish_reason
+    assert not any(ends[:-1])
+    if more:
+        asked = {(asked.prompt_ids, asked.params["max_tokens"]) for _, asked in case.journal}
+        assert asked == {(tuple(prompts[0]), budget)}
 
 
-@given(prompts, BUDGETS, faults, pauses)
-@settings(max_examples=40)
-def test_work_that_cannot_be_continued_starts_over(prompts, budget, faults, pauses):
-    """Here every request is the prompt itself, with the whole budget."""
+class Letters:
+    """Decodes, which is all of a renderer that stop strings need."""
+
+    def decode(self, ids):
+        return letters(ids)
+
+
+@given(prompts, st.integers(4, 40), faults, pauses, st.data(), st.booleans())
+@settings(max_examples=100)
+def test_stop_strings_end_a_completion_across_aborts(prompts, budget, faults, pauses, data, streamed):
+    text = letters(sampled(prompts[0], budget).completion_ids) or "a"
+    start = data.draw(st.integers(0, len(text) - 1), "start")
+    stop = text[start : start + data.draw(st.integers(1, 4), "length")]
     shown: list[int] = []
 
     async def scenario():
         case = setup(faults)
-        batch = {
-            "prompt_token_ids": prompts[:1],
-            "multi_modal_data": [sidecar("image0")],
-            "sampling_params": {"max_tokens": budget, "presence_penalty": 0.5},
-            "on_tokens": lambda ids, logprobs: shown.extend(ids),
-        }
-        output = await _generate(case, batch, pauses)
-        await case.client.teardown()
-        return case, output
-
-    case, output = run(scenario())
-    assert output["response_ids"] == [sampled(prompts[0], budget).completion_ids] == [shown]
-    assert {(asked.prompt_ids, asked.params["max_tokens"]) for _, asked in case.journal} == {
-        (tuple(prompts[0]), budget)
-    }
-
-
-@given(st.text("abc xyz", min_size=1, max_size=8), BUDGETS, faults, pauses, st.booleans(), st.booleans())
-@settings(max_examples=80)
-def test_chat_in_text_is_the_undisturbed_one(text, budget, faults, pauses, streamed, logprobs):
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": budget,
-        "logprobs": logprobs,
-        "stream_options": {"include_usage": True},
-    }
-    whole = sampled(encoded(chat_text(body)), budget)
-    content, entries, usage, reason = run(_chat(body, faults, pauses, streamed))
-    assert content == letters(whole.completion_ids)
-    assert reason == whole.finish_reason
-    assert usage["completion_tokens"] == len(whole.completion_ids)
-    assert usage["prompt_tokens"] == whole.usage.prompt_tokens
-    assert usage["total_tokens"] == whole.usage.prompt_tokens + len(whole.completion_ids)
-    if logprobs:
-        pairs = [
-            (token_text(token), value)
-            for token, value in zip(whole.completion_ids, whole.logprobs, strict=True)
-        ]
-        assert [(entry["token"], entry["logprob"]) for entry in entries] == pairs
-    else:
-        assert entries == []
-
-
-async def _chat(body, faults, pauses, streamed):
-    case = setup(faults)
-    given = copy.deepcopy(body)
-    payload = {"json": body, "headers": {}}
-    chatting = asyncio.create_task(_streamed_chat(case, payload) if streamed else _whole_chat(case, payload))
-    await turns(1)
-    await paused_now_and_then(case, pauses)
-    result = await chatting
-    await case.client.teardown()
-    assert len(asyncio.all_tasks()) == 1
-    assert body == given
-    return result
-
-
-async def _whole_chat(case, payload):
-    reply = await case.client.chat_completion(payload)
-    (choice,) = reply["choices"]
-    entries = (choice["logprobs"] or {}).get("content") or []
-    return choice["message"]["content"], entries, reply["usage"], choice["finish_reason"]
-
-
-async def _streamed_chat(case, payload):
-    content, entries, reasons, usage, names = "", [], [], None, set()
-    async for chunk in case.client.stream_chat_completion(payload):
-        names.add(chunk["id"])
-        usage = chunk.get("usage") or usage
-        for choice in chunk["choices"]:
-            content += choice["delta"].get("content") or ""
-            entries += (choice["logprobs"] or {}).get("content") or []
-            reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-    assert len(names) == len(reasons) == 1  # one stream, with one end
-    return content, entries, usage, reasons[0]
-
-
-@given(
-    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
-    BUDGETS,
-    faults,
-    pauses,
-    st.booleans(),
-)
-@settings(max_examples=40)
-def test_completions_of_text_and_of_ids_are_the_undisturbed_ones(texts, budget, faults, pauses, as_ids):
-    prompts = [encoded(text) for text in texts]
-    body = {"model": "m", "prompt": prompts if as_ids else texts, "max_tokens": budget, "logprobs": 1}
-
-    async def scenario():
-        case = setup(faults)
-        completing = asyncio.create_task(case.client.completion({"json": body}))
+        client = InferenceEngineClient(case.engines, renderer=Letters(), **patient())
+        case.client = client
+        request = new_request(prompts[0], {"max_tokens": budget, "stop": [stop]})
+        listener = (lambda ids, logprobs, reason: shown.extend(ids)) if streamed else None
+        sampling = asyncio.create_task(client.complete(request, on_tokens=listener))
         await turns(1)
         await paused_now_and_then(case, pauses)
-        reply = await completing
-        await case.client.teardown()
-        return reply
+        return await sampling
 
-    reply = run(scenario())
-    wholes = [sampled(prompt, budget) for prompt in prompts]
-    assert [choice["index"] for choice in reply["choices"]] == list(range(len(texts)))
-    for choice, whole in zip(reply["choices"], wholes, strict=True):
-        assert choice["text"] == letters(whole.completion_ids)
-        assert choice["finish_reason"] == whole.finish_reason
-        assert choice["logprobs"]["token_logprobs"] == whole.logprobs
-        assert choice["logprobs"]["tokens"] == [token_text(token) for token in whole.completion_ids]
-        assert "token_ids" not in choice
-    assert reply["usage"]["completion_tokens"] == sum(len(whole.completion_ids) for whole in wholes)
-    assert reply["usage"]["prompt_tokens"] == sum(len(prompt) for prompt in prompts)
+    response = run(scenario())
+    whole = sampled(prompts[0], budget, [stop])
+    assert response.completion_ids == whole.completion_ids
+    assert response.logprobs == whole.logprobs
+    assert response.finish_reason == whole.finish_reason
+    # The string is named by the end of a reply, which may be lost where its tokens were streamed.
+    assert response.stop_reason == whole.stop_reason or (streamed and response.stop_reason is None)
+    assert shown == (whole.completion_ids if streamed else [])
+
+
+@given(st.lists(st.integers(2, 9), min_size=2, max_size=20), st.data())
+def test_seeds_and_frequency_penalties_are_carried_over_an_abort(ids, data):
+    cut = data.draw(st.integers(1, len(ids) - 1))
+    penalty = data.draw(st.sampled_from([0.5, -0.25, 1.0]))
+    params = {"max_tokens": 30, "seed": 7, "frequency_penalty": penalty, "logit_bias": {3: 1.5}}
+    continuation = Continuation(new_request([1], params))
+    assert continuation.next_request().sampling_params == params
+    continuation.add(EngineResponse(ids[:cut], [-1.0] * cut, "abort", Usage(1, cut)))
+    assert continuation.completion_ids == ids[:cut]  # nothing is given up
+    asked = continuation.next_request().sampling_params
+    expected = {token: -penalty * ids[:cut].count(token) for token in set(ids[:cut])}
+    expected[3] = expected.get(3, 0.0) + 1.5
+    assert asked["logit_bias"] == {str(token): bias for token, bias in expected.items()}
+    assert asked["frequency_penalty"] == penalty
+    assert asked["seed"] != 7
+    assert asked["seed"] == continuation.next_request().sampling_params["seed"] >= 0
+
+
+def test_a_penalty_beyond_what_engines_take_as_bias_starts_over():
+    params = {"max_tokens": 300, "frequency_penalty": 2.0}
+    continuation = Continuation(new_request([1], params))
+    continuation.add(EngineResponse([5] * 60, [-1.0] * 60, "abort", Usage(1, 60)))
+    assert continuation.completion_ids == []
+    assert continuation.next_request().sampling_params == params
 
 
 @given(prompts, st.integers(8, 24), pauses)
@@ -229,7 +181,8 @@ def test_weight_versions_cover_the_completion_in_order(prompts, budget, pauses):
         return output
 
     output = run(scenario())
-    for ids, spans in zip(output["response_ids"], output["weight_versions"], strict=True):
+    for response in output["engine_responses"]:
+        ids, spans = response.completion_ids, response.weight_versions
         assert [spans[0].start, *[span.stop for span in spans]] == [*[span.start for span in spans], len(ids)]
         steps = [int(span.version.removeprefix("step-")) for span in spans]
         assert steps == sorted(set(steps))  # rising, and neighbours of one version are one span
@@ -245,15 +198,14 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
     start = data.draw(st.integers(0, prompt_len - 1), "first row")
     total = prompt_len + len(ids)
     rows = np.arange((total - 1) * 6, dtype=np.uint16).reshape(total - 1, 2, 3)
-    continuation = Continuation(
-        list(range(prompt_len)), {"max_tokens": len(ids), "routed_experts_note": None}
-    )
+    continuation = Continuation(new_request(list(range(prompt_len)), {"max_tokens": len(ids), "note": None}))
     bounds = [0, *cuts, len(ids)]
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         if continuation.finished is not None:
             break
-        assert len(continuation.next_ids()) == prompt_len + first
-        assert continuation.next_params()["max_tokens"] == len(ids) - first >= 1
+        asked = continuation.next_request()
+        assert len(asked.prompt_ids) == prompt_len + first
+        assert asked.sampling_params["max_tokens"] == len(ids) - first >= 1
         again = (
             np.full_like(rows[start : prompt_len + max(first, 1) - 1], 60_000) if first else rows[start:start]
         )
@@ -298,7 +250,7 @@ def test_a_cancelled_batch_leaves_nothing_behind(faults, moment):
         await asyncio.gather(generating, return_exceptions=True)
         await turns(3)
         assert not any(engine.running for engine in case.engines)
-        assert all(member.slots.used == member.slots.waiting == 0 for member in case.client.members.values())
+        assert not any(replica.calls for replica in case.client.replicas)
         await case.client.teardown()
         assert len(asyncio.all_tasks()) == 1
 

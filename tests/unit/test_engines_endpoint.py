@@ -11,18 +11,14 @@ import urllib.request
 import openai
 import pytest
 
-from engine_cases import PATIENT, setup, turns
+from engine_cases import patient, setup, turns
 from mmrender.client.types import EngineResponse, Usage
-from mmrender.engines import command
+from mmrender.engines import endpoint
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.engines.endpoint.deltas import DeltaWriter
-from mmrender.engines.endpoint.failures import failure_of
+from mmrender.engines.endpoint import EngineServer, ServerSettings, failure_of
 from mmrender.engines.http_engine import HTTPEngine
-from mmrender.engines.scripted import Fault, ScriptedEngine
-from mmrender.engines.scripted_model import encoded, letters, sampled
-from mmrender.engines.scripted_text import chat_text
-from mmrender.engines.server import EngineServer, ServerSettings
-from mmrender.engines.work import joined, split
+from mmrender.engines.interface import new_request
+from mmrender.engines.openai import _DeltaWriter
 from mmrender.errors import (
     EngineStateError,
     EngineStatusError,
@@ -31,6 +27,8 @@ from mmrender.errors import (
     PromptTooLongError,
 )
 from mmrender.renderer import Renderer
+from mmrender.rollout import RendererClient
+from mmrender.testing.scripted_engine import Fault, ScriptedEngine, letters, sampled
 from mmrender.testing.tiny_model import build_tiny_model
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -40,30 +38,65 @@ TOOLS = [
 SETTINGS = ServerSettings(model="m", aliases=("alias",), api_key="secret", max_body_bytes=4096)
 
 
+class Passing(ScriptedEngine):
+    """Has routes for text; each completion is one of the formula's, of the prompt 2."""
+
+    async def completion(self, request_payload):
+        body = request_payload["json"]
+        whole = await self.complete(new_request([2], {"max_tokens": body.get("max_tokens", 4)}))
+        choice = {"index": 0, "text": letters(whole.completion_ids), "finish_reason": whole.finish_reason}
+        usage = {"prompt_tokens": 1, "completion_tokens": len(whole.completion_ids), "total_tokens": 9}
+        return {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "created": 1,
+            "model": "x",
+            "choices": [choice],
+            "usage": usage,
+        }
+
+    async def chat_completion(self, request_payload):
+        reply = await self.completion(request_payload)
+        message = {"role": "assistant", "content": reply["choices"][0]["text"]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return {**reply, "object": "chat.completion", "choices": [choice]}
+
+    async def stream_completion(self, request_payload):
+        reply = await self.completion(request_payload)
+        for letter in reply["choices"][0]["text"]:
+            yield {**reply, "choices": [{"index": 0, "text": letter, "finish_reason": None}], "usage": None}
+        yield {**reply, "choices": []}
+
+    async def stream_chat_completion(self, request_payload):
+        self._check_alive()
+        async for chunk in self.stream_completion(request_payload):
+            yield chunk
+
+
 class Saying(ScriptedEngine):
     """Says what it is given, token by token."""
 
-    def __init__(self, ids, name="saying"):
-        super().__init__(name)
+    def __init__(self, ids, name="saying", stop=None, cut=None):
+        super().__init__(name, limit=500)
         self.ids = ids
+        self.stop = stop
+        self.cut = cut
 
-    async def generate(self, input_batch):
-        self.asked += [input_batch]
-        (work,) = split(input_batch)
-        ids = self.ids[: work.params["max_tokens"]]
+    async def complete(self, request, *, session_id=None, on_tokens=None):
+        self.asked.append(request)
+        start = 0 if self.cut is None or len(self.asked) == 1 else self.cut
+        ids = self.ids[start : start + request.sampling_params["max_tokens"]]
+        reason = "stop" if start + len(ids) == len(self.ids) else "length"
+        if self.cut is not None and len(self.asked) == 1:
+            ids, reason = ids[: self.cut], "abort"
         for token in ids:
             await asyncio.sleep(0)
-            if work.on_tokens is not None:
-                work.on_tokens([token], [-0.25])
-        reason = "stop" if len(ids) == len(self.ids) else "length"
-        top = tuple(((token, -0.25),) for token in ids) if work.params.get("logprobs") else None
-        usage = Usage(len(work.prompt_ids), len(ids), 1)
-        return joined(
-            work and [work], [EngineResponse(ids, [-0.25] * len(ids), reason, usage, top_logprobs=top)], None
-        )
-
-    async def max_prompt_len(self):
-        return 500
+            if on_tokens is not None:
+                on_tokens([token], [-0.25], None)
+        top = tuple(((token, -0.25),) for token in ids) if request.sampling_params.get("logprobs") else None
+        usage = Usage(len(request.prompt_ids), len(ids), 1)
+        stop = self.stop if reason == "stop" else None
+        return EngineResponse(ids, [-0.25] * len(ids), reason, usage, stop_reason=stop, top_logprobs=top)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +108,7 @@ def renderer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def passing():
     """A server that passes chat on, with its client and engines."""
-    case = setup(policy=PATIENT.replace(attempt_timeout=None))
+    case = setup(policy=patient(attempt_timeout=None), kind=Passing)
     with EngineServer(case.client, SETTINGS) as server:
         yield server, case
 
@@ -101,30 +134,17 @@ def raw(server, path, body=None, *, key="secret", headers=()):
 # --- passed on ---
 
 
-def test_chat_and_completions_whole_and_streamed(passing):
+def test_chat_and_completions_are_passed_on_whole_and_streamed(passing):
     server, _ = passing
-    whole = sampled(encoded(chat_text({"messages": HELLO})), 20)
+    text = letters(sampled([2], 20).completion_ids)
+    asked = {"model": "alias", "max_tokens": 20}
     with caller_of(server) as caller:
-        reply = caller.chat.completions.create(model="m", messages=HELLO, max_tokens=20, logprobs=True)
-        assert reply.choices[0].message.content == letters(whole.completion_ids)
-        assert [each.logprob for each in reply.choices[0].logprobs.content] == whole.logprobs
-        assert reply.usage.completion_tokens == 20
-        stream = caller.chat.completions.create(
-            model="alias", messages=HELLO, max_tokens=20, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = list(stream)
-        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == letters(
-            whole.completion_ids
-        )
-        assert chunks[-1].usage.completion_tokens == 20
-        assert len(chunks) > 10
-        assert {chunk.model for chunk in chunks} == {"m"}
-        batch = caller.completions.create(model="m", prompt=["abc", "xyz"], max_tokens=7)
-        assert [choice.text for choice in batch.choices] == [
-            letters(sampled(encoded(text), 7).completion_ids) for text in ("abc", "xyz")
-        ]
-        streamed = caller.completions.create(model="m", prompt="abc", max_tokens=7, stream=True)
-        assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == batch.choices[0].text
+        reply = caller.chat.completions.create(messages=HELLO, **asked)
+        assert (reply.choices[0].message.content, reply.model) == (text, "m")
+        assert caller.completions.create(prompt="abc", **asked).choices[0].text == text
+        chunks = list(caller.completions.create(prompt="abc", stream=True, **asked))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == text
+    assert {chunk.model for chunk in chunks} == {"m"}
 
 
 def test_sessions_route_requests(passing):
@@ -160,10 +180,8 @@ def test_models(passing):
         ("/v1/chat/completions", b"{", 400, "invalid_json", None),
         ("/v1/chat/completions", b"[1]", 400, "invalid_json", None),
         ("/v1/chat/completions", b"\xff\xfe", 400, "invalid_json", None),
-        ("/v1/chat/completions", {"model": "m", "messages": HELLO, "max_tokens": -1}, 400, "SamplingParameterError", "max_tokens"),
+        ("/v1/chat/completions", b'{"a":' * 700, 400, "invalid_json", None),
         ("/v1/chat/completions", {"model": "m", "messages": HELLO, "session_id": [1]}, 400, "invalid_value", "session_id"),
-        ("/v1/completions", {"model": "m", "prompt": []}, 400, "InputError", "prompt"),
-        ("/v1/completions", {"model": "m", "prompt": ["a", "b"], "stream": True}, 400, "InputError", "prompt"),
         ("/v1/nothing", {"model": "m"}, 404, "not_found", None),
         ("/health", {"model": "m"}, 405, "method_not_allowed", None),
         ("/v1/chat/completions", b" " * 5000, 413, "request_too_large", None),
@@ -214,11 +232,12 @@ def test_keys_are_checked(passing, key):
     assert json.loads(text)["error"]["message"] == "the API key is missing or wrong"
 
 
-def test_health_and_metrics_need_no_key(passing):
+def test_health_needs_no_key_and_metrics_do(passing):
     server, case = passing
     assert raw(server, "/health", key="")[::2] == (200, '{"status":"ok"}')
     raw(server, "/v1/completions", {"model": "m", "prompt": "abc", "max_tokens": 5})
-    status, headers, text = raw(server, "/metrics", key="")
+    assert raw(server, "/metrics", key="")[0] == 401
+    status, headers, text = raw(server, "/metrics")
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -250,7 +269,7 @@ def test_a_pause_is_waited_for(passing):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_who_leaves_ends_the_work(stream):
     """The work stands at a pause; it is counted as left, and no engine is asked when the pause ends."""
-    case = setup()
+    case = setup(kind=Passing)
     with EngineServer(case.client, ServerSettings(model="m")) as server:
         asyncio.run(case.client.pause_generation("keep"))
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -279,7 +298,7 @@ def _left(server):
 
 
 def test_engines_that_fail_are_answered_for():
-    case = setup([Fault("error", 0)] * 9, policy=PATIENT.replace(attempts=2))
+    case = setup([Fault("error", 0)] * 9, policy=patient(attempts=2), kind=Passing)
     with EngineServer(case.client, ServerSettings(model="m")) as server:
         status, _, text = raw(server, "/v1/completions", {"model": "m", "prompt": "abc"})
         assert (status, json.loads(text)["error"]["code"]) == (502, "engine_error")
@@ -310,12 +329,12 @@ def test_an_engines_own_envelope_is_passed_on():
     }
 
 
-def test_what_is_no_error_of_ours_says_nothing_of_its_insides():
-    assert failure_of(KeyError("secret")).envelope()["error"] == {
+def test_unexpected_errors_reveal_nothing_of_our_insides():
+    assert failure_of(KeyError("secret"))[1]["error"] == {
         "message": "internal error", "type": "server_error", "param": None, "code": "internal_error",
     }  # fmt: skip
-    assert failure_of(PromptTooLongError(9, 5)).code == "context_length_exceeded"
-    assert failure_of(MediaFetchError("gone", where="messages[0]")).param == "messages[0]"
+    assert failure_of(PromptTooLongError(9, 5))[1]["error"]["code"] == "context_length_exceeded"
+    assert failure_of(MediaFetchError("gone", where="messages[0]"))[1]["error"]["param"] == "messages[0]"
 
 
 # --- in tokens ---
@@ -375,7 +394,7 @@ def test_chat_is_rendered_sampled_and_read_here(renderer):
     assert reply.usage.prompt_tokens == len(prompt)
     assert reply.usage.completion_tokens == 2 * len(ids)
     assert reply.usage.prompt_tokens_details.cached_tokens == 1
-    params = [batch["sampling_params"] for batch in engine.asked]
+    params = [request.sampling_params for request in engine.asked]
     assert [each.get("seed") for each in params] == [5, 6, None, None, None, None]
     assert params[0]["top_k"] == 4
     assert params[0]["max_tokens"] == 501 - len(prompt)
@@ -426,6 +445,14 @@ def test_calls_and_reasoning_are_read(renderer):
         ({"temperature": "hot"}, 400, "sampling_params['temperature']"),
         ({"stream": "yes"}, 400, "stream"),
         ({"messages": []}, 400, "messages"),
+        ({"max_tokens": -1}, 400, "sampling_params['max_tokens']"),
+        ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs.self"),
+        ({"chat_template_kwargs": {"documents": 5}}, 400, "chat_template_kwargs.documents"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "pyproject.toml"}}]}]}, 400, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hostname"}]}]}, 400, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": "long " * 800}]}, 400, "messages"),
@@ -455,21 +482,22 @@ def test_structured_outputs_are_asked_for(renderer):
                 "max_tokens": 9,
             }
             assert raw(server, "/v1/chat/completions", body)[0] == 200
-    asked = [batch["sampling_params"]["structured_outputs"] for batch in engine.asked]
+    asked = [request.sampling_params["structured_outputs"] for request in engine.asked]
     assert asked == [{"json_object": True}, {"json": schema}]
 
 
 def test_a_request_without_a_budget_needs_a_default(renderer):
     class Silent(Saying):
-        max_prompt_len = None
+        async def max_prompt_len(self):
+            return None
 
     with token_server(renderer, Silent([5])) as server:
         assert raw(server, "/v1/chat/completions", {"model": "m", "messages": HELLO})[0] == 400
     engine = Silent([5])
     with token_server(renderer, engine, default_max_tokens=33, sampling_defaults={"top_p": 0.5}) as server:
         assert raw(server, "/v1/chat/completions", {"model": "m", "messages": HELLO})[0] == 200
-    assert engine.asked[0]["sampling_params"]["max_tokens"] == 33
-    assert engine.asked[0]["sampling_params"]["top_p"] == 0.5
+    assert engine.asked[0].sampling_params["max_tokens"] == 33
+    assert engine.asked[0].sampling_params["top_p"] == 0.5
 
 
 def test_text_is_held_back_while_it_may_become_something_else(renderer):
@@ -481,15 +509,15 @@ def test_text_is_held_back_while_it_may_become_something_else(renderer):
     def parse(some):
         return renderer.parse_response(some, prompt_ids=prompt)
 
-    for has_tools in (False, True):
-        writer = DeltaWriter(parse, has_tools=has_tools)
+    for margin in (0, 24):
+        writer = _DeltaWriter(parse, margin=margin, stops=())
         shown = ""
         for token in ids:
             for delta in writer.add([token]):
                 shown += delta["content"]
                 assert "\ufffd" not in shown
         assert shown
-        shown += "".join(delta["content"] for delta in writer.end(parse(ids)))
+        shown += "".join(delta["content"] for delta in writer.end({"content": parse(ids).content}))
         assert shown == "Bee 🐝 and more words after it, so many of them."
 
 
@@ -497,7 +525,7 @@ def test_text_is_held_back_while_it_may_become_something_else(renderer):
 
 
 def test_several_servers_in_one_process_share_nothing():
-    cases = [setup(), setup()]
+    cases = [setup(kind=Passing), setup(kind=Passing)]
     names = ("first", "second")
     with (
         EngineServer(cases[0].client, ServerSettings(model=names[0])) as first,
@@ -564,7 +592,7 @@ def test_serving_on_ones_own_loop_ends_with_its_task():
     [
         ({"model": ""}, "settings.model: the model has no name"),
         ({"model": "m", "api_key": ""}, "settings.api_key: the key is empty - expected a key, or None"),
-        ({"model": "m", "max_body_bytes": 0}, "settings.max_body_bytes: a setting is out of range - expected at least 1"),
+        ({"model": "m", "max_body_bytes": 0}, "settings.max_body_bytes: out of range - expected at least 1"),
         (
             {"model": "m", "host": "0.0.0.0"},
             "settings.host: the endpoint would be open to everybody - expected a loopback address, or a key, got 0.0.0.0. "
@@ -580,7 +608,6 @@ def test_settings_are_checked(settings, message):
 
 
 def test_serving_is_one_call(monkeypatch):
-    """As a command line makes it: engines behind URLs, here those of another endpoint's engines."""
     made = []
 
     class Recorded(HTTPEngine):
@@ -588,24 +615,77 @@ def test_serving_is_one_call(monkeypatch):
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(command, "HTTPEngine", Recorded)
+    monkeypatch.setattr(endpoint, "HTTPEngine", Recorded)
     settings = ServerSettings(model="public")
-    seen = []
 
     def started(url):
-        seen.append(url)
+        assert url.startswith("http://127.0.0.1:")
         raise KeyboardInterrupt
 
-    command.serve(
-        ["http://127.0.0.1:9", "http://127.0.0.1:10"],
-        engine_model="inner",
-        settings=settings,
-        started=started,
-    )
-    assert seen[0].startswith("http://127.0.0.1:")
-    assert [(engine.name, engine.model) for engine in made] == [
-        ("http://127.0.0.1:9", "inner"),
-        ("http://127.0.0.1:10", "inner"),
-    ]
-    with pytest.raises(InputError, match=r"^controls: there is not one for each engine - expected 1, got 2$"):
-        command.serve(["http://127.0.0.1:9"], engine_model="m", settings=settings, controls=["a", "b"])
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
+    endpoint.serve(urls, engine_model="inner", settings=settings, started=started)
+    assert [(engine.name, engine.model) for engine in made] == [(url, "inner") for url in urls]
+    with pytest.raises(
+        InputError, match=r"^controls: must have one entry for each server - expected 1, got 2$"
+    ):
+        endpoint.serve(urls[:1], engine_model="m", settings=settings, controls=["a", "b"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_cut_from_the_text_and_their_tokens_returned(renderer, stream):
+    ids = renderer.tokenizer.encode("One. Two. END")
+    asked = {"model": "m", "messages": HELLO, "stop": ["END"], "extra_body": {"return_token_ids": True}}
+    with token_server(renderer, Saying(ids, stop="END")) as server, caller_of(server) as caller:
+        if not stream:
+            choice = caller.chat.completions.create(**asked).choices[0]
+            assert (choice.message.content.rstrip(), choice.token_ids) == ("One. Two.", ids)
+            return
+        chunks = [chunk.choices[0] for chunk in caller.chat.completions.create(stream=True, **asked)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks).rstrip() == "One. Two."
+    assert [token for chunk in chunks for token in getattr(chunk, "token_ids", None) or ()] == ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_of_token_ids_survive_an_abort(renderer, stream):
+    ids = renderer.tokenizer.encode("One. Two. Three. Four.")
+    asked = {"model": "m", "prompt": [[5, 6]], "max_tokens": len(ids), "logprobs": 0}
+    engine = Saying(ids, cut=3)
+    with token_server(renderer, engine) as server, caller_of(server) as caller:
+        if stream:
+            chunks = [chunk.choices[0] for chunk in caller.completions.create(stream=True, **asked)]
+            text = "".join(chunk.text for chunk in chunks)
+            count = sum(len(chunk.logprobs.token_logprobs) for chunk in chunks if chunk.logprobs)
+        else:
+            choice = caller.completions.create(**asked).choices[0]
+            text, count = choice.text, len(choice.logprobs.token_logprobs)
+    assert (text, count) == ("One. Two. Three. Four.", len(ids))
+    assert [list(request.prompt_ids) for request in engine.asked] == [[5, 6], [5, 6, *ids[:3]]]
+
+
+def test_an_abort_beyond_the_limit_returns_what_there_is(renderer):
+    ids = list(range(5, 15))
+    engine = Saying(ids, cut=6)
+    engine._limit = 7
+
+    async def scenario():
+        client = InferenceEngineClient([engine])
+        return await client.complete(new_request([1, 2], {"max_tokens": 10}))
+
+    response = asyncio.run(scenario())
+    assert (response.completion_ids, response.finish_reason) == (ids[:6], "length")
+    assert len(engine.asked) == 1
+
+
+def test_turns_sample_through_all_engines(renderer):
+    ids = renderer.tokenizer.encode("A cow.") + renderer.get_stop_token_ids()[:1]
+    engine = Saying(ids, cut=2)
+
+    async def scenario():
+        engines = InferenceEngineClient([engine])
+        client = RendererClient(renderer, engines, sampling_params={"max_tokens": 20})
+        return await client.create_completion(HELLO)
+
+    turn = asyncio.run(scenario())
+    assert turn.text == "A cow."
+    assert turn.generation.completion_ids == ids
+    assert len(engine.asked) == 2

@@ -7,21 +7,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from mmrender.engines.tee import GENERATE_PATH, TeeTransport
 
-from engine_cases import PATIENT, sidecar
+from engine_cases import patient, sidecar
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.http import HTTPTransport
-from mmrender.client.server_facts import forget, state_of
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.transport import as_transport
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
-from mmrender.engines.interface import InferenceEngineInterface
+from mmrender.engines.interface import InferenceEngineInterface, new_request
 from mmrender.engines.routes import DYNAMO, SGLANG, TABLES, VLLM, Route, RouteTable
-from mmrender.engines.sse import event_of, events
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -34,6 +31,7 @@ from mmrender.spans import Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
+GENERATE_PATH = "/inference/v1/generate"
 OK = lambda asked: {}  # noqa: E731
 PARAMS = {"max_tokens": 5}
 
@@ -117,7 +115,7 @@ EXPECTED: dict[str, dict[str, list[tuple[str, str, Any]] | str]] = {
         "pause abort": [("POST", "/pause_generation", {"mode": "abort"}), ("POST", "/flush_cache", None)],
         "pause abort, cache kept": [("POST", "/pause_generation", {"mode": "abort"})],
         "pause keep": [("POST", "/pause_generation", {"mode": "in_place"})],
-        "pause wait": "e.pause: sglang has no such way to pause - expected abort or keep, got 'wait'",
+        "pause wait": "e.pause: sglang cannot be paused this way - expected abort or keep, got 'wait'",
         "abort": [("POST", "/abort_request", {"abort_all": True})],
         "sleep": [("POST", "/release_memory_occupation", {})],
         "wake": [("POST", "/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})],
@@ -162,7 +160,8 @@ class Agreeing(MemoryTransport):
 @pytest.mark.parametrize("kind", list(BACKENDS))
 def test_what_each_server_is_told(kind, call):
     server, worker = Agreeing(), Agreeing()
-    engine = HTTPEngine(BACKENDS[kind](), server, model="m", name="e", control=worker)
+    backend = DynamoBackend(eos_token_ids=(2,)) if kind == "dynamo" else BACKENDS[kind]()
+    engine = HTTPEngine(backend, server, model="m", name="e", control=worker)
     assert isinstance(engine, InferenceEngineInterface)
     expected = EXPECTED[kind][call]
     if isinstance(expected, str):
@@ -206,7 +205,7 @@ def test_what_dynamos_frontend_lacks_is_said_with_the_way_out():
     engine, transport = engine_of("dynamo")
     assert engine.pause_modes == frozenset()
     with pytest.raises(EngineUnsupportedError) as caught:
-        run(engine.pause_generation("abort"))
+        run(engine.pause_generation("keep"))
     assert str(caught.value) == (
         "e.pause: dynamo has this call on its worker only. "
         "Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"
@@ -305,35 +304,21 @@ class Echo:
         return False
 
 
-def test_requests_are_built_of_all_that_was_given():
+def test_requests_carry_the_engines_model_and_the_session():
     backend = Echo()
-    engine = HTTPEngine(backend, MemoryTransport(), model="m", vocab_size=9, tp_size=2, pp_size=3, dp_size=4)
+    engine = HTTPEngine(backend, MemoryTransport(), model="m", tp_size=2, pp_size=3, dp_size=4)
     images = sidecar("a")
-    output = run(
-        engine.generate(
-            {
-                "prompt_token_ids": [[5, 6], [7]],
-                "multi_modal_data": [images, None],
-                "collapsed_ids": [[5], None],
-                "sampling_params": [{"max_tokens": 2}, {"max_tokens": 3}],
-                "cache_salt": "s",
-                "priority": 3,
-                "extra_headers": {"x-a": "b"},
-                "routed_experts": True,
-            }
-        )
-    )
+    batch = {
+        "prompt_token_ids": [[5, 6], [7]],
+        "multi_modal_data": [images, None],
+        "sampling_params": [{"max_tokens": 2}, {"max_tokens": 3}],
+        "session_ids": ["s", None],
+    }
+    output = run(engine.generate(batch))
     first, second = backend.requests
-    assert (first.model, first.prompt_ids, first.collapsed_ids, first.multi_modal_data) == (
-        "m",
-        [5, 6],
-        [5],
-        images,
-    )
-    assert (second.prompt_ids, second.collapsed_ids, second.sampling_params) == ([7], None, {"max_tokens": 3})
-    assert (first.cache_salt, first.priority, first.extra_headers) == ("s", 3, {"x-a": "b"})
-    assert first.routed_experts
-    assert first.vocab_size == 9
+    assert (first.model, first.prompt_ids, first.multi_modal_data) == ("m", [5, 6], images)
+    assert (second.prompt_ids, second.sampling_params) == ([7], {"max_tokens": 3})
+    assert (first.extra_headers, second.extra_headers) == ({"X-Session-ID": "s"}, {})
     assert first.request_id != second.request_id
     assert output["response_ids"] == [[1, 2], [1, 2]]
     assert output["responses"] is None
@@ -342,8 +327,46 @@ def test_requests_are_built_of_all_that_was_given():
     assert engine.name == "http://memory"
 
 
+def test_all_requests_go_to_a_router_and_control_calls_to_the_engines():
+    backend = Echo()
+    transports = [Agreeing(base_url=f"http://{name}") for name in ("one", "two", "router")]
+    *engines, router = [HTTPEngine(backend, each, model="m") for each in transports]
+    client = InferenceEngineClient(engines, router=router, **patient())
+
+    async def scenario():
+        await client.complete(new_request([5], PARAMS), session_id="s")
+        await client.pause_generation("abort")
+        await client.resume_generation()
+
+    run(scenario())
+    assert len(backend.requests) == 1
+    paths = [[asked.path for asked in each.asked] for each in transports]
+    assert paths == [["/pause", "/resume"], ["/pause", "/resume"], []]
+    assert [replica.name for replica in client.replicas] == ["http://router"]
+
+
+def test_dynamo_without_known_ends_refuses_pauses_by_abort():
+    """It reports an abort as a stop, so an aborted completion would be taken for a finished one."""
+    worker = Agreeing()
+    engine, _ = engine_of("dynamo", worker=worker)
+    assert engine.pause_modes == {"keep", "wait"}
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(engine.pause_generation("abort"))
+    assert str(caught.value) == (
+        "e.pause: dynamo cannot be paused this way - expected keep or wait, got 'abort'. "
+        "Give a renderer, or DynamoBackend(eos_token_ids=...)"
+    )
+    with pytest.raises(EngineUnsupportedError, match="would look like a finished one"):
+        run(engine.abort_generation())
+    assert not worker.asked
+    for known in ({"renderer": Knowing()}, {"backend": DynamoBackend(eos_token_ids=(2,))}):
+        backend = known.pop("backend", DynamoBackend())
+        able = HTTPEngine(backend, MemoryTransport(), model="m", control=Agreeing(), **known)
+        run(able.pause_generation("abort"))
+
+
 def test_a_backend_without_routes_needs_some():
-    with pytest.raises(InputError, match=r"^backend: the control routes of this backend are not known"):
+    with pytest.raises(InputError, match=r"^backend: the control routes of this backend are unknown"):
         HTTPEngine(Echo(name="mine"), MemoryTransport(), model="m")
     table = RouteTable("mine", {"health": (Route("GET", "/ok"),)}, {}, {"sleep": frozenset()})
     engine = HTTPEngine(Echo(name="mine"), MemoryTransport({"GET /ok": "fine"}), model="m", routes=table)
@@ -372,14 +395,14 @@ def test_chat_is_passed_on_with_the_engines_model_name():
     body = {"model": "public", "messages": [], "session_id": "s"}
     assert run(engine.chat_completion({"json": body, "headers": {"x-a": "b"}})) == {"choices": [1]}
     assert transport.asked[0].json == {"model": "m", "messages": []}
-    assert transport.asked[0].headers == {"x-a": "b"}
+    assert transport.asked[0].headers == {"x-a": "b", "X-Session-ID": "s"}
     assert body["session_id"] == "s"
 
 
 @pytest.mark.parametrize("answer", ["no json", Answer([1])])
 def test_replies_that_are_none(answer):
     engine, _ = engine_of("vllm", {"POST /v1/completions": answer})
-    with pytest.raises(EngineReplyError, match=r"^e/v1/completions: the reply is no JSON"):
+    with pytest.raises(EngineReplyError, match=r"^e/v1/completions: the reply is not a JSON object"):
         run(engine.completion({"json": {}}))
 
 
@@ -398,8 +421,8 @@ def test_streams_are_read_to_their_end():
     ("text", "message"),
     [
         ('data: {"a": 1}\n\n', "e/v1/completions: the stream broke off - expected [DONE] at its end"),
-        ("data: {a}\n\n", "e/v1/completions: an event is no JSON - got b'{a}'"),
-        ("data: 3\n\n", "e/v1/completions: an event is no JSON object - got b'3'"),
+        ("data: {a}\n\n", "e/v1/completions: an event is not a JSON object - got b'{a}'"),
+        ("data: 3\n\n", "e/v1/completions: an event is not a JSON object - got b'3'"),
     ],
 )
 def test_streams_that_are_broken(text, message):
@@ -407,15 +430,6 @@ def test_streams_that_are_broken(text, message):
     with pytest.raises(EngineReplyError) as caught:
         run(gathered(engine.stream_completion({"json": {}})))
     assert str(caught.value) == message
-
-
-def test_events_are_read_back():
-    async def lines():
-        for line in event_of({"é": [1, None]}).splitlines():
-            yield line
-        yield b"data: [DONE]"
-
-    assert run(gathered(events(lines(), where="x"))) == [{"é": [1, None]}]
 
 
 def entry(token, logprob):
@@ -436,52 +450,17 @@ USAGE = {
 CHUNKS = [
     {**chunk([5]), "prompt_token_ids": [1, 2]},
     chunk([6]),
-    chunk([7], "stop", stop_reason=7, weight_versions=[["v", 0, 3]]),
+    chunk([7], "stop", stop_reason=7, weight_versions=[{"version": "v", "start": 0, "end": 3}]),
     USAGE,
 ]
 
 
+def event_of(value):
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
 def sse(chunks, done=True):
     return b"".join(map(event_of, chunks)) + (b"data: [DONE]\n\n" if done else b"")
-
-
-def streamed(answer):
-    """Ask a vLLM engine for a stream; return its response and what was told of on the way."""
-    seen = []
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": answer})
-    batch = {
-        "prompt_token_ids": [[1, 2]],
-        "sampling_params": {"max_tokens": 5},
-        "on_tokens": lambda ids, logprobs: seen.append((list(ids), list(logprobs))),
-    }
-    return run(engine.generate(batch))["engine_responses"][0], seen, transport
-
-
-def test_tokens_of_vllm_come_as_they_are_sampled():
-    response, seen, transport = streamed(sse(CHUNKS))
-    assert seen == [([5], [-2.5]), ([6], [-3.0]), ([7], [-3.5])]
-    body = transport.asked[0].json
-    assert body["stream"] is True
-    whole = {
-        "request_id": "generate-tokens-r",
-        "usage": USAGE["usage"],
-        "choices": [chunk([5, 6, 7], "stop", stop_reason=7, weight_versions=[["v", 0, 3]])["choices"][0]],
-    }
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": whole})
-    plain = run(engine.generate({"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 5}}))[
-        "engine_responses"
-    ][0]
-    assert "stream" not in transport.asked[0].json
-    for name in (
-        "completion_ids",
-        "logprobs",
-        "finish_reason",
-        "stop_reason",
-        "weight_versions",
-        "usage",
-        "request_id",
-    ):
-        assert getattr(response, name) == getattr(plain, name)
 
 
 @pytest.mark.parametrize(
@@ -495,21 +474,9 @@ def test_tokens_of_vllm_come_as_they_are_sampled():
     ],
 )  # fmt: skip
 def test_streams_of_tokens_that_fail(answer, error):
+    engine, _ = engine_of("vllm", {f"POST {GENERATE_PATH}": answer})
     with pytest.raises(error):
-        streamed(answer)
-
-
-def test_the_tee_passes_everything_else_on():
-    async def scenario():
-        inner = MemoryTransport({"GET /x": {"a": 1}, "POST /y": "one\ntwo"})
-        tee = TeeTransport(inner, print)
-        assert tee.base_url == "http://memory"
-        assert msgspec.json.decode((await tee.request("GET", "/x")).body) == {"a": 1}
-        assert await gathered(tee.stream("POST", "/y")) == [b"one", b"two"]
-        await tee.aclose()
-        assert inner.closed == 1
-
-    run(scenario())
+        run(engine.complete(new_request([1, 2], PARAMS), on_tokens=lambda *_: None))
 
 
 @pytest.mark.parametrize("spoilt", [-9999.0, float("nan"), None])
@@ -521,8 +488,8 @@ def test_tokens_of_a_stream_are_checked_before_they_are_told_of(spoilt):
     engine, _ = engine_of(
         "vllm", {f"POST {GENERATE_PATH}": [sse([chunk([5]), bad]), sse([chunk([7], "stop")])]}
     )
-    client = InferenceEngineClient([engine], policy=PATIENT)
-    response = run(client.complete([1, 2], PARAMS, on_tokens=lambda ids, _: seen.extend(ids)))
+    client = InferenceEngineClient([engine], **patient())
+    response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda ids, *_: seen.extend(ids)))
     assert (response.completion_ids, response.logprobs) == ([5, 7], [-2.5, -3.5])
     assert seen == [5, 7]
 
@@ -531,8 +498,8 @@ def test_tokens_of_a_stream_are_checked_before_they_are_told_of(spoilt):
 @pytest.mark.parametrize("error", [b"", event_of({"error": {"message": "boom"}})])
 def test_a_stream_that_breaks_behind_its_end_is_not_asked_on(chunks, error):
     engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(chunks, done=False) + error})
-    client = InferenceEngineClient([engine], policy=PATIENT)
-    response = run(client.complete([1, 2], PARAMS, on_tokens=lambda *_: None))
+    client = InferenceEngineClient([engine], **patient())
+    response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda *_: None))
     assert (response.completion_ids, response.finish_reason, response.stop_reason) == ([5, 6, 7], "stop", 7)
     assert len(transport.asked) == 1
 
@@ -541,39 +508,17 @@ def test_a_finished_stream_whose_reply_is_refused_is_not_asked_on():
     """The usage contradicts the prompt, which is seen when all is read."""
     wrong = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
     engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse([*CHUNKS[:3], wrong])})
-    client = InferenceEngineClient([engine], policy=PATIENT)
-    response = run(client.complete([1, 2], PARAMS, on_tokens=lambda *_: None))
+    client = InferenceEngineClient([engine], **patient())
+    response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda *_: None))
     assert (response.completion_ids, response.finish_reason) == ([5, 6, 7], "stop")
     assert len(transport.asked) == 1
 
 
 def test_a_stream_that_breaks_with_its_budget_used_up_has_ended():
     engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(CHUNKS[:2], done=False)})
-    client = InferenceEngineClient([engine], policy=PATIENT)
-    response = run(client.complete([1, 2], {"max_tokens": 2}, on_tokens=lambda *_: None))
+    client = InferenceEngineClient([engine], **patient())
+    response = run(client.complete(new_request([1, 2], {"max_tokens": 2}), on_tokens=lambda *_: None))
     assert (response.completion_ids, response.finish_reason) == ([5, 6], "length")
-    assert len(transport.asked) == 1
-
-
-def text_chunk(text, reason=None):
-    logprobs = {"tokens": [text], "token_logprobs": [-1.0]} if text else None
-    return {"id": "c", "choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}]}
-
-
-@pytest.mark.parametrize(
-    ("budget", "chunks", "reason"),
-    [
-        (2, [text_chunk("a"), text_chunk("b")], "length"),
-        (9, [text_chunk("a"), text_chunk("b"), text_chunk("", "stop")], "stop"),
-    ],
-)
-def test_a_text_stream_that_breaks_behind_its_last_token_has_ended(budget, chunks, reason):
-    engine, transport = engine_of("vllm", {"POST /v1/completions": sse(chunks, done=False)})
-    client = InferenceEngineClient([engine], policy=PATIENT)
-    stream = client.stream_completion({"json": {"prompt": "x", "max_tokens": budget}})
-    choices = [each["choices"][0] for each in run(gathered(stream))]
-    assert "".join(choice["text"] for choice in choices) == "ab"
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [reason]
     assert len(transport.asked) == 1
 
 
@@ -596,21 +541,15 @@ class Knowing:
         return ""
 
 
-@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested, later):
+def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested):
     """An id that the model has no embedding for kills the engine; only the client has the renderer."""
     engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(CHUNKS)})
-    inner = InferenceEngineClient([engine], policy=PATIENT) if nested else engine
-    others = [engine_of("vllm")[0]] if later else [inner]
-    client = InferenceEngineClient(others, renderer=Knowing(), policy=PATIENT)
-    if later:
-        other = HTTPEngine(VLLMBackend(), transport, model="m", name="other")
-        client.add_engine(other)
-        run(client.remove_engine("e"))
+    inner = InferenceEngineClient([engine], **patient()) if nested else engine
+    client = InferenceEngineClient([inner], renderer=Knowing(), **patient())
     for bad in (100, 5000):
         with pytest.raises(InputError) as caught:
-            run(client.complete([1, bad], PARAMS))
+            run(client.complete(new_request([1, bad], PARAMS)))
         assert str(caught.value) == (
             f"prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got {bad}"
         )
@@ -620,23 +559,12 @@ def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nest
 def test_what_a_renderer_knows_goes_with_every_request():
     backend = Echo()
     engine = HTTPEngine(backend, MemoryTransport(), model="m")
-    client = InferenceEngineClient([engine], renderer=Knowing(), policy=PATIENT)
+    client = InferenceEngineClient([engine], renderer=Knowing(), **patient())
     images = sidecar("a")
     images.mm_items["image"][0].expansion = (Repeat("<pad>", 1),)
-    run(client.complete([5, 6], PARAMS, multi_modal_data=images))
+    run(client.complete(new_request([5, 6], PARAMS, images)))
     (request,) = backend.requests
     assert (request.vocab_size, request.media_token_ids, request.eos_token_ids) == (100, {"<pad>": 7}, [2])
-
-
-def test_what_is_known_about_a_server_outlives_a_streamed_request():
-    """Else every streamed request asks for the handshake again, and sends images that the server has."""
-    inner, other = MemoryTransport(), MemoryTransport()
-    state = state_of(TeeTransport(inner, print))
-    state.remember(["image"])
-    assert state_of(TeeTransport(TeeTransport(inner, print), print)) is state is state_of(inner)
-    assert state_of(other) is not state
-    forget(TeeTransport(inner, print))
-    assert state_of(inner).seen(["image"]) == set()
 
 
 def test_teardown_closes_what_is_the_engines_own():

@@ -12,7 +12,6 @@ from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, RendererBackend
 from mmrender.demo.conversation import load_pictures
 from mmrender.demo.proofs import media_inputs
-from mmrender.engines.local_engine import LocalEngine
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
@@ -401,15 +400,6 @@ def test_prompts_that_are_refused(backend, prompts):
         generate(backend, replace(request(image), multi_modal_data=fewer))
     with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
         generate(backend, replace(request(image), routed_experts=True))
-
-
-def test_what_is_learnt_of_one_model_does_not_hold_for_another(tiny_model):
-    one, other = (LocalBackend(tiny_model, max_model_len=length) for length in (100, 200))
-
-    async def limits(engines):
-        return [await engine.max_prompt_len() for engine in engines]
-
-    assert asyncio.run(limits([LocalEngine(one), LocalEngine(other)])) == [99, 199]
 
 
 def test_there_is_no_server(backend):

@@ -136,7 +136,6 @@ def test_the_renderers_own_reason_is_kept(renderer, monkeypatch):
     talk = Talk(renderer, "A cow.", "Sand.")
     first = talk.ask(OPENING)
     monkeypatch.setattr(renderer, "bridge_to_next_turn", lambda *_, **__: None)
-    renderer._outcome.reason = None
     monkeypatch.setattr(type(renderer), "why_not_bridged", property(lambda _: "the moon is full"))
     assert talk.ask([*OPENING, first.message, user("Where?")]).why_rendered == "the moon is full"
 

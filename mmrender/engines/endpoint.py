@@ -1,0 +1,664 @@
+"""`EngineServer`: OpenAI's routes over an engine client, as an HTTP server that starts and stops.
+
+Needs the `serve` extra: starlette, uvicorn and prometheus-client.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import msgspec
+
+from mmrender.client.generation import BackendName
+from mmrender.engines.client import InferenceEngineClient
+from mmrender.engines.http_engine import HTTPEngine
+from mmrender.engines.interface import RequestPayload
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    EngineStateError,
+    EngineStatusError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    EngineUnsupportedError,
+    InputError,
+    MissingDependencyError,
+    MMRenderError,
+    ModelError,
+    PoolError,
+    PromptTooLongError,
+    RenderError,
+    TemplateError,
+)
+
+try:
+    import uvicorn
+    from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+    from prometheus_client.registry import Collector
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from starlette.types import Receive, Scope, Send
+except ImportError as error:
+    raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the HTTP endpoint") from error
+
+Result = TypeVar("Result")
+_log = logging.getLogger("mmrender.engines")
+_CALLER_LEFT: Final = 499
+"""nginx's status of a request whose caller left."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Settings of an `EngineServer`.
+
+    Attributes:
+        model: Name of the model; a request that names another one is refused.
+        aliases: Other names that requests may use.
+        host: Address to listen on. Without a key only loopback is allowed.
+        port: Port; 0 for any free one.
+        api_key: Requests to `/v1/...` and `/metrics` must bring it as `Authorization: Bearer ...`.
+        open_to_all: Allow any address without a key.
+        max_body_bytes: A longer request is refused.
+        default_max_tokens: Budget of a chat request that names none; None: what is left of the context, or an
+            error where the engine does not report its length.
+        sampling_defaults: Sampling parameters of requests that do not name them, in vLLM's names.
+        stop_seconds: How long running requests may go on when the server stops.
+
+    Raises:
+        InputError: A setting is out of range, or the address is open to others and there is no key.
+    """
+
+    model: str
+    aliases: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = field(default=None, repr=False)
+    open_to_all: bool = False
+    max_body_bytes: int = 64 << 20
+    default_max_tokens: int | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    stop_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise InputError("the model has no name", where="settings.model")
+        if self.api_key == "":
+            raise InputError("the key is empty", where="settings.api_key", expected="a key, or None")
+        if self.max_body_bytes < 1:
+            raise InputError("out of range", where="settings.max_body_bytes", expected="at least 1")
+        is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        if self.api_key is None and not self.open_to_all and not is_loopback:
+            raise InputError(
+                "the endpoint would be open to everybody",
+                where="settings.host",
+                expected="a loopback address, or a key",
+                got=self.host,
+                remedy="Give api_key, or open_to_all=True where the network keeps others out",
+            )
+
+
+class RequestError(Exception):
+    """The endpoint itself refuses a request."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class CallerLeftError(Exception):
+    """The caller closed the connection."""
+
+
+# --- errors as OpenAI's envelopes ---
+
+_STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (InputError, 400, "invalid_value"),
+    (RenderError, 400, "render_error"),
+    (TemplateError, 400, "template_error"),
+    (EngineTimeoutError, 504, "engine_timeout"),
+    (EngineUnavailableError, 503, "engine_unavailable"),
+    (EngineStateError, 503, "engine_state"),
+    (EngineUnsupportedError, 501, "unsupported"),
+    (EngineConnectionError, 502, "engine_connection"),
+    (EngineError, 502, "engine_error"),
+    (PoolError, 503, "renderer_busy"),
+    (ModelError, 500, "model_error"),
+)
+
+
+def failure_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and the envelope of an error. Unexpected ones reveal nothing of our insides."""
+    status, code, param, message = 500, "internal_error", None, "internal error"
+    if isinstance(error, RequestError):
+        status, code, param, message = error.status, error.code, error.param, str(error)
+    elif isinstance(error, EngineStatusError) and error.status < 500:
+        # The engine's own refusal is passed on; its breakdowns are ours to answer for.
+        try:
+            body = msgspec.json.decode(error.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            body = None
+        if isinstance(body, dict) and isinstance(body.get("error"), dict):
+            return error.status, body
+        status, code, message = error.status, "engine_refused", str(error)
+    else:
+        for kind, known_status, known_code in _STATUSES:
+            if isinstance(error, kind):
+                status, code, message, param = known_status, known_code, str(error), error.where
+                break
+    kind_name = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": message, "type": kind_name, "param": param, "code": code}}
+
+
+# --- requests and responses ---
+
+
+class JSONReply(Response):
+    """A JSON body, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode the body."""
+        return msgspec.json.encode(content)
+
+
+def check_key(request: Request, key: str | None) -> None:
+    """Check a request's API key in constant time.
+
+    Raises:
+        RequestError: It is missing or wrong.
+    """
+    if key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Digests have one length, so not even the key's length shows in the time.
+    digests = [hashlib.sha256(each.encode("utf-8", "replace")).digest() for each in (given.strip(), key)]
+    if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
+        raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+async def read_body(request: Request, limit: int) -> dict[str, Any]:
+    """Read the JSON object of a request.
+
+    Raises:
+        RequestError: It is longer than `limit` bytes, or not a JSON object.
+        CallerLeftError: The caller left before it was read.
+    """
+    too_long = RequestError(413, f"the request is longer than {limit} bytes", code="request_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise too_long
+    except ClientDisconnect as error:
+        raise CallerLeftError from error
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work, or cancel it where the caller leaves.
+
+    Raises:
+        CallerLeftError: The caller left.
+    """
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.create_task(work), asyncio.create_task(leave())
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CallerLeftError
+        return await task
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events; ends its source when it ends, for whatever reason.
+
+    Args:
+        first: The first value, awaited before, so that an error before it has a status.
+        values: The others.
+        ended: Called with the status once the stream has ended.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: Mapping[str, Any], values: AsyncIterator[Mapping[str, Any]], ended: Callable[[int], None]
+    ) -> None:
+        super().__init__(status_code=200, headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._first = first
+        self._values = values
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        status = 200
+        try:
+            await while_connected(Request(scope, receive), self._send(send))
+        except (CallerLeftError, OSError):
+            status = _CALLER_LEFT
+        finally:
+            await _close(self._values)
+            self._ended(status)
+
+    async def _send(self, send: Send) -> None:
+        async def event(data: bytes, *, more: bool = True) -> None:
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await event(msgspec.json.encode(self._first))
+        try:
+            async for value in self._values:
+                await event(msgspec.json.encode(value))
+        except Exception as error:  # noqa: BLE001 - the status is sent, so it goes into the stream
+            await event(msgspec.json.encode(failure_of(error)[1]))
+        await event(b"[DONE]", more=False)
+
+
+async def _close(values: Any) -> None:
+    if hasattr(values, "aclose"):
+        await values.aclose()
+
+
+# --- metrics ---
+
+
+class ServerMetrics:
+    """Counters of one server, in a registry of its own, and gauges of its engines."""
+
+    def __init__(self, client: InferenceEngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "mmrender_requests", "Requests answered.", ["route", "status"], registry=self.registry
+        )
+        self.seconds = Histogram(
+            "mmrender_request_seconds",
+            "Seconds from request to end of answer.",
+            ["route"],
+            registry=self.registry,
+            buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800),
+        )
+        self.tokens = Counter("mmrender_tokens", "Tokens.", ["kind"], registry=self.registry)
+        self.registry.register(_EngineGauges(client))
+
+    def answered(self, route: str, status: int, begun: float) -> None:
+        """Count an answer to a request that began at a monotonic time."""
+        self.requests.labels(route, str(status)).inc()
+        self.seconds.labels(route).observe(time.monotonic() - begun)
+
+    def count_usage(self, reply: Mapping[str, Any]) -> None:
+        """Count the tokens that a reply or chunk reports."""
+        usage = reply.get("usage")
+        if isinstance(usage, Mapping):
+            self.tokens.labels("prompt").inc(usage.get("prompt_tokens") or 0)
+            self.tokens.labels("completion").inc(usage.get("completion_tokens") or 0)
+
+
+class _EngineGauges(Collector):
+    def __init__(self, client: InferenceEngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the gauges off the client."""
+        up = GaugeMetricFamily("mmrender_engine_up", "Whether an engine gets requests.", labels=["engine"])
+        running = GaugeMetricFamily(
+            "mmrender_engine_requests_running", "Requests in flight.", labels=["engine"]
+        )
+        for replica in self._client.replicas:
+            up.add_metric([replica.name], float(replica.down is None))
+            running.add_metric([replica.name], len(replica.calls))
+        paused = float(self._client.is_paused)
+        return [up, running, GaugeMetricFamily("mmrender_paused", "Whether the client is paused.", paused)]
+
+
+# --- routes ---
+
+
+class Endpoint:
+    """The routes over one client.
+
+    Args:
+        client: Samples; with a renderer in tokens, without one on the engines' own routes.
+        settings: What is served, and to whom.
+    """
+
+    def __init__(self, client: InferenceEngineClient, settings: ServerSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.metrics = ServerMetrics(client)
+        self._names = (settings.model, *settings.aliases)
+        self._created = int(time.time())
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        routes = [
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._counted(self._metrics), methods=["GET"]),
+            Route("/v1/models", self._counted(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._counted(self._model), methods=["GET"]),
+            Route("/v1/chat/completions", self._counted(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._counted(self._completions), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+    def _counted(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            begun = time.monotonic()
+            try:
+                check_key(request, self.settings.api_key)
+                response = await handler(request)
+            except CallerLeftError:
+                response = Response(status_code=_CALLER_LEFT)
+            except Exception as error:  # noqa: BLE001 - every error is answered
+                if not isinstance(error, MMRenderError | RequestError):
+                    _log.exception("a request failed", exc_info=error)
+                status, envelope = failure_of(error)
+                headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
+                response = JSONReply(envelope, status, headers.get(status))
+            if not isinstance(response, EventStream):
+                self.metrics.answered(request.scope["route"].path, response.status_code, begun)
+            return response
+
+        return answer
+
+    async def _health(self, request: Request) -> Response:
+        try:
+            await self.client.check_health()
+        except EngineError:
+            return JSONReply({"status": "unavailable"}, 503)
+        return JSONReply({"status": "paused" if self.client.is_paused else "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONReply({"object": "list", "data": [await self._card(name) for name in self._names]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._check_model(name)
+        return JSONReply(await self._card(name))
+
+    async def _card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "mmrender"}
+        limit = await self.client.max_prompt_len()
+        return card if limit is None else {**card, "max_model_len": limit + 1}
+
+    def _check_model(self, name: object) -> None:
+        if name not in self._names:
+            known = ", ".join(self._names)
+            message = f"the model {name!r} is not served here, only {known}"
+            raise RequestError(404, message, code="model_not_found", param="model")
+
+    async def _chat(self, request: Request) -> Response:
+        body = await self._read(request)
+        if self.settings.default_max_tokens is not None and body.get("max_completion_tokens") is None:
+            body.setdefault("max_tokens", self.settings.default_max_tokens)
+        client = self.client
+        return await self._answer(request, body, client.chat_completion, client.stream_chat_completion)
+
+    async def _completions(self, request: Request) -> Response:
+        body = await self._read(request)
+        client = self.client
+        return await self._answer(request, body, client.completion, client.stream_completion)
+
+    async def _read(self, request: Request) -> dict[str, Any]:
+        """Read a body that names the right model; defaults and the session join it."""
+        body = await read_body(request, self.settings.max_body_bytes)
+        self._check_model(body.get("model"))
+        session = body.get("session_id") or request.headers.get("x-session-id")
+        if session is not None and not isinstance(session, str | int):
+            raise RequestError(
+                400, "session_id must be text or a number", code="invalid_value", param="session_id"
+            )
+        given = {name: value for name, value in body.items() if value is not None}
+        body = {**self.settings.sampling_defaults, **given, "model": self.settings.model}
+        return body if session is None else {**body, "session_id": session}
+
+    async def _answer(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        whole: Callable[[RequestPayload], Coroutine[Any, Any, dict[str, Any]]],
+        stream: Callable[[RequestPayload], AsyncIterator[dict[str, Any]]],
+    ) -> Response:
+        begun = time.monotonic()
+        streams = body.pop("stream", False)
+        if not isinstance(streams, bool):
+            raise RequestError(400, "stream must be true or false", code="invalid_value", param="stream")
+        if not streams:
+            body.pop("stream_options", None)
+            reply = await while_connected(request, whole({"json": body}))
+            self.metrics.count_usage(reply)
+            return JSONReply({**reply, "model": self.settings.model})
+        values = self._watched(stream({"json": body}))
+        route = request.scope["route"].path
+        try:
+            first = await while_connected(request, anext(values))
+        except BaseException:
+            await values.aclose()
+            raise
+        return EventStream(first, values, lambda status: self.metrics.answered(route, status, begun))
+
+    async def _watched(self, values: AsyncIterator[dict[str, Any]]) -> Any:
+        try:
+            async for value in values:
+                self.metrics.count_usage(value)
+                yield {**value, "model": self.settings.model}
+        finally:
+            await _close(values)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+    message = f"there is no route {request.method} {request.url.path}"
+    return JSONReply(failure_of(RequestError(status, message, code=code))[1], status)
+
+
+# --- the server ---
+
+
+class EngineServer:
+    """Serves OpenAI's routes over a client. Several may run in one process; they share nothing.
+
+    With a renderer, the client's chat is rendered here, and callers may name media by data: and http(s) URLs
+    only; which addresses are reached is the renderer's `MediaPolicy`.
+
+    Args:
+        client: Samples; it is not torn down with the server.
+        settings: What is served, where, and to whom.
+    """
+
+    def __init__(self, client: InferenceEngineClient, settings: ServerSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.app: Starlette = Endpoint(client, settings).app()
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._url: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Root of the running server.
+
+        Raises:
+            EngineStateError: It does not run.
+        """
+        if self._url is None:
+            raise EngineStateError("the server is not running")
+        return self._url
+
+    async def serve(self, *, started: Callable[[str], None] | None = None) -> None:
+        """Serve on this event loop until cancelled, or until a signal ends the process's main thread.
+
+        Args:
+            started: Called with the URL once it listens.
+
+        Raises:
+            EngineStateError: It cannot listen.
+        """
+        host, port = self.settings.host, self.settings.port
+        try:
+            # Bound here: uvicorn would end the process where the port is taken.
+            listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+        except OSError as error:
+            raise EngineStateError(
+                "the server cannot listen", where=f"{host}:{port}", got=str(error)
+            ) from error
+        with listener:
+            config = uvicorn.Config(
+                self.app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
+            )
+            server = self._server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                while not server.started and not serving.done():
+                    await asyncio.sleep(0.005)
+                address, number = listener.getsockname()[:2]
+                self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
+                if started is not None:
+                    started(self._url)
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                server.should_exit = True
+                await serving
+                raise
+            finally:
+                self._url = None
+
+    def start(self, *, seconds: float = 30.0) -> str:
+        """Serve on a thread of its own, and return the URL once it listens.
+
+        Raises:
+            EngineStateError: It runs already, or cannot listen.
+        """
+        if self._thread is not None:
+            raise EngineStateError("the server is running already")
+        listening = threading.Event()
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                asyncio.run(self.serve(started=lambda _: listening.set()))
+            except BaseException as error:  # noqa: BLE001 - raised for whoever started it
+                failures.append(error)
+            finally:
+                listening.set()
+
+        self._thread = threading.Thread(target=run, name="mmrender-engines-server", daemon=True)
+        self._thread.start()
+        if listening.wait(seconds) and not failures and self._url is not None:
+            return self._url
+        self.stop()
+        raise failures[0] if failures else EngineStateError(f"the server did not start within {seconds:g} s")
+
+    def stop(self) -> None:
+        """Stop a server that `start` began, and wait for its thread. Idempotent."""
+        if self._server is not None:
+            self._server.should_exit = True
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._server = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def serve(
+    urls: Sequence[str],
+    *,
+    engine_model: str,
+    settings: ServerSettings,
+    backend: BackendName = "vllm",
+    router: str | None = None,
+    controls: Sequence[str] = (),
+    renderer: Any = None,
+    started: Callable[[str], None] = print,
+) -> None:
+    """Serve OpenAI's routes over running inference servers until interrupted; `mmrender serve` calls it.
+
+    Args:
+        urls: The inference servers.
+        engine_model: Name under which they know the model.
+        settings: What is served, where, and to whom.
+        backend: Their engine.
+        router: URL of a router in front of them, which gets all requests.
+        controls: For each server the one that has its control routes, where that is another one.
+        renderer: Renders chat here, to sample in tokens; None passes chat on to the servers.
+        started: Called with the URL once it listens.
+
+    Raises:
+        InputError: There is no server, or `controls` does not fit them.
+        EngineStateError: It cannot listen.
+    """
+    if controls and len(controls) != len(urls):
+        raise InputError(
+            "must have one entry for each server",
+            where="controls",
+            expected=str(len(urls)),
+            got=str(len(controls)),
+        )
+    workers: Sequence[str | None] = controls or [None] * len(urls)
+    engines = [
+        HTTPEngine(backend, url, model=engine_model, control=control)
+        for url, control in zip(urls, workers, strict=True)
+    ]
+    front = None if router is None else HTTPEngine(backend, router, model=engine_model, name="router")
+    client = InferenceEngineClient(engines, router=front, renderer=renderer)
+
+    async def run() -> None:
+        try:
+            await EngineServer(client, settings).serve(started=started)
+        finally:
+            await client.teardown(wait=settings.stop_seconds)
+
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        return

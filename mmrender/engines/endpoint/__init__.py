@@ -1,1 +1,0 @@
-"""The HTTP endpoint: OpenAI's routes over an engine client."""

@@ -1,0 +1,325 @@
+"""`ScriptedEngine`: an engine in memory whose model is a formula and whose faults are scripted.
+
+What it samples after a prompt depends on the tokens before it alone, so a completion is the same whether it
+was sampled in one piece or in many. Some of its tokens have no text, as real ones do.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+import xxhash
+
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
+from mmrender.engines.interface import InferenceEngineInterface, NamedWeightsUpdate, PauseMode
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineStateError,
+    EngineStatusError,
+    EngineUnsupportedError,
+)
+from mmrender.trajectory.engine_data import WeightVersionSpan
+
+STOP, MUTE, FIRST_LETTER = 0, 1, 2
+"""The stop token, a token without text, and the first of 26 letters."""
+
+FaultKind: TypeAlias = Literal[
+    "abort", "drop_logprobs", "short_logprobs", "bad_logprob", "stall", "error", "refuse", "die"
+]
+_SPOILS: Final = ("drop_logprobs", "short_logprobs", "bad_logprob")
+
+
+def next_token(ids: Sequence[int]) -> tuple[int, float]:
+    """The greedy token after `ids`, and its logprob."""
+    visible = [token for token in ids if token != MUTE]
+    mute = 0
+    while mute < len(ids) and ids[-1 - mute] == MUTE:
+        mute += 1
+    number = xxhash.xxh3_64_intdigest(repr((visible[-24:], len(visible), mute)).encode())
+    logprob = -0.001 - (number >> 40) % 4096 / 4096
+    if number % 61 == 0:
+        return STOP, logprob
+    if number % 5 == 0 and mute < 2:
+        return MUTE, logprob
+    return FIRST_LETTER + (number >> 8) % 26, logprob
+
+
+def sampled(prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str] = ()) -> EngineResponse:
+    """What an undisturbed engine samples; a stop string ends it as it ends vLLM's."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while len(ids) < max_tokens:
+        token, logprob = next_token([*prompt_ids, *ids])
+        ids.append(token)
+        logprobs.append(logprob)
+        matched = next((text for text in stop if text in letters(ids)), None)
+        if token == STOP or matched is not None:
+            usage = Usage(len(prompt_ids), len(ids))
+            return EngineResponse(ids, logprobs, "stop", usage, stop_reason=matched or STOP)
+    return EngineResponse(ids, logprobs, "length", Usage(len(prompt_ids), len(ids)))
+
+
+def letters(ids: Sequence[int]) -> str:
+    """Text of tokens; the stop token and mute ones have none."""
+    return "".join(chr(ord("a") + token - FIRST_LETTER) for token in ids if token not in (STOP, MUTE))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one request.
+
+    Attributes:
+        kind: `abort` returns early; `..._logprob(s)` spoil a good reply; `stall` never answers; `error` is a
+            status 500; `refuse` a broken connection; `die` ends the engine with all it has.
+        after: Tokens sampled before.
+    """
+
+    kind: FaultKind
+    after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as the engine saw it."""
+
+    prompt_ids: tuple[int, ...]
+    params: Mapping[str, Any]
+    images: tuple[str, ...]
+    session_id: Hashable | None
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request in flight."""
+
+    request: EngineRequest
+    on_tokens: OnTokens | None
+    aborted: bool = False
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[WeightVersionSpan] = field(default_factory=list)
+
+
+class ScriptedEngine(InferenceEngineInterface):
+    """An engine in memory.
+
+    Args:
+        name: Its name.
+        faults: Called for the fault of each request, in the order in which they come; None for no faults.
+        pause_modes: Modes that it knows.
+        travel: Turns of the event loop that a request takes to reach it.
+        journal: Where it notes `asked` and, for sound replies that are not aborts, `finished`; engines that
+            share one share its order.
+        limit: The longest prompt; None for no limit.
+
+    Attributes:
+        asked: Every request.
+        running: Requests in flight.
+        alive: Whether it answers.
+        version: Name of its weights.
+        controls: Control calls that it received.
+    """
+
+    def __init__(
+        self,
+        name: str = "scripted",
+        *,
+        faults: Callable[[], Fault | None] | None = None,
+        pause_modes: Sequence[PauseMode] = ("abort", "keep", "wait"),
+        travel: int = 2,
+        journal: list[tuple[str, Asked]] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self.name = name
+        self.pause_modes = frozenset(pause_modes)
+        self.journal = [] if journal is None else journal
+        self.asked: list[Asked] = []
+        self.running: list[_Running] = []
+        self.alive = True
+        self.paused: PauseMode | None = None
+        self.version: str | None = None
+        self.controls: list[str] = []
+        self.torn_down = 0
+        self._faults = faults
+        self._travel = travel
+        self._limit = limit
+
+    async def max_prompt_len(self) -> int | None:
+        """The longest prompt."""
+        return self._limit
+
+    async def complete(
+        self,
+        request: EngineRequest,
+        *,
+        session_id: Hashable | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> EngineResponse:
+        """Sample one completion, with the fault of its turn."""
+        self._check_alive()
+        if request.sampling_params["max_tokens"] < 1:
+            raise EngineStatusError("the server answered 400: max_tokens must be at least 1", status=400)
+        fault = self._faults() if self._faults is not None else None
+        for _ in range(self._travel):
+            await asyncio.sleep(0)
+        self._check_alive()
+        images = tuple(name for names in request.multi_modal_data.mm_hashes.values() for name in names)
+        asked = Asked(tuple(request.prompt_ids), dict(request.sampling_params), images, session_id)
+        self.asked.append(asked)
+        self.journal.append(("asked", asked))
+        running = _Running(request, on_tokens)
+        self.running.append(running)
+        try:
+            while self.paused is not None and not running.aborted:  # it came behind a pause, and waits
+                await self._turn()
+            response = await self._run(running, fault)
+        finally:
+            self.running.remove(running)
+        if response.finish_reason != "abort" and (fault is None or fault.kind not in _SPOILS):
+            self.journal.append(("finished", asked))
+        return response
+
+    async def _run(self, running: _Running, fault: Fault | None) -> EngineResponse:
+        params = running.request.sampling_params
+        whole = sampled(running.request.prompt_ids, params["max_tokens"], params.get("stop") or ())
+        for position, token in enumerate(whole.completion_ids):
+            if fault is not None and fault.after == position:
+                await self._break(fault, running)
+            while self.paused == "keep" and not running.aborted:
+                await self._turn()
+            if running.aborted:
+                return self._reply(running, "abort", None)
+            running.ids.append(token)
+            running.logprobs.append(whole.logprobs[position])
+            if running.on_tokens is not None:
+                running.on_tokens([token], [whole.logprobs[position]], None)
+            if self.version is not None:
+                running.spans.append(WeightVersionSpan(self.version, position, position + 1))
+            await self._turn()
+        late = fault is not None and fault.kind == "abort" and fault.after >= len(running.ids)
+        if late and whole.finish_reason == "length":  # it comes just as the budget is used up
+            return self._reply(running, "abort", None)
+        if running.on_tokens is not None:
+            running.on_tokens([], [], whole.finish_reason)
+        return self._reply(running, whole.finish_reason, whole.stop_reason, fault)
+
+    async def _turn(self) -> None:
+        await asyncio.sleep(0)
+        self._check_alive()
+
+    async def _break(self, fault: Fault, running: _Running) -> None:
+        if fault.kind == "abort":
+            running.aborted = True
+        elif fault.kind == "stall":
+            await asyncio.Event().wait()
+        elif fault.kind == "error":
+            raise EngineStatusError("the server answered 500", status=500, where=self.name)
+        elif fault.kind == "refuse":
+            raise EngineConnectionError("the connection broke", where=self.name)
+        elif fault.kind == "die":
+            self.alive = False
+            self._check_alive()
+
+    def _reply(
+        self, running: _Running, reason: FinishReason, stop: int | str | None, fault: Fault | None = None
+    ) -> EngineResponse:
+        logprobs = running.logprobs
+        kind = fault.kind if fault is not None else None
+        if kind == "drop_logprobs":
+            logprobs = []
+        elif kind == "short_logprobs":
+            logprobs = logprobs[:-1]
+        elif kind == "bad_logprob" and logprobs:
+            logprobs = [*logprobs[:-1], float("nan")]
+        return EngineResponse(
+            running.ids,
+            logprobs,
+            reason,
+            Usage(len(running.request.prompt_ids), len(running.ids)),
+            stop_reason=stop,
+            weight_versions=tuple(running.spans),
+            request_id=f"{self.name}-{len(self.asked)}",
+        )
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise EngineConnectionError("the server was not reached", where=self.name)
+
+    # --- control ---
+
+    def _note(self, control: str) -> None:
+        self._check_alive()
+        self.controls.append(control)
+
+    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Pause as vLLM does: requests that come later wait here."""
+        self._note(f"pause {mode}")
+        if mode not in self.pause_modes:
+            raise EngineUnsupportedError("no such pause", where=self.name)
+        if self.paused is not None:
+            raise EngineStateError("the engine is paused already", where=self.name)
+        self.paused = mode
+        if mode == "abort":
+            self._abort()
+        while mode == "wait" and any(not each.aborted for each in self.running):
+            await self._turn()
+
+    async def resume_generation(self) -> None:
+        """Resume."""
+        self._note("resume")
+        if self.paused is None:
+            raise EngineStateError("the engine is not paused", where=self.name)
+        self.paused = None
+
+    async def abort_generation(self) -> None:
+        """Abort what has reached it."""
+        self._note("abort")
+        self._abort()
+
+    def _abort(self) -> None:
+        for running in self.running:
+            running.aborted = True
+
+    async def check_health(self) -> None:
+        """Fail if it is dead."""
+        self._check_alive()
+
+    async def weight_version(self) -> str | None:
+        """Name of its weights."""
+        return self.version
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name its weights."""
+        self._note(f"version {version}")
+        self.version = version
+
+    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
+        """Note the call."""
+        self._note("update")
+        self.version = request.get("weight_version") or self.version
+
+    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
+        """Note the call."""
+        self._note(f"load {path}")
+        self.version = weight_version or self.version
+
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+        """Note the call."""
+        self._note("init")
+
+    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Note the call."""
+        self._note(f"sleep {level}")
+
+    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
+        """Note the call."""
+        self._note("wake")
+
+    async def reset_prefix_cache(self) -> None:
+        """Note the call."""
+        self._note("reset")
+
+    async def teardown(self) -> None:
+        """Count the call."""
+        self.torn_down += 1
