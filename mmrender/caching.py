@@ -6,12 +6,11 @@ threads ask for it. `AsyncSingleFlight` does the latter for coroutines of one or
 
 import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-import cachetools
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -49,24 +48,19 @@ class LRUCache(Generic[K, V]):
     """
 
     def __init__(self, max_size: int, *, size_of: Callable[[V], int] | None = None) -> None:
+        self.max_size = max_size
         self._size_of = size_of
         self._lock = threading.RLock()
-        self._entries: _Counting[K, V] = _Counting(max_size, getsizeof=size_of)
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._running: dict[K, Future[V]] = {}
-        self._hits = self._misses = 0
-
-    @property
-    def max_size(self) -> int:
-        """The bound on the sum of sizes."""
-        return int(self._entries.maxsize)
+        self._size = self._hits = self._misses = self._evictions = 0
 
     @property
     def stats(self) -> CacheStats:
         """Counters, taken at one moment."""
         with self._lock:
-            held = self._entries
             return CacheStats(
-                self._hits, self._misses, held.evictions, len(held), int(held.currsize), int(held.maxsize)
+                self._hits, self._misses, self._evictions, len(self._entries), self._size, self.max_size
             )
 
     def __len__(self) -> int:
@@ -82,29 +76,42 @@ class LRUCache(Generic[K, V]):
     def get(self, key: K) -> V | None:
         """Return the entry of `key` and mark it as used, or None."""
         with self._lock:
-            value = self._entries.get(key)
-            self._hits += value is not None
-            return value
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            self._hits += 1
+            return entry[0]
 
     def put(self, key: K, value: V) -> V:
         """Keep `value` unless it alone is larger than the bound, and return it."""
+        size = 1 if self._size_of is None else self._size_of(value)
         with self._lock:
             self._misses += 1
-            self._entries.pop(key, None)
-            if (self._size_of(value) if self._size_of else 1) <= self._entries.maxsize:
-                self._entries[key] = value
+            self.pop(key)
+            if size <= self.max_size:
+                self._entries[key] = value, size
+                self._size += size
+                while self._size > self.max_size:
+                    _, (_, freed) = self._entries.popitem(last=False)
+                    self._size -= freed
+                    self._evictions += 1
         return value
 
     def pop(self, key: K) -> V | None:
         """Drop the entry of `key`, and return it if it was held."""
         with self._lock:
-            value: V | None = self._entries.pop(key, None)
-            return value
+            entry = self._entries.pop(key, None)
+            if entry is None:
+                return None
+            self._size -= entry[1]
+            return entry[0]
 
     def clear(self) -> None:
         """Drop all entries; counters stay."""
         with self._lock:
             self._entries.clear()
+            self._size = 0
 
     def get_or_compute(self, key: K, compute: Callable[[], V]) -> V:
         """Return the entry of `key`, computing it unless it is held; one thread computes, others wait.
@@ -124,24 +131,12 @@ class LRUCache(Generic[K, V]):
         try:
             value = self.put(key, compute())
         except BaseException as error:
-            self._land(key).set_exception(error)
+            with self._lock:
+                self._running.pop(key).set_exception(error)
             raise
-        self._land(key).set_result(value)
-        return value
-
-    def _land(self, key: K) -> "Future[V]":
         with self._lock:
-            return self._running.pop(key)
-
-
-class _Counting(cachetools.LRUCache[K, V]):
-    """Counts what it drops."""
-
-    evictions = 0
-
-    def popitem(self) -> tuple[K, V]:
-        self.evictions += 1
-        return super().popitem()
+            self._running.pop(key).set_result(value)
+        return value
 
 
 class AsyncSingleFlight(Generic[K, V]):

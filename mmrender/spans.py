@@ -191,10 +191,19 @@ class MultiModalData:
 
     def merged(self, later: "MultiModalData") -> "MultiModalData":
         """Return the sidecar of these items and then those of `later`, whose offsets are kept."""
+        pairs: Any = (
+            (self.mm_hashes, later.mm_hashes),
+            (self.mm_placeholders, later.mm_placeholders),
+            (self.mm_items, later.mm_items),
+        )
         return MultiModalData(
-            _joined(self.mm_hashes, later.mm_hashes),
-            _joined(self.mm_placeholders, later.mm_placeholders),
-            _joined(self.mm_items, later.mm_items),
+            *[
+                {
+                    modality: [*first.get(modality, ()), *second.get(modality, ())]
+                    for modality in {**first, **second}
+                }
+                for first, second in pairs
+            ]
         )
 
     def spans(self, length: int | None = None, *, where: str = "multi_modal_data") -> list[MediaSpan]:
@@ -265,10 +274,6 @@ class MultiModalData:
         return sum(
             {item.identity: item.nbytes for items in self.mm_items.values() for item in items}.values()
         )
-
-
-def _joined(first: Mapping[str, Sequence[Any]], second: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    return {key: [*first.get(key, ()), *second.get(key, ())] for key in {**first, **second}}
 
 
 def _check_embeds(span: MediaSpan, where: str) -> None:

@@ -8,8 +8,6 @@ Runs are memoised, so a long system prompt is encoded once per process.
 
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,6 +19,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Engine
 
+from mmrender.caching import LRUCache
 from mmrender.errors import TokenizerError
 from mmrender.model.files import ModelDir
 
@@ -52,10 +51,10 @@ class Tokenizer:
 
     Args:
         engine: The model's tokenizer with all of its added tokens.
-        memo_characters: Bound of the memo, in characters of run text.
+        memo_tokens: Bound of the memo of runs, in tokens.
     """
 
-    def __init__(self, engine: Engine, *, memo_characters: int = 4_000_000) -> None:
+    def __init__(self, engine: Engine, *, memo_tokens: int = 1_000_000) -> None:
         self._engine = engine
         engine.no_padding()
         engine.no_truncation()
@@ -69,13 +68,11 @@ class Tokenizer:
             if token.lstrip or token.rstrip or token.single_word
         }
         self._first, self._rest = _twins(engine)
-        self._memo: OrderedDict[tuple[bool, str], Run] = OrderedDict()
-        self._memo_left = self._memo_characters = memo_characters
-        self._lock = threading.Lock()
+        self._memo: LRUCache[tuple[bool, str], Run] = LRUCache(memo_tokens, size_of=lambda run: len(run.ids))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The memo is filled anew where it arrives.
-        return partial(type(self), memo_characters=self._memo_characters), (self._engine,)
+        return partial(type(self), memo_tokens=self._memo.max_size), (self._engine,)
 
     @classmethod
     def load(cls, model: ModelDir) -> "Tokenizer":
@@ -161,23 +158,10 @@ class Tokenizer:
             TokenizerError: The vocabulary spells an added token even without matching it.
         """
         key = (first and self._first is not self._rest, text)
-        with self._lock:
-            run = self._memo.get(key)
-            if run is not None:
-                self._memo.move_to_end(key)
-                return run
-        run = self._encoded(text, self._first if first else self._rest)
-        self._remember(key, run)
+        run = self._memo.get(key)
+        if run is None:
+            run = self._memo.put(key, self._encoded(text, self._first if first else self._rest))
         return run
-
-    def _remember(self, key: tuple[bool, str], run: Run) -> None:
-        with self._lock:
-            if key not in self._memo:
-                self._memo[key] = run
-                self._memo_left -= len(key[1])
-            while self._memo_left < 0 and self._memo:
-                (_, dropped), _ = self._memo.popitem(last=False)
-                self._memo_left += len(dropped)
 
     def _encoded(self, text: str, engine: Engine) -> Run:
         encoding = engine.encode(text, add_special_tokens=False)

@@ -197,7 +197,23 @@ def encode_with_media(
             if places:
                 media.require_processor(places[0].where)
             _check_placement(places, written, image_roles, where=where)
-        items = _resolved(places, media, len(earlier.mm_hashes.get("image", ())), fingerprints)
+        elif places:
+            raise ProcessorError(
+                "the model has no image processor",
+                where=places[0].where,
+                expected="preprocessor_config.json or processor_config.json in the model directory",
+                got="a text-only model",
+                remedy="Use a vision-language model, or remove the image",
+            )
+        if any(place.part.source is UNKNOWN_SOURCE for place in places):
+            items = [None] * len(places)  # a probe: its parts stay unexpanded placeholders
+        elif media is not None:
+            images = sum(place.modality == "image" for place in places)
+            items = media.resolve(
+                [(place.where, place.part) for place in places],
+                num_images=len(earlier.mm_hashes.get("image", ())) + images,
+                fingerprints=fingerprints,
+            )
     encoded = writer.write(layout, items, cuts, begins=after is None)
     base = len(after or ())
     entries = [
@@ -206,30 +222,6 @@ def encode_with_media(
         if item is not None
     ]
     return encoded, earlier.merged(MultiModalData.of(entries)) if entries else earlier
-
-
-def _resolved(
-    places: Sequence[MediaPlace],
-    media: MediaResolver | None,
-    earlier_images: int,
-    fingerprints: Sequence[Hashable | None] | None,
-) -> list[MediaItem | None]:
-    """Return the items of media parts; a part of unknown source stays one unexpanded placeholder."""
-    if not places:
-        return []
-    if media is None:
-        raise ProcessorError(
-            "the model has no image processor",
-            where=places[0].where,
-            expected="preprocessor_config.json or processor_config.json in the model directory",
-            got="a text-only model",
-            remedy="Use a vision-language model, or remove the image",
-        )
-    if any(place.part.source is UNKNOWN_SOURCE for place in places):
-        return [None] * len(places)  # a probe: its parts are all alike
-    images = earlier_images + sum(place.modality == "image" for place in places)
-    given = [(place.where, place.part) for place in places]
-    return list(media.resolve(given, num_images=images, fingerprints=fingerprints))
 
 
 def _check_placement(

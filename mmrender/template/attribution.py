@@ -164,17 +164,15 @@ class _Joiner:
             self._owners[loop] = origin
         else:
             self._owners.pop(loop, None)
-        self._pass_on(next(reversed(self._owners.values()), None))
-        if kind == "enter" and self._owner is None:
-            self._open.append(_Stretch(loop, self._position, len(self._spans), []))
-
-    def _pass_on(self, owner: Origin | None) -> None:
+        owner = next(reversed(self._owners.values()), None)
         if self._outside is not None and (owner is None) != (self._owner is None):
             if owner is not None:
                 self._own_outside(self._position, len(self._spans))
             else:
                 self._outside = self._position, len(self._spans)
         self._owner = owner
+        if kind == "enter" and owner is None:
+            self._open.append(_Stretch(loop, self._position, len(self._spans), []))
 
     def _close(self, stretch: _Stretch) -> None:
         """Give an iteration's text to the one message whose values it holds, or that it looked up."""
@@ -224,18 +222,14 @@ class _Joiner:
             self._push(start, stop, owner)
 
 
-def concat(pieces: Iterable[str | Mark]) -> TracedStr:
-    """Join what a macro or block wrote; scaffold between marks belongs to the message being handled."""
-    return _Joiner(root=False).join(pieces)
+def concat(pieces: Iterable[str | Mark], *, root: bool = False) -> TracedStr:
+    """Join what a macro, a block or (`root`) a whole template wrote.
 
-
-def concat_root(pieces: Iterable[str | Mark]) -> TracedStr:
-    """Join what a whole template wrote.
-
-    Templates often write the system turn before their loop. A stretch outside any message loop that holds the
-    values of exactly one message is that message's turn; a stretch without any keeps no owner.
+    Scaffold between marks belongs to the message being handled. Templates often write the system turn before
+    their loop: in a whole template, a stretch outside any message loop that holds the values of exactly one
+    message is that message's turn; a stretch without any keeps no owner.
     """
-    return _Joiner(root=True).join(pieces)
+    return _Joiner(root=root).join(pieces)
 
 
 def disown_prompt(text: TracedStr, prompts: Iterable[str]) -> TracedStr:

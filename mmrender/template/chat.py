@@ -48,6 +48,9 @@ class ChatTemplate:
         limits: What one rendering may spend.
         clock: What `strftime_now` reads.
 
+    Attributes:
+        reads_clock: Whether the text may depend on the current date.
+
     Raises:
         TemplateSyntaxError: The source does not compile.
     """
@@ -65,6 +68,7 @@ class ChatTemplate:
         self.name = name
         self.special_tokens = dict(special_tokens or {})
         self.limits = limits or TemplateLimits()
+        self.reads_clock = re.search(r"\bstrftime_now\b", source) is not None
         self._clock = clock
         self._environment = TracingEnvironment()
         try:
@@ -89,11 +93,6 @@ class ChatTemplate:
         looked_up = jinja2.meta.find_undeclared_variables(self.syntax_tree())
         known = {*self._environment.globals, *self.special_tokens, *_ALWAYS_GIVEN}
         return tuple(sorted(looked_up - known))
-
-    @property
-    def reads_clock(self) -> bool:
-        """Whether the text may depend on the current date."""
-        return re.search(r"\bstrftime_now\b", self.source) is not None
 
     def render(
         self,

@@ -7,7 +7,6 @@ What reaches Python objects that grow without bound (`encode`, `to_bytes`, ...) 
 """
 
 import datetime
-import functools
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -254,7 +253,10 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         if _TEXTS.issuperset(map(type, operands)):
             text, spans = lay_out(operands)
             return TracedStr(text, spans) if spans else text
-        return functools.reduce(lambda left, right: self.call_binop(context, "+", left, right), operands)
+        total = operands[0]
+        for operand in operands[1:]:
+            total = self.call_binop(context, "+", total, operand)
+        return total
 
     def compared(self, name: str, left: Any, right: Any) -> Any:
         """Compare two values that the template did not write out."""
@@ -341,18 +343,14 @@ class _TemplateNamespace(Namespace):
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
         values = dict(*rest, **kwargs)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(self, values)
+        Namespace.__init__(self)
+        for name, value in values.items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold the underscore name {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold the underscore name {name!r}")
 
 
 class _TemplateDict:
@@ -403,7 +401,7 @@ def run(
     budget = BUDGET.set(Budget(limits))
     time = CLOCK.set(clock)
     try:
-        return attribution.concat_root(template.root_render_func(template.new_context(dict(variables))))
+        return attribution.concat(template.root_render_func(template.new_context(dict(variables))), root=True)
     finally:
         BUDGET.reset(budget)
         CLOCK.reset(time)

@@ -48,78 +48,78 @@ def _role_text(message: int, role: Role) -> TracedStr:
     return TracedStr.whole(role, _origin(message, role, "role", "role"))
 
 
-class _MessageView:
-    """Builds the dict of one message."""
-
-    __slots__ = ("form", "index", "role")
-
-    def __init__(self, index: int, message: Message, form: ViewForm) -> None:
-        self.index = index
-        self.role: Role = message.role
-        self.form = form
-
-    def origin(self, kind: Kind, path: str) -> Origin:
-        return _origin(self.index, self.role, kind, path)
-
-    def text(self, text: str, kind: Kind, path: str) -> TracedStr:
-        return TracedStr.whole(text, _origin(self.index, self.role, kind, path))
-
-    def content(self, content: str | tuple[Part, ...] | None) -> Any:
-        if content is None:
-            return "" if self.form.none_content == "empty" else None
-        if isinstance(content, str):
-            text = self.text(content, "content", "content")
-            return [{"type": "text", "text": text}] if self.form.content == "list" else text
-        parts = [self.part(part, f"content[{index}]") for index, part in enumerate(content)]
-        if self.form.content == "text" and all(isinstance(part, TextPart) for part in content):
-            return TracedStr("").join([part["text"] for part in parts])
-        return parts
-
-    def part(self, part: Part, path: str) -> dict[str, Any]:
+def _content(
+    content: str | tuple[Part, ...], index: int, role: Role, form: ViewForm
+) -> TracedStr | list[dict[str, Any]]:
+    """Text, or a list of parts, as the template takes them."""
+    if isinstance(content, str):
+        text = TracedStr.whole(content, _origin(index, role, "content", "content"))
+        return [{"type": "text", "text": text}] if form.content == "list" else text
+    parts: list[dict[str, Any]] = []
+    for position, part in enumerate(content):
+        path = f"content[{position}]"
         match part:
-            case TextPart(text=text):
-                return {"type": "text", "text": self.text(text, "content", f"{path}.text")}
+            case TextPart(text=written):
+                origin = _origin(index, role, "content", f"{path}.text")
+                parts.append({"type": "text", "text": TracedStr.whole(written, origin)})
             case ImagePart():
-                if self.form.image == "image":
-                    return {"type": "image"}
-                return {"type": "image_url", "image_url": {}}
+                image = {"type": "image"} if form.image == "image" else {"type": "image_url", "image_url": {}}
+                parts.append(image)
             case VideoPart():
-                return {"type": "video"}
+                parts.append({"type": "video"})
             case ThinkingPart(thinking=thinking):
-                return {"type": "thinking", "thinking": self.text(thinking, "reasoning", f"{path}.thinking")}
+                origin = _origin(index, role, "reasoning", f"{path}.thinking")
+                parts.append({"type": "thinking", "thinking": TracedStr.whole(thinking, origin)})
+    if form.content == "text" and all(isinstance(part, TextPart) for part in content):
+        return TracedStr("").join([part["text"] for part in parts])
+    return parts
 
-    def call(self, call: ToolCall, path: str) -> dict[str, Any]:
-        arguments = self.origin("tool_call", f"{path}.function.arguments")
-        given: Any = call.arguments
-        if self.form.arguments == "json":
-            given = json.dumps(given, ensure_ascii=False)
-        shown: dict[str, Any] = {"type": "function"}
-        if call.id is not None:
-            shown["id"] = self.text(call.id, "tool_call", f"{path}.id")
-        name = self.text(call.name, "tool_call", f"{path}.function.name")
-        return {**shown, "function": {"name": name, "arguments": traced(given, arguments)}}
 
-    def build(self, message: Message) -> MessageDict:
-        view = MessageDict(role=_role_text(self.index, self.role), content=self.content(message.content))
-        view._owner = _origin(self.index, self.role, "scaffold", "")
-        if message.reasoning_content is not None:
-            reasoning = self.text(message.reasoning_content, "reasoning", "reasoning_content")
-            view.update(reasoning_content=reasoning, thinking=reasoning)
-        if message.tool_calls:
-            calls = enumerate(message.tool_calls)
-            view["tool_calls"] = [self.call(call, f"tool_calls[{index}]") for index, call in calls]
-        if message.name is not None:
-            view["name"] = self.text(message.name, "name", "name")
-        if message.tool_call_id is not None:
-            view["tool_call_id"] = self.text(message.tool_call_id, "name", "tool_call_id")
-        for key, value in message.extra.items():
-            view[key] = traced(value, self.origin("extra", key))
-        return view
+def _call(call: ToolCall, index: int, role: Role, path: str, form: ViewForm) -> dict[str, Any]:
+    def origin(field: str) -> Origin:
+        return _origin(index, role, "tool_call", f"{path}.{field}")
+
+    arguments: Any = call.arguments
+    if form.arguments == "json":
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    shown: dict[str, Any] = {"type": "function"}
+    if call.id is not None:
+        shown["id"] = TracedStr.whole(call.id, origin("id"))
+    shown["function"] = {
+        "name": TracedStr.whole(call.name, origin("function.name")),
+        "arguments": traced(arguments, origin("function.arguments")),
+    }
+    return shown
+
+
+def _view(message: Message, index: int, form: ViewForm) -> MessageDict:
+    role = message.role
+    view = MessageDict(role=_role_text(index, role))
+    if message.content is not None:
+        view["content"] = _content(message.content, index, role, form)
+    elif form.none_content != "absent":
+        view["content"] = None if form.none_content == "none" else ""
+    view._owner = _origin(index, role, "scaffold", "")
+    if message.reasoning_content is not None:
+        origin = _origin(index, role, "reasoning", "reasoning_content")
+        reasoning = TracedStr.whole(message.reasoning_content, origin)
+        view.update(reasoning_content=reasoning, thinking=reasoning)
+    if message.tool_calls:
+        view["tool_calls"] = [
+            _call(call, index, role, f"tool_calls[{position}]", form)
+            for position, call in enumerate(message.tool_calls)
+        ]
+    for field, text in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+        if text is not None:
+            view[field] = TracedStr.whole(text, _origin(index, role, "name", field))
+    for key, value in message.extra.items():
+        view[key] = traced(value, _origin(index, role, "extra", key))
+    return view
 
 
 def view_messages(messages: Sequence[Message], form: ViewForm) -> list[MessageDict]:
     """Dicts for the template, each text with the origin of its field."""
-    return [_MessageView(index, message, form).build(message) for index, message in enumerate(messages)]
+    return [_view(message, index, form) for index, message in enumerate(messages)]
 
 
 def view_values(

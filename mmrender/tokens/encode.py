@@ -255,12 +255,21 @@ class _TokenStream:
         for piece in self._parts(expansion):
             if isinstance(piece, Text):
                 self._mark_edge(self._length, match.start, message, "scaffold")
-                self._append_text(piece.text)
+                self._pieces.append(piece.text)
+                self._length += len(piece.text)
                 continue
+            token_id = self._tokenizer.token_id(piece.token)
+            if token_id is None:
+                raise PlaceholderError(
+                    "the tokenizer does not know a token that the image processor writes",
+                    expected=f"{piece.token!r} in the vocabulary",
+                    got=f"a vocabulary of {self._tokenizer.vocab_size} tokens without it",
+                    remedy="Tokenizer and processor settings must be of the same model",
+                )
             self._flush()
             begin = len(self._out.ids)
             self._cut_here(match.start)
-            self._out.extend([self._token_id(piece.token)] * piece.count, message, modality)
+            self._out.extend([token_id] * piece.count, message, modality)
             stop = len(self._out.ids)
             start = begin if start < 0 else start
             if piece.embeds:
@@ -285,17 +294,6 @@ class _TokenStream:
                 position = match.stop
             if position < len(piece.text):
                 yield Text(piece.text[position:])
-
-    def _token_id(self, token: str) -> int:
-        token_id = self._tokenizer.token_id(token)
-        if token_id is None:
-            raise PlaceholderError(
-                "the tokenizer does not know a token that the image processor writes",
-                expected=f"{token!r} in the vocabulary",
-                got=f"a vocabulary of {self._tokenizer.vocab_size} tokens without it",
-                remedy="Tokenizer and processor settings must be of the same model",
-            )
-        return token_id
 
     def finish(self) -> Encoded:
         """Write the rest and return everything."""
@@ -324,7 +322,8 @@ class _TokenStream:
             if self._next_cut < len(self._cuts):
                 end = min(end, self._cuts[self._next_cut])
             position = end
-        self._append_text(self._text[begin:stop])
+        self._pieces.append(self._text[begin:stop])
+        self._length += stop - begin
         self._position = stop
 
     def _mark_edge(self, offset: int, position: int, message: int, kind: TokenKind) -> None:
@@ -333,10 +332,6 @@ class _TokenStream:
         while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
             self._edges.append(_Edge(offset, message, kind, self._cuts[self._next_cut]))
             self._next_cut += 1
-
-    def _append_text(self, text: str) -> None:
-        self._pieces.append(text)
-        self._length += len(text)
 
     def _origin(self, position: int, stop: int) -> tuple[int, TokenKind, int]:
         """Return message and kind of the character at `position`, and where they end, at most `stop`."""
