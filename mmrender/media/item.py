@@ -17,7 +17,7 @@ import pybase64
 from PIL import ExifTags, Image
 
 from mmrender.caching import LRUCache
-from mmrender.errors import InputError, MediaError
+from mmrender.errors import MediaError
 from mmrender.media.levels import STORAGE, Compact, Floats, Integers, PixelArithmetic, storage_of
 from mmrender.media.load import load_image, open_image
 from mmrender.media.policy import MediaPolicy
@@ -327,54 +327,25 @@ def tensor_specs(item: MediaItem, dtype: TensorDtype = "float32") -> dict[str, T
     }
 
 
-def expand_into(item: MediaItem, out: Mapping[str, Any], dtype: TensorDtype = "float32") -> None:
-    """Write an item's tensors into buffers, such as slices of a batch.
+def expand_into(item: MediaItem, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype = "float32") -> None:
+    """Write an item's tensors into arrays, such as slices of a batch.
 
-    Pixels that are kept compactly are expanded in place, so nothing but the buffers is written.
+    Pixels that are kept compactly are expanded in place, so nothing but the arrays is written.
 
     Args:
         item: Any media item that has tensors.
-        out: For each name of `tensor_specs(item, dtype)` a C-contiguous numpy array or torch CPU tensor of
-            that shape and dtype; bfloat16 is held in uint16 arrays or bfloat16 tensors.
+        out: For each name of `tensor_specs(item, dtype)` a C-contiguous array of that shape and dtype;
+            bfloat16 is held in uint16 arrays.
         dtype: Of the floating-point tensors.
 
     Raises:
-        InputError: A buffer is missing, or has another shape, dtype or layout.
         MediaError: The item has no tensors, being a reference.
     """
-    targets: dict[str, npt.NDArray[Any]] = {}
-    for name, spec in tensor_specs(item, dtype).items():
-        target = _as_numpy(out.get(name), spec)
-        fits = target is not None and target.shape == spec.shape and target.dtype == spec.dtype
-        if target is None or not fits or not target.flags.c_contiguous or not target.flags.writeable:
-            given: Any = out.get(name)
-            form = f"{given.dtype} {list(given.shape)}" if hasattr(given, "shape") else type(given).__name__
-            raise InputError(
-                "a buffer to expand into does not fit",
-                where=f"out[{name!r}]",
-                expected=f"a writable C-contiguous {spec.dtype} array {list(spec.shape)}",
-                got="nothing" if given is None else form,
-            )
-        targets[name] = target
     if isinstance(item, PatchItem | ProcessedItem):
-        item.write(targets, dtype)
+        item.write(out, dtype)
         return
     for name, values in item.tensors(dtype).items():
-        np.copyto(targets[name], values)
-
-
-def _as_numpy(buffer: Any, spec: TensorSpec) -> npt.NDArray[Any] | None:
-    if isinstance(buffer, np.ndarray):
-        return buffer
-    if type(buffer).__module__.partition(".")[0] != "torch" or not hasattr(buffer, "numpy"):
-        return None
-    import torch
-
-    if buffer.device.type != "cpu" or not buffer.is_contiguous():
-        return None
-    bits = buffer.dtype == torch.bfloat16 and spec.floating and spec.dtype == np.uint16
-    array: npt.NDArray[Any] = (buffer.detach().view(torch.uint16) if bits else buffer.detach()).numpy()
-    return array
+        np.copyto(out[name], values)
 
 
 _PNG_COMPRESSION: Final = 1

@@ -4,7 +4,6 @@ import copy
 
 import numpy as np
 import pytest
-import torch
 
 import mmcodecs
 from item_cases import (
@@ -17,7 +16,7 @@ from item_cases import (
     same_tensors,
     video_item,
 )
-from mmrender.errors import InputError, MediaError
+from mmrender.errors import MediaError
 from mmrender.media.item import ReferenceItem, expand_into, tensor_specs
 from mmrender.media.wire import (
     item_from_wire,
@@ -252,13 +251,12 @@ def test_a_reference_is_processed_again():
         ReferenceItem.of(item, png(4), 6).resolve(PROCESSOR)
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.mark.parametrize("kind", ["patches", "video", "processed"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_expanding_into_buffers(kind, dtype, framework):
+def test_expanding_into_buffers(kind, dtype):
     item = ITEMS[kind]()
     specs = tensor_specs(item, dtype)
     whole = item.tensors(dtype)
@@ -266,24 +264,6 @@ def test_expanding_into_buffers(kind, dtype, framework):
         n: (v.shape, v.dtype) for n, v in whole.items()
     }
     out = {name: np.full(spec.shape, 3, spec.dtype) for name, spec in specs.items()}
-    buffers = out
-    if framework == "torch":
-        buffers = {name: torch.from_numpy(array) for name, array in out.items()}
-        if dtype == "bfloat16":
-            buffers = {n: b.view(torch.bfloat16) if specs[n].floating else b for n, b in buffers.items()}
-    expand_into(item, buffers, dtype)
+    expand_into(item, out, dtype)
     for name, values in whole.items():
         assert out[name].tobytes() == values.tobytes(), name
-
-
-def test_buffers_must_fit():
-    item = patch_item()
-    out = {name: np.empty(spec.shape, spec.dtype) for name, spec in tensor_specs(item).items()}
-    with pytest.raises(InputError) as error:
-        expand_into(item, {**out, "pixel_values": out["pixel_values"][1:]})
-    assert str(error.value) == (
-        "out['pixel_values']: a buffer to expand into does not fit - expected a writable C-contiguous float32 "
-        "array [24, 1536], got float32 [23, 1536]"
-    )
-    with pytest.raises(InputError, match=r"out\['image_grid_thw'\].*got nothing"):
-        expand_into(item, {"pixel_values": out["pixel_values"]})
