@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.content import attach_media, normalize_messages
-from mmrender.errors import InputError, MediaError, RenderError
+from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
-from mmrender.rendering.render import media_places
 from mmrender.spans import common_prefix
 from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, TokenSpan
 from mmrender.trajectory.sample import TrainingSample
@@ -81,13 +80,14 @@ def build_training_sample(
         **template_arguments: Further template variables.
 
     Raises:
-        InputError: A role, an index, a policy or a message is not valid.
-        MediaError: An image has no source, or cannot be loaded or processed.
+        InputError: A role, an index or the policy is not valid.
+        MessageError: A message is malformed, or an image has no source.
+        MediaError: An image cannot be loaded or processed.
         RenderError: A selected turn is rewritten, and the policy is `"error"`; or the token that ends the
             last turn cannot be determined.
         TemplateError: The template refuses or fails.
     """
-    conversation = _complete(messages, images, videos)
+    conversation = attach_media(normalize_messages(messages), images, videos)
     sampled = _checked_roles(roles, "roles")
     for role in sorted(sampled.difference(SAMPLED_ROLES)):
         raise InputError(
@@ -237,23 +237,6 @@ class _Builder:
             if rendered.token_ids[index] in self._profile.stop_ids:
                 return slice(start, index + 1)
         return slice(start, run.stop)
-
-
-def _complete(
-    messages: Sequence[Any], images: Sequence[Any] | None, videos: Sequence[Any] | None
-) -> tuple[Message, ...]:
-    """Return canonical messages, each medium with its source."""
-    conversation = attach_media(normalize_messages(messages), images, videos)
-    for place in media_places(conversation):
-        if place.part.source is None:
-            raise MediaError(
-                f"the {place.modality} has no source",
-                where=place.where,
-                expected="a source to load",
-                got="None",
-                remedy=f"Pass {place.modality}s=[...]",
-            )
-    return conversation
 
 
 def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) -> dict[int, str]:
