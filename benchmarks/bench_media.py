@@ -30,7 +30,7 @@ from mmrender.media.cache import MediaCache  # noqa: E402
 from mmrender.media.load import LoadedImage  # noqa: E402
 from mmrender.media.pixels import ImageBackend  # noqa: E402
 from mmrender.media.policy import MediaPolicy  # noqa: E402
-from mmrender.media.processors.base import MediaProcessor  # noqa: E402
+from mmrender.media.processor import MediaProcessor  # noqa: E402
 from mmrender.media.processors.registry import load_processor  # noqa: E402
 from mmrender.media.resolve import MediaResolver  # noqa: E402
 from mmrender.messages import ImagePart  # noqa: E402

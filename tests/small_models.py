@@ -31,7 +31,7 @@ from tokenizers import (
 from mmrender.media.cache import MediaCache
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import Geometry, Prepared
+from mmrender.media.processor import Geometry, Prepared
 from mmrender.media.resolve import MediaResolver
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.templates import TemplateSet

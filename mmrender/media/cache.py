@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageFile
 from mmrender.caching import CacheStats, LRUCache
 from mmrender.media.load import image_lock
 from mmrender.media.pixels import raw_strips
-from mmrender.media.processors.base import Prepared
+from mmrender.media.processor import Prepared
 from mmrender.spans import MediaItem
 
 DEFAULT_MAX_BYTES = 1 << 30
@@ -63,7 +63,11 @@ class MediaCache:
 
         def load() -> MediaItem:
             # Another thread may have finished since this one looked.
-            return self.find(source) or self.bind(source, self.get_or_finish(prepare()))
+            if (item := self.find(source)) is None:
+                prepared = prepare()
+                item = self._items.get_or_compute(prepared.identity, prepared.finish)
+                self._identities.put(source, item.identity)
+            return item
 
         return self.find(source) or self._loading.get_or_compute(source, load)
 

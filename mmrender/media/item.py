@@ -21,7 +21,7 @@ from mmrender.errors import MediaError
 from mmrender.media.levels import STORAGE, Compact, Floats, Integers, PixelArithmetic, storage_of
 from mmrender.media.load import load_image, open_image
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import MediaProcessor
+from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
 from mmrender.messages import Modality
 from mmrender.spans import Expansion, Framework, MediaItem, TensorDtype

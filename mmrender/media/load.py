@@ -170,10 +170,18 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
     """
     _check_pixels(image.size, policy, where)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with image_lock(image):
-        _decode(image, where)
-        with _named_errors("image's EXIF block", where):
-            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    with image_lock(image), _named_errors(image.format or "image", where):
+        tiles = getattr(image, "tile", None)
+        if tiles:
+            _refuse_lenient_pillow(where)
+        try:
+            image.load()
+        except BaseException:
+            # Pillow forgets the tiles first: a second load() would give the half-decoded pixels.
+            if isinstance(image, ImageFile.ImageFile):
+                image.tile = tiles or []
+            raise
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     method = _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None
     upright = image if method is None else image.transpose(method)
     transparent = upright.info.get("transparency") is not None
@@ -192,23 +200,6 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
             where=where,
             remedy="Convert it yourself and pass the result.",
         ) from error
-
-
-def _decode(image: Image.Image, where: str | None) -> None:
-    """Decode the current frame of `image` completely."""
-    tiles = getattr(image, "tile", None)
-    if not isinstance(image, ImageFile.ImageFile):
-        image.load()
-        return
-    if tiles:
-        _refuse_lenient_pillow(where)
-    with _named_errors(image.format or "image", where):
-        try:
-            image.load()
-        except BaseException:
-            # Pillow forgets the tiles first: a second load() would give the half-decoded pixels.
-            image.tile = tiles or []
-            raise
 
 
 def _refuse_lenient_pillow(where: str | None) -> None:

@@ -13,7 +13,7 @@ from mmrender.errors import MessageError, MMRenderError, ProcessorError
 from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import MediaProcessor, Prepared, UnavailableProcessor
+from mmrender.media.processor import MediaProcessor, Prepared, UnavailableProcessor
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.spans import MediaItem
 

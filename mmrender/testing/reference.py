@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mmrender.errors import MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processors.base import ProcessorFiles
+from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import build_image_processor, build_reference_processor
 from mmrender.model.files import ModelDir
 

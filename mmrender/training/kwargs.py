@@ -12,7 +12,7 @@ from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import MediaProcessor
+from mmrender.media.processor import MediaProcessor
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import ExpandOptions, collate_fields, media_of

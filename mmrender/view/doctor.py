@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from mmrender.errors import MMRenderError
-from mmrender.media.processors.base import UnavailableProcessor
+from mmrender.media.processor import UnavailableProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 

@@ -19,7 +19,7 @@ from mmrender.errors import MediaError
 from mmrender.media.item import expand_into, tensor_specs
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processors.base import MediaProcessor
+from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.processors.transformers import TransformersProcessor, expansion_text
 from mmrender.media.wire import item_from_wire, item_to_wire

@@ -12,7 +12,7 @@ from PIL import Image
 import adapter_models
 import training_processors
 from mmrender.media.load import load_image
-from mmrender.media.processors.base import ProcessorFiles
+from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.registry import load_processor
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat

@@ -15,7 +15,7 @@ from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, Mes
 from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.base import Prepared
+from mmrender.media.processor import Prepared
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import ImagePart
 from mmrender.spans import MediaItem

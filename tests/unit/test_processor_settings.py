@@ -8,7 +8,7 @@ from PIL import Image
 
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.load import LoadedImage
-from mmrender.media.processors.base import MediaProcessor, ProcessorFiles
+from mmrender.media.processor import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.renderer import Renderer

@@ -16,7 +16,7 @@ from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, resized_planes, rgb_planes
-from mmrender.media.processors.base import Geometry, Prepared, ProcessorFiles, digest_settings
+from mmrender.media.processor import Geometry, Prepared, ProcessorFiles, digest_settings
 from mmrender.messages import Modality
 from mmrender.spans import MediaItem, Repeat
 

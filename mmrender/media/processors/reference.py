@@ -17,7 +17,7 @@ from typing import Any
 
 from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processors.base import ProcessorFiles
+from mmrender.media.processor import ProcessorFiles
 
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 

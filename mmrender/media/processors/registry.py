@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
-from mmrender.media.processors.base import MediaProcessor, ProcessorFiles, UnavailableProcessor
+from mmrender.media.processor import MediaProcessor, ProcessorFiles, UnavailableProcessor
 from mmrender.media.processors.qwen import PatchProcessor
 
 NATIVE = (PatchProcessor,)

@@ -27,7 +27,7 @@ from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, rgb_planes
-from mmrender.media.processors.base import Geometry, Prepared, ProcessorFiles, digest_settings
+from mmrender.media.processor import Geometry, Prepared, ProcessorFiles, digest_settings
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.messages import Modality
 from mmrender.spans import Expansion, MediaItem, Repeat, Text
