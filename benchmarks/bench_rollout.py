@@ -50,21 +50,17 @@ from bench_trajectory import grown, images, rollout  # noqa: E402
 from codec_peers import Peer, peers  # noqa: E402
 from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
 
-from mmrender.shipping import Receiver, Sender, Window  # noqa: E402
+from mmrender.shipping import Receiver, Sender  # noqa: E402
 from mmrender.trajectory import Trajectory  # noqa: E402
 from mmrender.trajectory.step import step_sample  # noqa: E402
 
 GROUP, TURNS, SHARED_IMAGES = 8, 16, 4
 IN_A_ROW = 4
-KEY = "a secret for benchmarks, of no use"
-WINDOW = Window(messages=64, num_bytes=1 << 30)
+WINDOW_BYTES = 1 << 30
 PLAIN_IPC, PLAIN_TCP = "plain form over ZeroMQ, ipc", "plain form over ZeroMQ, tcp"
 TRANSPORTS = {
     "ours over Unix socket": "unix",
     "ours over TCP": "tcp",
-    "ours over TCP, with a key": "tcp+key",
-    "ours over ZeroMQ, ipc": "zmq+ipc",
-    "ours over ZeroMQ, tcp": "zmq+tcp",
     "ours over shared memory": "shm",
 }
 Ship = Callable[[], Awaitable[int]]
@@ -118,10 +114,9 @@ async def serve(folder: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         tasks = []
         for name, kind in TRANSPORTS.items():
-            scheme = kind.removesuffix("+key")
-            place = {"unix": f"{folder}/unix", "zmq+ipc": f"{folder}/zmq", "shm": f"bench-{os.getpid()}"}
-            url = f"{scheme}://{place.get(scheme, '127.0.0.1:0')}"
-            receiver = Receiver(url, key=KEY if kind.endswith("key") else None, window=WINDOW)
+            place = {"unix": f"{folder}/unix", "shm": f"bench-{os.getpid()}"}
+            url = f"{kind}://{place.get(kind, '127.0.0.1:0')}"
+            receiver = Receiver(url, window_bytes=WINDOW_BYTES)
             await stack.enter_async_context(receiver)
             found[name] = receiver.url
             tasks.append(asyncio.create_task(consume(receiver)))
@@ -329,9 +324,8 @@ async def measure_transports(megabytes: int, rounds: int) -> tuple[dict[str, flo
                     old = PlainSender(context, other.urls[name])
                     stack.callback(old.close)
                     ships[name] = lambda old=old: old.ship(iter([message] * IN_A_ROW))
-                for name, kind in TRANSPORTS.items():
-                    key = KEY if kind.endswith("key") else None
-                    ours = await stack.enter_async_context(Sender(other.urls[name], key=key))
+                for name in TRANSPORTS:
+                    ours = await stack.enter_async_context(Sender(other.urls[name]))
                     ships[name] = lambda ours=ours: ship_ours(ours, iter([message] * IN_A_ROW))
                 for number in range(rounds + 1):
                     for name, ship in ships.items():

@@ -1,53 +1,88 @@
-"""Building blocks for tests of shipping: an unreliable link, quick timing, and messages with shared arrays."""
+"""Building blocks for tests of shipping: quick timing, a proxy that cuts connections, messages, certificates."""
 
 import asyncio
+import contextlib
+import ssl
+import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmcodecs import Shared
-from mmrender.shipping.links.memory import MemoryLink, MemoryTransport
-from mmrender.shipping.options import Timing
+from mmrender.shipping.protocol import Timing
 
-QUICK = Timing(handshake=0.3, heartbeat=0.02, silence=0.6, first_retry=0.001, last_retry=0.01)
+QUICK = Timing(handshake=0.5, heartbeat=0.05, silence=1.0, first_retry=0.001, last_retry=0.01)
 PATIENT = Timing(first_retry=0.005, last_retry=0.05)
 
 
-class FaultyLink(MemoryLink):
-    """A link whose parcels may be lost or repeated, or that breaks."""
+class CuttingProxy:
+    """A Unix socket before another that cuts its first connections after so many bytes, and keeps the rest."""
 
-    faults: "FaultyTransport"
+    def __init__(self, folder: Path, back: str, budgets: Iterable[int]) -> None:
+        self.url = f"unix://{folder}/front"
+        self._path, self._back = f"{folder}/front", back.removeprefix("unix://")
+        self._budgets = list(budgets)
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def send(self, header: bytes, frames: Any) -> None:
-        fault = self.faults.next_fault()
-        if fault == "cut":
-            self.cut()
-        if fault != "drop":
-            await super().send(header, frames)
-        if fault == "repeat":
-            await super().send(header, frames)
+    async def __aenter__(self) -> "CuttingProxy":
+        self._server = await asyncio.start_unix_server(self._relay, self._path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _relay(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
+        left = [self._budgets.pop(0) if self._budgets else 1 << 60]
+        try:
+            far_in, far_out = await asyncio.open_unix_connection(self._back)
+        except OSError:
+            near_out.close()
+            return
+
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while left[0] > 0 and (data := await source.read(min(65536, left[0]))):
+                    left[0] -= len(data)
+                    target.write(data)
+                    await target.drain()
+
+        pumps = [asyncio.ensure_future(pump(near_in, far_out)), asyncio.ensure_future(pump(far_in, near_out))]
+        self._tasks.update(pumps)
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for writer in (near_out, far_out):
+                writer.close()
 
 
-class FaultyTransport(MemoryTransport):
-    """A transport in memory, and what happens to which parcel, counted over all links and both directions."""
+def tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+    """Contexts of a receiver, of a sender that it lets in, and of a stranger whose certificate it does not know."""
 
-    def __init__(self, name: str, faults: Iterable[tuple[int, str]] = ()) -> None:
-        super().__init__(name)
-        self.faults = dict(faults)
-        self.parcels = 0
+    def certificate(name: str) -> tuple[str, str]:
+        key, cert = f"{folder}/{name}.key", f"{folder}/{name}.pem"
+        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30"
+        command += f" -subj /CN={name} -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+        command += f" -keyout {key} -out {cert}"
+        subprocess.run(command.split(), check=True, capture_output=True)
+        return cert, key
 
-    def next_fault(self) -> str | None:
-        self.parcels += 1
-        return self.faults.get(self.parcels)
+    def context(purpose: ssl.Purpose, own: tuple[str, str], peer: tuple[str, str]) -> ssl.SSLContext:
+        made = ssl.create_default_context(purpose, cafile=peer[0])
+        made.verify_mode = ssl.CERT_REQUIRED
+        made.load_cert_chain(*own)
+        return made
 
-    async def dial(self) -> MemoryLink:
-        # The receiver has its end already, and uses it only when it is its turn.
-        link = await super().dial()
-        for end in (link, link.other):
-            end.__class__ = FaultyLink
-            end.faults = self
-        return link
+    receiver, sender, stranger = map(certificate, ("receiver", "sender", "stranger"))
+    return (
+        context(ssl.Purpose.CLIENT_AUTH, receiver, sender),
+        context(ssl.Purpose.SERVER_AUTH, sender, receiver),
+        context(ssl.Purpose.SERVER_AUTH, stranger, receiver),
+    )
 
 
 def picture(number: int, num_bytes: int = 4000) -> np.ndarray:

@@ -1,21 +1,18 @@
-"""The same two ends for threads: an event loop of their own does the work."""
+"""`BlockingSender` and `BlockingReceiver`: the two ends for threads, on an event loop of their own."""
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from mmrender.errors import ShippingClosedError, ShippingConnectionError
-from mmrender.shipping.delivery import Delivery, Received
-from mmrender.shipping.receiver import Receiver
-from mmrender.shipping.sender import Sender
-from mmrender.shipping.stats import ReceiverStats, SenderStats
+from mmrender.shipping.receiver import Received, Receiver, ReceiverOptions, ReceiverStats
+from mmrender.shipping.sender import Delivery, Sender, SenderOptions, SenderStats
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 
 class LoopThread:
@@ -37,33 +34,29 @@ class LoopThread:
             TimeoutError: It took longer.
             ShippingClosedError: The thread has ended.
         """
-        future = self.start(work)
+        with self._lock:  # the loop runs all that it is given before it is told to end
+            future = asyncio.run_coroutine_threadsafe(work, self._loop) if self._open else None
+        if future is None:
+            work.close()
+            raise ShippingClosedError("this end is closed")
         try:
             return future.result(timeout)
         except CancelledError as error:
-            raise _closed() from error
+            raise ShippingClosedError("this end is closed") from error
         except BaseException:
             future.cancel()
             raise
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine there."""
-        with self._lock:  # the loop runs all that it is given before it is told to end, and ends it then
-            if self._open:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise _closed()
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+    def call(self, function: Callable[[], T]) -> T:
         """Call a plain function there."""
 
         async def work() -> T:
-            return function(*arguments)
+            return function()
 
         return self.run(work())
 
     def close(self) -> None:
-        """End the thread; whoever waits for it is told that it is closed."""
+        """End the thread; whoever waits for it gets a `ShippingClosedError`."""
         with self._lock:
             if self._open:
                 self._open = False
@@ -72,21 +65,14 @@ class LoopThread:
 
     def _serve(self) -> None:
         with self._runner:
-            self._runner.run(self._wait())
-
-    async def _wait(self) -> None:
-        await self._closing.wait()
-
-
-def _closed() -> ShippingClosedError:
-    return ShippingClosedError("this end is closed")
+            self._runner.run(self._closing.wait())
 
 
 class BlockingDelivery:
-    """A message on its way.
+    """A message in flight.
 
     Attributes:
-        id: The id under which the receiver tells it from others.
+        id: As `Delivery.id`.
     """
 
     def __init__(self, delivery: Delivery, thread: LoopThread) -> None:
@@ -100,7 +86,7 @@ class BlockingDelivery:
         return self._delivery.acknowledged
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the acknowledgement; what is known already is told also after the sender was closed.
+        """Wait for the acknowledgement; a known outcome is reported also after the sender was closed.
 
         Raises:
             TimeoutError: It did not come in time.
@@ -120,18 +106,54 @@ class BlockingDelivery:
         self._delivery.check()
 
 
-class _Blocking(Generic[T]):
-    """One end, its thread, and how both are closed."""
+class BlockingSender:
+    """`Sender` for threads; any number of them may use one.
 
-    end: T
+    Args:
+        url: Address of the receiver.
+        **options: Those of `Sender`.
+    """
 
-    def __init__(self, make: Callable[[], T], name: str) -> None:
-        self._thread = LoopThread(name)
+    def __init__(self, url: str, **options: Unpack[SenderOptions]) -> None:
+        self._thread = LoopThread("mmrender-sender")
+        self._sender = _made(self._thread, lambda: Sender(url, **options))
+
+    @property
+    def stats(self) -> SenderStats:
+        """Figures so far, also once it is closed."""
+        return _read(self._thread, lambda: self._sender.stats)
+
+    def open(self, timeout: float | None = 30.0) -> None:
+        """As `Sender.connect`."""
+        self._thread.run(self._sender.connect(timeout))
+
+    def send(self, value: Any, *, id: str | None = None, timeout: float | None = None) -> BlockingDelivery:
+        """As `Sender.send`.
+
+        Raises:
+            ShippingConnectionError: There was no room in time; nothing was accepted.
+        """
+
+        async def send() -> Delivery:
+            async with asyncio.timeout(timeout):
+                return await self._sender.send(value, id=id)
+
         try:
-            self.end = self._thread.call(make)
-        except BaseException:
-            self._thread.close()
-            raise
+            return BlockingDelivery(self._thread.run(send()), self._thread)
+        except TimeoutError as error:
+            raise ShippingConnectionError(
+                "too much is unacknowledged",
+                where=str(self._sender.address),
+                got=f"no room for {timeout:g} s",
+            ) from error
+
+    def flush(self, timeout: float | None = None) -> None:
+        """As `Sender.flush`."""
+        self._thread.run(self._sender.flush(timeout))
+
+    def close(self, timeout: float | None = 30.0) -> None:
+        """As `Sender.aclose`; the thread ends in any case."""
+        _close(self._thread, lambda: self._sender.aclose(timeout))
 
     def __enter__(self) -> Self:
         try:
@@ -146,73 +168,8 @@ class _Blocking(Generic[T]):
     ) -> None:
         self.close(30.0 if error is None else 1.0)
 
-    def open(self) -> None:
-        """Start."""
-        raise NotImplementedError
 
-    def close(self, timeout: float | None = 30.0) -> None:
-        """End."""
-        raise NotImplementedError
-
-    def _stats(self, read: Callable[[], S]) -> S:
-        try:
-            return self._thread.call(read)
-        except ShippingClosedError:  # no thread changes them any more
-            return read()
-
-
-class BlockingSender(_Blocking[Sender]):
-    """`Sender` for threads; any number of them may use one.
-
-    Args:
-        url: Address of the receiver.
-        **options: Those of `Sender`.
-    """
-
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(lambda: Sender(url, **options), "mmrender-sender")
-
-    @property
-    def stats(self) -> SenderStats:
-        """Figures so far, also once it is closed."""
-        return self._stats(lambda: self.end.stats)
-
-    def open(self, timeout: float | None = 30.0) -> None:
-        """As `Sender.connect`."""
-        self._thread.run(self.end.connect(timeout))
-
-    def send(self, value: Any, *, id: str | None = None, timeout: float | None = None) -> BlockingDelivery:
-        """As `Sender.send`.
-
-        Raises:
-            ShippingConnectionError: There was no room in time; nothing was taken in.
-        """
-
-        async def send() -> Delivery:
-            return await asyncio.wait_for(self.end.send(value, id=id), timeout)
-
-        try:
-            return BlockingDelivery(self._thread.run(send()), self._thread)
-        except TimeoutError as error:
-            raise ShippingConnectionError(
-                "too much is unacknowledged", where=str(self.end.address), got=f"no room for {timeout:g} s"
-            ) from error
-
-    def flush(self, timeout: float | None = None) -> None:
-        """As `Sender.flush`."""
-        self._thread.run(self.end.flush(timeout))
-
-    def close(self, timeout: float | None = 30.0) -> None:
-        """As `Sender.aclose`; the thread ends in any case."""
-        try:
-            self._thread.run(self.end.aclose(timeout))
-        except ShippingClosedError:
-            return
-        finally:
-            self._thread.close()
-
-
-class BlockingReceiver(_Blocking[Receiver]):
+class BlockingReceiver:
     """`Receiver` for a thread, such as a trainer's.
 
     Args:
@@ -220,40 +177,36 @@ class BlockingReceiver(_Blocking[Receiver]):
         **options: Those of `Receiver`.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
-        super().__init__(lambda: Receiver(url, **options), "mmrender-receiver")
+    def __init__(self, url: str, **options: Unpack[ReceiverOptions]) -> None:
+        self._thread = LoopThread("mmrender-receiver")
+        self._receiver = _made(self._thread, lambda: Receiver(url, **options))
 
     @property
     def url(self) -> str:
         """The address, with the port that was chosen."""
-        return self.end.url
+        return self._receiver.url
 
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far, also once it is closed."""
-        return self._stats(lambda: self.end.stats)
+        return _read(self._thread, lambda: self._receiver.stats)
 
     def open(self) -> None:
         """As `Receiver.open`."""
-        self._thread.run(self.end.open())
+        self._thread.run(self._receiver.open())
 
     def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
 
         Args:
-            timeout: Seconds; None waits for ever.
+            timeout: Seconds; None waits without limit.
 
         Raises:
             TimeoutError: None came in time; none is lost.
             ShippingClosedError: The receiver is closed.
         """
-
-        async def receive() -> Received:
-            return await self.end.receive(timeout)
-
-        message = self._thread.run(receive())
-        acknowledge = message._acknowledge
-        return replace(message, _acknowledge=lambda id: self._thread.call(acknowledge, id))
+        message = self._thread.run(self._receiver.receive(timeout))
+        return replace(message, _acknowledge=lambda: self._thread.call(message.ack))
 
     def __iter__(self) -> Iterator[Received]:
         while True:
@@ -263,11 +216,43 @@ class BlockingReceiver(_Blocking[Receiver]):
                 return
             yield message
 
-    def close(self, timeout: float | None = 30.0) -> None:
+    def close(self) -> None:
         """As `Receiver.aclose`."""
+        _close(self._thread, self._receiver.aclose)
+
+    def __enter__(self) -> Self:
         try:
-            self._thread.run(self.end.aclose())
-        except ShippingClosedError:
-            return
-        finally:
-            self._thread.close()
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _made(thread: LoopThread, make: Callable[[], T]) -> T:
+    try:
+        return thread.call(make)
+    except BaseException:
+        thread.close()
+        raise
+
+
+def _read(thread: LoopThread, read: Callable[[], T]) -> T:
+    try:
+        return thread.call(read)
+    except ShippingClosedError:  # no thread changes it any more
+        return read()
+
+
+def _close(thread: LoopThread, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    try:
+        thread.run(close())
+    except ShippingClosedError:
+        return
+    finally:
+        thread.close()

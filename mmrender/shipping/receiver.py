@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import os
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+from ssl import SSLContext
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias, TypedDict
 
 from mmcodecs import BufferPool, Decoder, Limits
 from mmcodecs.arrays import Framework
@@ -16,106 +17,193 @@ from mmrender.errors import (
     ShippingClosedError,
     ShippingConnectionError,
     ShippingError,
+    ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address
-from mmrender.shipping.channel import Channel
-from mmrender.shipping.delivery import Received
-from mmrender.shipping.handshake import open_as_receiver
-from mmrender.shipping.inbox import Inbox
-from mmrender.shipping.links.base import Link, Listener, Transport
-from mmrender.shipping.links.choose import transport_of
-from mmrender.shipping.messages import Bye
-from mmrender.shipping.options import DEFAULT_TIMING, DEFAULT_WINDOW, Timing, Window
-from mmrender.shipping.receiving import ReceivingSession
-from mmrender.shipping.security import CurveKeys, key_bytes
-from mmrender.shipping.seen import WINDOW, SeenIds
-from mmrender.shipping.stats import ReceiverStats
+from mmrender.shipping.protocol import (
+    DEFAULT_TIMING,
+    MAX_UNACKED,
+    PLAIN,
+    VERSION,
+    Bye,
+    Data,
+    Hello,
+    Notifier,
+    Ping,
+    Progress,
+    Refused,
+    Timing,
+    Welcome,
+    check_version,
+    from_wire,
+    out_of_turn,
+    run_until_error,
+)
+from mmrender.shipping.shared_memory import connection_maker
+from mmrender.shipping.stream import Address, Connection, Listener, listen
 
-Acknowledge = Literal["taken", "explicit"]
-LIMITS = Limits(max_bytes=2 << 30)
-_ORPHANS = 4096
-_ORPHAN_WINDOWS = 4
+Acknowledge: TypeAlias = Literal["taken", "explicit"]
+LIMITS: Final = Limits(max_bytes=2 << 30)
+_ORPHANED_MESSAGES: Final = 4096
+_ORPHANED_WINDOWS: Final = 4
 _log = logging.getLogger("mmrender.shipping")
 
 
-class Receiver:
-    """Listens at an address and hands on what senders send, in the order of each, every id once.
-
-    For use on one event loop; `BlockingReceiver` serves threads.
-
-    Args:
-        url: Where to listen; see `Address`.
-        key: Shared secret of at least 16 bytes; needed beyond loopback.
-        curve: CURVE keys, for ZeroMQ; needed beyond loopback.
-        ack: "taken" acknowledges a message when the consumer takes it. With "explicit" the consumer calls
-            `Received.ack()` when the message is safe with it; what was not acknowledged comes again after the
-            receiver was restarted.
-        folder: Keep the ids of acknowledged messages there, so that a receiver that is started again with the
-            same folder knows them. None remembers them while it runs.
-        seen: Ids that the consumer has from earlier runs, such as those in its own files.
-        dedup_window: How many ids to remember.
-        sync: Whether each note in the folder waits for the disk.
-        window: What each sender may have under way.
-        table_bytes: Most memory for the arrays that one sender shares.
-        max_connections: Senders at a time.
-        framework: What arrays become; see `mmcodecs.decode`. Those of trajectories stay numpy arrays.
-        limits: Of the codec, for what is read; `max_bytes` bounds one message.
-        timing: How long things may take.
-        transport: Takes the place of what the address stands for.
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """A message that the consumer took.
 
     Attributes:
-        errors: Why connections were closed, the last hundred: what peers sent, or could not show.
+        value: The value that was sent. Its arrays are read-only views of memory that is reused once the last
+            of them is gone.
+        id: The sender's idempotency key, or else sender and sequence number.
+        sender: Name of the connection, for logs.
+    """
+
+    value: Any
+    id: str
+    sender: str
+    _acknowledge: Callable[[], None] = field(repr=False)
+
+    def ack(self) -> None:
+        """Acknowledge it: it is safe with the consumer, and the sender may forget it. Idempotent.
+
+        Raises:
+            ShippingClosedError: The receiver is closed, so the sender cannot be told: it keeps the message for
+                the next receiver.
+        """
+        self._acknowledge()
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverStats:
+    """Figures since a receiver was opened.
+
+    Attributes:
+        messages: Messages that arrived whole, duplicates included.
+        duplicates: Those of them that had arrived before, and were not handed on.
+        received_bytes: Bytes of their frames on the wire.
+        queued: Messages that the consumer has not taken.
+        connections: Open ones.
+        refused: Connections that ended because of something that the peer sent.
+    """
+
+    messages: int
+    duplicates: int
+    received_bytes: int
+    queued: int
+    connections: int
+    refused: int
+
+
+class ReceiverOptions(TypedDict, total=False):
+    """Options of `Receiver`."""
+
+    ssl: SSLContext | None
+    ack: Acknowledge
+    seen: Iterable[str]
+    dedup_window: int
+    window_messages: int
+    window_bytes: int
+    table_bytes: int
+    max_connections: int
+    framework: Framework
+    limits: Limits
+    timing: Timing
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A message until it is acknowledged.
+
+    `origins` are the sessions that brought it, with its number there. The first one's window holds its place.
+    """
+
+    name: str
+    digest: bytes
+    value: Any
+    num_bytes: int
+    origins: "list[tuple[_Session, int]]"
+    taken: bool = False
+
+
+class Receiver:
+    """Listens at an address and hands on each message once, those of one sender in order.
+
+    A message is known by its sender and sequence number, or by the idempotency key that its sender gave. For
+    use on one event loop; `BlockingReceiver` serves threads.
+
+    Args:
+        url: Where to listen: `unix:///path`, `tcp://host:port` or `shm://name`.
+        ssl: TLS context, needed for `tcp://` beyond loopback; it must require a certificate of senders.
+        ack: "taken" acknowledges a message when the consumer takes it. With "explicit" the consumer calls
+            `Received.ack()` when the message is safe with it; a message that was not acknowledged comes again
+            after the receiver was restarted.
+        seen: Ids (`Received.id`) that the consumer has from earlier runs, such as from its own checkpoint;
+            these messages are acknowledged and not handed on.
+        dedup_window: Number of acknowledged ids to remember.
+        window_messages: Messages that one sender may have sent and the consumer not taken.
+        window_bytes: The same in bytes on the wire; one message may be longer.
+        table_bytes: Bound on the memory for the arrays that one sender shares.
+        max_connections: Senders at a time.
+        framework: What arrays become; see `mmcodecs.decode`. Those of trajectories stay numpy arrays.
+        limits: Of the codec, for what is decoded; `max_bytes` bounds one message.
+        timing: Time limits.
+
+    Attributes:
+        errors: Why connections were closed, the last hundred.
 
     Raises:
-        ShippingError: The address or an option cannot be used, or another receiver uses the folder.
-        ShippingSecurityError: The key is too short.
-        OSError: The folder cannot be used.
+        ShippingError: The address or an option cannot be used.
     """
 
     def __init__(
         self,
-        url: str | Address,
+        url: str,
         *,
-        key: str | bytes | None = None,
-        curve: CurveKeys | None = None,
+        ssl: SSLContext | None = None,
         ack: Acknowledge = "taken",
-        folder: str | os.PathLike[str] | None = None,
         seen: Iterable[str] = (),
-        dedup_window: int = WINDOW,
-        sync: bool = False,
-        window: Window = DEFAULT_WINDOW,
+        dedup_window: int = 1 << 20,
+        window_messages: int = 64,
+        window_bytes: int = 256 << 20,
         table_bytes: int = 256 << 20,
         max_connections: int = 1024,
         framework: Framework = "numpy",
         limits: Limits = LIMITS,
         timing: Timing = DEFAULT_TIMING,
-        transport: Transport | None = None,
     ) -> None:
         self.address = Address.parse(url)
         if ack not in ("taken", "explicit"):
             raise ShippingError(
-                "an unknown way to acknowledge", where="ack", expected='"taken" or "explicit"', got=repr(ack)
+                "unknown way to acknowledge", where="ack", expected='"taken" or "explicit"', got=repr(ack)
             )
+        for name, value in (("window_messages", window_messages), ("window_bytes", window_bytes)):
+            if value < 1:
+                raise ShippingError(
+                    "a window lets nothing through", where=name, expected="1 or more", got=str(value)
+                )
         self.ack: Acknowledge = ack
-        self._secret = key_bytes(key)
-        self._window = window
-        self._table_bytes = table_bytes
+        self.window_messages = window_messages
+        self.window_bytes = window_bytes
+        self.table_bytes = table_bytes
+        self.framework: Framework = framework
+        self.limits = limits
+        self.timing = timing
+        self.errors: deque[MMRenderError] = deque(maxlen=100)
+        self._ssl = ssl
         self._max_connections = max_connections
-        self._framework: Framework = framework
-        self._limits = limits
-        self._timing = timing
-        self._transport = transport or transport_of(
-            self.address, keyed=key is not None, curve=curve, pool=BufferPool(), limits=limits, timing=timing
-        )
-        self._inbox = Inbox(SeenIds(folder, window=dedup_window, known=seen, sync=sync))
+        self._dedup_window = dedup_window
+        self._seen: OrderedDict[str, bytes] = OrderedDict((name, b"") for name in seen)
+        self._queue: deque[_Incoming] = deque()
+        self._open: dict[str, _Incoming] = {}
+        self._changed = Notifier()
         self._listener: Listener | None = None
-        self._tasks: dict[asyncio.Task[None], Link] = {}
-        self._sessions: dict[bytes, tuple[ReceivingSession, asyncio.Task[None]]] = {}
+        self._tasks: dict[asyncio.Task[None], Connection] = {}
+        self._sessions: dict[bytes, tuple[_Session, asyncio.Task[None]]] = {}
         self._past = [0, 0]
-        self._refused = 0
+        self._duplicates = self._refused = 0
         self._closed = False
-        self.errors: deque[ShippingError] = deque(maxlen=100)
 
     @property
     def url(self) -> str:
@@ -128,9 +216,9 @@ class Receiver:
         sessions = [session for session, _ in self._sessions.values()]
         return ReceiverStats(
             self._past[0] + sum(session.received_messages for session in sessions),
-            self._inbox.duplicates,
+            self._duplicates,
             self._past[1] + sum(session.received_bytes for session in sessions),
-            len(self._inbox),
+            len(self._queue),
             len(sessions),
             self._refused,
         )
@@ -139,36 +227,37 @@ class Receiver:
         """Start to listen.
 
         Raises:
-            ShippingSecurityError: The address can be reached from elsewhere, and nothing guards it.
+            ShippingSecurityError: Other machines can reach the address, and TLS does not identify them.
             ShippingConnectionError: The address cannot be bound.
             ShippingClosedError: The receiver was closed.
         """
         if self._closed:
-            raise _closed()
+            raise ShippingClosedError("the receiver is closed")
         if self._listener is None:
-            self._listener = await self._transport.listen(self._meet)
+            pool = BufferPool()
+            make = connection_maker(self.address, pool, self.limits)
+            self._listener = await listen(self.address, self._accept, ssl=self._ssl, pool=pool, make=make)
 
     async def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
 
         Args:
-            timeout: Seconds; None waits for ever.
+            timeout: Seconds; None waits without limit.
 
         Raises:
             TimeoutError: None came in time.
             ShippingClosedError: The receiver is closed.
-            OSError: With `ack="taken"`, the note in the folder cannot be written; the message stays with its
-                sender, for the next receiver.
         """
-        entry = None
         async with asyncio.timeout(timeout):
-            while entry is None:
-                if self._closed:
-                    raise _closed()
-                entry = self._inbox.take()
-                if entry is None:
-                    await self._inbox.bell.wait()
-        message = Received(entry.value, entry.id, entry.owner[0].peer, self._inbox.ack)
+            await self._changed.wait_until(lambda: bool(self._queue) or self._closed)
+        if self._closed:
+            raise ShippingClosedError("the receiver is closed")
+        entry = self._queue.popleft()
+        entry.taken = True
+        session, seq = entry.origins[0]
+        session.took(seq)
+        self._changed.notify()
+        message = Received(entry.value, entry.name, session.connection.peer, lambda: self._acknowledge(entry))
         entry.value = None
         if self.ack == "taken":
             message.ack()
@@ -182,21 +271,21 @@ class Receiver:
                 return
             yield message
 
-    def drop_tables(self) -> None:
-        """Free the memory of shared arrays; what is named from now on is asked for again."""
-        for session, _ in self._sessions.values():
-            session.decoder.reset()
-
     async def aclose(self) -> None:
         """Close. What was not acknowledged, its senders keep for the next receiver."""
         if self._closed:
             return
         self._closed = True
-        self._inbox.bell.ring()
-        try:
-            await self._hang_up()
-        finally:
-            self._inbox.seen.close()
+        self._changed.notify()
+        if self._listener is not None:
+            self._listener.close()
+        tasks = dict(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for connection in tasks.values():
+            await connection.aclose()  # a task that was cancelled before its first step has not done so
 
     async def __aenter__(self) -> Self:
         try:
@@ -211,75 +300,100 @@ class Receiver:
     ) -> None:
         await self.aclose()
 
-    async def _hang_up(self) -> None:
-        await self._end_all()
-        if self._listener is not None:
-            await self._listener.aclose()
-        await self._end_all()  # those that came in meanwhile
-        await self._transport.aclose()
+    def put(
+        self, name: str, digest: bytes, value: Any, num_bytes: int, origin: "tuple[_Session, int]"
+    ) -> None:
+        """Take in a message that has arrived whole, unless it is there already.
 
-    async def _end_all(self) -> None:
-        tasks = dict(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        for link in tasks.values():
-            await link.aclose()  # a task that was cancelled before its first step has not done so
+        Raises:
+            ShippingProtocolError: Its key was used for other content.
+        """
+        entry = self._open.get(name)
+        known = self._seen.get(name) if entry is None else entry.digest
+        if known is None:
+            self._open[name] = entry = _Incoming(name, digest, value, num_bytes, [origin])
+            self._queue.append(entry)
+            self._changed.notify()
+            return
+        if known and digest != known:
+            raise ShippingProtocolError(
+                "the idempotency key was used for other content",
+                where=f"id {name!r}",
+                remedy="Give each message a key of its own, or none",
+            )
+        self._duplicates += 1
+        session, seq = origin
+        session.took(seq)
+        if entry is None:
+            session.finished(seq)
+        else:
+            # The first one's window holds the place in the queue; the others hear of the acknowledgement.
+            first, *others = entry.origins
+            entry.origins = [first, *(each for each in others if not each[0].closed), origin]
 
-    def _meet(self, link: Link) -> None:
-        """Take in a connection."""
-        task = asyncio.get_running_loop().create_task(self._converse(link))
-        self._tasks[task] = link
+    def _acknowledge(self, entry: _Incoming) -> None:
+        if self._open.get(entry.name) is not entry:
+            return  # acknowledged before
+        if self._closed:
+            raise ShippingClosedError(
+                "the receiver is closed, so the sender cannot be told",
+                where=f"message {entry.name!r}",
+                remedy="Acknowledge before closing; or give the next receiver the ids you have, as seen=",
+            )
+        del self._open[entry.name]
+        self._seen[entry.name] = entry.digest
+        while len(self._seen) > self._dedup_window:
+            self._seen.popitem(last=False)
+        for session, seq in entry.origins:
+            session.finished(seq)
+
+    def _accept(self, connection: Connection) -> None:
+        task = asyncio.get_running_loop().create_task(self._converse(connection))
+        self._tasks[task] = connection
         task.add_done_callback(self._tasks.pop)
 
-    async def _converse(self, link: Link) -> None:
-        """Serve one connection; whatever goes wrong ends that one only."""
-        channel = Channel(link)
+    async def _converse(self, connection: Connection) -> None:
+        """Serve one connection; an error ends that one only."""
         try:
             if self._closed or len(self._tasks) > self._max_connections:
-                raise ShippingConnectionError("too many connections", where=channel.peer)
-            await self._serve(channel)
+                raise ShippingConnectionError("too many connections", where=connection.peer)
+            await self._serve(connection)
         except ShippingConnectionError as error:
             _log.debug("%s", error)
         except MMRenderError as error:
-            await self._turn_away(channel, error)
+            self._refused += 1
+            self.errors.append(error)
+            _log.warning("a connection was closed: %s", error)
+            denied = isinstance(error, ShippingSecurityError)
+            with contextlib.suppress(MMRenderError, TimeoutError):
+                async with asyncio.timeout(self.timing.goodbye):
+                    await connection.send(Bye(str(error)[:1000], denied))
         finally:
-            await link.aclose()
+            await connection.aclose()
 
-    async def _serve(self, channel: Channel) -> None:
+    async def _serve(self, connection: Connection) -> None:
         try:
-            async with asyncio.timeout(self._timing.handshake):
-                hello, resume = await open_as_receiver(channel, secret=self._secret)
+            async with asyncio.timeout(self.timing.handshake):
+                hello, _ = await connection.receive(lambda: 0)
+                if not isinstance(hello, Hello):
+                    raise out_of_turn(hello, connection.peer)
+                check_version(hello.version, connection.peer)
+                await self._end_earlier(hello.sender)
+                await self._changed.wait_until(self._may_grow)
         except TimeoutError as error:
-            raise ShippingConnectionError("no handshake in time", where=channel.peer) from error
-        await self._end_earlier(hello.sender)
-        await self._wait_for_room(channel)
-        decoder = Decoder(table_bytes=self._table_bytes, framework=self._framework, limits=self._limits)
-        session = ReceivingSession(
-            channel,
-            self._inbox,
-            decoder,
-            window=self._window,
-            max_bytes=self._limits.max_bytes,
-            timing=self._timing,
-        )
+            raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
+        session = _Session(self, connection, hello.sender.hex())
         task = asyncio.current_task()
-        if task is None:
-            raise ShippingClosedError("no task to serve in")
-        self._sessions[hello.sender] = session, task
+        if task is not None:
+            self._sessions[hello.sender] = session, task
         try:
-            await channel.send(session.welcome(resume, min(hello.table_bytes, self._table_bytes)))
-            await session.run()
-        except asyncio.CancelledError:
-            if not session.closed:
-                await session.say_goodbye()
-            raise
+            await session.run(min(hello.table_bytes, self.table_bytes))
         finally:
             if self._sessions.get(hello.sender, (None,))[0] is session:
                 del self._sessions[hello.sender]
             self._past = [self._past[0] + session.received_messages, self._past[1] + session.received_bytes]
             session.closed = True
+            self._changed.notify()
 
     async def _end_earlier(self, sender: bytes) -> None:
         """A sender that comes again has lost its earlier connection, however that looks from here."""
@@ -289,30 +403,126 @@ class Receiver:
             earlier[1].cancel()
             await asyncio.wait([earlier[1]])
 
-    async def _wait_for_room(self, channel: Channel) -> None:
-        try:
-            async with asyncio.timeout(self._timing.handshake):
-                await self._inbox.bell.wait_until(self._may_grow)
-        except TimeoutError as error:
-            raise ShippingConnectionError(
-                "too many messages of earlier connections are not taken yet", where=channel.peer
-            ) from error
-
     def _may_grow(self) -> bool:
-        """Whether so little is in line from connections that are gone that a new one may add to it."""
-        messages, num_bytes = self._inbox.orphaned
-        return messages < _ORPHANS and num_bytes < _ORPHAN_WINDOWS * self._window.num_bytes
-
-    async def _turn_away(self, channel: Channel, error: MMRenderError) -> None:
-        self._refused += 1
-        if isinstance(error, ShippingError):
-            self.errors.append(error)
-        _log.warning("a connection was closed: %s", error)
-        denied = isinstance(error, ShippingSecurityError)
-        with contextlib.suppress(MMRenderError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await channel.send(Bye(str(error)[:1000], denied))
+        """Whether the queue holds so little of lost connections, which no window bounds, that it may grow."""
+        orphaned = [entry.num_bytes for entry in self._queue if entry.origins[0][0].closed]
+        few = len(orphaned) < _ORPHANED_MESSAGES
+        return few and sum(orphaned) < _ORPHANED_WINDOWS * self.window_bytes
 
 
-def _closed() -> ShippingClosedError:
-    return ShippingClosedError("the receiver is closed")
+class _Session:
+    """One connection of a sender: takes in its messages, and answers.
+
+    Args:
+        receiver: Whose connection it is.
+        connection: After the Hello.
+        sender: Id of the sender.
+    """
+
+    def __init__(self, receiver: Receiver, connection: Connection, sender: str) -> None:
+        self.connection = connection
+        self.closed = False
+        self.received_bytes = 0
+        self.received_messages = 0
+        self._receiver = receiver
+        self._sender = sender
+        # Long frames have buffers of their own, which the table may hold; segments must go back to their sender.
+        own_buffers = receiver.address.scheme != "shm"
+        self._decoder = Decoder(
+            table_bytes=receiver.table_bytes, keep_views=own_buffers, limits=receiver.limits
+        )
+        self._in_window: dict[int, int] = {}
+        self._taken: list[int] = []
+        self._acked: list[int] = []
+        self._changed = Notifier()
+
+    async def run(self, table_bytes: int) -> None:
+        """Serve the connection.
+
+        Raises:
+            ShippingError: Why it ended; it always does so by an error.
+        """
+        owner = self._receiver
+        try:
+            await self.connection.send(
+                Welcome(
+                    VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes
+                )
+            )
+            await run_until_error(self._read(), self._answer(), self.connection.keep_alive(owner.timing))
+        except asyncio.CancelledError:
+            if not self.closed:
+                with contextlib.suppress(MMRenderError, TimeoutError):
+                    async with asyncio.timeout(owner.timing.goodbye):
+                        await self._tell_progress()
+                        await self.connection.send(Bye("the receiver was closed"))
+            raise
+
+    def took(self, seq: int) -> None:
+        """The consumer took a message: its place in the window is free."""
+        self._in_window.pop(seq, None)
+        self._taken.append(seq)
+        self._changed.notify()
+
+    def finished(self, seq: int) -> None:
+        """A message is acknowledged."""
+        self._acked.append(seq)
+        self._changed.notify()
+
+    def _allowance(self) -> int:
+        """Bytes that the next message may have."""
+        if not self._in_window:
+            return self._receiver.limits.max_bytes
+        return max(0, self._receiver.window_bytes - sum(self._in_window.values()))
+
+    async def _read(self) -> None:
+        while True:
+            message, frames = await self.connection.receive(self._allowance)
+            if isinstance(message, Data):
+                await self._take_in(message, frames)
+            elif not isinstance(message, Ping):
+                raise out_of_turn(message, self.connection.peer)
+            # Or the last message would keep its memory from the pool until the next one comes.
+            del message, frames
+
+    async def _take_in(self, data: Data, frames: list[memoryview]) -> None:
+        peer = self.connection.peer
+        num_bytes = sum(frame.nbytes for frame in frames)
+        name = data.key or f"{self._sender}:{data.seq}"
+        full = len(self._in_window) >= self._receiver.window_messages
+        if full or data.seq in self._in_window or not name.isprintable():
+            raise ShippingProtocolError(
+                "a message beyond the window",
+                where=peer,
+                expected=f"{self._receiver.window_messages} messages, each number once, and a printable key",
+                got=f"message {data.seq} with key {data.key!r}"[:200],
+            )
+        try:
+            self._decoder.framework = self._receiver.framework if data.kind == PLAIN else "numpy"
+            value = from_wire(data.kind, self._decoder.decode(frames))
+        except Exception as error:
+            # The sender is told, or it would come back with the same message again and again.
+            with contextlib.suppress(ShippingError):
+                await self.connection.send(Refused(data.seq, str(error)[:1000]))
+            raise ShippingProtocolError(
+                "a message that cannot be used", where=f"message {name!r} from {peer}", got=str(error)
+            ) from error
+        self.received_messages += 1
+        self.received_bytes += num_bytes
+        self._in_window[data.seq] = num_bytes
+        try:
+            self._receiver.put(name, data.digest, value, num_bytes, (self, data.seq))
+        except ShippingProtocolError as error:
+            self._in_window.pop(data.seq)
+            await self.connection.send(Refused(data.seq, str(error)[:1000]))
+
+    async def _answer(self) -> None:
+        while True:
+            await self._changed.wait_until(lambda: bool(self._taken or self._acked))
+            await self._tell_progress()
+
+    async def _tell_progress(self) -> None:
+        while self._taken or self._acked:
+            taken, self._taken = self._taken[:MAX_UNACKED], self._taken[MAX_UNACKED:]
+            acked, self._acked = self._acked[:MAX_UNACKED], self._acked[MAX_UNACKED:]
+            await self.connection.send(Progress(taken, acked))

@@ -1,211 +1,342 @@
-"""`Sender`: gives messages to a receiver, over as many connections as it takes."""
+"""`Sender`: ships messages to one receiver, over as many connections as it takes."""
 
 import asyncio
 import contextlib
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, TypedDict
 
 import mmcodecs
-from mmcodecs import BufferPool, Limits
+from mmcodecs import BufferPool, Encoder, Limits
 from mmcodecs.values import DEFAULT_LIMITS
-from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
-from mmrender.shipping.address import Address
-from mmrender.shipping.connections import Connections
-from mmrender.shipping.delivery import Delivery
-from mmrender.shipping.links.base import Transport
-from mmrender.shipping.links.choose import transport_of
-from mmrender.shipping.options import DEFAULT_TIMING, MAX_ID_BYTES, MAX_UNACKED, Timing
-from mmrender.shipping.outbox import Outbox, Outgoing
-from mmrender.shipping.security import CurveKeys, key_bytes
-from mmrender.shipping.stats import SenderStats
-from mmrender.shipping.values import id_of, to_wire
+from mmrender.errors import (
+    MMRenderError,
+    ShippingClosedError,
+    ShippingConnectionError,
+    ShippingError,
+    ShippingProtocolError,
+    ShippingSecurityError,
+)
+from mmrender.shipping.protocol import (
+    DEFAULT_TIMING,
+    MAX_KEY_BYTES,
+    MAX_UNACKED,
+    VERSION,
+    Bye,
+    Data,
+    Hello,
+    Notifier,
+    Ping,
+    Progress,
+    Refused,
+    Timing,
+    Welcome,
+    check_version,
+    content_digest,
+    out_of_turn,
+    run_until_error,
+    to_wire,
+)
+from mmrender.shipping.shared_memory import connection_maker
+from mmrender.shipping.stream import Address, Connection, dial
 
-_MOMENT_S = 1.0
-Guarantee = Literal["at-least-once", "at-most-once"]
+_MAX_FAILURES = 1024
+
+
+class Delivery:
+    """One message in flight. `await` it for the receiver's acknowledgement.
+
+    Awaiting raises `ShippingProtocolError` if the receiver cannot use the message, and `ShippingClosedError`
+    if the sender was closed before it was acknowledged.
+
+    Attributes:
+        id: The idempotency key that was given, or else sender and sequence number.
+        error: Why it failed.
+        reported: Whether awaiting it has raised the error, which `Sender.flush` then leaves out.
+    """
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.error: ShippingError | None = None
+        self.reported = False
+        self._done = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is settled."""
+        return self._done.is_set()
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether the receiver has acknowledged it."""
+        return self.done and self.error is None
+
+    def settle(self, error: ShippingError | None = None) -> None:
+        """Note how it ended; only the first call counts."""
+        if not self.done:
+            self.error = error
+            self._done.set()
+
+    def check(self) -> None:
+        """Raise the error of a message that has failed."""
+        if self.error is not None:
+            self.reported = True
+            raise self.error
+
+    async def _wait(self) -> None:
+        await self._done.wait()
+        self.check()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._wait().__await__()
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStats:
+    """Figures since a sender was made.
+
+    Attributes:
+        acknowledged: Messages that the receiver has acknowledged.
+        unacked: Messages that it has not.
+        resent: How often a message was sent again.
+        refused: Messages that failed: the receiver could not use them, or does not let this sender in.
+        connections: Connections so far.
+        sent_bytes: Bytes written, headers included.
+    """
+
+    acknowledged: int
+    unacked: int
+    resent: int
+    refused: int
+    connections: int
+    sent_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """A message until it is settled.
+
+    `frames` were written by `encoder`, whose table is that of one connection; with another encoder, or None,
+    they must be written again.
+    """
+
+    seq: int
+    kind: str
+    wire: Any
+    key: str
+    digest: bytes
+    delivery: Delivery
+    frames: list[memoryview]
+    encoder: Encoder | None
+    num_bytes: int
+    attempts: int = 0
+
+
+class SenderOptions(TypedDict, total=False):
+    """Options of `Sender`."""
+
+    ssl: SSLContext | None
+    max_unacked_messages: int
+    max_unacked_bytes: int
+    table_bytes: int
+    share_from: int | None
+    limits: Limits
+    timing: Timing
 
 
 class Sender:
-    """Sends trajectories, and anything else that the codec can write, to one receiver.
+    """Sends trajectories, and anything else that the codec can encode, to one receiver.
 
-    It connects again when a connection breaks, for as long as it is open, and then sends what was not
-    acknowledged. An array that the connection has carried is sent as a reference. For use on one event loop;
-    `BlockingSender` serves threads.
+    It connects again when a connection breaks, for as long as it is open, and then sends again what was not
+    acknowledged; the receiver drops what it has already. An array that the connection has carried is sent as
+    a reference. For use on one event loop; `BlockingSender` serves threads.
 
     Args:
-        url: Address of the receiver; see `Address`.
-        key: Shared secret of at least 16 bytes; needed beyond loopback.
-        curve: CURVE keys, for ZeroMQ.
-        delivery: "at-least-once" sends again what may have been lost, and the receiver drops what it has
-            already: together, exactly once. "at-most-once" sends nothing twice.
+        url: Address of the receiver: `unix:///path`, `tcp://host:port` or `shm://name`.
+        ssl: TLS context, needed for `tcp://` beyond loopback; it must require the receiver's certificate.
         max_unacked_messages: `send` waits while so many are unacknowledged. At most 4,096.
-        max_unacked_bytes: The same in bytes, arrays that several messages share counted each time.
+        max_unacked_bytes: `send` waits while messages of so many bytes on the wire are unacknowledged.
         table_bytes: Capacity of the table of shared arrays; the receiver may set a lower one.
         share_from: Hash arrays of at least this many bytes and share those, too, that come without a key.
-        limits: Of the codec, for what is written.
-        timing: How long things may take.
-        transport: Takes the place of what the address stands for.
+        limits: Of the codec, for what is encoded.
+        timing: Time limits.
 
     Raises:
         ShippingError: The address or an option cannot be used.
-        ShippingSecurityError: The key is too short.
     """
 
     def __init__(
         self,
-        url: str | Address,
+        url: str,
         *,
-        key: str | bytes | None = None,
-        curve: CurveKeys | None = None,
-        delivery: Guarantee = "at-least-once",
+        ssl: SSLContext | None = None,
         max_unacked_messages: int = 1024,
         max_unacked_bytes: int = 4 << 30,
         table_bytes: int = 256 << 20,
         share_from: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
         timing: Timing = DEFAULT_TIMING,
-        transport: Transport | None = None,
     ) -> None:
         self.address = Address.parse(url)
-        if delivery not in ("at-least-once", "at-most-once"):
-            raise ShippingError(
-                "an unknown guarantee", where="delivery", expected='"at-least-once" or "at-most-once"',
-                got=repr(delivery),
-            )  # fmt: skip
         if not 1 <= max_unacked_messages <= MAX_UNACKED:
             raise ShippingError(
-                "a bound out of range", where="max_unacked_messages", expected=f"1 to {MAX_UNACKED}",
+                "an option is out of range",
+                where="max_unacked_messages",
+                expected=f"1 to {MAX_UNACKED}",
                 got=str(max_unacked_messages),
-            )  # fmt: skip
-        self.delivery: Guarantee = delivery
-        self._transport = transport or transport_of(
-            self.address, keyed=key is not None, curve=curve, pool=BufferPool(), limits=limits, timing=timing
-        )
-        self._outbox = Outbox(
-            max_messages=max_unacked_messages,
-            max_bytes=max_unacked_bytes,
-            resend=delivery == "at-least-once",
-        )
-        self._connections = Connections(
-            self._transport,
-            self._outbox,
-            secret=key_bytes(key),
-            table_bytes=table_bytes,
-            share_from=share_from,
-            limits=limits,
-            timing=timing,
-        )
+            )
+        self._ssl = ssl
+        self._max_unacked_messages = max_unacked_messages
+        self._max_unacked_bytes = max_unacked_bytes
+        self._table_bytes = table_bytes
+        self._share_from = share_from
         self._limits = limits
+        self._timing = timing
+        self._pool = BufferPool()
+        self._id = uuid.uuid4().bytes
         self._next = 0
+        self._entries: dict[int, _Outgoing] = {}
+        self._unacked_bytes = 0
+        self._waiting: deque[_Outgoing] = deque()
+        self._window: dict[int, int] = {}
+        self._encoder: Encoder | None = None
+        self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
+        self._changed = Notifier()
+        self._fatal: ShippingSecurityError | None = None
+        self._last_error: ShippingError | None = None
+        self._failures: list[Delivery] = []
+        self._acknowledged = self._resent = self._refused = self._connections = self._past_bytes = 0
         self._closed = False
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection right now."""
-        return self._connections.connected
+        return self._connection is not None
 
     @property
     def stats(self) -> SenderStats:
         """Figures so far."""
-        counts = self._outbox.counts
+        sent_bytes = self._past_bytes + (self._connection.sent_bytes if self._connection else 0)
         return SenderStats(
-            counts.acknowledged,
-            len(self._outbox),
-            counts.resent,
-            counts.refused,
-            counts.lost,
-            self._connections.count,
-            self._connections.sent_bytes,
+            self._acknowledged,
+            len(self._entries),
+            self._resent,
+            self._refused,
+            self._connections,
+            sent_bytes,
         )
 
     async def connect(self, timeout: float | None = 30.0) -> None:
         """Start connecting, and wait for the first connection.
 
         Args:
-            timeout: Seconds; None waits for ever, 0 not at all.
+            timeout: Seconds; None waits without limit, 0 not at all.
 
         Raises:
             ShippingConnectionError: There was none in time. The sender goes on trying.
-            ShippingSecurityError: The receiver does not let us in, or must not be spoken to.
+            ShippingSecurityError: The receiver does not let this sender in, or its address needs TLS.
             ShippingClosedError: The sender is closed.
         """
         self._start()
         if timeout == 0:
             return
-        ready = self._outbox.bell.wait_until(lambda: self.connected or self._over())
         try:
-            await asyncio.wait_for(ready, timeout)
+            async with asyncio.timeout(timeout):
+                await self._changed.wait_until(lambda: self.connected or self._over())
         except TimeoutError as error:
-            raise self._unreached(f"for {timeout:g} s") from (self._connections.last_error or error)
+            raise self._unreached(f"for {timeout:g} s") from (self._last_error or error)
         self._check()
 
     async def send(self, value: Any, *, id: str | None = None) -> Delivery:
-        """Take a message in, waiting while too much is unacknowledged.
+        """Accept a message, waiting while too much is unacknowledged.
 
         The value is held, not copied: leave it and its arrays alone until it is acknowledged. Appending to a
-        `Trajectory` is fine; what was there when it was given is sent.
+        `Trajectory` is fine; its content at the time of this call is sent.
 
         Args:
-            value: A `Trajectory`, a list of them (what they share travels once, and they arrive together), or
+            value: A `Trajectory`, a list of them (shared content travels once, and they arrive together), or
                 anything that `mmcodecs.encode` takes.
-            id: What the receiver tells it from others by; at most 256 bytes of printable text. Default: that
-                of the trajectory, or else one that is never used again.
+            id: Idempotency key, at most 256 bytes of printable text: messages with one key are delivered
+                once, also from several senders. The same key with other content is an error.
 
         Returns:
-            A promise: `await` it for the acknowledgement.
+            `await` it for the acknowledgement.
 
         Raises:
-            CodecError: The value has a part that the codec cannot write; nothing was taken in.
-            TrajectoryError: The trajectory holds a message that has no plain form.
-            MediaError: It holds a media item that has none.
-            ShippingError: The id is none.
-            ShippingSecurityError: The receiver does not let us in.
+            CodecError: The value has a part that cannot be encoded; nothing was accepted.
+            TrajectoryError: A message of the trajectory cannot be encoded.
+            MediaError: The class of a media item has no form on the wire.
+            ShippingError: The key is malformed.
+            ShippingSecurityError: The receiver does not let this sender in.
             ShippingClosedError: The sender is closed.
         """
         self._start()
         self._check()
+        if id is not None and not (id.isprintable() and 1 <= len(id.encode()) <= MAX_KEY_BYTES):
+            raise ShippingError(
+                "malformed idempotency key",
+                where="id",
+                expected=f"printable text of 1 to {MAX_KEY_BYTES} bytes",
+                got=repr(id)[:80],
+            )
         kind, wire = to_wire(value)
-        name = id if id is not None else id_of(value)
-        num_bytes = _size(wire, self._limits)
-        await self._outbox.bell.wait_until(lambda: self._outbox.has_room(num_bytes) or self._over())
+        digest = b"" if id is None else content_digest(wire, self._limits)
+        await self._changed.wait_until(lambda: self._has_room() or self._over())
         self._check()
+        # Messages are encoded in the order in which they are sent. So while some wait to be encoded for the
+        # next connection, this one is encoded without a table, to see that it can be.
+        in_turn = not self._waiting or self._waiting[-1].encoder is self._encoder
+        encoder = self._encoder if in_turn else None
+        frames = self._encoded(wire, encoder)
         self._next += 1
-        delivery = Delivery(_checked_id(name) if name else f"{self._connections.sender.hex()}:{self._next}")
-        self._outbox.add(Outgoing(self._next, kind, wire, num_bytes, delivery))
+        delivery = Delivery(id or f"{self._id.hex()}:{self._next}")
+        num_bytes = sum(frame.nbytes for frame in frames)
+        entry = _Outgoing(self._next, kind, wire, id or "", digest, delivery, frames, encoder, num_bytes)
+        self._entries[entry.seq] = entry
+        self._unacked_bytes += num_bytes
+        self._waiting.append(entry)
+        self._changed.notify()
         return delivery
 
     async def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was given is acknowledged.
+        """Wait until everything that was accepted is acknowledged.
 
         A message that failed is reported unless its `Delivery` was awaited and has raised. Of several, the
         first is raised, once; `stats` counts all.
 
         Args:
-            timeout: Seconds; None waits for ever.
+            timeout: Seconds; None waits without limit.
 
         Raises:
             ShippingProtocolError: The receiver could not use a message.
-            ShippingConnectionError: It took too long, or a message that is sent at most once may be lost.
-            ShippingSecurityError: The receiver does not let us in.
+            ShippingConnectionError: It took too long.
+            ShippingSecurityError: The receiver does not let this sender in.
         """
-        empty = self._outbox.bell.wait_until(lambda: not len(self._outbox) or self._over())
         try:
-            await asyncio.wait_for(empty, timeout)
+            async with asyncio.timeout(timeout):
+                await self._changed.wait_until(lambda: not self._entries or self._over())
         except TimeoutError as error:
-            raise self._unreached(f"{len(self._outbox)} messages after {timeout:g} s") from (
-                self._connections.last_error or error
-            )
-        failure = self._outbox.counts.failures.take()
-        if failure is not None:
-            raise failure
-        if self._connections.fatal is not None:
-            raise self._connections.fatal
+            got = f"{len(self._entries)} messages after {timeout:g} s"
+            raise self._unreached(got) from (self._last_error or error)
+        failures, self._failures = self._failures, []
+        for delivery in failures:
+            if not delivery.reported and delivery.error is not None:
+                raise delivery.error
+        if self._fatal is not None:
+            raise self._fatal
 
     async def aclose(self, timeout: float | None = 30.0) -> None:
         """Wait for what is unacknowledged, then close.
 
         Args:
-            timeout: Seconds to wait; 0 gives up what is unacknowledged without a word.
+            timeout: Seconds to wait; 0 gives up what is unacknowledged without an error.
 
         Raises:
             ShippingError: As `flush`; the sender is closed in any case.
@@ -213,12 +344,16 @@ class Sender:
         if self._closed:
             return
         try:
-            if timeout != 0 and (len(self._outbox) or self._outbox.counts.failures):
+            if timeout != 0 and (self._entries or self._failures):
                 await self.flush(timeout)
         finally:
             self._closed = True
-            self._outbox.close()
-            await self._stop()
+            for entry in list(self._entries.values()):
+                self._settle(entry, ShippingClosedError("the sender was closed before this was acknowledged"))
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait([self._task])
+            self._changed.notify()
 
     async def __aenter__(self) -> Self:
         try:
@@ -234,56 +369,208 @@ class Sender:
         if error is None:
             await self.aclose()
             return
-        # What was sent before the error has a moment to arrive; the error is what the caller must see.
+        # Messages sent before the error have a moment to arrive; the error is what the caller must see.
         with contextlib.suppress(ShippingError):
-            await self.aclose(_MOMENT_S)
+            await self.aclose(self._timing.goodbye)
 
     def _start(self) -> None:
         if self._closed:
-            raise _closed()
+            raise ShippingClosedError("the sender is closed")
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._connections.run())
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _over(self) -> bool:
-        return self._closed or self._connections.fatal is not None
+        return self._closed or self._fatal is not None
 
     def _check(self) -> None:
-        if self._connections.fatal is not None:
-            raise self._connections.fatal
+        if self._fatal is not None:
+            raise self._fatal
         if self._closed:
-            raise _closed()
+            raise ShippingClosedError("the sender is closed")
 
-    async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        await self._transport.aclose()
-        self._outbox.bell.ring()
+    def _has_room(self) -> bool:
+        few = len(self._entries) < self._max_unacked_messages
+        return not self._entries or (few and self._unacked_bytes < self._max_unacked_bytes)
 
     def _unreached(self, got: str) -> ShippingConnectionError:
-        last = f"; last: {self._connections.last_error}" if self._connections.last_error else ""
+        last = f"; last: {self._last_error}" if self._last_error else ""
         return ShippingConnectionError(
-            "the receiver does not answer" if not self.connected else "the receiver does not acknowledge",
+            "the receiver does not acknowledge" if self.connected else "the receiver does not answer",
             where=str(self.address),
             got=f"{got}{last}",
         )
 
+    def _encoded(self, wire: Any, encoder: Encoder | None) -> list[memoryview]:
+        if encoder is not None:
+            frames = encoder.encode_frames(wire)
+        else:
+            frames = mmcodecs.encode_frames(wire, limits=self._limits)
+        return [memoryview(frame) for frame in frames]
 
-def _size(value: Any, limits: Limits) -> int:
-    """Bytes that a value takes when nothing of it is shared; finds out, too, whether it can be written."""
-    return sum(memoryview(frame).nbytes for frame in mmcodecs.encode_frames(value, limits=limits))
+    async def _run(self) -> None:
+        """Connect again and again; returns when the receiver does not let this sender in."""
+        wait = self._timing.first_retry
+        while True:
+            started = time.monotonic()
+            try:
+                connection, welcome = await self._open()
+            except ShippingSecurityError as error:
+                self._fatal = error
+                for entry in list(self._entries.values()):
+                    self._fail(entry, error)
+                self._changed.notify()
+                return
+            except ShippingError as error:
+                self._last_error = error
+            else:
+                await self._serve(connection, welcome)
+            if self._closed:  # a cancellation is lost where the connection breaks at the same moment
+                return
+            if time.monotonic() - started > 2 * wait + 1.0:
+                wait = self._timing.first_retry
+            # Workers whose trainer is back must not all connect at the same moment.
+            await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
+            wait = min(2 * wait, self._timing.last_retry)
 
+    async def _open(self) -> tuple[Connection, Welcome]:
+        make = connection_maker(self.address, self._pool, self._limits)
+        try:
+            async with asyncio.timeout(self._timing.handshake):
+                connection = await dial(self.address, ssl=self._ssl, pool=self._pool, make=make)
+                try:
+                    await connection.send(Hello(VERSION, self._id, self._table_bytes))
+                    welcome, _ = await connection.receive(lambda: 0)
+                    if not isinstance(welcome, Welcome):
+                        raise out_of_turn(welcome, connection.peer)
+                    check_version(welcome.version, connection.peer)
+                except BaseException as error:
+                    await connection.aclose()
+                    if self._ssl is not None and isinstance(error, ShippingConnectionError):
+                        error.remedy = "A receiver that does not know this side's certificate closes so, too"
+                    raise
+        except TimeoutError as error:
+            raise ShippingConnectionError("no answer in time", where=str(self.address)) from error
+        return connection, welcome
 
-def _checked_id(id: str) -> str:
-    if not id.isprintable() or not 1 <= len(id.encode()) <= MAX_ID_BYTES:
-        raise ShippingError(
-            "not an id",
-            where="id",
-            expected=f"printable text of 1 to {MAX_ID_BYTES} bytes",
-            got=repr(id)[:80],
+    async def _serve(self, connection: Connection, welcome: Welcome) -> None:
+        """Use a connection until it ends."""
+        self._connections += 1
+        self._connection = connection
+        self._encoder = Encoder(
+            table_bytes=min(self._table_bytes, welcome.table_bytes),
+            share_from=self._share_from,
+            limits=self._limits,
         )
-    return id
+        self._window.clear()
+        self._waiting = deque(self._entries.values())
+        self._changed.notify()
+        try:
+            await run_until_error(
+                self._write(connection, welcome, self._encoder),
+                self._read(connection),
+                connection.keep_alive(self._timing),
+            )
+        except ShippingError as error:
+            self._last_error = error
+        except asyncio.CancelledError:
+            with contextlib.suppress(MMRenderError, TimeoutError):
+                async with asyncio.timeout(self._timing.goodbye):
+                    await connection.send(Bye("the sender was closed"))
+            raise
+        finally:
+            self._connection = None
+            self._encoder = None
+            self._past_bytes += connection.sent_bytes
+            await connection.aclose()
+
+    async def _write(self, connection: Connection, welcome: Welcome, encoder: Encoder) -> None:
+        def may_send(num_bytes: int) -> bool:
+            in_flight = sum(self._window.values())
+            few = len(self._window) < welcome.window_messages
+            return not self._window or (few and in_flight + num_bytes <= welcome.window_bytes)
+
+        while True:
+            await self._changed.wait_until(lambda: bool(self._waiting))
+            entry = self._waiting[0]
+            if entry.seq not in self._entries:  # it has failed
+                self._waiting.popleft()
+                continue
+            try:
+                if entry.encoder is not encoder:
+                    entry.frames, entry.encoder = self._encoded(entry.wire, encoder), encoder
+            except mmcodecs.CodecError as error:
+                self._fail(entry, _changed(entry, error))
+                continue
+            wire_bytes = sum(frame.nbytes for frame in entry.frames)
+            if wire_bytes > welcome.max_bytes:
+                self._fail(entry, _too_long(entry, wire_bytes, welcome.max_bytes, connection.peer))
+                # The arrays that it would have brought are in no table of the receiver's.
+                encoder.reset()
+                for each in self._waiting:
+                    each.encoder = None
+                continue
+            while not may_send(wire_bytes):
+                await self._changed.wait()
+            self._waiting.popleft()
+            self._window[entry.seq] = wire_bytes
+            entry.attempts += 1
+            self._resent += entry.attempts > 1
+            await connection.send(Data(entry.seq, entry.key, entry.digest, entry.kind), entry.frames)
+
+    async def _read(self, connection: Connection) -> None:
+        while True:
+            message, _ = await connection.receive(lambda: 0)
+            if isinstance(message, Progress):
+                for seq in [*message.taken, *message.acked]:
+                    self._window.pop(seq, None)
+                for seq in message.acked:
+                    if seq in self._entries:
+                        self._acknowledged += 1
+                        self._settle(self._entries[seq], None)
+                self._changed.notify()
+            elif isinstance(message, Refused):
+                entry = self._entries.get(message.seq)
+                if entry is not None:
+                    self._fail(entry, _refused(entry, message.reason, connection.peer))
+            elif not isinstance(message, Ping):
+                raise out_of_turn(message, connection.peer)
+
+    def _fail(self, entry: _Outgoing, error: ShippingError) -> None:
+        self._refused += 1
+        self._settle(entry, error)
+        if len(self._failures) >= _MAX_FAILURES:
+            self._failures = [each for each in self._failures if not each.reported]
+        if len(self._failures) < _MAX_FAILURES:
+            self._failures.append(entry.delivery)
+
+    def _settle(self, entry: _Outgoing, error: ShippingError | None) -> None:
+        del self._entries[entry.seq]
+        self._unacked_bytes -= entry.num_bytes
+        self._window.pop(entry.seq, None)
+        entry.delivery.settle(error)
+        self._changed.notify()
 
 
-def _closed() -> ShippingClosedError:
-    return ShippingClosedError("the sender is closed")
+def _refused(entry: _Outgoing, reason: str, peer: str) -> ShippingProtocolError:
+    return ShippingProtocolError(
+        "the receiver cannot use this message", where=f"message {entry.delivery.id!r} to {peer}", got=reason
+    )
+
+
+def _too_long(entry: _Outgoing, got: int, bound: int, peer: str) -> ShippingProtocolError:
+    return ShippingProtocolError(
+        "the message is longer than the receiver takes",
+        where=f"message {entry.delivery.id!r} to {peer}",
+        expected=f"at most {bound} bytes",
+        got=str(got),
+        remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
+    )
+
+
+def _changed(entry: _Outgoing, error: Exception) -> ShippingProtocolError:
+    return ShippingProtocolError(
+        "the message could be encoded when it was given, and cannot be any more",
+        where=f"message {entry.delivery.id!r}",
+        got=str(error),
+        remedy="Leave a value alone until it is acknowledged",
+    )

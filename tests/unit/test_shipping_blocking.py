@@ -15,7 +15,7 @@ from mmrender.shipping.blocking import LoopThread
 from shipping_cases import is_message, message
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tcp", "zmq+tcp", "shm"])
+@pytest.mark.parametrize("scheme", ["unix", "tcp", "shm"])
 def test_a_trainer_thread_takes_what_worker_threads_send(scheme, tmp_path):
     url = {"unix": f"unix://{tmp_path}/a", "shm": f"shm://blocking-{os.getpid()}"}.get(
         scheme, f"{scheme}://127.0.0.1:0"
@@ -35,7 +35,7 @@ def test_a_trainer_thread_takes_what_worker_threads_send(scheme, tmp_path):
 
 def test_acknowledging_from_another_thread(tmp_path):
     with (
-        BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit", folder=tmp_path) as receiver,
+        BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit") as receiver,
         BlockingSender(receiver.url) as sender,
     ):
         delivery = sender.send(np.arange(10), id="x")
@@ -49,8 +49,9 @@ def test_acknowledging_from_another_thread(tmp_path):
         with pytest.raises(TimeoutError):
             receiver.receive(0.02)
         assert sender.send(1).id != delivery.id
-        assert receiver.receive(10).value == 1
-        sender.end._outbox.close()
+        last = receiver.receive(10)
+        assert last.value == 1
+        last.ack()
 
 
 def test_iterating_ends_when_the_receiver_is_closed(tmp_path):
@@ -71,7 +72,7 @@ def test_iterating_ends_when_the_receiver_is_closed(tmp_path):
 
 def test_errors_come_through_and_threads_end(tmp_path):
     threads = threading.active_count()
-    with pytest.raises(ShippingError, match="not an address"):
+    with pytest.raises(ShippingError, match="malformed address"):
         BlockingSender("nowhere")
     sender = BlockingSender(f"unix://{tmp_path}/nobody", max_unacked_messages=1)
     with pytest.raises(ShippingConnectionError, match="the receiver does not answer"):
@@ -107,23 +108,6 @@ def test_what_is_known_is_told_after_closing(tmp_path):
     assert not unknown.acknowledged
     assert sender.stats.acknowledged == 1
     assert receiver.stats.queued == 1
-
-
-def test_a_loss_that_a_delivery_has_told_is_not_told_again_by_closing(tmp_path):
-    receiver = BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit")
-    receiver.open()
-    sender = BlockingSender(receiver.url, delivery="at-most-once")
-    sender.open()
-    told, untold = sender.send(1), sender.send(2)
-    assert [receiver.receive(10).value for _ in range(2)] == [1, 2]
-    receiver.close()
-    with pytest.raises(ShippingConnectionError, match="sent at most once"):
-        told.wait(10)
-    with pytest.raises(ShippingConnectionError, match=untold.id):
-        sender.close()
-    assert sender.stats.lost == 2
-    with pytest.raises(ShippingConnectionError, match=untold.id):
-        untold.wait()
 
 
 def test_threads_that_wait_while_the_sender_closes_are_told(tmp_path):

@@ -35,7 +35,7 @@ async def run(folder: Path) -> None:
         task = asyncio.ensure_future(consumer()(url, path))
         async with Sender(url) as sender:
             for number in range(first, last):
-                await sender.send(rollout(number))
+                await sender.send(rollout(number), id=f"task/{number}")
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

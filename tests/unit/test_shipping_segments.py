@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmrender.errors import ShippingProtocolError
-from mmrender.shipping.links.segments import MappedSegments, Segment, SegmentPool
+from mmrender.shipping.shared_memory import MappedSegments, Segment, SegmentPool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
 MB = 1 << 20
@@ -38,8 +38,7 @@ def test_segments_are_used_again_and_bounded():
 
 def test_a_lease_is_released_when_its_last_view_dies():
     segment = Segment(7, MB)
-    released = []
-    maps = MappedSegments("peer", 8 * MB, released.append)
+    maps = MappedSegments("peer", 8 * MB)
     maps.add(7, MB, segment.fd)
     segment.data[:4] = [1, 2, 3, 4]
     view = maps.lease(7, 4)
@@ -50,18 +49,16 @@ def test_a_lease_is_released_when_its_last_view_dies():
         maps.lease(7, 4)  # while it is looked at
     del view
     gc.collect()
-    assert released == []
+    assert maps.take_released() == []
     del array
-    assert released == [7]
-    maps.give_back(7)
+    assert maps.take_released() == [7]
     assert bytes(maps.lease(7, 2)) == b"\x01\x02"
-    segment.close_fd()
-    segment.close_fd()
+    os.close(segment.fd)
     maps.close()
 
 
 def test_what_a_receiver_must_not_map_is_refused():
-    maps = MappedSegments("peer", 4 * MB, lambda number: None)
+    maps = MappedSegments("peer", 4 * MB)
     sound = Segment(1, MB)
     plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, MB)
@@ -86,7 +83,7 @@ def test_what_a_receiver_must_not_map_is_refused():
                 maps.lease(number, num_bytes)
     finally:
         os.close(plain)
-        sound.close_fd()
+        os.close(sound.fd)
 
 
 def test_a_sender_cannot_cut_off_what_it_has_shared():
@@ -95,7 +92,7 @@ def test_a_sender_cannot_cut_off_what_it_has_shared():
         os.ftruncate(segment.fd, 10)
     with pytest.raises(PermissionError):
         fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    segment.close_fd()
+    os.close(segment.fd)
 
 
 def test_nothing_appears_in_dev_shm():
@@ -103,4 +100,4 @@ def test_nothing_appears_in_dev_shm():
     segment = Segment(1, MB)
     assert {name for name in os.listdir("/dev/shm") if "mmrender" in name} == before
     assert "memfd:mmrender" in os.readlink(f"/proc/self/fd/{segment.fd}")
-    segment.close_fd()
+    os.close(segment.fd)

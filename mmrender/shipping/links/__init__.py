@@ -1,1 +1,0 @@
-"""Ways that bytes travel. Each gives `Link` objects; the protocol above them is the same for all."""

@@ -1,0 +1,255 @@
+"""The protocol between a sender and a receiver: small msgpack headers, one kind of which carries frames.
+
+```
+sender                                   receiver
+Hello     version, who, table       ->
+                                    <-   Welcome    version, window, limits
+Data + frames                       ->
+                                    <-   Progress   taken by the consumer (credit comes back), acknowledged
+                                    <-   Refused    this message cannot be used; not to be sent again
+Ping                                <->  Ping       after a while of silence
+Bye                                 <->  Bye        closing in good order
+```
+
+After a lost connection the sender sends everything again that was not acknowledged, and the receiver drops what
+it has: a delivery is known by its sender's id and its sequence number, or by a key that the caller gave.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+import mmcodecs
+from mmcodecs import Limits
+from mmrender.errors import ShippingConnectionError, ShippingProtocolError, ShippingSecurityError
+from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
+
+VERSION: Final = 2
+MAX_KEY_BYTES: Final = 256
+MAX_UNACKED: Final = 4096
+PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
+
+SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Numbers = Annotated[list[Number], Meta(max_length=MAX_UNACKED)]
+Text = Annotated[str, Meta(max_length=1000)]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Time limits in seconds.
+
+    Attributes:
+        handshake: From the connection to the Welcome.
+        heartbeat: A Ping is sent after so long without any other message.
+        silence: A connection over which nothing came for so long is closed.
+        first_retry: Wait before the second attempt to connect; each further one waits twice as long.
+        last_retry: The longest wait between attempts.
+        goodbye: How long closing waits for a peer that does not read.
+    """
+
+    handshake: float = 10.0
+    heartbeat: float = 5.0
+    silence: float = 30.0
+    first_retry: float = 0.02
+    last_retry: float = 2.0
+    goodbye: float = 1.0
+
+
+DEFAULT_TIMING: Final = Timing()
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower):
+    pass
+
+
+class Hello(_Header, frozen=True):
+    """Opens a connection. `sender` is the same for all connections of one `Sender`."""
+
+    version: int
+    sender: SenderId
+    table_bytes: Number
+
+
+class Welcome(_Header, frozen=True):
+    """Answers a Hello: how much may be in flight, the longest message, and the table of shared arrays."""
+
+    version: int
+    window_messages: Positive
+    window_bytes: Positive
+    max_bytes: Positive
+    table_bytes: Number
+
+
+class Data(_Header, frozen=True):
+    """A message; its frames are those of the codec.
+
+    `key` is the caller's idempotency key or empty, `digest` then that of the content. `kind` says what the
+    decoded value becomes.
+    """
+
+    seq: Number
+    key: Annotated[str, Meta(max_length=MAX_KEY_BYTES)]
+    digest: Annotated[bytes, Meta(max_length=32)]
+    kind: Annotated[str, Meta(max_length=32)]
+
+
+class Progress(_Header, frozen=True):
+    """Numbers of messages that the consumer took, and that are acknowledged."""
+
+    taken: Numbers
+    acked: Numbers
+
+
+class Refused(_Header, frozen=True):
+    """Message `seq` cannot be used."""
+
+    seq: Number
+    reason: Text
+
+
+class Ping(_Header, frozen=True):
+    """A sign of life."""
+
+
+class Bye(_Header, frozen=True):
+    """The last message. `denied` says that coming back would not help."""
+
+    reason: Text
+    denied: bool = False
+
+
+Message = Hello | Welcome | Data | Progress | Refused | Ping | Bye
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """Write a header."""
+    return _ENCODER.encode(message)
+
+
+def unpack(header: bytes | memoryview) -> Message:
+    """Read a header.
+
+    Raises:
+        ShippingProtocolError: It is malformed.
+    """
+    try:
+        return _DECODER.decode(header)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ShippingProtocolError("a header cannot be read", got=str(error)[:200]) from error
+
+
+def check_version(version: int, peer: str) -> None:
+    """Require that the peer speaks this version of the protocol."""
+    if version != VERSION:
+        raise ShippingProtocolError(
+            "the peer speaks another version of the protocol",
+            where=peer,
+            expected=str(VERSION),
+            got=str(version),
+            remedy="Install the same version of mmrender on both sides",
+        )
+
+
+def out_of_turn(message: Message, peer: str) -> Exception:
+    """Return the error that a message other than the expected one stands for; a Bye among them."""
+    if isinstance(message, Bye):
+        if message.denied:
+            return ShippingSecurityError("the peer refused the connection", where=peer, got=message.reason)
+        return ShippingConnectionError("the peer said goodbye", where=peer, got=message.reason)
+    return ShippingProtocolError("a message out of turn", where=peer, got=type(message).__name__)
+
+
+def to_wire(value: Any) -> tuple[str, Any]:
+    """Return the kind of a value, and the form in which the codec writes it.
+
+    Raises:
+        TrajectoryError: A message of a trajectory cannot be encoded.
+        MediaError: The class of a media item has no form on the wire.
+    """
+    if isinstance(value, Trajectory):
+        return TRAJECTORY, trajectories_to_wire([value])
+    if type(value) is list and value and all(isinstance(each, Trajectory) for each in value):
+        return GROUP, trajectories_to_wire(value)
+    return PLAIN, value
+
+
+def from_wire(kind: str, value: Any) -> Any:
+    """Undo `to_wire`.
+
+    Raises:
+        ShippingProtocolError: The kind is unknown, or there is not one trajectory.
+        TrajectoryError: A trajectory is damaged.
+        MediaError: One of its media items is damaged.
+        PlaceholderError: One of its placeholder ranges does not fit.
+    """
+    if kind == PLAIN:
+        return value
+    if kind not in (TRAJECTORY, GROUP):
+        raise ShippingProtocolError("a value of unknown kind", expected="trajectory or group", got=repr(kind))
+    group = trajectories_from_wire(value)
+    if kind == GROUP:
+        return group
+    if len(group) != 1:
+        raise ShippingProtocolError("there is not one trajectory", got=str(len(group)))
+    return group[0]
+
+
+def content_digest(wire: Any, limits: Limits) -> bytes:
+    """Return the blake3 digest of an encoded value, the same for equal content.
+
+    Raises:
+        CodecError: The value cannot be encoded.
+    """
+    hasher = blake3()
+    for frame in mmcodecs.encode_frames(wire, limits=limits):
+        view = memoryview(frame)
+        hasher.update(view.nbytes.to_bytes(8, "little"))
+        hasher.update(view)
+    return hasher.digest()
+
+
+class Notifier:
+    """Wakes the tasks of one event loop that wait for a condition; it may be notified from any function."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """Have every waiter look at its condition again."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait for the next notification."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds."""
+        while not condition():
+            await self.wait()
+
+
+async def run_until_error(*work: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines that end by an error only, cancel the others, and raise the first error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
