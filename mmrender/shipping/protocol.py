@@ -11,8 +11,8 @@ Ping                                <->  Ping       after a while of silence
 Bye                                 <->  Bye        closing in good order
 ```
 
-After a lost connection the sender sends everything again that was not acknowledged, and the receiver drops what
-it has: a delivery is known by its sender's id and its sequence number, or by a key that the caller gave.
+After a lost connection the sender sends everything again that was not acknowledged, and the receiver drops
+what it has: a delivery is known by its sender's id and its sequence number, or by a key that the caller gave.
 """
 
 import asyncio

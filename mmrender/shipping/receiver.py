@@ -69,8 +69,8 @@ class Received:
         """Acknowledge it: it is safe with the consumer, and the sender may forget it. Idempotent.
 
         Raises:
-            ShippingClosedError: The receiver is closed, so the sender cannot be told: it keeps the message for
-                the next receiver.
+            ShippingClosedError: The receiver is closed, so the sender cannot be told: it keeps the message
+                for the next receiver.
         """
         self._acknowledge()
 
@@ -426,7 +426,7 @@ class _Session:
         self.received_messages = 0
         self._receiver = receiver
         self._sender = sender
-        # Long frames have buffers of their own, which the table may hold; segments must go back to their sender.
+        # Long frames have buffers of their own, which the table may hold; segments go back to their sender.
         own_buffers = receiver.address.scheme != "shm"
         self._decoder = Decoder(
             table_bytes=receiver.table_bytes, keep_views=own_buffers, limits=receiver.limits

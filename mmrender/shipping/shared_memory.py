@@ -2,8 +2,8 @@
 
 A segment is an anonymous file: the sender makes it and passes its descriptor over the socket, so the system
 frees it when the last process that maps it is gone. The sender owns its segments and uses them again; the
-receiver maps them for reading only, and says when the last view into one is gone. On Linux they are sealed, so a
-sender cannot cut off memory that a receiver reads. Elsewhere they are unlinked temporary files.
+receiver maps them for reading only, and says when the last view into one is gone. On Linux they are sealed,
+so a sender cannot cut off memory that a receiver reads. Elsewhere they are unlinked temporary files.
 
 Short messages, and those for which no segment is free or can be made, travel through the socket, so a full
 pool slows down and never stops. Besides the parcels of `stream.py` there are:
