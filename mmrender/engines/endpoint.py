@@ -10,7 +10,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -48,9 +57,8 @@ try:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import Response
+    from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
-    from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the HTTP endpoint") from error
 
@@ -239,55 +247,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Server-sent events; ends its source when it ends, for whatever reason.
-
-    Args:
-        first: The first value, awaited before, so that an error before it has a status.
-        values: The others.
-        ended: Called with the status once the stream has ended.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, first: Mapping[str, Any], values: AsyncIterator[Mapping[str, Any]], ended: Callable[[int], None]
-    ) -> None:
-        super().__init__(status_code=200, headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._first = first
-        self._values = values
-        self._ended = ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
-        status = 200
-        try:
-            await while_connected(Request(scope, receive), self._send(send))
-        except (CallerLeftError, OSError):
-            status = _CALLER_LEFT
-        finally:
-            await _close(self._values)
-            self._ended(status)
-
-    async def _send(self, send: Send) -> None:
-        async def event(data: bytes, *, more: bool = True) -> None:
-            body = b"data: " + data + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await event(msgspec.json.encode(self._first))
-        try:
-            async for value in self._values:
-                await event(msgspec.json.encode(value))
-        except Exception as error:  # noqa: BLE001 - the status is sent, so it goes into the stream
-            await event(msgspec.json.encode(failure_of(error)[1]))
-        await event(b"[DONE]", more=False)
-
-
-async def _close(values: Any) -> None:
-    if hasattr(values, "aclose"):
-        await values.aclose()
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 # --- metrics ---
@@ -387,7 +348,7 @@ class Endpoint:
                 status, envelope = failure_of(error)
                 headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
                 response = JSONReply(envelope, status, headers.get(status))
-            if not isinstance(response, EventStream):
+            if not isinstance(response, StreamingResponse):
                 self.metrics.answered(request.scope["route"].path, response.status_code, begun)
             return response
 
@@ -470,15 +431,36 @@ class Endpoint:
         except BaseException:
             await values.aclose()
             raise
-        return EventStream(first, values, lambda status: self.metrics.answered(route, status, begun))
+        events = self._events(first, values, lambda status: self.metrics.answered(route, status, begun))
+        headers = {"cache-control": "no-cache"}
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-    async def _watched(self, values: AsyncIterator[dict[str, Any]]) -> Any:
+    async def _events(
+        self, first: Any, values: AsyncGenerator[Any, None], ended: Callable[[int], None]
+    ) -> AsyncIterator[bytes]:
+        """Yield server-sent events; the source ends with them, for whatever reason."""
+        status = _CALLER_LEFT
+        try:
+            yield _event(first)
+            try:
+                async for value in values:
+                    yield _event(value)
+            except Exception as error:  # noqa: BLE001 - the status is sent, so it goes into the stream
+                yield _event(failure_of(error)[1])
+            yield b"data: [DONE]\n\n"
+            status = 200
+        finally:
+            await values.aclose()
+            ended(status)
+
+    async def _watched(self, values: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
         try:
             async for value in values:
                 self.metrics.count_usage(value)
                 yield {**value, "model": self.settings.model}
         finally:
-            await _close(values)
+            if isinstance(values, AsyncGenerator):
+                await values.aclose()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
