@@ -26,13 +26,6 @@ def test_two_images_that_touch_stay_two() -> None:
     assert got[:, 0].tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 3, 4], [0, 1, 2, 2, 4]]
 
 
-def test_each_segment_starts_at_zero() -> None:
-    got = mrope_position_ids(
-        [[0, 1, 0, 0, 0, 1, 0]], ROPE, image_grid_thw=[[1, 2, 2]] * 2, segments=[[(0, 3), (3, 4)]]
-    )
-    assert got[:, 0].tolist() == [[0, 1, 2, 0, 1, 2, 3]] * 3
-
-
 def test_videos_in_seconds() -> None:
     rope = MRope(merge=2, frames_apart=False, tokens_per_second=2)
     got = mrope_position_ids([[0, 2, 2, 2, 0]], rope, video_grid_thw=[[3, 2, 2]], second_per_grid_ts=[1.3])
