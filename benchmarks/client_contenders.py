@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-
 from mmrender import Renderer, generate
 from mmrender.client.http import HTTPTransport
 from mmrender.client.placeholders import check_prompt
-from mmrender.client.transport import Transport
+from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import GenerateCall, VLLMBackend
 from mmrender.spans import MultiModalData
@@ -61,7 +59,7 @@ class GivenFeatures:
         features = self.load.features
         if features is not None:
             # As the backend's own encoding gives it: a JSON text.
-            features = {**features, "kwargs_data": {"image": [msgspec.Raw(self.load.image_json)]}}
+            features = {**features, "kwargs_data": {"image": [JSONText(self.load.image_json)]}}
         return await call.send({} if features is None else {"features": features})
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:

@@ -168,7 +168,7 @@ class DynamoBackend:
         }
         features = await asyncio.to_thread(features_of, spans, forms)
         texts = [text for texts in features["kwargs_data"].values() for text in texts]
-        size = len(ids) * _BYTES_PER_ID + sum(len(memoryview(text)) for text in texts)
+        size = len(ids) * _BYTES_PER_ID + sum(map(len, texts))
         _check_size(size, self.max_image_bytes, where=GENERATE_PATH)
         # The frontend has no route that aborts; closing the connection does.
         call = GenerateCall(request, transport, ids, aborts=False)

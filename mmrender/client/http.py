@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import io
 import logging
+import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from mmrender.client.hooks import ClientHooks, ObservedCall
-from mmrender.client.transport import MAX_ERROR_BYTES, Reply, TransportConfig, status_error
+from mmrender.client.transport import MAX_ERROR_BYTES, JSONText, Reply, TransportConfig, status_error
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -25,6 +25,7 @@ from mmrender.errors import (
 
 try:
     import aiohttp
+    from aiohttp.abc import AbstractStreamWriter
 except ImportError as error:
     raise MissingDependencyError.of_extra("aiohttp", "client", "the HTTP client") from error
 
@@ -36,8 +37,76 @@ _UNTRUSTED: Final = (
     aiohttp.ServerFingerprintMismatch,
 )
 _BUSY: Final = frozenset({502, 503, 504})
-_LARGE_BODY: Final = 256 << 10
+_SLICE: Final = 256 << 10
 """Larger bodies are written in slices, so that other tasks have their turn."""
+
+
+class Body:
+    """A JSON text in pieces that follow each other; large ones are the caller's own bytes, not copied."""
+
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self.pieces = pieces
+        self._size = sum(map(len, pieces))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def joined(self) -> bytes:
+        """Return the text in one piece."""
+        return b"".join(self.pieces)
+
+
+class _SlicedPayload(aiohttp.Payload):
+    """Writes a body as slices of its pieces, so that the socket may drain between two."""
+
+    _value: Body
+    _autoclose = True
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body, content_type="application/json")
+        self._size = len(body)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Return the body as text, for aiohttp's own diagnostics."""
+        return self._value.joined().decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Write all of it."""
+        for piece in self._value.pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _SLICE):
+                await writer.write(view[start : start + _SLICE])
+                # A socket with a large buffer takes slice after slice at once; let others have their turn.
+                await asyncio.sleep(0)
+
+
+def encode_json(value: Any) -> Body:
+    """Encode a JSON value: what msgspec takes, and `JSONText`, which is not copied.
+
+    Raises:
+        InputError: It cannot be written as JSON.
+    """
+    texts: list[JSONText] = []
+    # Random, so that no text of the request can hold it.
+    mark = secrets.token_hex(16)
+
+    def stand_in(other: Any) -> str:
+        if not isinstance(other, JSONText):
+            raise TypeError(f"Encoding objects of type {type(other).__name__} is unsupported")
+        texts.append(other)
+        return mark
+
+    try:
+        whole = msgspec.json.encode(value, enc_hook=stand_in)
+        first, *others = whole.split(f'"{mark}"'.encode()) if texts else (whole,)
+        pieces = [first]
+        for text, after in zip(texts, others, strict=True):
+            pieces += [text.data, after]
+        return Body(pieces)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InputError(
+            "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
+        ) from error
 
 
 class HTTPTransport:
@@ -100,7 +169,7 @@ class HTTPTransport:
         repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
         body = None if json is None else encode_json(json)
-        call = ObservedCall(method, self.base_url + path, len(body or b""), self.hooks)
+        call = ObservedCall(method, self.base_url + path, 0 if body is None else len(body), self.hooks)
         sent = _headers(call, body, headers)
         policy = self.config.retries
         failure: EngineError | None = None
@@ -128,7 +197,7 @@ class HTTPTransport:
         call.report("on_response", reply_bytes=len(reply.body))
         return reply
 
-    async def _once(self, call: ObservedCall, body: bytes | None, headers: Mapping[str, str]) -> Reply:
+    async def _once(self, call: ObservedCall, body: Body | None, headers: Mapping[str, str]) -> Reply:
         async with self._opened(call, body, headers) as response:
             content = bytearray()
             async for chunk in response.content.iter_any():
@@ -149,7 +218,7 @@ class HTTPTransport:
             EngineError: As for `request`.
         """
         body = None if json is None else encode_json(json)
-        call = ObservedCall(method, self.base_url + path, len(body or b""), self.hooks)
+        call = ObservedCall(method, self.base_url + path, 0 if body is None else len(body), self.hooks)
         sent = _headers(call, body, headers)
         total = 0
         try:
@@ -176,7 +245,7 @@ class HTTPTransport:
     async def _opened(
         self,
         call: ObservedCall,
-        body: bytes | None,
+        body: Body | None,
         headers: Mapping[str, str],
         *,
         silence: float | None = None,
@@ -185,8 +254,8 @@ class HTTPTransport:
         with _engine_errors(call.where):
             session = await self._sessions.get()
             waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
-            # aiohttp writes the first kind with the headers in one piece, the second in slices.
-            data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY else body
+            # aiohttp writes bytes with the headers in one piece.
+            data = None if body is None else body.joined() if len(body) <= _SLICE else _SlicedPayload(body)
             async with session.request(
                 call.method, call.target, data=data, headers=headers, timeout=waits, allow_redirects=False
             ) as response:
@@ -202,21 +271,7 @@ class HTTPTransport:
             raise status_error(call.method, call.url, response.status, start, response.headers)
 
 
-def encode_json(value: Any) -> bytes:
-    """Encode a JSON value: what msgspec takes, `msgspec.Raw` among it.
-
-    Raises:
-        InputError: It cannot be written as JSON.
-    """
-    try:
-        return msgspec.json.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InputError(
-            "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
-        ) from error
-
-
-def _headers(call: ObservedCall, body: bytes | None, given: Mapping[str, str] | None) -> dict[str, str]:
+def _headers(call: ObservedCall, body: Body | None, given: Mapping[str, str] | None) -> dict[str, str]:
     """Report the begin of a call and return its headers; the caller's override those of hooks."""
     content_type = {} if body is None else {"Content-Type": "application/json"}
     return {**call.report("on_request"), **content_type, **(given or {})}

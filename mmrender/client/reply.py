@@ -110,6 +110,8 @@ def check_completion(
             got=str(len(logprobs)),
         )
     vocab_size = request.vocab_size
+    if _is_plausible(ids, logprobs, vocab_size):
+        return list(ids), [float(logprob) for logprob in logprobs if logprob is not None]
     for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         if token < 0 or (vocab_size is not None and token >= vocab_size):
             raise EngineReplyError(
@@ -126,7 +128,17 @@ def check_completion(
                 expected="a finite number of at most 0",
                 got=repr(logprob),
             )
-    return list(ids), [float(logprob or 0.0) for logprob in logprobs]
+    raise RuntimeError("unreachable: what is not plausible has a first fault")
+
+
+def _is_plausible(ids: Sequence[int], logprobs: Sequence[float | None], vocab_size: int | None) -> bool:
+    """Check all tokens and logprobs at once; where this fails, a loop finds the first fault."""
+    values = np.array(logprobs, np.float64)  # None becomes nan
+    if not len(values):
+        return True
+    inside = min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size)
+    usable = (values > _LEAST_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
+    return bool(inside and usable.all())
 
 
 def check_budget(ids: Sequence[int], request: EngineRequest, *, where: str) -> None:
@@ -183,6 +195,8 @@ def check_named(entries: Sequence[LogprobEntry], ids: Sequence[int], *, where: s
     Raises:
         EngineReplyError: One names another token, or none.
     """
+    if [entry.token_id for entry in entries] == ids:
+        return
     for index, (token, entry) in enumerate(zip(ids, entries, strict=False)):
         named = entry.id
         if named != token and (required or named is not None):

@@ -28,6 +28,18 @@ class Reply:
     body: bytes
 
 
+class JSONText:
+    """A member of a request that is JSON text, such as base64 in quotes; neither checked nor copied."""
+
+    __slots__ = ("data",)  # not a dataclass, which msgspec would write as an object
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 @runtime_checkable
 class Transport(Protocol):
     """Sends requests to one server.
@@ -56,7 +68,7 @@ class Transport(Protocol):
         Args:
             method: HTTP method.
             path: Path below `base_url`, query included.
-            json: Body, encoded by msgspec; `msgspec.Raw` members are sent as they are.
+            json: Body, encoded by msgspec; `JSONText` members are sent as they are.
             headers: Besides the transport's own.
             timeout: Seconds for the whole call; None takes the transport's setting.
             idempotent: Whether the call may be repeated after it may have reached the server; None means for

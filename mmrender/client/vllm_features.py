@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-import msgspec
 import numpy as np
 
 from mmcodecs.arrays import RawTensor
 from mmcodecs.vllm import encode_mm_kwargs_item_as_bytes
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.caching import LRUCache
+from mmrender.client.transport import JSONText
 from mmrender.errors import EngineUnsupportedError, PlaceholderError
 from mmrender.media.item import PatchItem, ProcessedItem
 from mmrender.media.levels import Levels, expanded
@@ -25,9 +25,7 @@ PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
 
 PIXEL_DTYPES: Final[tuple[PixelDtype, ...]] = get_args(PixelDtype)
 
-_encoded: LRUCache[tuple[str, type[MediaItem], str, PixelDtype], msgspec.Raw] = LRUCache(
-    256 << 20, size_of=lambda text: len(memoryview(text))
-)
+_encoded: LRUCache[tuple[str, type[MediaItem], str, PixelDtype], JSONText] = LRUCache(256 << 20, size_of=len)
 """Encoded items as JSON text, by identity, class, layout and dtype."""
 
 
@@ -126,7 +124,7 @@ def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] |
     return found[0]
 
 
-def encode_item(span: MediaSpan, form: WireForm) -> msgspec.Raw:
+def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
     """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered.
 
     Raises:
@@ -134,12 +132,12 @@ def encode_item(span: MediaSpan, form: WireForm) -> msgspec.Raw:
         EngineUnsupportedError: As `item_tensors`.
     """
 
-    def encode() -> msgspec.Raw:
+    def encode() -> JSONText:
         tensors = item_tensors(span.item, form.pixels)
         if isinstance(span.item, PatchItem):
             _check_patches(span, span.item, tensors, form.pixels)
         (item,) = collate_items(form.layout, [tensors])
-        return msgspec.Raw(b'"%b"' % encode_mm_kwargs_item_as_bytes(item))
+        return JSONText(b'"%b"' % encode_mm_kwargs_item_as_bytes(item))
 
     key = (span.item.identity, type(span.item), form.layout.name, form.pixels)
     return _encoded.get_or_compute(key, encode)
@@ -198,7 +196,7 @@ def features_of(
         EngineUnsupportedError: An item cannot be sent in its form.
     """
     features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
-    sent: dict[str, msgspec.Raw] = {}
+    sent: dict[str, JSONText] = {}
     for span in spans:
         form = forms[span.item.identity]
         mm_hash = form.mm_hash(span.item)

@@ -18,7 +18,7 @@ import stamina
 from client_server import StubServer, stub_server
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
-from mmrender.client.transport import RetryPolicy, Transport, TransportConfig
+from mmrender.client.transport import JSONText, RetryPolicy, Transport, TransportConfig
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -448,7 +448,7 @@ def test_what_is_no_json_is_refused_before_sending() -> None:
 
 def test_raw_members_go_out_as_they_are() -> None:
     image = b"QUJD" * 200_000
-    body = {"a": 1, "images": [msgspec.Raw(b'"%b"' % image), None], "z": "end"}
+    body = {"a": 1, "images": [JSONText(b'"%b"' % image), None], "z": "end"}
 
     async def test(server: StubServer) -> None:
         for path in ("/echo", "/chunked"):
