@@ -57,8 +57,9 @@ def read_body(body: Any, frames: Sequence[Any], shared: dict[bytes, Any]) -> Any
             return read_array(payload, frames, shared)
         if code == 7:
             return read_data(payload, frames)
-        if code == 3:
-            return tuple(read_body(payload, frames, shared))
+        if code in (2, 3):
+            items = read_body(payload, frames, shared)
+            return items if code == 2 else tuple(items)
         raise ValueError(f"unknown extension type {code}")
 
     return msgpack.unpackb(body, ext_hook=extension, strict_map_key=True)

@@ -6,7 +6,7 @@ holds the tag stays a dict. Four keys that do not fit together are an error, not
 
 The form is poorer than the codec's own: elements are little-endian (an array of the other order is copied),
 tuples become lists, numpy scalars become Python's. A user's dict that would be read as a tensor is refused.
-It has no head of its own either, so reading takes up to 90 bytes of memory for a byte of a hostile message:
+It has no head of its own either, so reading takes up to 150 bytes of memory for a byte of a hostile message:
 bound the length of what strangers send by `Limits(max_bytes=...)`.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from mmcodecs.arrays import check_length, describe, dtype_named, element_bytes, restore
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
-from mmcodecs.values import DEFAULT_LIMITS, Limits, is_flat, neutral_form, pack
+from mmcodecs.values import DEFAULT_LIMITS, Limits, neutral_form, pack
 from mmcodecs.wire import as_bytes
 
 TAG: Final = "__torch_tensor__"
@@ -162,7 +162,7 @@ def _rebuild(value: Any, leaf: Callable[[Any, int], Any], depth: int, limits: Li
             for step, item in value.items():
                 out[step] = item if type(item) in _SCALARS else _rebuild(item, leaf, depth + 1, limits)
             return out
-        if kind is list and is_flat(value):
+        if kind is list and _SCALARS.issuperset(map(type, value)):
             return list(value)
         items: list[Any] = []
         for item in value:

@@ -47,7 +47,7 @@ from mmcodecs.errors import (
 )
 from mmcodecs.shared import ReaderTurn, Shared, SharedTable
 
-ARRAY_RECORD, TUPLE, DATA = 1, 3, 7
+ARRAY_RECORD, LIST, TUPLE, DATA = 1, 2, 3, 7
 BYTES, BYTEARRAY, MEMORYVIEW, TEXT = range(4)
 FRAMED_BYTES = 4096
 """Byte strings and texts from this length on get a payload frame of their own."""
@@ -61,7 +61,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _NUMBERS = frozenset((type(None), bool, int, float))
 _SCALARS = _NUMBERS | {str}
 _CONTAINERS = frozenset((list, dict, tuple))
-_SCALAR_LIST = list[int | float | bool | str | None]
+_FLAT_LIST = msgspec.msgpack.Decoder(list[int | float | bool | str | None])
 _BYTE_KINDS: dict[type, int] = {bytes: BYTES, bytearray: BYTEARRAY, memoryview: MEMORYVIEW}
 _FLAT_FROM = 16  # below, a look at each element costs less than a call of msgspec
 
@@ -120,15 +120,15 @@ class ValueWriter:
         self._written: dict[int, tuple[Any, bytes]] = {}
         self._keys: dict[bytes, tuple[bytes, int, bytes]] = {}
 
-    def write(self, value: Any) -> bytes:
-        """Give the body.
+    def write(self, value: Any) -> Any:
+        """Give the body as a tree for `pack`.
 
         Raises:
             EncodeError: The wire cannot keep some value; the message names its path.
             LimitError: A bound is exceeded.
         """
         try:
-            return pack(self._walk(value, 0))
+            return self._walk(value, 0)
         except CodecError as error:
             raise error.at("$") from error.__cause__
 
@@ -148,7 +148,8 @@ class ValueWriter:
             return self._dict(value, self._enter(depth))
         if kind is list:
             inner = self._enter(depth)
-            return value if is_flat(value) else self._each(value, inner)
+            packed = pack_flat(value)
+            return self._each(value, inner) if packed is None else Ext(LIST, packed)
         if kind is tuple:
             return Ext(TUPLE, pack(self._each(value, self._enter(depth))))
         if kind is bytes and len(value) < FRAMED_BYTES:
@@ -261,41 +262,49 @@ class ValueWriter:
         return INDEX.pack(len(self.frames) - 1)
 
 
-def is_flat(items: list[Any]) -> bool:
-    """Tell whether a long list holds numbers, None and short texts only, without a look at each from Python.
+def pack_flat(items: list[Any]) -> bytes | None:
+    """Write a long list of numbers, None and short texts as msgpack, without a look at each from Python.
 
-    msgspec checks a uniform list in C. It would also take a Decimal for a float, so of floats the written
-    bytes are checked: where every ninth byte says "float64", nothing else can lie in between.
+    Give None for any other list. msgspec checks a list of integers in C. It would take a Decimal for a float,
+    so of floats and booleans the written bytes are checked: where every ninth byte says "float64", or every
+    byte "true" or "false", nothing else can lie in between.
     """
     if len(items) < _FLAT_FROM:
-        return False
+        return None
     first = type(items[0])
     try:
-        if first is int or first is bool:
-            msgspec.convert(items, list[first])  # type: ignore[valid-type]
-            return True
-        if first is float:
-            packed = np.frombuffer(_ENCODER.encode(items), np.uint8)[3 if len(items) < 1 << 16 else 5 :]
-            if len(packed) == 9 * len(items) and bool((packed[::9] == 0xCB).all()):
-                return True
+        if first is int:
+            msgspec.convert(items, list[int])
+            return _ENCODER.encode(items)
+        if first is float or first is bool:
+            packed = _ENCODER.encode(items)
+            values = np.frombuffer(packed, np.uint8)[3 if len(items) < 1 << 16 else 5 :]
+            if first is float and len(values) == 9 * len(items) and bool((values[::9] == 0xCB).all()):
+                return packed
+            if first is bool and len(values) == len(items) and bool(((values | 1) == 0xC3).all()):
+                return packed
     except (TypeError, OverflowError, UnicodeEncodeError, RecursionError, msgspec.ValidationError):
         pass
     kinds = set(map(type, items))
-    return kinds <= _NUMBERS or (
-        kinds <= _SCALARS and all(len(item) < FRAMED_BYTES for item in items if type(item) is str)
-    )
+    texts = (item for item in items if type(item) is str)
+    if kinds <= _NUMBERS or (kinds <= _SCALARS and all(len(text) < FRAMED_BYTES for text in texts)):
+        return pack(items)
+    return None
 
 
-def pack(tree: Any) -> bytes:
-    """Write a tree of scalars, lists, dicts and extensions as msgpack.
+def pack(tree: Any, head: bytearray | None = None) -> bytes:
+    """Write a tree of scalars, lists, dicts and extensions as msgpack, behind a head if there is one.
 
     Raises:
         UnsupportedTypeError: An integer beyond 64 bits, a lone surrogate, a subclass of int in a flat list.
     """
     try:
-        return _ENCODER.encode(tree)
+        if head is None:
+            return _ENCODER.encode(tree)
+        _ENCODER.encode_into(tree, head, len(head))
     except (OverflowError, UnicodeEncodeError, TypeError):
-        raise _culprit(tree) from None
+        raise _culprit(tree).at("$") from None
+    return b""
 
 
 def _culprit(tree: Any) -> UnsupportedTypeError:
@@ -392,6 +401,8 @@ class ValueReader:
         self._unused = set(range(len(frames)))
         self._missing: dict[bytes, None] = {}
         self._seen: dict[bytes, Any] = {}
+        # By identity, and kept alive here, so that an id cannot come to mean another list.
+        self._flat: dict[int, list[Any]] = {}
 
     def read(self, body: memoryview) -> Any:
         """Give the value.
@@ -429,7 +440,7 @@ class ValueReader:
                 if type(key) is not str:
                     raise DecodeError("a key is not a string", where="body", got=repr(key)[:80])
             items = value.values()
-        elif len(value) >= _FLAT_FROM and _holds_scalars(value):
+        elif id(value) in self._flat:
             return
         for item in items:
             if type(item) in _CONTAINERS:
@@ -448,13 +459,19 @@ class ValueReader:
             if type(items) is not list:
                 raise DecodeError("a tuple extension holds an array", got=type(items).__name__)
             return tuple(items)
+        if code == LIST:
+            flat = _FLAT_LIST.decode(payload)
+            self._flat[id(flat)] = flat
+            return flat
         self._spend(LEAF_COST)
         if code == ARRAY_RECORD:
             return self._array(payload)
         if code == DATA:
             return self._data(payload)
         raise DecodeError(
-            "unknown extension type", expected="1 (array), 3 (tuple) or 7 (bytes, text)", got=str(code)
+            "unknown extension type",
+            expected="1 (array), 2 (list), 3 (tuple) or 7 (bytes, text)",
+            got=str(code),
         )
 
     def _array(self, payload: memoryview) -> Any:
@@ -533,17 +550,6 @@ class ValueReader:
             except UnicodeDecodeError as error:
                 raise DecodeError("text is not UTF-8", got=str(error)) from error
         return bytes(data) if kind == BYTES else bytearray(data)
-
-
-def _holds_scalars(items: list[Any] | tuple[Any, ...]) -> bool:
-    """Tell whether a list that msgspec built holds scalars only: in C, 3 ns an element."""
-    if type(items) is tuple or type(items[0]) in _CONTAINERS:
-        return False
-    try:
-        msgspec.convert(items, _SCALAR_LIST)
-    except msgspec.ValidationError:
-        return False
-    return True
 
 
 def convert(value: Any, target: Any) -> Any:

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import binascii
 import operator
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ from msgspec.msgpack import Ext
 from mmcodecs.arrays import (
     Framework,
     RawTensor,
+    Source,
     check_length,
     describe,
     dtype_named,
@@ -46,6 +48,9 @@ from mmcodecs.values import DEFAULT_LIMITS, Limits, pack
 
 RAW_VIEW: Final = 3
 """msgpack extension code of a tensor's elements."""
+
+_WHOLE_TEXT: Final = 1 << 25
+_PIECE: Final = 1 << 18
 
 Slices: TypeAlias = slice | tuple["Slices", ...]
 NestedTensors: TypeAlias = Any
@@ -95,40 +100,63 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
         UnsupportedTypeError: A value or dtype that the format does not have.
         LimitError: The item is deeper or larger than `limits` allow.
     """
-    return pybase64.b64encode_as_string(_message(item, limits))
+    return pybase64.b64encode_as_string(_message(item, limits).data)
 
 
 def encode_mm_kwargs_item_as_bytes(
     item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS
 ) -> bytes:
     """Write an item as vLLM's base64 text, in ASCII bytes; see `encode_mm_kwargs_item`."""
-    return pybase64.b64encode(_message(item, limits))
+    return pybase64.b64encode(_message(item, limits).data)
 
 
-def _message(item: Mapping[str, FieldElem], limits: Limits) -> bytes:
+def _message(item: Mapping[str, FieldElem], limits: Limits) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Write the msgpack of an item, each tensor copied once.
+
+    msgspec writes the message with a random marker in place of each tensor's elements, and numpy, which takes
+    large memory in huge pages, puts it together: a buffer that grows costs several times the copy.
+    """
     tree = {}
+    tensors = _Tensors(os.urandom(16), [])
     given: Mapping[Any, Any] = item  # a caller without a type checker may pass anything
     for key, elem in given.items():
         if not isinstance(key, str) or not isinstance(elem, FieldElem):
             raise UnsupportedTypeError(
                 "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
             )
-        data = None if elem.data is None else _nested(elem.data, f"$.{key}", limits, 0)
+        data = None if elem.data is None else _nested(elem.data, tensors, f"$.{key}", limits, 0)
         tree[key] = {"data": data, "field": _written_field(elem.field, f"$.{key}.field")}
-    message = pack(tree)
-    if len(message) > limits.max_bytes:
-        raise limit_exceeded("max_bytes", limits.max_bytes, len(message))
+    heads = pack(tree).split(tensors.marker)
+    nbytes = sum(map(len, heads)) + sum(source.array.nbytes for source in tensors.sources)
+    if nbytes > limits.max_bytes:
+        raise limit_exceeded("max_bytes", limits.max_bytes, nbytes)
+    message = np.empty(nbytes, np.uint8)
+    end = len(heads[0])
+    message[:end] = np.frombuffer(heads[0], np.uint8)
+    for source, head in zip(tensors.sources, heads[1:], strict=True):
+        start, end = end, end + source.array.nbytes
+        little = source.array.dtype.newbyteorder("<")
+        np.copyto(np.ndarray(source.array.shape, little, buffer=message, offset=start), source.array)
+        start, end = end, end + len(head)
+        message[start:end] = np.frombuffer(head, np.uint8)
     return message
 
 
-def _nested(value: NestedTensors, where: str, limits: Limits, depth: int) -> Any:
+class _Tensors(NamedTuple):
+    """The tensors of an item in order, and what marks their place in the message."""
+
+    marker: bytes
+    sources: list[Source]
+
+
+def _nested(value: NestedTensors, tensors: _Tensors, where: str, limits: Limits, depth: int) -> Any:
     """Give the msgpack form of a tensor, a number, or a list of these."""
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         return value
     if isinstance(value, list | tuple):
         if depth >= limits.max_depth:
             raise limit_exceeded("max_depth", limits.max_depth).at(where)
-        return [_nested(entry, f"{where}[{i}]", limits, depth + 1) for i, entry in enumerate(value)]
+        return [_nested(entry, tensors, f"{where}[{i}]", limits, depth + 1) for i, entry in enumerate(value)]
     try:
         source = describe(value)
     except CodecError as error:
@@ -142,7 +170,15 @@ def _nested(value: NestedTensors, where: str, limits: Limits, depth: int) -> Any
         )
     if source.array.ndim > limits.max_ndim:
         raise limit_exceeded("max_ndim", limits.max_ndim, source.array.ndim).at(where)
-    return source.row.name, source.array.shape, Ext(RAW_VIEW, source.little_endian().contiguous())
+    nbytes = source.array.nbytes
+    # The head of an extension: its length, in the shortest of msgpack's forms, and its code.
+    if nbytes in (1, 2, 4, 8, 16):
+        head = bytes((0xD3 + nbytes.bit_length(),))
+    else:
+        width = 1 if nbytes < 1 << 8 else 2 if nbytes < 1 << 16 else 4
+        head = bytes((0xC6 + width.bit_length(),)) + nbytes.to_bytes(width, "big")
+    tensors.sources.append(source)
+    return source.row.name, source.array.shape, msgspec.Raw(head + bytes((RAW_VIEW,)) + tensors.marker)
 
 
 def _written_field(field: object, where: str) -> tuple[str, dict[str, object]]:
@@ -217,10 +253,10 @@ def decode_mm_kwargs_item(
     if len(data) // 4 * 3 > limits.max_bytes:
         raise limit_exceeded("max_bytes", limits.max_bytes, len(data) // 4 * 3)
     try:
-        message = pybase64.b64decode_as_bytearray(data, validate=True)
+        message = _decoded_base64(data if isinstance(data, str) else memoryview(data).cast("B"))
     except (binascii.Error, ValueError, TypeError, BufferError) as error:
         raise DecodeError(f"not standard padded base64: {error}") from error
-    reader = _ItemReader(memoryview(message), framework, limits, copy=copy)
+    reader = _ItemReader(message, framework, limits, copy=copy)
     entries = _converted(message, dict[str, _Elem], "$")
     return {
         key: FieldElem(
@@ -228,6 +264,21 @@ def decode_mm_kwargs_item(
         )
         for key, elem in entries.items()
     }
+
+
+def _decoded_base64(text: str | memoryview) -> memoryview:
+    """Decode base64; long text in pieces into huge pages, since small ones cost several times as much."""
+    if len(text) <= _WHOLE_TEXT:
+        return memoryview(pybase64.b64decode_as_bytearray(text, validate=True))
+    message = np.empty(len(text) // 4 * 3, np.uint8).data
+    end = 0
+    for start in range(0, len(text), _PIECE):
+        piece = pybase64.b64decode_as_bytearray(text[start : start + _PIECE], validate=True)
+        if len(piece) != _PIECE // 4 * 3 and start + _PIECE < len(text):
+            raise ValueError("padding before the end")
+        message[end : end + len(piece)] = piece
+        end += len(piece)
+    return message[:end]
 
 
 class _ItemReader:

@@ -26,6 +26,7 @@ All integers are little-endian and unsigned. A message is a **head** and **paylo
 | type | value | payload |
 |---|---|---|
 | 1 | array | an array record, below |
+| 2 | long list of scalars | msgpack array of nil, booleans, numbers, strings; same as a plain array |
 | 3 | tuple | msgpack array |
 | 7 | long or special bytes | u8 kind (0 bytes, 1 bytearray, 2 memoryview, 3 UTF-8 text), u8 storage, data |
 
@@ -60,7 +61,7 @@ from mmcodecs.arrays import Framework, Source
 from mmcodecs.buffers import Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, DecodeError, EncodeError, limit_exceeded
 from mmcodecs.shared import ReaderTurn, SharedTable
-from mmcodecs.values import DEFAULT_LIMITS, Limits, Payload, ValueReader, ValueWriter, convert
+from mmcodecs.values import DEFAULT_LIMITS, Limits, Payload, ValueReader, ValueWriter, convert, pack
 
 MAGIC = b"\x89mmcodec"
 VERSION = 1
@@ -210,13 +211,13 @@ class Message:
         share_from: int | None = None,
     ) -> None:
         writer = ValueWriter(limits, table, share_from)
-        body = writer.write(value)
+        tree = writer.write(value)
         self.uses = writer.uses
         self._limits = limits
         self._table_bytes = 0 if table is None else table.capacity_bytes
         self._payloads = writer.frames
         self._head = bytearray(head_room(len(self._payloads)))
-        self._head += body
+        pack(tree, self._head)
 
     def single(self, buffer: BufferPool | Buffer | None) -> memoryview:
         """Write the message into one buffer; see `encode`."""

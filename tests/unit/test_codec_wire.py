@@ -70,12 +70,20 @@ BODIES: dict[str, tuple[bytes, str]] = {
     ),
     "unknown extension": (
         encode({"x": Ext(17, b"")}),
-        AT_1 + "unknown extension type - expected 1 (array), 3 (tuple) or 7 (bytes, text), got 17",
+        AT_1 + "unknown extension type - expected 1 (array), 2 (list), 3 (tuple) or 7 (bytes, text), got 17",
     ),
     "tuple of a map": (encode(Ext(3, b"\x80")), AT_1 + "a tuple extension holds an array - got dict"),
     "tuple with more": (
         encode(Ext(3, b"\x90\x01")),
         "body: malformed body: MessagePack data is malformed: trailing characters (byte 1)",
+    ),
+    "packed list of lists": (
+        encode([1, Ext(2, b"\x91\x90")]),
+        "body: malformed body: Expected `bool | int | float | str | null`, got `array` - at `$[0]`",
+    ),
+    "packed list bomb": (
+        encode(Ext(2, b"\xdd\xff\xff\xff\xff")),
+        "body: malformed body: Input data was truncated",
     ),
     "tuple past its end": (
         encode([Ext(3, b"\x92\x01"), 1]),
