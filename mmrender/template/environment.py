@@ -49,6 +49,7 @@ from mmrender.template.values import (
 )
 
 _MAX_SOURCE = 2_000_000
+_MAX_KNOWN = 4096
 
 _SEEN_AS: dict[type, type] = {
     TracedStr: str,
@@ -62,6 +63,7 @@ _SEEN_AS: dict[type, type] = {
 """The types that a template takes the traced ones for: it sees no attribute that those lack."""
 _HIDDEN = frozenset({"encode", "expandtabs", "from_bytes", "maketrans", "to_bytes", "translate"})
 
+_SIZED = (str, *CONTAINERS)
 _TEXTS = frozenset({str, TracedStr})
 _TEXT_METHODS = frozenset(
     {"center", "join", "ljust", "replace", "rjust", "rsplit", "split", "splitlines", "zfill"}
@@ -198,6 +200,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, jinja2.ext.loopcontrols],
             finalize=_output_text,
         )
+        self._safe: dict[tuple[type, str], bool] = {}
         self.filters.update(FILTERS)
         for name in LEFT_OUT:
             del self.filters[name]
@@ -260,11 +263,13 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def compared(self, name: str, left: Any, right: Any) -> Any:
         """Compare two values that the template did not write out."""
-        return _COMPARISONS[name](*_comparable(left, right))
+        if isinstance(right, CONTAINERS):
+            _comparable(left, right)
+        return _COMPARISONS[name](left, right)
 
     def counted(self, value: Any) -> Any:
         """Count the memory of what a slice or a call built."""
-        if isinstance(value, (str, *CONTAINERS)) and len(value) > LONG:
+        if isinstance(value, _SIZED) and len(value) > LONG:
             grow(len(value) if isinstance(value, str) else PER_ELEMENT * len(value))
         return value
 
@@ -280,7 +285,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             return percent(left, right)
         elif operator == "*":
             for value, count in ((left, right), (right, left)):
-                if isinstance(count, int) and isinstance(value, (str, *CONTAINERS)):
+                if isinstance(count, int) and isinstance(value, _SIZED):
                     grow(len(value) * count * (1 if isinstance(value, str) else PER_ELEMENT))
         elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
             grow(PER_ELEMENT * (len(left) + len(right)))
@@ -305,10 +310,15 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may see an attribute; of a traced value, those of the plain one only."""
-        seen_as = _SEEN_AS.get(type(obj))
-        if attr in _HIDDEN or (seen_as is not None and not hasattr(seen_as, attr)):
-            return False
-        return super().is_safe_attribute(obj, attr, value)
+        # It depends on the type and the name alone, and a template asks for the same few again and again.
+        known = self._safe.get((type(obj), attr))
+        if known is None:
+            seen_as = _SEEN_AS.get(type(obj))
+            is_seen = seen_as is None or hasattr(seen_as, attr)
+            known = is_seen and attr not in _HIDDEN and super().is_safe_attribute(obj, attr, value)
+            if len(self._safe) < _MAX_KNOWN:
+                self._safe[type(obj), attr] = known
+        return known
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Give `str.format` and `str.format_map` with sandboxed look-ups; the result is tainted."""
