@@ -1,12 +1,10 @@
 """Mutated messages through every decoder: only `CodecError` may come out, in bounded time and memory.
 
     python tests/codec_fuzz.py --messages 200000 [--seed N] [--seconds S] [--save FOLDER]
-    python tests/codec_fuzz.py --atheris [libFuzzer options]
 
-The first form mutates what the codec writes (bit flips, cuts, splices, length bombs, nesting, foreign
-tokens), lays the head anew around three of four mutated bodies so that they are read at all, and mixes in
-bodies made from a hostile grammar: keys of other types, unknown extensions. The second lets
-libFuzzer look for new paths.
+What the codec writes is mutated (bit flips, cuts, splices, length bombs, nesting, foreign
+tokens); around three of four mutated bodies the head is laid anew, so that they are read at all. Bodies made
+from a hostile grammar are mixed in: keys of other types, unknown extensions.
 
 For each message: nothing but `CodecError` is raised; processor time of the reading thread is at most 400 ms
 for each started megabyte, which is what msgspec takes to build a megabyte of empty lists; and memory, traced
@@ -421,35 +419,6 @@ class Fuzzer:
                     self.run("vLLM item", self.decoders.vllm["vLLM item"], body, trace=trace)
 
 
-def atheris_main(arguments: list[str]) -> None:
-    """Let libFuzzer drive the decoders."""
-    import atheris
-
-    atheris.instrument_all()
-    with tempfile.TemporaryDirectory() as folder:
-        decoders = Decoders(Path(folder))
-        entries = [*decoders.codec.values(), *decoders.tagged.values(), *decoders.vllm.values()]
-
-        def one(data: bytes) -> None:
-            if not data:
-                return
-            # The first byte chooses the decoder; half of the time the rest is a body with a head that fits.
-            body = data[1:]
-            message = lay(body, [], single=True) if data[0] & 0x80 else body
-            try:
-                touch(entries[(data[0] & 0x7F) % len(entries)](message))
-            except mmcodecs.CodecError:
-                return
-
-        corpus = Path(folder) / "corpus"
-        corpus.mkdir()
-        fuzzer = Fuzzer(0, Path(folder))
-        for number, message in enumerate([*fuzzer.messages, *fuzzer.tagged, *fuzzer.vllm]):
-            (corpus / str(number)).write_bytes(bytes([number % 10]) + message)
-        atheris.Setup([sys.argv[0], *arguments, str(corpus)], one)
-        atheris.Fuzz()
-
-
 def show(report: Report, seconds: float) -> None:
     print(f"{report.messages} messages in {seconds:.0f} s, memory traced for {report.traced}")
     for name, count in sorted(report.outcomes.items()):
@@ -466,11 +435,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop earlier than that")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--save", type=Path, default=Path("fuzz-failures"))
-    parser.add_argument("--atheris", action="store_true", help="hand over to libFuzzer; its options follow")
-    options, rest = parser.parse_known_args()
-    if options.atheris:
-        atheris_main(rest)
-        return
+    options = parser.parse_args()
     print(f"seed {options.seed}")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ message both ends `reset()`. Neither end may be used from two threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from mmcodecs.arrays import Framework, Record
@@ -50,10 +50,6 @@ class Encoder:
         """Write a value as frames; see `mmcodecs.encode_frames`."""
         message = self._compose(value)
         return self._committed(message, message.separate())
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Note that the reader lacks these keys, so that the next message carries their arrays."""
-        self._table.forget(keys)
 
     def reset(self) -> None:
         """Empty the table, as towards a new reader."""

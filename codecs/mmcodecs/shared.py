@@ -80,18 +80,11 @@ class SharedTable(Generic[T]):
                 if key in self._entries:
                     self._entries.move_to_end(key)
                 continue
-            self.forget([key])
+            self.total_bytes -= self._entries.pop(key, (0, None))[0]
             self._entries[key] = (nbytes, content)
             self.total_bytes += nbytes
         while self.total_bytes > capacity:
             self.total_bytes -= self._entries.popitem(last=False)[1][0]
-
-    def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop these keys, those that are not there ignored."""
-        for key in keys:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self.total_bytes -= entry[0]
 
     def clear(self) -> None:
         """Drop everything."""
