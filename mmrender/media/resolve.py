@@ -79,7 +79,6 @@ class MediaResolver:
         """
         total = len(media) if num_images is None else num_images
         for where, part in media:
-            self.require_processor(where)
             if isinstance(part, VideoPart):
                 raise ProcessorError(
                     f"videos are not supported for {self.processor.name}",

@@ -132,7 +132,6 @@ KEEP = "If a model wrote this call, keep it as text in content instead of tool_c
             {"id": "1", "function": {"arguments": "{}"}},
             ".function: the tool call names no function - expected a key 'name', got key 'arguments'",
         ),
-        ({"name": ""}, f": the tool call names no function - expected {SHAPE}, got key 'name'"),
         (
             {"type": "custom", "name": "f"},
             ".type: unknown type of tool call - expected 'function', got 'custom'",
@@ -140,11 +139,6 @@ KEEP = "If a model wrote this call, keep it as text in content instead of tool_c
         (
             {"name": "f", "parameters": {"a": 1}},
             f".parameters: unknown key in a tool call - expected {SHAPE}, got dict with key 'a'. "
-            "Remove the key, or set it to None",
-        ),
-        (
-            {"function": {"name": "f", "strict": True}},
-            f".function.strict: unknown key in a tool call - expected {SHAPE}, got True. "
             "Remove the key, or set it to None",
         ),
         (
@@ -172,22 +166,11 @@ KEEP = "If a model wrote this call, keep it as text in content instead of tool_c
             "dict, got bytes of length 1",
         ),
         (
-            {"name": "f", "arguments": {"a": 1 << 5000}},
-            ".arguments.a: is not a JSON value - expected text, a finite number, bool, None, list or dict, "
-            "got an int of 5001 bits",
-        ),
-        (
-            {"name": "f", "arguments": {"a": ["é", "\ud800"]}},
-            ".arguments.a[1]: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+D800 "
-            "at position 0. Decode the original bytes with errors='replace'",
-        ),
-        (
             {"name": "f", "arguments": {"\udc00": 1}},
             ".arguments: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+DC00 at "
             "position 0. Decode the original bytes with errors='replace'",
         ),
         ({"name": "f", "arguments": {1: 2}}, ".arguments: JSON keys are text - expected str keys, got 1"),
-        ({"name": "f", "id": ["x"]}, ".id: is not text - expected a str, got list of length 1"),
     ],
 )
 def test_errors(call, text):
