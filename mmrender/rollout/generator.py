@@ -5,7 +5,6 @@ Inputs and outputs have the shapes that SkyRL's trainers read.
 
 import asyncio
 import logging
-import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
@@ -282,8 +281,8 @@ class VLMGenerator:
     ) -> Trajectory:
         """Run one rollout to its end, or return it as it was saved."""
         name = rollout.name.to_string()
-        # A name may come again in a later epoch; an id may not.
-        trajectory = Trajectory(f"{name}-{uuid.uuid4().hex}", extra={"name": name})
+        # Its id is its own: a name may come again in a later epoch.
+        trajectory = Trajectory(extra={"name": name})
         try:
             request = ""
             if checkpoint is not None:
