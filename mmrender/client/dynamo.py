@@ -38,11 +38,11 @@ from mmrender.client.reply import (
     read_reply,
 )
 from mmrender.client.sampling import spell
-from mmrender.client.server_facts import model_cards
+from mmrender.client.server_facts import model_cards, wire_form
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.client.vllm import GENERATE_PATH, GenerateCall, with_extra_body
-from mmrender.client.vllm_features import PixelDtype, WireForm, features_of, layout_for
+from mmrender.client.vllm_features import PixelDtype, features_of
 from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,
@@ -50,7 +50,6 @@ from mmrender.errors import (
     InputError,
     PromptTooLongError,
 )
-from mmrender.media.item import tensor_specs
 from mmrender.spans import MediaSpan
 from mmrender.trajectory.engine_data import RoutedExperts
 
@@ -163,7 +162,7 @@ class DynamoBackend:
                 "with --no-mm-device-do-normalize",
             )
         forms = {
-            span.item.identity: WireForm(layout_for(tensor_specs(span.item), span.modality), self.pixels)
+            span.item.identity: await wire_form(span, ids, request.model, transport, pixels=self.pixels)
             for span in spans
         }
         features = await asyncio.to_thread(features_of, spans, forms)

@@ -87,7 +87,12 @@ async def read_reply(body: bytes, read: Callable[[bytes], T]) -> T:
 
 
 def check_completion(
-    ids: Sequence[int], logprobs: Sequence[float | None], request: EngineRequest, *, where: str
+    ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    request: EngineRequest,
+    *,
+    where: str,
+    before: int = 0,
 ) -> tuple[list[int], list[float]]:
     """Return a completion's tokens with one finite logprob for each.
 
@@ -96,12 +101,20 @@ def check_completion(
         logprobs: What the engine says of each, numbers or None.
         request: Bounds them: `vocab_size`, and `max_tokens` of the sampling parameters.
         where: The completion in errors.
+        before: Tokens that came in earlier chunks.
 
     Raises:
         EngineReplyError: Their numbers differ, there are more than were asked for, a token is outside the
             vocabulary, or a logprob is missing, not finite, above 0, or a sentinel for a missing one.
     """
-    check_budget(ids, request, where=where)
+    most = request.sampling_params.get("max_tokens")
+    if most is not None and before + len(ids) > most:
+        raise EngineReplyError(
+            "the engine sampled more tokens than were asked for",
+            where=where,
+            expected=f"at most {most}",
+            got=str(before + len(ids)),
+        )
     if len(ids) != len(logprobs):
         raise EngineReplyError(
             "tokens and logprobs are not equally many",
@@ -110,8 +123,12 @@ def check_completion(
             got=str(len(logprobs)),
         )
     vocab_size = request.vocab_size
-    if _is_plausible(ids, logprobs, vocab_size):
-        return list(ids), [float(logprob) for logprob in logprobs if logprob is not None]
+    values = np.array(logprobs, np.float64)  # None becomes nan
+    usable = (values > _LEAST_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
+    inside = min(ids, default=0) >= 0 and (vocab_size is None or max(ids, default=0) < vocab_size)
+    if inside and usable.all():
+        return list(ids), values.tolist()
+    # A loop finds the first fault.
     for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
         if token < 0 or (vocab_size is not None and token >= vocab_size):
             raise EngineReplyError(
@@ -120,8 +137,7 @@ def check_completion(
                 expected="an id of 0 or more" if vocab_size is None else f"an id from 0 to {vocab_size - 1}",
                 got=repr(token),
             )
-        usable = logprob is not None and math.isfinite(logprob) and _LEAST_LOGPROB < logprob <= _ROUNDING
-        if not usable or logprob == LOGPROB_SENTINEL:
+        if not usable[index]:
             raise EngineReplyError(
                 f"the engine has no usable logprob for the token {token}",
                 where=f"{where}[{index}]",
@@ -129,32 +145,6 @@ def check_completion(
                 got=repr(logprob),
             )
     raise RuntimeError("unreachable: what is not plausible has a first fault")
-
-
-def _is_plausible(ids: Sequence[int], logprobs: Sequence[float | None], vocab_size: int | None) -> bool:
-    """Check all tokens and logprobs at once; where this fails, a loop finds the first fault."""
-    values = np.array(logprobs, np.float64)  # None becomes nan
-    if not len(values):
-        return True
-    inside = min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size)
-    usable = (values > _LEAST_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
-    return bool(inside and usable.all())
-
-
-def check_budget(ids: Sequence[int], request: EngineRequest, *, where: str) -> None:
-    """Require that the engine sampled at most `max_tokens`.
-
-    Raises:
-        EngineReplyError: It sampled more.
-    """
-    most = request.sampling_params.get("max_tokens")
-    if most is not None and len(ids) > most:
-        raise EngineReplyError(
-            "the engine sampled more tokens than were asked for",
-            where=where,
-            expected=f"at most {most}",
-            got=str(len(ids)),
-        )
 
 
 def check_count(rows: Sequence[Any] | None, count: int, *, what: str, where: str) -> None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -29,7 +29,7 @@ from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as, read_reply
 from mmrender.client.transport import Transport
 from mmrender.client.types import RendererBackend
-from mmrender.client.vllm_features import PIXEL_DTYPES, WireForm, item_tensors, layout_for
+from mmrender.client.vllm_features import PIXEL_DTYPES, PixelDtype, WireForm, item_tensors, layout_for
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -248,8 +248,13 @@ async def render_image(
 _TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-async def agreed_form(
-    span: MediaSpan, prompt_ids: npt.NDArray[Any], model: str, transport: Transport
+async def wire_form(
+    span: MediaSpan,
+    prompt_ids: npt.NDArray[Any],
+    model: str,
+    transport: Transport,
+    *,
+    pixels: PixelDtype | Literal["ask"] = "ask",
 ) -> WireForm:
     """Return how a vLLM server takes the items of one processor, found out once by a handshake.
 
@@ -261,6 +266,7 @@ async def agreed_form(
         prompt_ids: The prompt, of shape `(n,)`.
         model: The model as the server knows it.
         transport: The server.
+        pixels: Which pixels the server takes, where that is known without a handshake.
 
     Raises:
         EngineMismatchError: The server makes something else of the image: other fields, shapes, values or
@@ -271,9 +277,11 @@ async def agreed_form(
     """
     item = span.item
     settings: Hashable = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
-    key = ("handshake", model, type(item), item.modality, settings)
+    key = ("form", pixels, model, type(item), item.modality, settings)
 
     async def ask() -> WireForm:
+        if pixels != "ask":
+            return WireForm(layout_for(tensor_specs(item), item.modality), pixels)
         where = f"{transport.base_url}{RENDER_PATH}"
         image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
         try:

@@ -21,10 +21,10 @@ import pybase64
 from mmrender.client.placeholders import Ids, check_placeholders, check_prompt, collapse
 from mmrender.client.reply import decode_json, read_reply
 from mmrender.client.sampling import spell
-from mmrender.client.server_facts import agreed_form, facts_of, forget, model_cards, require_safe_cache
+from mmrender.client.server_facts import facts_of, forget, model_cards, require_safe_cache, wire_form
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.client.vllm_features import PIXEL_DTYPES, PixelDtype, WireForm, features_of, layout_for
+from mmrender.client.vllm_features import PIXEL_DTYPES, PixelDtype, WireForm, features_of
 from mmrender.client.vllm_reply import FailedInEngineError, StreamedReply, parse_reply
 from mmrender.errors import (
     EngineConnectionError,
@@ -35,7 +35,7 @@ from mmrender.errors import (
     InputError,
     PromptTooLongError,
 )
-from mmrender.media.item import encoded_image, tensor_specs
+from mmrender.media.item import encoded_image
 from mmrender.spans import MediaSpan
 
 GENERATE_PATH: Final = "/inference/v1/generate"
@@ -133,21 +133,28 @@ class VLLMBackend:
     async def _by_features(self, call: "GenerateCall", spans: Sequence[MediaSpan]) -> EngineResponse:
         """Send tensors; with `hash_only` leave out those that the server has, and send them after a miss."""
         forms = await self._forms(call, spans)
+
+        async def send(left_out: Collection[str] = (), *, repeats: bool = True) -> EngineResponse:
+            features = await asyncio.to_thread(
+                features_of, spans, forms, left_out, repeats_left_out=not repeats
+            )
+            return await call.send({"features": features})
+
         if self.images == "features":
-            return await _send_features(call, spans, forms)
+            return await send()
         await require_safe_cache(call.transport, trusted=self.trust_cache)
         facts = facts_of(call.transport)
         hashes = [forms[span.item.identity].mm_hash(span.item) for span in spans]
         left_out = facts.seen(hashes)
         try:
-            response = await _send_features(call, spans, forms, left_out, repeats_left_out=True)
+            response = await send(left_out, repeats=False)
         except (EngineStatusError, FailedInEngineError) as error:
             # A miss has no text of its own: status 500, or on older servers an empty completion.
             may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
             if not may_be_miss or not (left_out or len(set(hashes)) < len(hashes)):
                 raise
             facts.unsee(hashes)
-            response = await _send_features(call, spans, forms)
+            response = await send()
         facts.remember(hashes)
         return response
 
@@ -158,11 +165,9 @@ class VLLMBackend:
         for span in sorted(spans, key=lambda span: span.range.length):
             if span.item.identity in forms:
                 continue
-            if self.pixels != "ask":
-                form = WireForm(layout_for(tensor_specs(span.item), span.modality), self.pixels)
-            else:
-                form = await agreed_form(span, call.ids, call.request.model, call.transport)
-            forms[span.item.identity] = form
+            forms[span.item.identity] = await wire_form(
+                span, call.ids, call.request.model, call.transport, pixels=self.pixels
+            )
         return forms
 
 
@@ -257,18 +262,6 @@ class GenerateCall:
             if not whole.is_finished:
                 raise
         return parse_reply(whole.reply(), self.request, where=where, widened=widened)
-
-
-async def _send_features(
-    call: GenerateCall,
-    spans: Sequence[MediaSpan],
-    forms: Mapping[str, WireForm],
-    left_out: Collection[str] = (),
-    *,
-    repeats_left_out: bool = False,
-) -> EngineResponse:
-    features = await asyncio.to_thread(features_of, spans, forms, left_out, repeats_left_out=repeats_left_out)
-    return await call.send({"features": features})
 
 
 def with_extra_body(body: dict[str, Any], request: EngineRequest) -> dict[str, Any]:

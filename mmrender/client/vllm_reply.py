@@ -12,7 +12,6 @@ from mmrender.client.reply import (
     ReportedUsage,
     ReportedVersion,
     alternatives,
-    check_budget,
     check_completion,
     check_named,
     check_prompt_count,
@@ -225,11 +224,14 @@ class StreamedReply:
         for choice, members in zip(chunk.choices, decoded.get("choices") or (), strict=True):
             tokens, entries = choice.token_ids or [], choice.entries
             ids, logprobs = check_completion(
-                tokens, [entry.logprob for entry in entries], self._request, where=f"{where} token_ids"
+                tokens,
+                [entry.logprob for entry in entries],
+                self._request,
+                where=f"{where} token_ids",
+                before=len(self._choice["token_ids"]),
             )
             check_named(entries, ids, where=f"{where} logprobs", required=True)
             self._choice["token_ids"] += ids
-            check_budget(self._choice["token_ids"], self._request, where=f"{where} token_ids")
             if entries:
                 self._choice["logprobs"]["content"] += members["logprobs"]["content"]
             self._choice.update(

@@ -56,10 +56,8 @@ def test_defaults_are_as_the_table_says() -> None:
     text = PAGE.read_text("utf-8")
     assert f"| `timeout` | {config.timeout:g} s |" in text
     assert f"| `connect_timeout` | {config.connect_timeout:g} s |" in text
-    assert f"| `attempts` | {config.attempts} |" in text
-    waits = f"{config.wait_initial:g}, {config.wait_jitter:g}, {config.wait_max:g} s"
-    assert f"| `wait_initial`, `wait_jitter`, `wait_max` | {waits} |" in text
+    assert f"| `retries` | `{config.retries}` |" in text
     assert f"| `max_connections` | {config.max_connections} |" in text
     assert f"| `keepalive` | {config.keepalive:g} s |" in text
-    assert config.max_reply_bytes == 1 << 30
+    assert f"| `max_reply_bytes` | {config.max_reply_bytes >> 20} MiB |" in text
     assert f"it is {DEFAULT_MAX_TOKENS}." in text
