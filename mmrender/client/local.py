@@ -130,13 +130,21 @@ class LocalBackend:
         loop = asyncio.get_running_loop()
         aborted, cancelled = threading.Event(), threading.Event()
 
-        def tell(tokens: list[int], logprobs: list[float], reason: FinishReason | None) -> None:
+        def tell(tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None) -> None:
             if on_tokens is not None:
                 loop.call_soon_threadsafe(on_tokens, tokens, logprobs, reason)
 
         def sample() -> EngineResponse:
-            sequence = self._sequence(request, tell)
-            return sequence.run(lambda: aborted.is_set() or cancelled.is_set(), self._apply_updates)
+            sampler, room = self._sampler(request)
+            return _sample(
+                self.model,
+                request,
+                sampler,
+                room,
+                is_aborted=lambda: aborted.is_set() or cancelled.is_set(),
+                weight_version=self._apply_updates,
+                on_tokens=tell,
+            )
 
         self._running[request.request_id] = aborted
         try:
@@ -223,9 +231,8 @@ class LocalBackend:
         made_for = int(model.config.get_text_config().max_position_embeddings)
         return min(self._options["max_model_len"] or made_for, made_for)
 
-    def _sequence(
-        self, request: EngineRequest, tell: Callable[[list[int], list[float], FinishReason | None], None]
-    ) -> "_Sequence":
+    def _sampler(self, request: EngineRequest) -> "tuple[TokenSampler, int]":
+        """Check a request; return its sampler and the most tokens that its completion may have."""
         model = self.model
         if request.routed_experts:
             raise EngineUnsupportedError("the local backend does not record router choices")
@@ -249,8 +256,7 @@ class LocalBackend:
                 )
             choices = [self._tokenizer.encode(text) for text in params["structured_outputs"]["choice"]]
         room = min(params["max_tokens"], limit - length)
-        sampler = TokenSampler(params, request.prompt_ids, stop_ids, choices)
-        return _Sequence(model, request, sampler, room, tell)
+        return TokenSampler(params, request.prompt_ids, stop_ids, choices), room
 
 
 def _checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -322,6 +328,8 @@ class TokenSampler:
             self._generator.manual_seed(params["seed"])
         self._prompt_ids = sorted(set(prompt_ids))
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[tuple[tuple[int, float], ...]] = []
 
     def allowed(self) -> list[int] | None:
         """Return the tokens that continue a choice (none after its end); None where all are allowed."""
@@ -332,14 +340,11 @@ class TokenSampler:
         following = {choice[count] for choice in fitting if len(choice) > count}
         return sorted(following.union(*(self.stop_ids for choice in fitting if len(choice) == count)))
 
-    def choose(self, logits: Any) -> tuple[int, float, tuple[tuple[int, float], ...]]:
-        """Sample one token.
+    def choose(self, logits: Any) -> int:
+        """Sample one token, and note its logprob and its alternatives, likeliest first.
 
         Args:
             logits: float32 of shape `(vocabulary,)` on the CPU; changed.
-
-        Returns:
-            The token, its logprob, and the alternatives that were asked for with theirs, likeliest first.
         """
         allowed = self.allowed()
         if allowed is not None:
@@ -347,12 +352,11 @@ class TokenSampler:
         logprobs = logits.log_softmax(-1)
         token = self._sampled(logits)
         self.tokens.append(token)
+        self.logprobs.append(float(logprobs[token]))
         count = self.params.get("logprobs") or 0
-        top: tuple[tuple[int, float], ...] = ()
-        if count:
-            best = logprobs.topk(len(logprobs) if count < 0 else min(count, len(logprobs)))
-            top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return token, float(logprobs[token]), top
+        best = logprobs.topk(len(logprobs) if count < 0 else min(count, len(logprobs)))
+        self.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        return token
 
     def _sampled(self, logits: Any) -> int:
         import torch
@@ -412,95 +416,80 @@ def _keep_only(logits: Any, tokens: Sequence[int]) -> None:
     logits[list(tokens)] = kept
 
 
-class _Sequence:
-    """One request from its prompt to its last token."""
+def _sample(
+    model: Any,
+    request: EngineRequest,
+    sampler: TokenSampler,
+    room: int,
+    *,
+    is_aborted: Callable[[], bool],
+    weight_version: Callable[[], str],
+    on_tokens: OnTokens,
+) -> EngineResponse:
+    """Sample one request to its end; all three functions are called between two tokens."""
+    import torch
+    from transformers import GenerationConfig
 
-    def __init__(
-        self,
-        model: Any,
-        request: EngineRequest,
-        sampler: TokenSampler,
-        room: int,
-        tell: Callable[[list[int], list[float], FinishReason | None], None],
-    ) -> None:
-        self._model = model
-        self._request = request
-        self._sampler = sampler
-        self._room = room
-        self._tell = tell
-        self._logprobs: list[float] = []
-        self._top: list[tuple[tuple[int, float], ...]] = []
-        self._versions: list[str] = []
+    prompt_len = len(request.prompt_ids)
+    reason: FinishReason | None = "stop" if sampler.allowed() == [] else "abort" if is_aborted() else None
+    version = weight_version()
+    versions: list[str] = []
 
-    def run(self, is_aborted: Callable[[], bool], weight_version: Callable[[], str]) -> EngineResponse:
-        """Sample to the end; both functions are called between two tokens."""
-        import torch
-
-        sampler = self._sampler
-        reason: FinishReason | None = None
-        version = weight_version()
-
-        def choose(_: Any, scores: Any) -> Any:
-            token, logprob, top = sampler.choose(scores[0].to("cpu", torch.float32, copy=True))
-            self._logprobs.append(logprob)
-            self._top.append(top)
-            self._versions.append(version)
-            forced = torch.full_like(scores, -math.inf)
-            forced[0, token] = 0.0
-            return forced
-
-        def is_done(input_ids: Any, _: Any) -> Any:
-            nonlocal reason, version
-            reason = self._reason(is_aborted)
-            self._tell(sampler.tokens[-1:], self._logprobs[-1:], reason)
-            version = weight_version()
-            return torch.full((1,), reason is not None, device=input_ids.device)
-
-        if is_aborted():
-            reason = "abort"
-        elif sampler.allowed() == []:
-            reason = "stop"
-        else:
-            ids = torch.tensor([list(self._request.prompt_ids)], device=self._model.device)
-            media = _media_arguments(self._model, self._request.multi_modal_data, ids.shape[1])
-            with torch.inference_mode(), _stray_pads(self._model, ids, self._request.multi_modal_data):
-                self._model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    **_plain_settings(self._model),
-                    max_new_tokens=self._room,
-                    logits_processor=[choose],
-                    stopping_criteria=[is_done],
-                    **media,
-                )
-        return self._response(reason or "length")
-
-    def _reason(self, is_aborted: Callable[[], bool]) -> FinishReason | None:
-        if self._sampler.tokens[-1] in self._sampler.stop_ids or self._sampler.allowed() == []:
-            return "stop"
-        if len(self._sampler.tokens) >= self._room:
-            return "length"
-        return "abort" if is_aborted() else None
-
-    def _response(self, reason: FinishReason) -> EngineResponse:
-        tokens, request = self._sampler.tokens, self._request
-        named = request.sampling_params.get("stop_token_ids") or ()
-        spans = [
-            WeightVersionSpan(version, places[0], places[-1] + 1)
-            for version, group in itertools.groupby(range(len(tokens)), lambda index: self._versions[index])
-            for places in [list(group)]
-        ]
-        return EngineResponse(
-            completion_ids=tokens,
-            logprobs=self._logprobs,
-            finish_reason=reason,
-            usage=Usage(len(request.prompt_ids), len(tokens), 0),
-            # As vLLM: nothing for the model's own end of turn.
-            stop_reason=tokens[-1] if reason == "stop" and tokens and tokens[-1] in named else None,
-            weight_versions=tuple(spans),
-            request_id=request.request_id,
-            top_logprobs=tuple(self._top) if request.sampling_params.get("logprobs") else None,
+    def choose(_: Any, scores: Any) -> Any:
+        token = sampler.choose(scores[0].to("cpu", torch.float32, copy=True))
+        versions.append(version)
+        return torch.full_like(scores, -math.inf).index_fill_(
+            1, torch.tensor([token], device=scores.device), 0.0
         )
+
+    def is_done(input_ids: Any, _: Any) -> Any:
+        nonlocal reason, version
+        if sampler.tokens[-1] in sampler.stop_ids or sampler.allowed() == []:
+            reason = "stop"
+        elif len(sampler.tokens) >= room:
+            reason = "length"
+        elif is_aborted():
+            reason = "abort"
+        on_tokens(sampler.tokens[-1:], sampler.logprobs[-1:], reason)
+        version = weight_version()
+        return torch.full((1,), reason is not None, device=input_ids.device)
+
+    if reason is None:
+        ids = torch.tensor([list(request.prompt_ids)], device=model.device)
+        media = _media_arguments(model, request.multi_modal_data, prompt_len)
+        # The model's own generation config may set penalties and the like, which are undone here.
+        plain = GenerationConfig().to_dict()
+        changed = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
+        settings = {name: plain[name] for name in changed if name in plain and name != "transformers_version"}
+        settings |= {"use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode(), _stray_pads(model, ids, request.multi_modal_data):
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=room,
+                logits_processor=[choose],
+                stopping_criteria=[is_done],
+                **settings,
+                **media,
+            )
+    tokens, last = sampler.tokens, sampler.tokens[-1:]
+    bounds = [0, *(n for n in range(1, len(tokens)) if versions[n] != versions[n - 1]), len(tokens)]
+    named = request.sampling_params.get("stop_token_ids") or ()
+    return EngineResponse(
+        completion_ids=tokens,
+        logprobs=sampler.logprobs,
+        finish_reason=reason or "length",
+        usage=Usage(prompt_len, len(tokens), 0),
+        # As vLLM: nothing for the model's own end of turn.
+        stop_reason=last[0] if reason == "stop" and last and last[0] in named else None,
+        weight_versions=tuple(
+            WeightVersionSpan(versions[start], start, stop)
+            for start, stop in itertools.pairwise(bounds)
+            if start < stop
+        ),
+        request_id=request.request_id,
+        top_logprobs=tuple(sampler.top) if request.sampling_params.get("logprobs") else None,
+    )
 
 
 # --- the model ---
@@ -535,17 +524,6 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str) -> An
         if has_bar:
             logging.enable_progress_bar()
     return model.to(device).eval()
-
-
-def _plain_settings(model: Any) -> dict[str, Any]:
-    """Arguments of `generate` that undo what the model's own generation config sets, penalties among it."""
-    from transformers import GenerationConfig
-
-    plain = GenerationConfig().to_dict()
-    own = getattr(model, "generation_config", None)
-    changed = own.to_diff_dict() if own is not None else {}
-    undone = {name: plain[name] for name in changed if name in plain and name != "transformers_version"}
-    return {**undone, "use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -95,7 +95,8 @@ def test_it_is_vllms_order(params, prompt, rows):
     sampled = []
     for row in rows:
         noise = None if greedy else torch.empty(VOCAB).exponential_(generator=draws).tolist()
-        token, logprob, top = sampler.choose(torch.tensor(row))
+        token = sampler.choose(torch.tensor(row))
+        logprob, top = sampler.logprobs[-1], sampler.top[-1]
         assert token == reference(params, prompt, row, sampled, noise)
         assert logprob == pytest.approx(math.log(softmax(row)[token]), abs=1e-4)
         assert len(top) == params.get("logprobs", 0)
@@ -108,7 +109,8 @@ def test_a_grammar_comes_before_the_logprobs(seed, allowed):
     row = [math.sin(seed + token) * 3 for token in range(VOCAB)]
     choices = [[token, 0] for token in allowed]
     sampler = TokenSampler({"max_tokens": 1, "seed": seed}, [0], STOPS, choices)
-    token, logprob, _ = sampler.choose(torch.tensor(row))
+    token = sampler.choose(torch.tensor(row))
+    (logprob,) = sampler.logprobs
     assert token in allowed
     masked = [value if each in allowed else -math.inf for each, value in enumerate(row)]
     assert logprob == pytest.approx(math.log(softmax(masked)[token]), abs=1e-5)
