@@ -30,9 +30,9 @@ from mmrender.errors import TemplateError
 from mmrender.messages import Message
 from mmrender.template.text import plain
 
-_COMBINATIONS = 40
-"""Histories that differ in many respects at once. Any two respects meet in one of eight."""
-_SHARE = 0.35
+_COMBINATIONS = 24
+"""Histories that differ in many respects at once. Any two respects meet in one of four."""
+_SHARE = 0.5
 _MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
 
 
