@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.caching import LRUCache
@@ -22,6 +22,7 @@ from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
+from mmrender.protocols import RenderOptions
 from mmrender.rendering.memo import RenderMemo, conversation_key
 from mmrender.rendering.render import Rendering
 from mmrender.spans import MultiModalData
@@ -48,11 +49,11 @@ class Renderer:
     """Renders conversations with a model's own chat template. Safe to use from many threads.
 
     Args:
-        templates: The model's templates, and what is known about them.
+        templates: The model's templates with the findings about each.
         tokenizer: The model's tokenizer.
-        media: What turns media parts into items, or None for a text-only model.
-        content_special_tokens: What a special token in content is, for all roles or by role; see
-            `mmrender.tokens.encode.DEFAULT_RULES` for what roles that are not named follow.
+        media: Loads and processes media parts, or None for a text-only model.
+        content_special_tokens: How special tokens in content are encoded, for all roles or by role; roles
+            that are not named follow `mmrender.tokens.encode.DEFAULT_RULES`.
         tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
@@ -114,15 +115,15 @@ class Renderer:
             chat_template: Jinja text in place of the model's, or the name of one of its templates.
             image_backend: Which of the two exact ways of resampling: `"torch"`, as inference engines do, or
                 `"pil"`, which needs no torch. It is part of every item's identity.
-            media_policy: What may be loaded.
-            media_cache: Where processed items are kept; pass one to share it between renderers.
+            media_policy: Limits on what is loaded, and from where.
+            media_cache: Cache of processed items; pass one to share it between renderers.
             content_special_tokens: `"text"`, `"parse"` or `"error"`, for all roles or by role.
             tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved;
                 one of `mmrender.parsing.GRAMMARS`.
-            limits: What one run of the template may spend.
-            clock: What the template's `strftime_now` reads.
+            limits: Bounds on one run of the template.
+            clock: Gives the time that the template's `strftime_now` formats.
             memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
-            profile_cache: Keep what probes find out about the template on disk, in the folder that the
+            profile_cache: Keep the findings of probes of the template on disk, in the folder that the
                 environment variable `MMRENDER_CACHE` names.
 
         Raises:
@@ -208,33 +209,15 @@ class Renderer:
                 return known
         rendering = self._rendering(tools, documents, template_arguments)
         rendered = rendering.render(conversation, add_generation_prompt, fingerprints)
-        if self._memo is not None and key is not None and not rendering.template.reads_clock:
+        if self._memo is not None and key is not None and not rendering.known.template.reads_clock:
             self._memo.put(key, rendered)
         return rendered
 
     def render_ids(
-        self,
-        messages: Sequence[Message | MessageDict],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        images: Sequence[Any] | None = None,
-        videos: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **template_arguments: Any,
+        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
     ) -> list[int]:
-        """Render to token ids alone; arguments and errors as for `render`."""
-        return self.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            images=images,
-            videos=videos,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=chat_template_kwargs,
-            **template_arguments,
-        ).token_ids
+        """Render to token ids alone; options and errors as for `render`."""
+        return self.render(messages, **options).token_ids
 
     def render_text(
         self,
@@ -260,19 +243,10 @@ class Renderer:
         arguments: Mapping[str, Any],
     ) -> Rendering:
         known = self._known(tools is not None, arguments)
-        return Rendering(
-            template=known.template,
-            profile=known.profile,
-            writer=self._writer,
-            media=self.media,
-            stop_ids=known.profile.stop_ids,
-            tools=normalize_tools(tools),
-            documents=documents,
-            arguments=known.arguments,
-        )
+        return Rendering(known, self._writer, self.media, normalize_tools(tools), documents)
 
     def _known(self, has_tools: bool, arguments: Mapping[str, Any]) -> KnownTemplate:
-        """Find the template and what is known about it; refuse arguments that nobody reads."""
+        """Find the template with the findings about it; refuse arguments that nobody reads."""
         unread = [name for name in arguments if name not in self.templates.arguments] if arguments else ()
         if unread:
             raise _unknown_argument(unread[0], self.templates)
@@ -375,7 +349,7 @@ class Renderer:
         return parser.parse(token_ids, tools=normalize_tools(tools), prompt_ids=prompt_ids)
 
     def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> "ResponseParser":
-        """What `parse_response` reads with; its `choice` says how the grammar of tool calls was proved."""
+        """Return the parser; its `choice` says how the grammar of tool calls was proved."""
         # Imported here, since most programs that render never parse.
         from mmrender.parsing.prove import build_parser
 
@@ -386,7 +360,7 @@ class Renderer:
 
     @property
     def profile(self) -> TemplateProfile:
-        """What was found out about the template, without template arguments."""
+        """Findings about the template, without template arguments."""
         return self.templates.find({}, has_tools=False).profile
 
     def template_profile(
@@ -396,7 +370,7 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TemplateProfile:
-        """Return what was found out about the template for conversations with or without tools."""
+        """Return the findings about the template for conversations with or without tools."""
         arguments = {**(chat_template_kwargs or {}), **template_arguments}
         return self._known(has_tools, arguments).profile
 

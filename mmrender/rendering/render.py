@@ -19,10 +19,9 @@ from mmrender.errors import (
 )
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, VideoPart
-from mmrender.probing.profile import TemplateProfile
+from mmrender.probing.templates import KnownTemplate
 from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.attribution import disown_prompt
-from mmrender.template.chat import ChatTemplate
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
@@ -34,24 +33,18 @@ class Rendering:
     """Everything that one rendering needs but the conversation.
 
     Attributes:
-        template: The chat template.
-        profile: What is known about it with these arguments.
+        known: The chat template with its arguments, and the findings about it.
         writer: Turns text into tokens.
         media: Turns media parts into items, or None for a text-only model.
-        stop_ids: Tokens that end an assistant's turn.
         tools: Tool definitions for the template.
         documents: Documents for the template.
-        arguments: Further template variables.
     """
 
-    template: ChatTemplate
-    profile: TemplateProfile
+    known: KnownTemplate
     writer: TokenWriter
     media: MediaResolver | None
-    stop_ids: frozenset[int]
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
-    arguments: Mapping[str, Any] | None = None
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
         """Run the template; each character is attributed."""
@@ -62,16 +55,16 @@ class Rendering:
             if index is not None:
                 error.where = f"messages[{index}], {error.where}"
             raise
-        return disown_prompt(text, self.profile.generation_prompts) if add_generation_prompt else text
+        return disown_prompt(text, self.known.profile.generation_prompts) if add_generation_prompt else text
 
     def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
-        return self.template.render(
+        return self.known.template.render(
             messages,
             tools=self.tools,
             documents=self.documents,
             add_generation_prompt=add_generation_prompt,
-            form=self.profile.form,
-            arguments=self.arguments,
+            form=self.known.profile.form,
+            arguments=self.known.arguments,
         )
 
     def _first_refused(self, messages: Sequence[Message]) -> int | None:
@@ -101,17 +94,17 @@ class Rendering:
             fingerprints: That of each media part's source, where the caller has taken them already.
         """
         layout = self.writer.lay_out(self.text(messages, add_generation_prompt))
-        turns, rewritten = assistant_turns(layout.text, messages, self.profile, self.text)
+        turns, rewritten = assistant_turns(layout.text, messages, self.known.profile, self.text)
         encoded, sidecar = encode_with_media(
             layout,
             messages,
             writer=self.writer,
             media=self.media,
-            image_roles=self.profile.image_roles,
+            image_roles=self.known.profile.image_roles,
             fingerprints=fingerprints,
             cuts=sorted({turn.prompt_stop for turn in turns}),
         )
-        spans, misaligned = mark_sampled(encoded, turns, self.stop_ids)
+        spans, misaligned = mark_sampled(encoded, turns, self.known.profile.stop_ids)
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,

@@ -303,7 +303,7 @@ class TracedStr(str):
         """First character in title case, the rest in lower case."""
         return self.changed(str.capitalize(self))
 
-    # Padding and formatting: the result is tainted.
+    # Padding and formatting: the result is tainted. What the sandbox hides or replaces stays that of `str`.
 
     def ljust(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
         """Pad on the right."""
@@ -327,29 +327,6 @@ class TracedStr(str):
 
     def __mod__(self, values: Any) -> "TracedStr":
         return percent(self, values)
-
-    def __rmod__(self, template: Any) -> "TracedStr":
-        return percent(template, self) if isinstance(template, str) else NotImplemented
-
-    def __format__(self, spec: str) -> "TracedStr":
-        check_width(spec)
-        return tainted(str.__format__(self, spec), self)
-
-    def format(self, *args: Any, **kwargs: Any) -> "TracedStr":
-        """Format as `str.format` does; templates get the sandbox's own in its place."""
-        return tainted(str.format(self, *args, **kwargs), self, args, kwargs)
-
-    def format_map(self, mapping: Any, /) -> "TracedStr":
-        """Format with the values of `mapping`."""
-        return tainted(str.format_map(self, mapping), self, mapping)
-
-    def expandtabs(self, tabsize: SupportsIndex = 8) -> "TracedStr":
-        """Tabs as spaces; templates may not."""
-        return tainted(str.expandtabs(self, tabsize), self)
-
-    def translate(self, table: Any, /) -> "TracedStr":
-        """Map characters by `table`; templates may not."""
-        return tainted(str.translate(self, table), self, table)
 
 
 def concat(pieces: Iterable[str]) -> TracedStr:
