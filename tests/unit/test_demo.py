@@ -117,7 +117,7 @@ def test_without_a_processor_the_proof_is_not_claimed(tiny_model, conversation, 
     def refuse(*_):
         raise ImportError("no torchvision here")
 
-    monkeypatch.setattr("mmrender.testing.reference.load_reference_image_processor", refuse)
+    monkeypatch.setattr("mmrender.testing.reference.build_reference_processor", refuse)
     text, rest = prove_parity(tiny_model, conversation, rendered)
     assert text.holds
     assert rest.holds is None

@@ -122,11 +122,6 @@ def test_pads_are_folded_to_their_layout(grid, count, shown):
     assert token_strip(rendered).plain == shown
 
 
-def test_an_image_that_is_not_at_hand_is_one_token(renderer):
-    rendered = renderer.render([{"role": "user", "content": [{"type": "image"}]}])
-    assert "⟨image 1⟩" in token_strip(rendered).plain
-
-
 def test_the_table_counts_tokens(rendered):
     assert printed(message_table(rendered)) == TABLE
     assert sum(rendered.tokens_per_message) + 6 == len(rendered)
