@@ -203,10 +203,6 @@ def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any
     Args:
         request: The prompt, without images.
         nvext: The caller's own members of `nvext`.
-
-    Raises:
-        SamplingParameterError: Dynamo does not know a parameter, or `max_tokens` is missing.
-        InputError: The caller's `nvext` names the prompt.
     """
     missing = "how long a completion may be is then the worker's choice"
     spelled = spell(request.sampling_params, "dynamo", without_max_tokens=missing)
@@ -290,11 +286,6 @@ def parse_reply(body: bytes, request: EngineRequest, ends: frozenset[int]) -> En
         body: The reply.
         request: What was asked.
         ends: Tokens that can end a completion.
-
-    Raises:
-        EngineMismatchError: The worker had another prompt than the renderer's.
-        EngineUnsupportedError: The worker gives no router choices, though they were asked for.
-        EngineReplyError: It is malformed: no tokens, or not one logprob for each.
     """
     decoded = decode_json(body, where="reply")
     reply = convert(decoded, _Reply, where="reply")

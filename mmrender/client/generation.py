@@ -175,9 +175,6 @@ def resolve_backend(
         backend: The backend, or its name.
         route: Its route.
         model: The model, which for `"local"` is its directory.
-
-    Raises:
-        InputError: The name or route is unknown, or they contradict each other.
     """
     if route is not None and route not in _ROUTES:
         raise InputError("unknown route", where="transport", expected=", ".join(_ROUTES), got=repr(route))
@@ -235,12 +232,7 @@ async def rendered_prompt(
     tools: Sequence[Any] | None,
     template_arguments: Mapping[str, Any],
 ) -> Prompt:
-    """Render a conversation with the generation prompt; a pool does so off the event loop.
-
-    Raises:
-        MMRenderError: As for `Renderer.render`.
-        InputError: There are no messages.
-    """
+    """Render a conversation with the generation prompt; a pool does so off the event loop."""
     if messages is None:
         raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")
     if is_async(renderer):
@@ -259,12 +251,7 @@ def given_prompt(
     data: MultiModalData | None,
     attribution: RenderedTokens | None,
 ) -> Prompt:
-    """Take a prompt as it is, such as a bridge gives it.
-
-    Raises:
-        InputError: The attribution belongs to other tokens.
-        PlaceholderError: The prompt holds media tokens, and has no sidecar.
-    """
+    """Take a prompt as it is, such as a bridge gives it."""
     if prompt_ids is None:
         ids = list(attribution.token_ids) if attribution is not None else []
     else:

@@ -81,11 +81,7 @@ class _SlicedPayload(aiohttp.Payload):
 
 
 def encode_json(value: Any) -> Body:
-    """Encode a JSON value: what msgspec takes, and `JSONText`, which is not copied.
-
-    Raises:
-        InputError: It cannot be written as JSON.
-    """
+    """Encode a JSON value: what msgspec takes, and `JSONText`, which is not copied."""
     texts: list[JSONText] = []
     # Random, so that no text of the request can hold it.
     mark = secrets.token_hex(16)

@@ -111,11 +111,7 @@ class LocalBackend:
     # --- what `generate` asks of a backend ---
 
     async def generate(
-        self,
-        request: EngineRequest,
-        transport: Transport | None = None,
-        *,
-        on_tokens: OnTokens | None = None,
+        self, request: EngineRequest, transport: Transport | None = None, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion; `transport` is ignored.
 

@@ -39,9 +39,7 @@ class OpenTelemetryHooks(ClientHooks):
     """
 
     def __init__(
-        self,
-        tracer_provider: "TracerProvider | None" = None,
-        meter_provider: "MeterProvider | None" = None,
+        self, tracer_provider: "TracerProvider | None" = None, meter_provider: "MeterProvider | None" = None
     ) -> None:
         self._providers = (tracer_provider, meter_provider)
         self._tracer = trace.get_tracer(_SCOPE, tracer_provider=tracer_provider)

@@ -19,11 +19,7 @@ Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int | None, *, where: str = "prompt_ids") -> Ids:
-    """Return the prompt as an integer array of shape `(n,)`.
-
-    Raises:
-        InputError: It is empty, holds something else than integers, or an id outside the vocabulary.
-    """
+    """Return the prompt as an integer array of shape `(n,)`."""
     try:
         ids = np.asarray(prompt_ids)
     except (ValueError, OverflowError):
@@ -60,12 +56,6 @@ def check_placeholders(
             token of a range counts as the pad token.
         only_images: Whether the engine takes images only.
         takes_sparse: Whether the engine keeps which tokens of a range stand for features, where not all do.
-
-    Raises:
-        PlaceholderError: The sidecar is inconsistent, a range is not exactly the run of pad tokens that its
-            item stands for, or an image has no range.
-        EngineUnsupportedError: An item is of another modality, or a range is sparse, and the engine does not
-            take these.
     """
     if not request.multi_modal_data:
         return []
@@ -173,11 +163,6 @@ def collapse(
         data: Its sidecar.
         placeholder_ids: By modality the token that the template writes. Without it, only ranges of one
             repeated token can be collapsed, to that token.
-
-    Raises:
-        PlaceholderError: The sidecar does not fit the prompt; or a range holds several tokens and
-            `placeholder_ids` lacks its modality, or its expansion begins or ends in text, which was encoded
-            together with the text around it.
     """
     collapsed: list[int] = []
     position = 0
@@ -207,9 +192,6 @@ def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str
         seen: The server's prompt.
         request: The request; its `prompt_ids` are widened.
         where: The field in errors.
-
-    Raises:
-        EngineMismatchError: They differ; the error names the first difference and the image it belongs to.
     """
     theirs, ours = np.asarray(seen), np.asarray(request.prompt_ids)
     if np.array_equal(theirs, ours):

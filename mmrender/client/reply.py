@@ -33,11 +33,7 @@ _DTYPES: Final = frozenset({"uint8", "uint16", "uint32", "uint64", "int8", "int1
 
 
 def decode_json(body: bytes, *, where: str) -> Any:
-    """Decode a JSON reply.
-
-    Raises:
-        EngineReplyError: It is not JSON, or nested too deeply.
-    """
+    """Decode a JSON reply."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -45,20 +41,12 @@ def decode_json(body: bytes, *, where: str) -> Any:
 
 
 def decode_as(body: bytes, type: type[T], *, where: str) -> T:
-    """Decode a JSON reply to a struct, strictly.
-
-    Raises:
-        EngineReplyError: It is not JSON, or does not fit; `where` names the field.
-    """
+    """Decode a JSON reply to a struct, strictly."""
     return convert(decode_json(body, where=where), type, where=where)
 
 
 def convert(value: Any, type: type[T], *, where: str) -> T:
-    """Convert decoded JSON to a struct, strictly.
-
-    Raises:
-        EngineReplyError: It does not fit; `where` names the field.
-    """
+    """Convert decoded JSON to a struct, strictly."""
     try:
         return msgspec.convert(value, type)
     except msgspec.ValidationError as error:
@@ -102,10 +90,6 @@ def check_completion(
         request: Bounds them: `vocab_size`, and `max_tokens` of the sampling parameters.
         where: The completion in errors.
         before: Tokens that came in earlier chunks.
-
-    Raises:
-        EngineReplyError: Their numbers differ, there are more than were asked for, a token is outside the
-            vocabulary, or a logprob is missing, not finite, above 0, or a sentinel for a missing one.
     """
     most = request.sampling_params.get("max_tokens")
     if most is not None and before + len(ids) > most:
@@ -148,11 +132,7 @@ def check_completion(
 
 
 def check_count(rows: Sequence[Any] | None, count: int, *, what: str, where: str) -> None:
-    """Require `count` rows, one for each token.
-
-    Raises:
-        EngineReplyError: There are others, or none.
-    """
+    """Require `count` rows, one for each token."""
     if rows is None or len(rows) != count:
         raise EngineReplyError(
             f"{what} and tokens are not equally many",
@@ -180,11 +160,7 @@ class LogprobEntry(msgspec.Struct):
 
 
 def check_named(entries: Sequence[LogprobEntry], ids: Sequence[int], *, where: str, required: bool) -> None:
-    """Require that each logprob names the token that was sampled there; nameless ones where not `required`.
-
-    Raises:
-        EngineReplyError: One names another token, or none.
-    """
+    """Require that each logprob names the token that was sampled there, or none unless `required`."""
     if [entry.token_id for entry in entries] == ids:
         return
     for index, (token, entry) in enumerate(zip(ids, entries, strict=False)):
@@ -199,11 +175,7 @@ def check_named(entries: Sequence[LogprobEntry], ids: Sequence[int], *, where: s
 
 
 def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:
-    """Return the alternatives of each token.
-
-    Raises:
-        EngineReplyError: One lacks its token or its logprob.
-    """
+    """Return the alternatives of each token."""
     for index, entry in enumerate(entries):
         for other in entry.top_logprobs or ():
             if other.id is None or other.logprob is None:
@@ -238,11 +210,7 @@ class ReportedUsage(msgspec.Struct):
 
 
 def check_prompt_count(usage: ReportedUsage | None, request: EngineRequest, *, where: str) -> None:
-    """Require that the server counted as many prompt tokens as it should have used.
-
-    Raises:
-        EngineMismatchError: It counted others.
-    """
+    """Require that the server counted as many prompt tokens as it should have used."""
     counted = None if usage is None else usage.prompt_tokens
     if counted is not None and counted != len(request.prompt_ids):
         raise EngineMismatchError(
@@ -264,11 +232,7 @@ class ReportedVersion(msgspec.Struct):
 def version_spans(
     reported: Sequence[ReportedVersion] | None, count: int, *, where: str
 ) -> tuple[WeightVersionSpan, ...]:
-    """Return the weight versions of a completion of `count` tokens; empty spans are left out.
-
-    Raises:
-        EngineReplyError: They overlap, are out of order, or leave the completion.
-    """
+    """Return the weight versions of a completion of `count` tokens; empty spans are left out."""
     spans: list[WeightVersionSpan] = []
     position = 0
     for index, span in enumerate(reported or ()):
@@ -298,9 +262,6 @@ def experts_from_npy(data: Base64, start: int = 0, *, where: str) -> RoutedExper
         data: The base64 text.
         start: Position of the token that row 0 belongs to.
         where: The field in errors.
-
-    Raises:
-        EngineReplyError: It is not such a file, or holds something else.
     """
     raw = _decode_base64(data, where)
     stream = io.BytesIO(raw)
@@ -332,9 +293,6 @@ def experts_from_int32(
         top_k: Experts that each token is routed to.
         start: Position of the token that row 0 belongs to.
         where: The field in errors.
-
-    Raises:
-        EngineReplyError: It is not base64, or of another size.
     """
     raw = _decode_base64(data, where)
     if start and len(raw) == (rows + start) * layers * top_k * 4:
@@ -353,11 +311,7 @@ class ReportedExperts(msgspec.Struct):
 
 
 def experts_from_mapping(value: ReportedExperts, *, where: str) -> RoutedExperts:
-    """Read Dynamo's form.
-
-    Raises:
-        EngineReplyError: A member is malformed, or the data is of another size.
-    """
+    """Read Dynamo's form."""
     if value.dtype not in _DTYPES:
         raise _malformed_experts(f"{where}.dtype", "the name of an integer type", repr(value.dtype)[:100])
     raw = _decode_base64(value.data, f"{where}.data")

@@ -172,12 +172,7 @@ def where(name: str) -> str:
 
 
 def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are set; a value of None means that one is not set.
-
-    Raises:
-        SamplingParameterError: A name is unknown, a value is of the wrong type or out of range, or two
-            contradict each other; `where` names it.
-    """
+    """Return the parameters that are set; a value of None means that one is not set."""
     checked: dict[str, Any] = {}
     for name, value in params.items():
         if name == "extra" and isinstance(value, Mapping):
@@ -263,10 +258,6 @@ def spell(params: Mapping[str, Any], engine: EngineName, *, without_max_tokens: 
         params: In vLLM's names; `max_tokens` is required.
         engine: Whose spelling.
         without_max_tokens: What the engine would do without `max_tokens`, for the error.
-
-    Raises:
-        SamplingParameterError: As `check_sampling_params`; or the engine has no such parameter; or a name in
-            `extra` is set already.
     """
     checked = check_sampling_params(params)
     if "max_tokens" not in checked:

@@ -103,9 +103,6 @@ async def prompt_limit(backend: RendererBackend, model: str, transport: Transpor
     """Return the most tokens that a prompt may have, asked once; None if unknown.
 
     A server that cannot say is asked again after a pause, and refuses long prompts itself meanwhile.
-
-    Raises:
-        EngineConnectionError: The server was not reached.
     """
     facts = facts_of(transport)
     key = ("limit", backend.name, model)
@@ -138,12 +135,7 @@ class _ModelCards(msgspec.Struct):
 
 
 async def model_cards(transport: Transport) -> dict[str, ModelCard]:
-    """Return a server's models by name.
-
-    Raises:
-        EngineReplyError: The answer is malformed.
-        EngineError: The server could not be asked.
-    """
+    """Return a server's models by name."""
     reply = await transport.request("GET", "/v1/models")
     cards = decode_as(reply.body, _ModelCards, where=f"{transport.base_url}/v1/models")
     return {card.id: card for card in cards.data}
@@ -191,11 +183,6 @@ async def render_image(
         model: The model as the server knows it.
         data_url: The encoded image.
         modality: Under which the server lists it.
-
-    Raises:
-        EngineUnsupportedError: The server has no render route, or it is closed.
-        EngineReplyError: The answer is malformed, or about another number of images.
-        EngineError: The server could not be asked, or refused.
     """
     where = f"{transport.base_url}{RENDER_PATH}"
     part = {"type": "image_url", "image_url": {"url": data_url}}
@@ -267,13 +254,6 @@ async def wire_form(
         model: The model as the server knows it.
         transport: The server.
         pixels: Which pixels the server takes, where that is known without a handshake.
-
-    Raises:
-        EngineMismatchError: The server makes something else of the image: other fields, shapes, values or
-            placeholder tokens.
-        EngineUnsupportedError: The server does not render, or how it joins the fields is not known.
-        EngineReplyError: Its answer is malformed.
-        EngineError: It could not be asked.
     """
     item = span.item
     settings: Hashable = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
@@ -402,11 +382,6 @@ async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
     Args:
         transport: The server.
         trusted: Whether the caller vouches for a server that does not say.
-
-    Raises:
-        EngineUnsupportedError: Its settings make it fatal, or it does not say and is not trusted.
-        EngineReplyError: Its answer is malformed.
-        EngineError: It could not be asked.
     """
     where = f"{transport.base_url}{INFO_PATH}"
 

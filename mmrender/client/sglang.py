@@ -252,12 +252,6 @@ def parse_reply(body: bytes, request: EngineRequest, experts_shape: tuple[int, i
         body: The reply.
         request: What was asked.
         experts_shape: Layers, and experts of a token.
-
-    Raises:
-        EngineMismatchError: The server made another prompt of it than the renderer.
-        EngineStatusError: The server gave up, and says with which status.
-        EngineUnsupportedError: It gives no router choices.
-        EngineReplyError: It is malformed, or a token lacks its logprob.
     """
     decoded = decode_json(body, where="reply")
     if isinstance(decoded, list) and len(decoded) == 1:

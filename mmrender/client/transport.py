@@ -88,11 +88,7 @@ class Transport(Protocol):
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Require a finite number, more than `above` or at least `least`.
-
-    Raises:
-        InputError: It is something else; `where` is `name`.
-    """
+    """Require a finite number, more than `above` or at least `least`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (above is not None and value <= above) or (least is not None and value < least):
         bound = f"more than {above:g}" if above is not None else f"{least:g} or more"
@@ -128,9 +124,6 @@ class RetryPolicy:
 
         Args:
             rule: Says of an error whether to try again, or after how many seconds.
-
-        Raises:
-            MissingDependencyError: stamina is not installed.
         """
         try:
             import stamina
@@ -236,11 +229,7 @@ def status_error(
 
 
 async def read_events(lines: AsyncIterator[bytes], *, where: str) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON objects of a stream of server-sent events, up to `[DONE]`.
-
-    Raises:
-        EngineReplyError: An event is not a JSON object, or the stream ends early.
-    """
+    """Yield the JSON objects of a stream of server-sent events, up to `[DONE]`."""
     async for line in lines:
         if not line.startswith(b"data:"):
             continue  # empty lines between events, comments, names of events

@@ -195,12 +195,6 @@ class GenerateCall:
         Args:
             images: Members of the body for the prompt's images.
             widened: Whether the server widens the placeholders, so that its prompt is compared with ours.
-
-        Raises:
-            SamplingParameterError: vLLM has no such parameter, or not of that value.
-            PromptTooLongError: The server says that the prompt is too long.
-            EngineUnsupportedError: The route is closed or missing.
-            EngineError: The server could not be reached, refused, or gave an unusable answer.
         """
         where = f"{self.transport.base_url}{GENERATE_PATH}"
         body = with_extra_body(self._body(images), self.request)
@@ -265,11 +259,7 @@ class GenerateCall:
 
 
 def with_extra_body(body: dict[str, Any], request: EngineRequest) -> dict[str, Any]:
-    """Add `extra_body` of a request, unchecked, to its body.
-
-    Raises:
-        InputError: A member is one that the request itself sets.
-    """
+    """Add `extra_body` of a request, unchecked, to its body."""
     if taken := sorted(body.keys() & request.extra_body.keys()):
         raise InputError("the request itself sets this member", where=f"extra_body[{taken[0]!r}]")
     return {**body, **request.extra_body}
@@ -289,11 +279,7 @@ _DATA_URL: Final = re.compile(r"data:image/[a-z0-9.+-]+;base64,(?=.)", re.I | re
 
 
 def check_data_url(value: Any, *, where: str) -> str:
-    """Return an image that is to be sent, which must be a `data:` URL: a server would open a path.
-
-    Raises:
-        InputError: It is something else.
-    """
+    """Return an image that is to be sent, which must be a `data:` URL: a server would open a path."""
     found = _DATA_URL.match(value) if isinstance(value, str) else None
     try:
         # Decoding is the fastest way to look at every character.

@@ -50,11 +50,7 @@ class WireForm:
 
 
 def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
-    """Expand one item to the tensors that go on the wire.
-
-    Raises:
-        EngineUnsupportedError: Levels are asked for, and the item's pixels do not come from any.
-    """
+    """Expand one item to the tensors that go on the wire."""
     if pixels != "uint8":
         tensors = item.tensors(pixels)
         if pixels != "bfloat16":
@@ -95,9 +91,6 @@ def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] |
         names: The item's tensors.
         modality: The item's modality.
         kinds: How the server says that each is joined: `batched`, `flat` or `shared`.
-
-    Raises:
-        EngineUnsupportedError: No layout has these fields, or several that join them differently.
     """
 
     def takes(layout: Layout) -> bool:
@@ -125,12 +118,7 @@ def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] |
 
 
 def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
-    """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered.
-
-    Raises:
-        PlaceholderError: Patches, grid and range do not fit, or pixels are of another dtype than `form` says.
-        EngineUnsupportedError: As `item_tensors`.
-    """
+    """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered."""
 
     def encode() -> JSONText:
         tensors = item_tensors(span.item, form.pixels)
@@ -190,10 +178,6 @@ def features_of(
         left_out: Hashes whose data the server has; the data of these is not sent.
         repeats_left_out: Send the data of an item once within the request. A server takes the second hash
             for one whose data it has, so this is safe only where hashes without data are.
-
-    Raises:
-        PlaceholderError: An item does not fit its range.
-        EngineUnsupportedError: An item cannot be sent in its form.
     """
     features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     sent: dict[str, JSONText] = {}

@@ -79,12 +79,6 @@ def parse_reply(decoded: Any, request: EngineRequest, *, where: str, widened: bo
         request: What was asked.
         where: The call in errors.
         widened: Whether the server widened the placeholders, so that its prompt must be compared with ours.
-
-    Raises:
-        FailedInEngineError: The engine failed, and the answer is empty.
-        EngineMismatchError: The server used another prompt than ours.
-        EngineUnsupportedError: Routed experts were asked for, and the server gives none.
-        EngineReplyError: The answer is malformed, or a token lacks its logprob.
     """
     reply = convert(decoded, _Reply, where=where)
     if len(reply.choices) != 1:
@@ -209,11 +203,7 @@ class StreamedReply:
         self._choice: dict[str, Any] = {"index": 0, "token_ids": [], "logprobs": {"content": []}}
 
     def take(self, decoded: Mapping[str, Any]) -> None:
-        """Take one chunk.
-
-        Raises:
-            EngineReplyError: The engine reports an error, or a token comes without a usable logprob.
-        """
+        """Take one chunk."""
         where = self._where
         if "error" in decoded:
             raise EngineReplyError(

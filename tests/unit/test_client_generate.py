@@ -179,8 +179,8 @@ def test_a_pool_renders_and_reads_off_the_loop(renderer: Renderer) -> None:
 
 def test_tools_and_template_arguments_reach_the_template_and_the_parser(renderer: Renderer) -> None:
     engine = Scripted(completion_of(renderer, CALL), "stop")
-    turn = run(renderer, engine, tools=TOOLS, template_arguments={"enable_thinking": False})
-    prompt = renderer.render(QUESTION, tools=TOOLS, add_generation_prompt=True, enable_thinking=False)
+    turn = run(renderer, engine, tools=TOOLS, template_arguments={"add_vision_id": True})
+    prompt = renderer.render(QUESTION, tools=TOOLS, add_generation_prompt=True, add_vision_id=True)
     assert turn.prompt_ids == prompt.token_ids
     (call,) = turn.tool_calls
     assert (call.status, call.name, call.arguments) == ("ok", "add", {"a": 1})

@@ -10,7 +10,7 @@ import pytest
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import RetryPolicy, Transport, TransportConfig, as_transport, server_root
 from mmrender.errors import EngineConnectionError, EngineStatusError, EngineTimeoutError, InputError
-from mmrender.testing.memory_transport import DROPPED, Answer, Asked, MemoryTransport
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 
 def ask(transport: MemoryTransport, method: str = "POST", path: str = "/generate", **options: Any) -> Any:
@@ -29,31 +29,6 @@ def test_answers_come_by_route_and_requests_are_kept() -> None:
     assert transport.asked[1].json is None
     assert transport.asked[1].idempotent
     assert transport.of_path("/text") == [transport.asked[1]]
-
-
-def test_a_list_is_used_up_call_by_call() -> None:
-    transport = MemoryTransport(
-        {"POST /generate": [Answer([1]), ValueError("mine"), DROPPED, {"last": True}]}
-    )
-    assert ask(transport).body == b"[1]"
-    with pytest.raises(ValueError, match="mine"):
-        ask(transport)
-    with pytest.raises(EngineConnectionError) as caught:
-        ask(transport)
-    assert str(caught.value) == "POST http://memory/generate: the connection broke"
-    assert ask(transport).body == b'{"last":true}'
-    with pytest.raises(AssertionError, match="no answer is left for POST /generate"):
-        ask(transport)
-
-
-def test_functions_answer_from_the_request() -> None:
-    async def later(asked: Asked) -> Any:
-        await asyncio.sleep(0)
-        return Answer({"later": asked.json}, status=201)
-
-    transport = MemoryTransport({"POST /generate": [lambda asked: {"now": asked.json}, later]})
-    assert ask(transport, json=1).body == b'{"now":1}'
-    assert ask(transport, json=2).status == 201
 
 
 def test_a_status_is_the_error_that_a_server_gives() -> None:
