@@ -228,16 +228,11 @@ class DescriptorStream(SocketStream):
         """Return the oldest descriptor that came, None if there is none."""
         return self._descriptors.popleft() if self._descriptors else None
 
-    async def read_into(self, view: memoryview) -> int:
-        """Read some bytes; 0 at the end."""
+    def receive(self, view: memoryview) -> int:
+        """Read what has come, without waiting; 0 at the end."""
         size = array.array("i").itemsize
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        while True:
-            try:
-                count, ancillary, found, _ = self.sock.recvmsg_into([view], socket.CMSG_SPACE(size), flags)
-                break
-            except (BlockingIOError, InterruptedError):
-                await self._ready(writing=False)
+        count, ancillary, found, _ = self.sock.recvmsg_into([view], socket.CMSG_SPACE(size), flags)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._descriptors.extend(array.array("i", data[: len(data) - len(data) % size]))
@@ -247,12 +242,18 @@ class DescriptorStream(SocketStream):
 
     async def write_descriptor(self, data: bytes, fd: int) -> None:
         """Write bytes with a descriptor attached to the first of them."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
         while True:
             try:
                 count = socket.send_fds(self.sock, [data], [fd])
                 break
             except (BlockingIOError, InterruptedError):
-                await self._ready(writing=True)
+                ready.clear()
+                loop.add_writer(self.sock.fileno(), ready.set)
+                try:
+                    await ready.wait()
+                finally:
+                    loop.remove_writer(self.sock.fileno())
         if count < len(data):
             await self.write(data[count:])
 
@@ -261,15 +262,6 @@ class DescriptorStream(SocketStream):
         await super().aclose()
         while self._descriptors:
             os.close(self._descriptors.popleft())
-
-    async def _ready(self, *, writing: bool) -> None:
-        loop, fd = asyncio.get_running_loop(), self.sock.fileno()
-        ready = asyncio.Event()
-        (loop.add_writer if writing else loop.add_reader)(fd, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            (loop.remove_writer if writing else loop.remove_reader)(fd)
 
 
 class SharedMemoryConnection(Connection):

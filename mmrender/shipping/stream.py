@@ -116,10 +116,16 @@ class Address:
 
 
 class Stream(Protocol):
-    """Bytes in both directions. One task may read while another writes."""
+    """Bytes in both directions. One task may read while another writes.
 
-    async def read_into(self, view: memoryview) -> int:
-        """Read some bytes; 0 at the end."""
+    Attributes:
+        heard: When the last bytes came, by `time.monotonic`.
+    """
+
+    heard: float
+
+    async def read_into(self, view: memoryview, *, whole: bool) -> int:
+        """Read some bytes, or with `whole` until the view is full; return fewer than that only at the end."""
         ...
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -136,6 +142,7 @@ class SocketStream:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.heard = time.monotonic()
         self._loop = asyncio.get_running_loop()
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -144,9 +151,40 @@ class SocketStream:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def read_into(self, view: memoryview) -> int:
-        """Read some bytes; 0 at the end."""
-        return await self._loop.sock_recv_into(self.sock, view)
+    async def read_into(self, view: memoryview, *, whole: bool) -> int:
+        """Read some bytes, or with `whole` until the view is full; return fewer than that only at the end."""
+        done = 0
+        result = self._loop.create_future()
+
+        def read() -> None:
+            nonlocal done
+            if result.done():
+                return
+            try:
+                count = self.receive(view[done:])
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                result.set_exception(error)
+                return
+            self.heard = time.monotonic()
+            done += count
+            if not whole or not count or done == view.nbytes:
+                result.set_result(done)
+
+        read()
+        if not result.done():
+            # Read by the callback itself: one task switch for a long view, not one for each piece.
+            self._loop.add_reader(self.sock.fileno(), read)
+            try:
+                await result
+            finally:
+                self._loop.remove_reader(self.sock.fileno())
+        return result.result()
+
+    def receive(self, view: memoryview) -> int:
+        """Read what has come, without waiting; 0 at the end."""
+        return self.sock.recv_into(view)
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write all bytes."""
@@ -161,14 +199,20 @@ class TLSStream:
     """A TLS connection of asyncio."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.heard = time.monotonic()
         self._reader = reader
         self._writer = writer
 
-    async def read_into(self, view: memoryview) -> int:
-        """Read some bytes; 0 at the end."""
-        data = await self._reader.read(view.nbytes)
-        view[: len(data)] = data
-        return len(data)
+    async def read_into(self, view: memoryview, *, whole: bool) -> int:
+        """Read some bytes, or with `whole` until the view is full; return fewer than that only at the end."""
+        done = 0
+        while data := await self._reader.read(view.nbytes - done):
+            self.heard = time.monotonic()
+            view[done : done + len(data)] = data
+            done += len(data)
+            if not whole or done == view.nbytes:
+                break
+        return done
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write all bytes."""
@@ -201,7 +245,7 @@ class Connection:
         self.sent_bytes = 0
         self._stream = stream
         self._pool = pool
-        self._heard = self._said = time.monotonic()
+        self._said = time.monotonic()
         self._writing = asyncio.Lock()
         self._ahead = memoryview(b"")
         self._since_yield = 0
@@ -266,7 +310,7 @@ class Connection:
                 # This side did not listen; what came meanwhile is read now.
                 await self.send(Ping())
                 continue
-            if now - self._heard > timing.silence:
+            if now - self._stream.heard > timing.silence:
                 raise ShippingConnectionError(
                     "the peer is silent", where=self.peer, got=f"nothing for {timing.silence:g} s"
                 )
@@ -324,32 +368,30 @@ class Connection:
     async def _fill(self, view: memoryview) -> None:
         """Read until the view is full; for a short one, what has come beyond it is kept for the next."""
         while view.nbytes:
+            if not self._ahead.nbytes and view.nbytes >= OWN_BUFFER_BYTES:
+                await self._read_into(view, whole=True)
+                return
             if not self._ahead.nbytes:
-                target = view if view.nbytes >= OWN_BUFFER_BYTES else memoryview(bytearray(OWN_BUFFER_BYTES))
-                count = await self._read_some(target)
-                if target is view:
-                    view = view[count:]
-                    continue
-                self._ahead = target[:count]
+                ahead = memoryview(bytearray(OWN_BUFFER_BYTES))
+                self._ahead = ahead[: await self._read_into(ahead, whole=False)]
             count = min(view.nbytes, self._ahead.nbytes)
             view[:count] = self._ahead[:count]
             view, self._ahead = view[count:], self._ahead[count:]
 
-    async def _read_some(self, view: memoryview) -> int:
+    async def _read_into(self, view: memoryview, *, whole: bool) -> int:
         if self._since_yield > _YIELD_BYTES:
             self._since_yield = 0
             await asyncio.sleep(0)
         try:
-            count = await self._stream.read_into(view)
+            count = await self._stream.read_into(view, whole=whole)
         except SSLEOFError as error:
             raise broken(self.peer, error) from error
         except SSLError as error:
             raise ShippingSecurityError("TLS failed", where=self.peer, got=str(error)) from error
         except OSError as error:
             raise broken(self.peer, error) from error
-        if not count:
+        if not count or (whole and count < view.nbytes):
             raise broken(self.peer, "the peer closed it")
-        self._heard = time.monotonic()
         self._since_yield += max(count, _YIELD_BYTES // 32)
         return count
 
