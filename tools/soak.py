@@ -1,9 +1,10 @@
 """Soak: rollouts without end, to see that nothing is left behind. Run by `make soak`.
 
-Many rollouts of the example environment are always under way, sampled from the tiny model in this process.
+Many rollouts of the example environment are always in flight, sampled from the tiny model in this process.
 Each is shipped to a second process when it ends, by shared memory and by a Unix socket in turn. Every few
-seconds the memory of both processes, open files, tasks, threads and mapped segments are counted. It fails if
-memory rises after the warm-up, if something is left at the end, or if a rollout is lost or failed.
+seconds the memory of both processes, open files, tasks, threads and mapped segments are counted. The warm-up
+lasts until the caches are full, however slow the machine is, so there is always a verdict: flat, or not. It
+fails if memory rises after the warm-up, if something is left at the end, or if a rollout is lost or failed.
 """
 
 import argparse
@@ -40,12 +41,14 @@ SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
 MEMO_BYTES, MEDIA_BYTES, TABLE_BYTES = 4 << 20, 4 << 20, 2 << 20
 BOARDS = 24
 INTERVAL = 5.0
+MIN_SAMPLES = 24
+"""Samples after the warm-up, at least."""
 WARM_UP = 0.25
-"""Part of the time in which caches fill,"""
+"""The warm-up takes this part of the time at least,"""
 WARM_UP_ROLLOUTS = 120
-"""and the rollouts that this takes at least."""
-MAX_SLOPE = 1.0
-"""Megabytes a minute by which memory may seem to rise after the warm-up: an allocator's noise."""
+"""and so many rollouts."""
+MAX_SLOPE, NOISE = 1.0, 4.0
+"""Memory may seem to rise by so many megabytes a minute, and so many in all: an allocator's noise."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,28 @@ class Sample:
 
 @dataclass
 class Counts:
-    """What the workers have done."""
+    """The work done, and when the warm-up was over."""
 
+    seconds: float
+    started: float
+    warm: float | None = None
     rollouts: int = 0
     turns: int = 0
     tokens: int = 0
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Count one rollout."""
+        self.rollouts += 1
+        self.turns += len(trajectory)
+        self.tokens += sum(len(step.completion_ids) for step in trajectory.steps)
+        now = time.monotonic()
+        enough = self.rollouts >= WARM_UP_ROLLOUTS and now - self.started >= WARM_UP * self.seconds
+        if self.warm is None and enough:
+            self.warm = now
+
+    def goes_on(self) -> bool:
+        """Whether it is still warming up, or has been watched for less than the rest of the time."""
+        return self.warm is None or time.monotonic() < self.warm + (1 - WARM_UP) * self.seconds
 
 
 def main() -> int:
@@ -121,7 +141,7 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
     urls = [f"unix://{folder}/games.sock", f"shm://mmrender-soak-{os.getpid()}"]
     command = [sys.executable, __file__, "--receive", *urls]
     samples: list[Sample] = []
-    counts = Counts()
+    counts = Counts(seconds, time.monotonic())
     problems: list[str] = []
     backend = LocalBackend(directory)
     await backend.resolve_max_prompt_len("tiny")
@@ -132,12 +152,9 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
             pool = await stack.enter_async_context(RendererPool(renderer, workers=2))
             senders = [await stack.enter_async_context(Sender(url, table_bytes=TABLE_BYTES)) for url in urls]
             client = RendererClient(pool, backend=backend)
-            deadline = time.monotonic() + seconds
-            watcher = asyncio.create_task(watch(samples, counts, receiver.pid, deadline))
+            watcher = asyncio.create_task(watch(samples, counts, receiver.pid))
             numbers = itertools.count()
-            await asyncio.gather(
-                *[work(client, senders, numbers, counts, deadline) for _ in range(concurrency)]
-            )
+            await asyncio.gather(*[work(client, senders, numbers, counts) for _ in range(concurrency)])
             await watcher
             for sender in senders:
                 await (await sender.send("stop"))
@@ -151,9 +168,11 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
         if receiver.returncode is None:
             receiver.kill()
             await receiver.wait()
+    del backend, client, pool  # whose threads end with them
     problems += await what_is_left(before)
-    problems += rising(samples, seconds)
-    show(samples, counts, seconds, problems)
+    steady = [each for each in samples if counts.warm is not None and each.seconds > counts.warm]
+    problems += rising(steady)
+    show(steady, counts, problems)
     return 1 if problems else 0
 
 
@@ -162,11 +181,10 @@ async def work(
     senders: list[Sender],
     numbers: "itertools.count[int]",
     counts: Counts,
-    deadline: float,
 ) -> None:
     """Roll out one episode after the other until it is time, and ship each."""
     guided = guided_params(client.renderer, game_calls())
-    while time.monotonic() < deadline:
+    while counts.goes_on():
         number = next(numbers)
         trajectory = Trajectory(f"game-{number}")
         # Boards come again, as prompts do in training.
@@ -181,20 +199,17 @@ async def work(
         )
         delivery = await senders[number % len(senders)].send(trajectory)
         await delivery
-        counts.rollouts += 1
-        counts.turns += len(trajectory)
-        counts.tokens += sum(len(step.completion_ids) for step in trajectory.steps)
+        counts.count(trajectory)
 
 
-async def watch(samples: list[Sample], counts: Counts, receiver: int, deadline: float) -> None:
+async def watch(samples: list[Sample], counts: Counts, receiver: int) -> None:
     """Count every few seconds."""
-    started = time.monotonic()
-    while time.monotonic() < deadline:
-        await asyncio.sleep(min(INTERVAL, max(0.0, deadline - time.monotonic())))
+    while counts.goes_on():
+        await asyncio.sleep(min(INTERVAL, (1 - WARM_UP) * counts.seconds / MIN_SAMPLES))
         gc.collect()
         samples.append(
             Sample(
-                time.monotonic() - started,
+                time.monotonic(),
                 memory_of("self"),
                 memory_of(str(receiver)),
                 open_files(),
@@ -207,7 +222,8 @@ async def watch(samples: list[Sample], counts: Counts, receiver: int, deadline: 
         latest = samples[-1]
         if len(samples) % 6 == 0:
             print(
-                f"{latest.seconds:5.0f} s  {latest.rollouts:6,} rollouts  {latest.memory:7.1f} MB  "
+                f"{latest.seconds - counts.started:5.0f} s  "
+                f"{latest.rollouts:6,} rollouts  {latest.memory:7.1f} MB  "
                 f"receiver {latest.receiver_memory:6.1f} MB  {latest.files} files  {latest.tasks} tasks  "
                 f"{latest.threads} threads  {latest.segments} segments",
                 flush=True,
@@ -256,22 +272,15 @@ async def what_is_left(before: dict[str, int]) -> list[str]:
     return problems + [f"a task is left: {task!r}" for task in tasks]
 
 
-def steady_samples(samples: list[Sample], seconds: float) -> list[Sample]:
-    """Samples after the warm-up."""
-    return [each for each in samples if each.seconds > WARM_UP * seconds and each.rollouts > WARM_UP_ROLLOUTS]
-
-
-def rising(samples: list[Sample], seconds: float) -> list[str]:
+def rising(steady: list[Sample]) -> list[str]:
     """Name what rose after the warm-up."""
-    steady = steady_samples(samples, seconds)
-    if len(steady) < 12:
-        return ["too short, or too slow, to tell whether memory rises"]
+    first, last = steady[0], steady[-1]
+    minutes = (last.seconds - first.seconds) / 60
     problems = []
     for name, read in MEMORIES.items():
         slope = slope_of(steady, read)
-        if slope > MAX_SLOPE:
+        if slope * minutes > MAX_SLOPE * minutes + NOISE:
             problems.append(f"{name} rose by {slope:.2f} MB a minute")
-    first, last = steady[0], steady[-1]
     counted = [
         (name, getattr(first, name), getattr(last, name))
         for name in ("files", "tasks", "threads", "segments")
@@ -295,18 +304,18 @@ def slope_of(samples: list[Sample], read: Callable[[Sample], float]) -> float:
     return sum((at - middle) * (value - mean) for at, value in zip(times, values, strict=True)) / spread
 
 
-def show(samples: list[Sample], counts: Counts, seconds: float, problems: list[str]) -> None:
-    """Print what was found."""
-    steady = steady_samples(samples, seconds)
+def show(steady: list[Sample], counts: Counts, problems: list[str]) -> None:
+    """Print the figures and the verdict."""
     print(f"\n{counts.rollouts:,} rollouts, {counts.turns:,} turns, {counts.tokens:,} tokens sampled")
     for name, read in MEMORIES.items():
-        if len(steady) >= 2:
-            values = [read(sample) for sample in steady]
-            print(
-                f"{name} after the warm-up: {min(values):.1f} to {max(values):.1f} MB, "
-                f"{slope_of(steady, read):+.2f} MB a minute"
-            )
-    print("\n".join(problems) if problems else "nothing is left behind")
+        values = [read(sample) for sample in steady]
+        print(
+            f"{name} after the warm-up: {min(values):.1f} to {max(values):.1f} MB, "
+            f"{slope_of(steady, read):+.2f} MB a minute"
+        )
+    print(
+        "\n".join([*problems, "not flat"]) if problems else "flat: nothing rises and nothing is left behind"
+    )
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class SocketStream:
     async def read_into(self, view: memoryview, *, whole: bool) -> int:
         """Read some bytes, or with `whole` until the view is full; return fewer than that only at the end."""
         done = 0
-        result = self._loop.create_future()
+        result: asyncio.Future[int] = self._loop.create_future()
 
         def read() -> None:
             nonlocal done
@@ -180,7 +180,7 @@ class SocketStream:
                 await result
             finally:
                 self._loop.remove_reader(self.sock.fileno())
-        return result.result()
+        return await result
 
     def receive(self, view: memoryview) -> int:
         """Read what has come, without waiting; 0 at the end."""
