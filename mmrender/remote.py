@@ -16,8 +16,8 @@ import blake3
 import pybase64
 
 from mmrender.caching import AsyncSingleFlight, LRUCache
+from mmrender.client.generation import as_transport
 from mmrender.client.server_facts import ServedImage, model_cards, render_image
-from mmrender.client.transport import as_transport
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,

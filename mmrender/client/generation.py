@@ -1,6 +1,7 @@
 """`generate`: render, check the length, call the engine, parse.
 
-Backends are named here too. What an engine takes, and what its reply must be, is the backend's.
+Backends and servers are resolved here too, by name. What an engine takes, and what its reply must be, is the
+backend's.
 """
 
 import asyncio
@@ -13,10 +14,11 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard, cast
 import numpy as np
 import numpy.typing as npt
 
+from mmrender.caching import LRUCache
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.sampling import complete_sampling
 from mmrender.client.server_facts import prompt_limit
-from mmrender.client.transport import Transport, as_transport
+from mmrender.client.transport import Transport, TransportConfig
 from mmrender.client.types import (
     EngineRequest,
     Generation,
@@ -219,6 +221,71 @@ def _server_of(client: Any, backend: RendererBackend) -> Transport:
             got="None",
         )
     return cast(Transport, own)
+
+
+_shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)
+# Headers that an SDK always sends, beside those that its user set.
+_SDK_HEADERS: Final = (
+    "accept",
+    "accept-encoding",
+    "authorization",
+    "content-type",
+    "user-agent",
+    "x-stainless-",
+)
+
+
+def as_transport(client: Any) -> Transport:
+    """Return the transport to a server; equal configurations share one and its connections.
+
+    Args:
+        client: A transport; a `TransportConfig`; a base URL; or an object with `base_url` and `api_key`, such
+            as `openai.AsyncOpenAI`, whose `default_headers` are sent too. A trailing `/v1` of the URL is left
+            out, since engines serve their own routes beside it. Timeouts and retries are those of
+            `TransportConfig`, not the object's.
+
+    Raises:
+        InputError: `client` is something else, or its URL cannot be used.
+        MissingDependencyError: The HTTP client is not installed.
+    """
+    if _is_transport(client):
+        return client
+    if isinstance(client, TransportConfig):
+        config = client
+    elif isinstance(client, str):
+        config = TransportConfig(server_root(client))
+    elif (base_url := getattr(client, "base_url", None)) is not None:
+        key = getattr(client, "api_key", None)
+        headers = getattr(client, "default_headers", None)
+        config = TransportConfig(
+            server_root(str(base_url)),
+            api_key=key if isinstance(key, str) and key else None,
+            headers={
+                name: value
+                for name, value in (headers if isinstance(headers, Mapping) else {}).items()
+                if isinstance(value, str) and not name.lower().startswith(_SDK_HEADERS)
+            },
+        )
+    else:
+        raise InputError(
+            "cannot build a transport from this",
+            where="client",
+            expected="a base URL, a transport, or an object with base_url and api_key",
+            got=type(client).__name__,
+        )
+    from mmrender.client.http import HTTPTransport
+
+    return _shared.get_or_compute(config.key, lambda: HTTPTransport(config))
+
+
+def _is_transport(client: Any) -> TypeGuard[Transport]:
+    # `isinstance` of a protocol costs as much as the rest of a call's checks.
+    return all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url"))
+
+
+def server_root(url: str) -> str:
+    """Strip a trailing slash and `/v1` from a base URL."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:

@@ -1,18 +1,17 @@
 """`Transport`: requests to one server, as backends see it; its configuration, retry policy and errors.
 
-`as_transport` builds one from whatever a caller names a server by. Needs no HTTP library until then.
+Needs no HTTP library.
 """
 
 import http
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
 
-from mmrender.caching import LRUCache
 from mmrender.errors import EngineReplyError, EngineStatusError, InputError, MissingDependencyError
 
 MAX_ERROR_BYTES: Final = 8192
@@ -244,68 +243,3 @@ async def read_events(lines: AsyncIterator[bytes], *, where: str) -> AsyncIterat
             ) from error
         yield event
     raise EngineReplyError("the stream broke off", where=where, expected="[DONE] at its end")
-
-
-_shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)
-# Headers that an SDK always sends, beside those that its user set.
-_SDK_HEADERS: Final = (
-    "accept",
-    "accept-encoding",
-    "authorization",
-    "content-type",
-    "user-agent",
-    "x-stainless-",
-)
-
-
-def as_transport(client: Any) -> Transport:
-    """Return the transport to a server; equal configurations share one and its connections.
-
-    Args:
-        client: A transport; a `TransportConfig`; a base URL; or an object with `base_url` and `api_key`, such
-            as `openai.AsyncOpenAI`, whose `default_headers` are sent too. A trailing `/v1` of the URL is left
-            out, since engines serve their own routes beside it. Timeouts and retries are those of
-            `TransportConfig`, not the object's.
-
-    Raises:
-        InputError: `client` is something else, or its URL cannot be used.
-        MissingDependencyError: The HTTP client is not installed.
-    """
-    if _is_transport(client):
-        return client
-    if isinstance(client, TransportConfig):
-        config = client
-    elif isinstance(client, str):
-        config = TransportConfig(server_root(client))
-    elif (base_url := getattr(client, "base_url", None)) is not None:
-        key = getattr(client, "api_key", None)
-        headers = getattr(client, "default_headers", None)
-        config = TransportConfig(
-            server_root(str(base_url)),
-            api_key=key if isinstance(key, str) and key else None,
-            headers={
-                name: value
-                for name, value in (headers if isinstance(headers, Mapping) else {}).items()
-                if isinstance(value, str) and not name.lower().startswith(_SDK_HEADERS)
-            },
-        )
-    else:
-        raise InputError(
-            "cannot build a transport from this",
-            where="client",
-            expected="a base URL, a transport, or an object with base_url and api_key",
-            got=type(client).__name__,
-        )
-    from mmrender.client.http import HTTPTransport
-
-    return _shared.get_or_compute(config.key, lambda: HTTPTransport(config))
-
-
-def _is_transport(client: Any) -> TypeGuard[Transport]:
-    # `isinstance` of a protocol costs as much as the rest of a call's checks.
-    return all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url"))
-
-
-def server_root(url: str) -> str:
-    """Strip a trailing slash and `/v1` from a base URL."""
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")

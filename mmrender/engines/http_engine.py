@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.generation import BackendName, resolve_backend
+from mmrender.client.generation import BackendName, as_transport, resolve_backend
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.server_facts import prompt_limit
-from mmrender.client.transport import Transport, as_transport, read_events
+from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.interface import (
     InferenceEngineInterface,

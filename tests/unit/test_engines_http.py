@@ -10,9 +10,9 @@ import pytest
 
 from engine_cases import patient, sidecar
 from mmrender.client.dynamo import DynamoBackend
+from mmrender.client.generation import as_transport
 from mmrender.client.http import HTTPTransport
 from mmrender.client.sglang import SGLangBackend
-from mmrender.client.transport import as_transport
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines.client import InferenceEngineClient
