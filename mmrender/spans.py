@@ -7,6 +7,7 @@ turns, steps, branches and the rollouts of a group.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -217,25 +218,24 @@ class MultiModalData:
             PlaceholderError: Hashes, ranges and items differ in number; a hash is not its item's; ranges
                 overlap, are out of order or leave the sequence; or a range is not as long as its item.
         """
-        found = [span for modality in self._modalities() for span in self._spans_of(modality, where)]
-        found.sort(key=lambda span: span.start)
+        modalities = {**self.mm_hashes, **self.mm_placeholders, **self.mm_items}
+        found = [span for modality in modalities for span in self._spans_of(modality, where)]
+        found.sort(key=attrgetter("range.offset"))
         stop = 0
         for span in found:
-            if not stop <= span.start < span.stop or (length is not None and span.stop > length):
+            start, end = span.range.offset, span.range.offset + span.range.length
+            if not stop <= start < end or (length is not None and end > length):
                 bound = "the end" if length is None else length
                 raise PlaceholderError(
                     "a placeholder range overlaps another or leaves the sequence",
                     where=f"{where}.{span.where}",
                     expected=f"one or more tokens within [{stop}, {bound})",
-                    got=f"[{span.start}, {span.stop})",
+                    got=f"[{start}, {end})",
                     remedy="Cut or shift the sidecar together with the tokens",
                 )
             _check_embeds(span, where)
-            stop = span.stop
+            stop = end
         return found
-
-    def _modalities(self) -> Iterable[str]:
-        return dict.fromkeys([*self.mm_hashes, *self.mm_placeholders, *self.mm_items])
 
     def _spans_of(self, modality: str, where: str) -> Iterable[MediaSpan]:
         hashes = self.mm_hashes.get(modality, ())

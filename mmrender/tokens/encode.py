@@ -120,36 +120,29 @@ class TokenWriter:
         """
         spans = text.spans
         first = 0
+        placeholders: list[Placeholder] = []
 
-        def overlapping(match: Match) -> list[Origin]:
+        def accept(match: Match) -> bool:
             nonlocal first
             # Matches rise, but a token that swallows white space may reach back by a few spans.
             while first and spans[first - 1][1] > match.start:
                 first -= 1
             while first < len(spans) and spans[first][1] <= match.start:
                 first += 1
-            found = []
-            for low, _, origin in spans[first:]:
-                if low >= match.stop:
-                    break
-                found.append(origin)
-            return found
-
-        def accept(match: Match) -> bool:
-            return all(self._is_syntax(match, origin) for origin in overlapping(match) if origin.is_content)
+            index = first
+            while index < len(spans) and spans[index][0] < match.stop:
+                origin = spans[index][2]
+                if origin.is_content and not self._is_syntax(match, origin):
+                    return False
+                index += 1
+            if match.token in self._modality:
+                message = spans[first][2].message if index > first else -1
+                modality = self._modality[match.token]
+                placeholders.append(Placeholder(match.start, match.stop, modality, message))
+            return True
 
         matches = tuple(self.tokenizer.find(plain(text), accept))
-        placeholders = tuple(
-            Placeholder(
-                match.start,
-                match.stop,
-                self._modality[match.token],
-                next((origin.message for origin in overlapping(match)), -1),
-            )
-            for match in matches
-            if match.token in self._modality
-        )
-        return Layout(text, matches, placeholders)
+        return Layout(text, matches, tuple(placeholders))
 
     def _is_syntax(self, match: Match, origin: Origin) -> bool:
         if match.token in self.media_tokens:
