@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -20,7 +20,7 @@ from mmrender.client.types import Generation, RendererBackend
 from mmrender.content import normalize_messages, normalize_tools, to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
-from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, ToolCall, VideoPart
+from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
 from mmrender.spans import MultiModalData
@@ -32,8 +32,6 @@ Overlong: TypeAlias = Literal["error", "drop_oldest_turns", "stop"]
 """How to handle a prompt that is too long: `error` raises `PromptTooLongError`; `drop_oldest_turns` leaves
 out the oldest whole turns with their images and renders the rest, which begins a branch; `stop` returns a
 turn without tokens."""
-
-_OVERLONG: Final = ("error", "drop_oldest_turns", "stop")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -71,7 +69,8 @@ class Turn:
     @property
     def text(self) -> str:
         """The content as one text, without reasoning."""
-        return "".join(part.text for part in _content_parts(self.message) if isinstance(part, TextPart))
+        _, parts = _thoughts_and_parts(self.message)
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +78,10 @@ class _Prompt:
     """A prompt, and how it was made.
 
     Attributes:
-        token_ids: Placeholders widened.
-        multi_modal_data: Its sidecar.
         attribution: The rendering; None where an earlier prompt is sent again.
         why_rendered: Why it was rendered in full; None where it was not.
         parent: The step that it continues or repeats.
-        messages: What the prompt holds of the caller's conversation.
+        messages: The part of the caller's conversation that the prompt holds.
         left_out: Indices of the caller's messages that it does not hold.
     """
 
@@ -146,9 +143,9 @@ class RendererClient:
         routed_experts: bool = False,
         request_options: RequestOptions | None = None,
     ) -> None:
-        if overlong not in _OVERLONG:
+        if overlong not in (policies := get_args(Overlong)):
             raise InputError(
-                "unknown policy", where="overlong", expected=", ".join(_OVERLONG), got=repr(overlong)
+                "unknown policy", where="overlong", expected=", ".join(policies), got=repr(overlong)
             )
         self.renderer = renderer
         self.client = client
@@ -226,51 +223,35 @@ class RendererClient:
             for index, call in enumerate(generation.message.tool_calls)
         )
         turn = msgspec.structs.replace(generation.message, tool_calls=calls)
+        left_out = tuple(sorted(prompt.left_out))
         step = None
         if trajectory is not None:
-            step = self._appended(trajectory, prompt, generation, turn, definitions)
-        return Turn(
-            turn,
-            generation.tool_calls,
-            generation.finish_reason,
-            generation,
-            step,
-            prompt.why_rendered,
-            tuple(sorted(prompt.left_out)),
-        )
+            histories = self._histories.setdefault(trajectory, {})
+            # The parent's records are used again, so that each message is converted once.
+            records = () if prompt.parent is None else histories[prompt.parent.index].records
+            records = records[: len(prompt.messages)]
+            said = (*prompt.messages, turn)
+            records = (*records, *map(_plain_record, said[len(records) :]))
+            extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
+            step = trajectory.append(
+                generation.prompt_ids,
+                generation.completion_ids,
+                logprobs=generation.logprobs,
+                multi_modal_data=generation.multi_modal_data,
+                parent=prompt.parent,
+                messages=records,
+                finish_reason=generation.finish_reason,
+                routed_experts=generation.routed_experts,
+                weight_versions=generation.weight_versions,
+                extra=extra | ({"left_out": list(left_out)} if left_out else {}),
+            )
+            histories[step.index] = _History(said, records, definitions, prompt.left_out)
+        finish_reason, why = generation.finish_reason, prompt.why_rendered
+        return Turn(turn, generation.tool_calls, finish_reason, generation, step, why, left_out)
 
     def forget(self, trajectory: Trajectory) -> None:
         """Drop the conversations of a trajectory, images included; it can no longer be continued."""
         self._histories.pop(trajectory, None)
-
-    def _appended(
-        self, trajectory: Trajectory, prompt: _Prompt, generation: Generation, turn: Message, tools: Any
-    ) -> Step:
-        histories = self._histories.setdefault(trajectory, {})
-        known = histories[prompt.parent.index] if prompt.parent is not None else None
-        # The parent's records are used again, so that each message is converted once.
-        records = () if known is None else known.records[: len(prompt.messages)]
-        messages = (*prompt.messages, turn)
-        records = (*records, *map(_plain_record, messages[len(records) :]))
-        extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
-        if prompt.left_out:
-            extra["left_out"] = sorted(prompt.left_out)
-        step = trajectory.append(
-            generation.prompt_ids,
-            generation.completion_ids,
-            logprobs=generation.logprobs,
-            multi_modal_data=generation.multi_modal_data,
-            parent=prompt.parent,
-            messages=records,
-            finish_reason=generation.finish_reason,
-            routed_experts=generation.routed_experts,
-            weight_versions=generation.weight_versions,
-            extra=extra,
-        )
-        histories[step.index] = _History(messages, records, tools, prompt.left_out)
-        return step
-
-    # --- prompts ---
 
     async def _prompt(
         self,
@@ -281,42 +262,44 @@ class RendererClient:
         parent: Step | None,
     ) -> _Prompt:
         """Make the prompt of a conversation: bridged, sent again, or rendered."""
-        reasons: list[str] = []
         known = {} if trajectory is None else self._histories.get(trajectory, {})
         steps = () if trajectory is None else trajectory.steps
+        reasons: list[str] = []
         for step in reversed(steps) if parent is None else (parent,):
-            if step.index not in known:
-                reasons.append(f"step {step.index} was not made by this client")
+            number, earlier = step.index, known.get(step.index)
+            if earlier is None:
+                reasons.append(f"step {number} was not made by this client")
                 continue
-            earlier = known[step.index]
             left_out = earlier.left_out
             present = [each for index, each in enumerate(conversation) if index not in left_out]
             *asked, turn = earlier.messages
-            if not begins_with(present, asked):
+            begins, rest = present[: len(asked)], present[len(asked) :]
+            # Conversations part towards their end, so a difference is found sooner from there.
+            if len(begins) < len(asked) or not all(map(same_message, reversed(begins), reversed(asked))):
                 continue
-            reason = _why_not_continued(step, turn, present[len(asked) :], definitions == earlier.tools)
-            if reason is not None:
-                reasons.append(reason)
-            elif len(present) == len(asked):  # a further sample of the same prompt
-                return _Prompt(
-                    step.prompt_ids.tolist(), step.multi_modal_data, None, None, step, present, left_out
-                )
+            if definitions != earlier.tools:
+                reasons.append(f"the tools differ from those of step {number}")
+            elif not rest:  # a further sample of the same prompt
+                ids, data = step.prompt_ids.tolist(), step.multi_modal_data
+                return _Prompt(ids, data, None, None, step, present, left_out)
+            elif not same_message(rest[0], turn):
+                reasons.append(f"the conversation has another turn than step {number} sampled")
+            elif len(rest) == 1:
+                reasons.append(f"nothing follows the turn of step {number}")
+            elif any(message.role == "assistant" for message in rest[1:]):
+                reasons.append(f"a turn after step {number} was not sampled here")
             else:
-                bridged, reason = await self._bridged(step, present[len(earlier.messages) :], tools)
-                if bridged is not None:
-                    return _Prompt(
-                        bridged.token_ids, bridged.multi_modal_data, bridged, None, step, present, left_out
-                    )
-                return await self._rendered(present, tools, reason or "the renderer gave no reason", left_out)
+                bridged, why = await self._bridged(step, rest[1:], tools)
+                if bridged is None:
+                    why = why or "the renderer gave no reason"
+                    return await self._rendered(present, tools, why, left_out)
+                ids, data = bridged.token_ids, bridged.multi_modal_data
+                return _Prompt(ids, data, bridged, None, step, present, left_out)
         why = "the conversation continues no earlier step" if steps else "the conversation begins"
-        return await self._rendered(conversation, tools, reasons[0] if reasons else why)
+        return await self._rendered(conversation, tools, reasons[0] if reasons else why, frozenset())
 
     async def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        why: str,
-        left_out: frozenset[int] = frozenset(),
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, why: str, left_out: frozenset[int]
     ) -> _Prompt:
         """Render messages in full, off the event loop."""
         options = {"tools": tools, "add_generation_prompt": True, **self.template_arguments}
@@ -330,14 +313,13 @@ class RendererClient:
         self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None
     ) -> tuple[RenderedTokens | None, str | None]:
         """Bridge from a step, off the event loop; without a result, the renderer's reason."""
-        ids = (step.prompt_ids.tolist(), step.completion_ids.tolist())
+        renderer, ids = self.renderer, (step.prompt_ids.tolist(), step.completion_ids.tolist())
         options = {
             "tools": tools,
             "previous_multi_modal_data": step.multi_modal_data,
             "history": self._history_rule,
             **self.template_arguments,
         }
-        renderer = self.renderer
         if is_async(renderer):
             bridged = await renderer.abridge_to_next_turn(*ids, new_messages, **options)
             return bridged, self.renderer.why_not_bridged
@@ -363,44 +345,22 @@ class RendererClient:
         Raises:
             PromptTooLongError: Even the last turn is too long.
         """
-        units = [unit for unit in droppable_units(conversation) if not prompt.left_out.issuperset(unit)]
-        limit = error.max_prompt_len
-        low, high = 1, len(units) if limit is not None else min(1, len(units))
-        best: _Prompt | None = None
-        # The more is left out the shorter the prompt, so bisection finds the fewest; images are cached.
-        while low <= high:
-            count = (low + high) // 2
-            dropped = prompt.left_out.union(*units[:count])
+        limit, dropped = error.max_prompt_len, prompt.left_out
+        for unit in droppable_units(conversation):
+            if dropped.issuperset(unit):
+                continue
+            dropped = dropped.union(unit)
             present = [message for index, message in enumerate(conversation) if index not in dropped]
             why = f"{len(dropped)} messages were left out to fit the engine"
             shorter = await self._rendered(present, tools, why, dropped)
             if limit is None or len(shorter.token_ids) <= limit:
-                best, high = shorter, count - 1
-            else:
-                low = count + 1
-        if best is None:
-            raise PromptTooLongError(
-                error.prompt_len,
-                limit,
-                where="messages",
-                remedy="No whole turn is left to leave out: shorten the last turn, or show smaller images",
-            ) from error
-        return best
-
-
-def _why_not_continued(step: Step, turn: Message, rest: Sequence[Message], same_tools: bool) -> str | None:
-    """Say why messages that begin with a step's prompt, and go on with `rest`, do not continue it."""
-    if not same_tools:
-        return f"the tools differ from those of step {step.index}"
-    if not rest:
-        return None
-    if not same_message(rest[0], turn):
-        return f"the conversation has another turn than step {step.index} sampled"
-    if len(rest) == 1:
-        return f"nothing follows the turn of step {step.index}"
-    if any(message.role == "assistant" for message in rest[1:]):
-        return f"a turn after step {step.index} was not sampled here"
-    return None
+                return shorter
+        raise PromptTooLongError(
+            error.prompt_len,
+            limit,
+            where="messages",
+            remedy="No whole turn is left to leave out: shorten the last turn, or show smaller images",
+        ) from error
 
 
 def droppable_units(messages: Sequence[Message]) -> list[range]:
@@ -423,28 +383,20 @@ def droppable_units(messages: Sequence[Message]) -> list[range]:
 
 def _plain_record(message: Message) -> dict[str, Any]:
     """A message as plain data: images and videos without their sources, unless these are short URLs."""
-    plain = to_openai(message)
-    if isinstance(plain["content"], list):
-        for index, part in enumerate(plain["content"]):
-            kind = part["type"].removesuffix("_url")
-            # The item in the trajectory's sidecar, at the same place, holds the pixels.
-            if kind in ("image", "video") and part.get(f"{kind}_url", {}).get("url", "data:").startswith(
-                "data:"
-            ):
-                plain["content"][index] = {"type": kind}
-    return plain
+
+    def record(part: Part) -> Part:
+        if not isinstance(part, ImagePart | VideoPart):
+            return part
+        named = isinstance(part.source, str) and not part.source.startswith("data:")
+        # The item in the trajectory's sidecar, at the same place, holds the pixels.
+        return part if named else msgspec.structs.replace(part, source=None)
+
+    if isinstance(message.content, tuple):
+        message = msgspec.structs.replace(message, content=tuple(map(record, message.content)))
+    return to_openai(message)
 
 
 # --- equal messages ---
-
-
-def begins_with(conversation: Sequence[Message], earlier: Sequence[Message]) -> bool:
-    """Whether `conversation` begins with all messages of `earlier`, compared as `same_message` does."""
-    if len(conversation) < len(earlier):
-        return False
-    # Conversations part towards their end, so a difference is found sooner from there.
-    pairs = zip(reversed(conversation[: len(earlier)]), reversed(earlier), strict=True)
-    return all(same_message(later, former) for later, former in pairs)
 
 
 def same_message(later: Message, earlier: Message) -> bool:
@@ -456,73 +408,47 @@ def same_message(later: Message, earlier: Message) -> bool:
     """
     if later is earlier:
         return True
-    reasoning = _reasoning(later)
+    (thoughts, parts), (earlier_thoughts, earlier_parts) = map(_thoughts_and_parts, (later, earlier))
+    calls, earlier_calls = later.tool_calls, earlier.tool_calls
+    extras = [
+        {key: value for key, value in message.extra.items() if value not in (None, "", [], {})}
+        for message in (later, earlier)
+    ]
     return (
         later.role == earlier.role
         and (later.name or None) == (earlier.name or None)
         and (later.tool_call_id or None) == (earlier.tool_call_id or None)
-        and (not reasoning or reasoning == _reasoning(earlier))
-        and _all_pairs(_same_call, later.tool_calls, earlier.tool_calls)
-        and _all_pairs(_same_part, _content_parts(later), _content_parts(earlier))
-        and _same_json(_without_empty(later.extra), _without_empty(earlier.extra))
+        and (not thoughts or thoughts == earlier_thoughts)
+        and all(not a.id or not b.id or a.id == b.id for a, b in zip(calls, earlier_calls, strict=False))
+        and _equal([(c.name, c.arguments) for c in calls], [(c.name, c.arguments) for c in earlier_calls])
+        and _equal(parts, earlier_parts)
+        and _equal(*extras)
     )
 
 
-def _all_pairs(same: Any, later: Sequence[Any], earlier: Sequence[Any]) -> bool:
-    return len(later) == len(earlier) and all(map(same, later, earlier))
-
-
-def _reasoning(message: Message) -> str:
-    parts = message.content if isinstance(message.content, tuple) else ()
-    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
-    return (message.reasoning_content or "") + "".join(thoughts)
-
-
-def _content_parts(message: Message) -> list[Part]:
+def _thoughts_and_parts(message: Message) -> tuple[str, list[Part]]:
+    """The whole reasoning of a message, and its other parts that are not empty."""
     content = message.content
-    if content is None or isinstance(content, str):
-        return [TextPart(content)] if content else []
-    return [
-        part
-        for part in content
-        if not isinstance(part, ThinkingPart) and not (isinstance(part, TextPart) and not part.text)
+    parts = content if isinstance(content, tuple) else (TextPart(content or ""),)
+    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+    others: list[Part] = [
+        part for part in parts if not isinstance(part, ThinkingPart) and part != TextPart("")
     ]
+    return (message.reasoning_content or "") + "".join(thoughts), others
 
 
-def _same_call(later: ToolCall, earlier: ToolCall) -> bool:
-    same_id = not later.id or not earlier.id or later.id == earlier.id
-    return same_id and later.name == earlier.name and _same_json(later.arguments, earlier.arguments)
-
-
-def _same_json(later: Any, earlier: Any) -> bool:
-    if isinstance(later, bool) or isinstance(earlier, bool):
-        return later is earlier  # to Python, true is 1 and false is 0
-    if isinstance(later, dict) and isinstance(earlier, dict):
-        return later.keys() == earlier.keys() and all(_same_json(later[key], earlier[key]) for key in later)
-    if isinstance(later, list | tuple) and isinstance(earlier, list | tuple):
-        return _all_pairs(_same_json, later, earlier)
-    return bool(later == earlier)
-
-
-def _without_empty(extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in extra.items() if value not in (None, "", [], {})}
-
-
-def _same_part(later: Part, earlier: Part) -> bool:
-    if isinstance(later, ImagePart | VideoPart) and type(later) is type(earlier):
-        same_rate = getattr(later, "fps", None) == getattr(earlier, "fps", None)
-        return same_rate and _same_source(later.source, earlier.source)
-    return type(later) is type(earlier) and later == earlier
-
-
-def _same_source(later: Any, earlier: Any) -> bool:
-    """Whether two media sources are equal: arrays and images by their pixels, others by value."""
+def _equal(later: Any, earlier: Any) -> bool:
+    """Whether values are equal: numbers as in JSON, arrays and images by their pixels."""
     if later is earlier:
         return True
-    if type(later) is not type(earlier):
-        return False
-    if isinstance(later, np.ndarray):
+    if isinstance(later, bool) or isinstance(earlier, bool):
+        return False  # to Python, true is 1 and false is 0
+    if isinstance(later, dict) and isinstance(earlier, dict):
+        return later.keys() == earlier.keys() and all(_equal(later[key], earlier[key]) for key in later)
+    if isinstance(later, list | tuple) and isinstance(earlier, list | tuple):
+        return len(later) == len(earlier) and all(map(_equal, later, earlier))
+    if type(later) is type(earlier) and isinstance(later, np.ndarray):
         return later.dtype == earlier.dtype and np.array_equal(later, earlier)
-    if isinstance(later, list | tuple):
-        return _all_pairs(_same_source, later, earlier)
-    return bool(later == earlier)
+    if type(later) is type(earlier) and isinstance(later, msgspec.Struct):
+        return _equal(msgspec.structs.astuple(later), msgspec.structs.astuple(earlier))
+    return bool(np.all(later == earlier))

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from mmrender.content import normalize_messages
-from mmrender.rollout.client import begins_with, droppable_units, same_message
+from mmrender.rollout.client import droppable_units, same_message
 
 
 def one(**fields):
@@ -106,14 +106,6 @@ def test_messages_that_say_the_same(pair):
 def test_messages_that_do_not(pair):
     later, earlier = (one(**fields) for fields in pair)
     assert not same_message(later, earlier)
-
-
-def test_beginnings():
-    talk = normalize_messages([{"role": role, "content": role} for role in ("system", "user", "assistant")])
-    assert begins_with(talk, talk[:2])
-    assert begins_with(talk, talk)
-    assert not begins_with(talk[:2], talk)
-    assert not begins_with(talk, talk[1:])
 
 
 def left_out(roles):
