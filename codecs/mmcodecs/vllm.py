@@ -447,6 +447,8 @@ def _join(elems: list[FieldElem]) -> Any:
     if isinstance(data[0], RawTensor):
         bits = [entry.bits for entry in data]
         return RawTensor(data[0].dtype, np.stack(bits) if stacked else np.concatenate(bits, axis=dim))
+    if len(data) == 1:  # a view, where joining would copy
+        return data[0][None] if stacked else data[0]
     if isinstance(data[0], np.ndarray):
         return np.stack(data) if stacked else np.concatenate(data, axis=dim)
     import torch

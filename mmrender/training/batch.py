@@ -105,11 +105,6 @@ class TrainingBatch:
         """Tokens of each sample, row by row."""
         return [segment.length for row in self.segments for segment in row]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all samples, without padding."""
-        return sum(self.seq_lens)
-
     def cu_seqlens(self, row: int = 0) -> Any:
         """Return where the sequences of a row begin, and its width: int32 `(sequences + 1,)`.
 
@@ -135,7 +130,7 @@ class TrainingBatch:
         Raises:
             BatchError: The model's recurrent layers would run from one packed sample to the next.
         """
-        if not kept_apart:
+        if self.packed and self.family.recurrent and not kept_apart:
             check_kept_apart(self)
         mrope = self.family.mrope is not None
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
@@ -235,7 +230,8 @@ class TrainingBatch:
         Raises:
             BatchError: `multiple` is not positive.
         """
-        check_multiple(multiple)
+        if multiple < 1:
+            raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
         used = max((self._used(row) for row in range(len(self))), default=0)
         width = min(self.width, -(-used // multiple) * multiple)
         cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
@@ -289,35 +285,26 @@ class TrainingBatch:
         if not batches:
             raise BatchError("no batches to join", where="batches")
         first = batches[0]
-        for index, batch in enumerate(batches):
-            for name in ("family", "pad_token_id", "padding_side", "packed", *OPTIONAL):
+        for name in ("family", "pad_token_id", "padding_side", "packed", *OPTIONAL):
+            for index, batch in enumerate(batches):
                 expected, got = getattr(first, name), getattr(batch, name)
                 if name in OPTIONAL:
                     expected, got = ("none" if one is None else "given" for one in (expected, got))
                 if got != expected:
-                    raise BatchError(
-                        "batches differ",
-                        where=f"batches[{index}].{name}",
-                        expected=str(expected)[:200],
-                        got=str(got)[:200],
-                    )
+                    where = f"batches[{index}].{name}"
+                    raise BatchError("batches differ", where=where, expected=str(expected), got=str(got))
         width = max(batch.width for batch in batches)
         wide = [batch.widened(width) for batch in batches]
         fields = {}
         for name in dict.fromkeys(name for batch in batches for name in batch.fields):
-            lists = [
-                batch.fields[name] if name in batch.fields else TensorList.empty(len(batch))
-                for batch in batches
-            ]
+            lists = [batch.fields.get(name, TensorList.empty(len(batch))) for batch in batches]
             try:
                 fields[name] = TensorList.cat(lists, pad=first.family.rule(name).padded)
             except BatchError as error:
                 error.where = f"fields[{name!r}]"
                 raise
-        joined = {
-            name: torch.cat([getattr(batch, name) for batch in wide], dim=dim)
-            for name, _, dim in first._tensors()
-        }
+        tensors = [(name, dim) for name, _, dim in first._tensors()]
+        joined = {name: torch.cat([getattr(one, name) for one in wide], dim=dim) for name, dim in tensors}
         segments = tuple(row for batch in wide for row in batch.segments)
         return replace(first, segments=segments, fields=fields, **joined)
 
@@ -400,17 +387,6 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
     # Not a product: what the model says at padding may be infinite or not a number.
     predicted = token_numbers(batch.segments, batch.input_ids) > 0
     return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)
-
-
-def check_multiple(multiple: int) -> None:
-    """Refuse a `multiple` of widths that is not positive."""
-    if multiple < 1:
-        raise BatchError(
-            "a width is a multiple of a positive number",
-            where="multiple",
-            expected="1 or more",
-            got=str(multiple),
-        )
 
 
 def _shifted(rows: Rows, by: int) -> Rows:

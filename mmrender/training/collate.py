@@ -6,21 +6,22 @@ image tokens against placeholders, finite values, router choices, and that all s
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch, check_multiple
+from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import Fields, collate_fields, media_of
+from mmrender.training.fields import collate_fields, media_of
 from mmrender.training.positions import mrope_position_ids
-from mmrender.training.segments import Rows, Segment
+from mmrender.training.segments import Rows, Segment, token_numbers
 from mmrender.training.tensor_list import torch
-from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
+
+Places: TypeAlias = list[tuple[int, Segment, TrainingSample]]
+"""Each sample with its row and its segment there."""
 
 
 def collate(
@@ -61,18 +62,43 @@ def collate(
             `width`; a sample is in two rows; or an option has no such value.
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
     """
+    if padding_side not in ("left", "right"):
+        raise BatchError("rows are filled on the left or right", where="padding_side", got=repr(padding_side))
+    if multiple < 1:
+        raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
+    if pad_token_id in family.feature_token_ids.values():
+        raise BatchError("the pad token stands for images", where="pad_token_id", got=str(pad_token_id))
     packed = rows is not None
     rows = [[index] for index in range(len(samples))] if rows is None else rows
-    _check_options(rows, len(samples), padding_side, multiple)
+    if not rows:
+        raise BatchError("a batch has one row or more", where="samples", got="none")
+    segments, full = _layout(samples, rows, width, multiple, padding_side)
+    places = [
+        (row, segment, samples[index])
+        for row, members in enumerate(rows)
+        for segment, index in zip(segments[row], members, strict=True)
+    ]
     media = [[media_of(samples, index) for index in row] for row in rows]
-    layout = _Layout.of(samples, rows, width=width, multiple=multiple, side=padding_side)
-    _check_samples(layout, family, pad_token_id)
+    for _, segment, sample in places:
+        _check_sample(sample, segment.sample_id, family)
+        _check_alike(sample, segment.sample_id, places[0])
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     fields = collate_fields(media, family, dtype=dtype, pin_memory=pin, executor=executor)
-    like = layout.places[0][2] if layout.places else next(iter(samples), None)
-    arrays = _arrays(layout, pad_token_id, like)
-    arrays["positions"] = _positions(arrays["token_types"], layout.segments, fields, family)
+    like = places[0][2] if places else next(iter(samples), None)
+    arrays = _arrays(places, (len(rows), full), like)
+    arrays["input_ids"][~arrays["attention_mask"]] = pad_token_id
+    for row, members in enumerate(rows):
+        if not members:
+            arrays["attention_mask"][row, 0 if padding_side == "right" else -1] = True
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if family.mrope is None:
+        tensors["positions"] = token_numbers(segments, tensors["input_ids"])[None]
+    else:
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        given = {name: fields[name].values.numpy() for name in names if name in fields}
+        bounds = [[(segment.start, segment.length) for segment in row] for row in segments]
+        positions = mrope_position_ids(arrays["token_types"], family.mrope, segments=bounds, **given)
+        tensors["positions"] = torch.from_numpy(positions)
     if pin:
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
     batch = TrainingBatch(
@@ -80,187 +106,130 @@ def collate(
         pad_token_id=pad_token_id,
         padding_side=padding_side,
         packed=packed,
-        segments=layout.segments,
+        segments=segments,
         fields=fields,
         **tensors,
     )
     return batch if device is None else batch.to(device, non_blocking=pin)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The place of each sample: its row, and its segment there.
-
-    Attributes:
-        places: `(row, segment, sample)`.
-        segments: The same, by row.
-        width: Tokens of a row.
-        side: Where rows are filled.
-    """
-
-    places: list[tuple[int, Segment, TrainingSample]]
-    segments: Rows
-    width: int
-    side: PaddingSide
-
-    @classmethod
-    def of(
-        cls,
-        samples: Sequence[TrainingSample],
-        rows: Sequence[Sequence[int]],
-        *,
-        width: int | None,
-        multiple: int,
-        side: PaddingSide,
-    ) -> "_Layout":
-        lengths = [sum(len(samples[index]) for index in row) for row in rows]
-        longest = max(1, *lengths)
-        if width is not None and longest > width:
-            raise BatchError(
-                "a row is longer than the batch is wide",
-                where=f"rows[{lengths.index(longest)}]",
-                expected=f"at most {width} tokens",
-                got=str(longest),
-                remedy="Truncate its samples, or leave the width open",
-            )
-        full = -(-(width or longest) // multiple) * multiple
-        places: list[tuple[int, Segment, TrainingSample]] = []
-        segments = []
-        for row, (members, used) in enumerate(zip(rows, lengths, strict=True)):
-            start = 0 if side == "right" else full - used
-            own: list[Segment] = []
-            for index in members:
-                sample = samples[index]
-                name = sample.sample_id or f"samples[{index}]"
-                own.append(Segment(start, len(sample), name, sample.weight_versions, sample.extra))
-                places.append((row, own[-1], sample))
-                start = own[-1].stop
-            segments.append(tuple(own))
-        return cls(places, tuple(segments), full, side)
-
-
-def _check_options(rows: Sequence[Sequence[int]], count: int, padding_side: str, multiple: int) -> None:
-    if not rows:
-        raise BatchError("a batch has one row or more", where="samples", got="none")
-    seen: set[int] = set()
+def _layout(
+    samples: Sequence[TrainingSample],
+    rows: Sequence[Sequence[int]],
+    width: int | None,
+    multiple: int,
+    side: PaddingSide,
+) -> tuple[Rows, int]:
+    """Return the segments of each row, and the tokens of a row."""
+    known: set[int] = set()
     for row, members in enumerate(rows):
         for index in members:
-            if not 0 <= index < count or index in seen:
-                problem = "a sample is in two rows" if index in seen else "there is no such sample"
-                expected = f"each of 0..{count - 1} once"
-                raise BatchError(problem, where=f"rows[{row}]", expected=expected, got=str(index))
-            seen.add(index)
-    if padding_side not in ("left", "right"):
-        raise BatchError(
-            "rows are filled on one side",
-            where="padding_side",
-            expected="left or right",
-            got=repr(padding_side),
-        )
-    check_multiple(multiple)
-
-
-def _check_samples(layout: _Layout, family: ModelFamily, pad_token_id: int) -> None:
-    """Check each sample, and that all have the same fields."""
-    if pad_token_id in family.feature_token_ids.values():
-        raise BatchError(
-            "the pad token stands for images",
-            where="pad_token_id",
-            expected=f"none of {sorted(family.feature_token_ids.values())}",
-            got=str(pad_token_id),
-        )
-    for _, segment, sample in layout.places:
-        name = segment.sample_id
-        if len(sample) == 0:
-            raise BatchError("a sample has no token", where=name)
-        if sample.loss_mask[0]:
-            raise BatchError(
-                "the first token of a sample has no token before it to be predicted from",
-                where=f"{name}.loss_mask[0]",
-                expected="False",
-                got="True",
-            )
-        for key in ("logprobs", "advantages", "rewards"):
-            values = getattr(sample, key)
-            if values is not None and not np.isfinite(values).all():
-                place = int(np.flatnonzero(~np.isfinite(values))[0])
+            if not 0 <= index < len(samples) or index in known:
                 raise BatchError(
-                    "a value is not finite",
-                    where=f"{name}.{key}[{place}]",
-                    expected="a number",
-                    got=str(values[place]),
+                    "a sample is in two rows" if index in known else "there is no such sample",
+                    where=f"rows[{row}]",
+                    expected=f"each of 0..{len(samples) - 1} once",
+                    got=str(index),
                 )
-        _check_feature_tokens(sample, name, family)
-        _, first_segment, first = layout.places[0]
-        for key in OPTIONAL:
-            wanted, given = getattr(first, key) is not None, getattr(sample, key) is not None
-            if wanted != given:
-                raise BatchError(
-                    "samples of one batch have the same fields",
-                    where=f"{name}.{key}",
-                    expected=f"{'some' if wanted else 'none'}, as {first_segment.sample_id} has",
-                    got="some" if given else "none",
-                )
-        if sample.routed_experts is not None and first.routed_experts is not None:
-            _check_experts(sample.routed_experts, first.routed_experts, len(sample), name)
+            known.add(index)
+    lengths = [sum(len(samples[index]) for index in row) for row in rows]
+    longest = max(1, *lengths)
+    if width is not None and longest > width:
+        raise BatchError(
+            "a row is longer than the batch is wide",
+            where=f"rows[{lengths.index(longest)}]",
+            expected=f"at most {width} tokens",
+            got=str(longest),
+            remedy="Truncate its samples, or leave the width open",
+        )
+    full = -(-(width or longest) // multiple) * multiple
+    segments = []
+    for members, used in zip(rows, lengths, strict=True):
+        start = 0 if side == "right" else full - used
+        own = []
+        for index in members:
+            sample = samples[index]
+            name = sample.sample_id or f"samples[{index}]"
+            own.append(Segment(start, len(sample), name, sample.weight_versions, sample.extra))
+            start += len(sample)
+        segments.append(tuple(own))
+    return tuple(segments), full
 
 
-def _check_feature_tokens(sample: TrainingSample, name: str, family: ModelFamily) -> None:
-    """Check that tokens which stand for features are those of the placeholders, and no others.
+def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> None:
+    """Check what a sample says of its tokens.
 
     Models find the places of features by token id, so a pad token that was sampled or typed would take the
     features of an image, and shift those of all images after it.
     """
-    feature_ids = family.feature_token_ids
-    if not feature_ids:
-        return
-    types = sample.mm_token_type_ids
-    stray = np.flatnonzero(np.isin(sample.token_ids, list(feature_ids.values())) & (types == 0))
-    if len(stray):
-        place = int(stray[0])
-        raise BatchError(
-            "a token that stands for images lies outside every placeholder",
-            where=f"{name}.token_ids[{place}]",
-            expected="such tokens within placeholders only",
-            got=f"token {sample.token_ids[place]}, sampled or typed",
-            remedy="Leave the sample out, or truncate it before this token: the model cannot take it as text",
-        )
-    if "image" not in feature_ids:
-        return
-    wrong = np.flatnonzero((types == 1) & (sample.token_ids != feature_ids["image"]))
-    if len(wrong):
-        place = int(wrong[0])
-        raise BatchError(
-            "a placeholder holds another token than the one that stands for images",
-            where=f"{name}.token_ids[{place}]",
-            expected=str(feature_ids["image"]),
-            got=str(sample.token_ids[place]),
-        )
-
-
-def _check_experts(experts: RoutedExperts, first: RoutedExperts, length: int, name: str) -> None:
-    if experts.start != 0 or experts.stop not in (length - 1, length):
+    length = len(sample)
+    if length == 0:
+        raise BatchError("a sample has no token", where=name)
+    if sample.loss_mask[0]:
+        problem = "the first token of a sample has no token before it to be predicted from"
+        raise BatchError(problem, where=f"{name}.loss_mask[0]", expected="False", got="True")
+    for key in ("logprobs", "advantages", "rewards"):
+        values = getattr(sample, key)
+        if values is not None and not np.isfinite(values).all():
+            place = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise BatchError("a value is not finite", where=f"{name}.{key}[{place}]", got=str(values[place]))
+    experts = sample.routed_experts
+    if experts is not None and (experts.start != 0 or experts.stop not in (length - 1, length)):
         raise BatchError(
             "router choices do not cover the tokens",
             where=f"{name}.routed_experts",
             expected=f"rows for the tokens 0 to {length - 2} or {length - 1}",
             got=f"{experts.start} to {experts.stop - 1}",
         )
-    if experts.shape[1:] != first.shape[1:]:
+    types, ids = sample.mm_token_type_ids, sample.token_ids
+    features = list(family.feature_token_ids.values())
+    if features and (stray := np.flatnonzero(np.isin(ids, features) & (types == 0))).size:
         raise BatchError(
-            "router choices are of different models",
-            where=f"{name}.routed_experts",
-            expected=f"(layers, top_k) = {first.shape[1:]}, as the first sample has",
-            got=str(experts.shape[1:]),
+            "a token that stands for images lies outside every placeholder",
+            where=f"{name}.token_ids[{stray[0]}]",
+            expected="such tokens within placeholders only",
+            got=f"token {ids[stray[0]]}, sampled or typed",
+            remedy="Leave the sample out, or truncate it before this token: the model cannot take it as text",
+        )
+    image = family.feature_token_ids.get("image")
+    if image is not None and (wrong := np.flatnonzero((types == 1) & (ids != image))).size:
+        raise BatchError(
+            "a placeholder holds another token than the one that stands for images",
+            where=f"{name}.token_ids[{wrong[0]}]",
+            expected=str(image),
+            got=str(ids[wrong[0]]),
         )
 
 
-def _arrays(layout: _Layout, pad_token_id: int, like: TrainingSample | None) -> dict[str, npt.NDArray[Any]]:
+def _check_alike(sample: TrainingSample, name: str, reference: tuple[int, Segment, TrainingSample]) -> None:
+    """Check that a sample has the fields that the first one of the batch has."""
+    _, segment, first = reference
+    for key in OPTIONAL:
+        expected, got = ("none" if getattr(one, key) is None else "some" for one in (first, sample))
+        if got != expected:
+            raise BatchError(
+                "samples of one batch have the same fields",
+                where=f"{name}.{key}",
+                expected=f"{expected}, as {segment.sample_id} has",
+                got=got,
+            )
+    own, wanted = sample.routed_experts, first.routed_experts
+    if own is not None and wanted is not None and own.shape[1:] != wanted.shape[1:]:
+        raise BatchError(
+            "router choices are of different models",
+            where=f"{name}.routed_experts",
+            expected=f"(layers, top_k) = {wanted.shape[1:]}, as the first sample has",
+            got=str(own.shape[1:]),
+        )
+
+
+def _arrays(
+    places: Places, shape: tuple[int, int], like: TrainingSample | None
+) -> dict[str, npt.NDArray[Any]]:
     """Return arrays aligned to tokens, `(rows, width)`, router choices `(rows, width, layers, top_k)`.
 
     `like` says which optional arrays there are, also where no sample is placed.
     """
-    shape = (len(layout.segments), layout.width)
     given = [name for name in OPTIONAL if getattr(like, name, None) is not None]
     dtypes = {"attention_mask": np.bool_, "loss_mask": np.bool_, "token_types": np.int64}
     out: dict[str, npt.NDArray[Any]] = {
@@ -268,14 +237,14 @@ def _arrays(layout: _Layout, pad_token_id: int, like: TrainingSample | None) -> 
         for name, fill in PER_TOKEN.items()
         if name in dtypes or name in given
     }
-    out["input_ids"] = np.full(shape, pad_token_id, np.int64)
+    out["input_ids"] = np.zeros(shape, np.int64)
     if like is not None and like.routed_experts is not None:
-        experts = [sample.routed_experts for *_, sample in layout.places] or [like.routed_experts]
+        experts = [sample.routed_experts for *_, sample in places] or [like.routed_experts]
         narrow = all(one is None or one.dtype == np.uint8 for one in experts)
         _, layers, top_k = like.routed_experts.shape
         choices = np.arange(top_k, dtype=np.uint8 if narrow else np.int32)  # distinct, as a router's are
         out["routed_experts"] = np.broadcast_to(choices, (*shape, layers, top_k)).copy()
-    for row, segment, sample in layout.places:
+    for row, segment, sample in places:
         place = slice(segment.start, segment.stop)
         out["input_ids"][row, place] = sample.token_ids
         out["attention_mask"][row, place] = True
@@ -286,25 +255,4 @@ def _arrays(layout: _Layout, pad_token_id: int, like: TrainingSample | None) -> 
         if sample.routed_experts is not None:
             data = sample.routed_experts.data
             out["routed_experts"][row, segment.start : segment.start + len(data)] = data
-    for row, segments in enumerate(layout.segments):
-        if not segments:
-            out["attention_mask"][row, 0 if layout.side == "right" else -1] = True
-    return out
-
-
-def _positions(
-    types: npt.NDArray[np.int64], segments: Rows, fields: Fields, family: ModelFamily
-) -> npt.NDArray[np.int64]:
-    spans = [[(segment.start, segment.length) for segment in row] for row in segments]
-    if family.mrope is not None:
-        given = {
-            name: fields[name].values.numpy()
-            for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-            if name in fields
-        }
-        return mrope_position_ids(types, family.mrope, segments=spans, **given)
-    out = np.zeros((1, *types.shape), np.int64)
-    for row, row_spans in enumerate(spans):
-        for start, length in row_spans:
-            out[0, row, start : start + length] = np.arange(length)
     return out

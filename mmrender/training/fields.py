@@ -6,22 +6,20 @@ only where a family pads its tensors does a smaller item pass through memory of 
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeAlias, TypedDict
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
 from mmrender.errors import BatchError, PlaceholderError
 from mmrender.media.item import ReferenceItem, TensorSpec, expand_into, tensor_specs
-from mmrender.media.levels import STORAGE
 from mmrender.media.resolve import map_shared
 from mmrender.spans import MediaItem, MediaSpan, TensorDtype
 from mmrender.training.families import FieldRule, ModelFamily
 from mmrender.training.tensor_list import TensorList, torch
 from mmrender.trajectory.sample import TrainingSample
 
-Fields: TypeAlias = dict[str, TensorList]
 _DTYPES: Final[dict[Any, TensorDtype]] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -45,29 +43,18 @@ class ExpandOptions(TypedDict, total=False):
     executor: Executor | None
 
 
-def media_of(samples: Sequence[TrainingSample], index: int) -> list[tuple[str, MediaSpan]]:
-    """Return the media of one of the samples with their paths for errors, in prompt order.
+def media_of(samples: Sequence[TrainingSample], index: int) -> tuple[str, list[MediaSpan]]:
+    """Return the name of one of the samples, for errors, and its media in prompt order.
 
     Raises:
         PlaceholderError: The sidecar does not fit the tokens.
     """
     name = samples[index].sample_id or f"samples[{index}]"
     try:
-        return [(f"{name}.{span.where}", span) for span in samples[index].media_spans]
+        return name, samples[index].media_spans
     except PlaceholderError as error:
         error.where = f"{name}.{error.where}"
         raise
-
-
-@dataclass(slots=True)
-class _Keyword:
-    """The tensor of one keyword of the model: its rule, form, and the lengths of its rows so far."""
-
-    rule: FieldRule
-    spec: TensorSpec
-    trailing: tuple[int, ...]
-    lengths: list[int]
-    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +67,91 @@ class _Slot:
     spec: TensorSpec
 
 
+@dataclass(slots=True)
+class _Keyword:
+    """The tensor of one keyword of the model: its rule, form, and the lengths of its rows so far."""
+
+    rule: FieldRule
+    spec: TensorSpec
+    trailing: tuple[int, ...]
+    lengths: list[int]
+    total: int = 0
+
+    def add(self, name: str, spec: TensorSpec, row: int, span: MediaSpan) -> _Slot:
+        """Give a tensor the next place in the buffer."""
+        shape = spec.shape
+        if self.rule.layout == "rows":
+            if spec.shape[0] != 1:
+                raise BatchError(
+                    "an item of this family holds one image on its first axis",
+                    where=f"{span.where}.{name}",
+                    got=str(list(spec.shape)),
+                )
+            shape = spec.shape[1:]
+        same_kind = (spec.dtype, spec.floating) == (self.spec.dtype, self.spec.floating)
+        fits = self.trailing == shape[1:] or (self.rule.padded and len(self.trailing) == len(shape) - 1)
+        if not (same_kind and fits):
+            raise BatchError(
+                "tensors of two images cannot be joined",
+                where=f"{span.where}.{name}",
+                expected=f"{self.spec.dtype} {['...', *self.trailing]}",
+                got=f"{spec.dtype} {['...', *shape[1:]]}",
+                remedy="Put samples of different kinds into different batches",
+            )
+        self.trailing = tuple(map(max, self.trailing, shape[1:]))
+        start, self.total = self.total, self.total + shape[0]
+        self.lengths[row] += shape[0]
+        return _Slot(name, slice(start, self.total), shape, spec)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Which items are expanded into which rows of which buffer, and what is copied where they occur again."""
+
+    family: ModelFamily
+    dtype: TensorDtype
+    rows: int
+    keywords: dict[str, _Keyword] = field(default_factory=dict)
+    known: dict[tuple[str, type], list[_Slot]] = field(default_factory=dict)
+    jobs: list[tuple[MediaItem, list[_Slot]]] = field(default_factory=list)
+    copies: list[tuple[_Slot, _Slot]] = field(default_factory=list)
+
+    def add(self, span: MediaSpan, row: int) -> None:
+        """Give each tensor of an item its place; `where` of errors is relative to the sample."""
+        item = span.item
+        if isinstance(item, ReferenceItem):
+            remedy = "Process it again with resolve_references"
+            raise BatchError("an item is by reference only", where=span.where, remedy=remedy)
+        slots = []
+        for name, spec in tensor_specs(item, self.dtype).items():
+            rule = self.family.rule(name)
+            if rule.layout != "counts":
+                trailing = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
+                keyword = self.keywords.setdefault(name, _Keyword(rule, spec, trailing, [0] * self.rows))
+                slots.append(keyword.add(name, spec, row, span))
+        first = self.known.setdefault((item.identity, type(item)), slots)
+        if [(slot.name, slot.spec) for slot in first] != [(slot.name, slot.spec) for slot in slots]:
+            raise BatchError(
+                "one identity stands for two different items",
+                where=span.where,
+                expected=str({slot.name: list(slot.shape) for slot in first}),
+                got=str({slot.name: list(slot.shape) for slot in slots}),
+            )
+        if first is slots:
+            self.jobs.append((item, slots))
+        else:
+            self.copies += zip(first, slots, strict=True)
+
+
 def collate_fields(
-    rows: Sequence[Sequence[Sequence[tuple[str, MediaSpan]]]],
+    rows: Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]],
     family: ModelFamily,
     *,
     dtype: Any = torch.float32,
     device: Any = None,
     pin_memory: bool | None = None,
     executor: Executor | None = None,
-) -> Fields:
+) -> dict[str, TensorList]:
     """Expand the items of all rows into one tensor per keyword.
 
     Args:
@@ -104,102 +167,38 @@ def collate_fields(
     """
     if dtype not in _DTYPES:
         raise BatchError("pixels come in float32, float16 or bfloat16", where="dtype", got=str(dtype))
-    name_of_dtype = _DTYPES[dtype]
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-    keywords: dict[str, _Keyword] = {}
-    known: dict[tuple[str, type], list[_Slot]] = {}
-    jobs: list[tuple[MediaItem, list[_Slot]]] = []
-    copies: list[tuple[_Slot, _Slot]] = []
+    plan = _Plan(family, _DTYPES[dtype], len(rows))
     for row, samples in enumerate(rows):
-        for where, span in (entry for sample in samples for entry in sample):
-            if isinstance(span.item, ReferenceItem):
-                raise BatchError(
-                    "an item is by reference only",
-                    where=where,
-                    remedy="Process it again with resolve_references",
-                )
-            slots = [
-                _slot(keywords, name, spec, rule=family.rule(name), row=row, rows=len(rows), where=where)
-                for name, spec in tensor_specs(span.item, name_of_dtype).items()
-                if family.rule(name).layout != "counts"
-            ]
-            first = known.setdefault((span.item.identity, type(span.item)), slots)
-            if first is slots:
-                jobs.append((span.item, slots))
-                continue
-            if [(slot.name, slot.spec) for slot in first] != [(slot.name, slot.spec) for slot in slots]:
-                raise BatchError(
-                    "one identity stands for two different items",
-                    where=where,
-                    expected=str({slot.name: list(slot.shape) for slot in first}),
-                    got=str({slot.name: list(slot.shape) for slot in slots}),
-                )
-            copies += zip(first, slots, strict=True)
-    buffers = {name: _allocated(keyword, dtype, pin) for name, keyword in keywords.items()}
-    views = {
-        name: (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
-        for name, values in buffers.items()
-    }
-    map_shared(partial(_expand, views, name_of_dtype), jobs, executor)
-    for source, target in copies:
+        for sample_name, spans in samples:
+            try:
+                for span in spans:
+                    plan.add(span, row)
+            except BatchError as error:
+                error.where = f"{sample_name}.{error.where}"
+                raise
+    lists, views = {}, {}
+    for name, keyword in plan.keywords.items():
+        shape, zero, storage = (keyword.total, *keyword.trailing), keyword.rule.padded, keyword.spec.dtype
+        if pin:
+            held = torch.from_numpy(np.empty(0, storage)).dtype
+            values = (torch.zeros if zero else torch.empty)(shape, dtype=held, pin_memory=True)
+        else:
+            # numpy asks for huge pages, so that a large buffer is first written to several times faster.
+            values = torch.from_numpy((np.zeros if zero else np.empty)(shape, storage))
+        views[name] = values.numpy()
+        values = values.view(dtype) if keyword.spec.floating else values
+        lists[name] = TensorList(values, tuple(keyword.lengths))
+    map_shared(partial(_expand, views, plan.dtype), plan.jobs, executor)
+    for source, target in plan.copies:
         views[source.name][target.rows] = views[source.name][source.rows]
-    lists = {name: TensorList(buffers[name], tuple(keyword.lengths)) for name, keyword in keywords.items()}
-    for name, rule in family.rules.items():
-        if rule.layout == "counts" and lists:
-            counts = [[len(sample) for sample in row if sample] for row in rows]
-            flat = torch.tensor([count for row in counts for count in row], dtype=torch.int64)
-            lists[name] = TensorList(flat, tuple(map(len, counts)))
+    for name in [name for name, rule in family.rules.items() if rule.layout == "counts" and lists]:
+        counts = [[len(spans) for _, spans in row if spans] for row in rows]
+        flat = torch.tensor([count for row in counts for count in row], dtype=torch.int64)
+        lists[name] = TensorList(flat, tuple(map(len, counts)))
     if device is None:
         return lists
     return {name: values.to(device, non_blocking=pin) for name, values in lists.items()}
-
-
-def _slot(
-    keywords: dict[str, _Keyword],
-    name: str,
-    spec: TensorSpec,
-    *,
-    rule: FieldRule,
-    row: int,
-    rows: int,
-    where: str,
-) -> _Slot:
-    """Give a tensor the next place in its keyword's buffer; check that it can be joined to those before."""
-    if rule.layout == "rows" and spec.shape[0] != 1:
-        raise BatchError(
-            "an item of this family holds one image on its first axis",
-            where=f"{where}.{name}",
-            got=str(list(spec.shape)),
-        )
-    shape = spec.shape[1:] if rule.layout == "rows" else spec.shape
-    keyword = keywords.setdefault(name, _Keyword(rule, spec, shape[1:], [0] * rows))
-    same_kind = (spec.dtype, spec.floating) == (keyword.spec.dtype, keyword.spec.floating)
-    fits = keyword.trailing == shape[1:] or (rule.padded and len(keyword.trailing) == len(shape) - 1)
-    if not (same_kind and fits):
-        raise BatchError(
-            "tensors of two images cannot be joined",
-            where=f"{where}.{name}",
-            expected=f"{keyword.spec.dtype} {['...', *keyword.trailing]}",
-            got=f"{spec.dtype} {['...', *shape[1:]]}",
-            remedy="Put samples of different kinds into different batches",
-        )
-    keyword.trailing = tuple(map(max, keyword.trailing, shape[1:]))
-    start, keyword.total = keyword.total, keyword.total + shape[0]
-    keyword.lengths[row] += shape[0]
-    return _Slot(name, slice(start, keyword.total), shape, spec)
-
-
-def _allocated(keyword: _Keyword, dtype: Any, pinned: bool) -> Any:
-    """Return the tensor of a keyword, not written yet unless parts of it stay padding."""
-    shape = (keyword.total, *keyword.trailing)
-    zero, storage = keyword.rule.padded, keyword.spec.dtype
-    if pinned:
-        held = torch.from_numpy(np.empty(0, storage)).dtype
-        values = (torch.zeros if zero else torch.empty)(shape, dtype=held, pin_memory=True)
-    else:
-        # numpy asks for huge pages, so that a large buffer is first written to several times faster.
-        values = torch.from_numpy((np.zeros if zero else np.empty)(shape, storage))
-    return values.view(dtype) if keyword.spec.floating else values
 
 
 def _expand(views: Mapping[str, Any], dtype: TensorDtype, job: tuple[MediaItem, list[_Slot]]) -> None:
@@ -214,7 +213,7 @@ def _expand(views: Mapping[str, Any], dtype: TensorDtype, job: tuple[MediaItem, 
             smaller.append((place, buffer))
     for name, spec in tensor_specs(item, dtype).items():
         if name not in targets:  # a tensor that the batch does not take from the item
-            targets[name] = np.empty(spec.shape, STORAGE[dtype] if spec.floating else spec.dtype)
+            targets[name] = np.empty(spec.shape, spec.dtype)
     expand_into(item, targets, dtype)
     for place, buffer in smaller:
         place[tuple(slice(0, side) for side in buffer.shape)] = buffer

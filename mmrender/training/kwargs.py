@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from mmcodecs import CodecError, decode_mm_kwargs_item
-from mmcodecs.vllm import BatchedField, FieldElem, FlatField, join_items
+from mmcodecs.vllm import join_items
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
@@ -80,8 +80,7 @@ def decode_mm_kwargs(
     out: dict[str, Any] = {}
     for modality, entries in multi_modal_kwargs.items():
         where = f"kwargs_data.{modality}"
-        items = [_decoded(entry, f"{where}[{index}]") for index, entry in enumerate(entries)]
-        joined = _joined(items, where)
+        joined = _joined(entries, where)
         for name, value in joined.items():
             if name in out:
                 raise BatchError("two modalities have one field", where=where, got=name)
@@ -91,59 +90,35 @@ def decode_mm_kwargs(
     return out
 
 
-def _decoded(entry: str | None, where: str) -> dict[str, FieldElem]:
-    if entry is None:
-        raise BatchError(
-            "an item has no data, only its hash",
-            where=where,
-            expected="base64 text",
-            got="None",
-            remedy="Ask the server to process the image anew, or turn its cache of processed images off",
-        )
-    try:
-        item = decode_mm_kwargs_item(entry, framework="torch")
-    except CodecError as error:
-        raise BatchError("an item cannot be decoded", where=where, got=str(error)) from error
-    for name, elem in item.items():
-        if elem.data is None:
-            raise BatchError("a field has no data", where=f"{where}.{name}", expected="a tensor", got="None")
-    return item
-
-
-def _joined(items: Sequence[Mapping[str, FieldElem]], where: str) -> Mapping[str, Any]:
-    if len(items) != 1:
+def _joined(entries: Sequence[str | None], where: str) -> dict[str, Any]:
+    """Decode the items of one modality, and join them."""
+    items = []
+    for index, entry in enumerate(entries):
+        at = f"{where}[{index}]"
+        if entry is None:
+            remedy = "Ask the server to process the image anew, or turn its cache of processed images off"
+            raise BatchError("an item has no data, only its hash", where=at, remedy=remedy)
         try:
-            return join_items(items)
+            items.append(decode_mm_kwargs_item(entry, framework="torch"))
         except CodecError as error:
-            raise BatchError("items cannot be joined", where=where, got=str(error)) from error
-    # One item becomes what joining gives, without the copy that joining makes.
-    out: dict[str, Any] = {}
-    for name, elem in items[0].items():
-        out[name] = elem.data
-        if isinstance(elem.field, BatchedField):
-            out[name] = elem.data[None] if isinstance(elem.data, torch.Tensor) else [elem.data]
-        elif isinstance(elem.field, FlatField) and isinstance(elem.data, list):
-            out[name] = list(elem.data)
-    return out
+            raise BatchError("an item cannot be decoded", where=at, got=str(error)) from error
+    try:
+        return join_items(items)
+    except CodecError as error:
+        raise BatchError("items cannot be joined", where=where, got=str(error)) from error
 
 
 def _check_grids(joined: Mapping[str, Any], name: str, where: str) -> None:
     """Check that flat patches come with grids, and that these cover them."""
     grids = joined.get(_GRIDS[name])
-    if grids is None or getattr(grids, "ndim", 0) != 2:
-        raise BatchError(
-            "patches without grids",
-            where=f"{where}.{_GRIDS[name]}",
-            expected="(t, h, w) of each item",
-            got="nothing" if grids is None else f"{type(grids).__name__} {list(getattr(grids, 'shape', ()))}",
-        )
-    claimed, patches = int(grids.prod(1).sum()), len(joined[name])
+    patches = len(joined[name])
+    claimed = None if grids is None or getattr(grids, "ndim", 0) != 2 else int(grids.prod(1).sum())
     if claimed != patches:
         raise BatchError(
-            "the grids are of another number of patches",
+            "the grids are not those of the patches",
             where=f"{where}.{_GRIDS[name]}",
-            expected=f"{patches} patches, as {name} has",
-            got=str(claimed),
+            expected=f"(t, h, w) of each item, {patches} patches in all",
+            got=str(grids)[:80] if claimed is None else f"{claimed} patches",
         )
 
 
@@ -192,23 +167,23 @@ def resolve_references(
     resolved = []
     for number, sample in enumerate(samples):
         sidecar = sample.multi_modal_data
-        count = sum(map(len, sidecar.mm_items.values()))
-        found: dict[str, list[MediaItem]] = {key: [*items] for key, items in sidecar.mm_items.items()}
-        changed = False
-        for modality, items in found.items():
-            for index, item in enumerate(items):
-                if not isinstance(item, ReferenceItem):
-                    continue
-                changed = True
-                key = (item.identity, count)
-                if key not in known:
-                    known[key] = item.resolve(processor, policy, num_images=count)
-                name = sample.sample_id or f"samples[{number}]"
-                where = f"{name}.mm_items[{modality!r}][{index}]"
-                _check_length(item, known[key], sidecar.mm_placeholders[modality][index], where)
-                items[index] = known[key]
+        found = {modality: [*items] for modality, items in sidecar.mm_items.items()}
+        references = [
+            (modality, index, item)
+            for modality, items in found.items()
+            for index, item in enumerate(items)
+            if isinstance(item, ReferenceItem)
+        ]
+        count = sum(map(len, found.values()))
+        for modality, index, reference in references:
+            key = (reference.identity, count)
+            if key not in known:
+                known[key] = reference.resolve(processor, policy, num_images=count)
+            where = f"{sample.sample_id or f'samples[{number}]'}.mm_items[{modality!r}][{index}]"
+            _check_length(reference, known[key], sidecar.mm_placeholders[modality][index], where)
+            found[modality][index] = known[key]
         whole = MultiModalData(sidecar.mm_hashes, sidecar.mm_placeholders, found)
-        resolved.append(replace(sample, multi_modal_data=whole) if changed else sample)
+        resolved.append(replace(sample, multi_modal_data=whole) if references else sample)
     return resolved
 
 

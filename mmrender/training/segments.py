@@ -156,13 +156,9 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
 
 
 def check_kept_apart(batch: TrainingBatch) -> None:
-    """Refuse a batch whose samples would run into each other in a model's recurrent layers.
-
-    Raises:
-        BatchError: It is packed, the model has such layers, and the call is outside `recurrent_segments`.
-    """
+    """Refuse a packed batch for a model with recurrent layers outside of `recurrent_segments`."""
     shared = [row for row, segments in enumerate(batch.segments) if len(segments) > 1]
-    if batch.packed and batch.family.recurrent and shared and _ENTERED.get() != _bounds(batch):
+    if shared and _ENTERED.get() != _bounds(batch):
         raise BatchError(
             f"the recurrent layers of {batch.family.model_type} would run from one sample into the next",
             where=f"row {shared[0]}",

@@ -63,12 +63,12 @@ class TensorList:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        rows = self.values.shape[0] if self.values.ndim else -1
+        rows = len(self.values)
         if sum(self.lengths) != rows or any(length < 0 for length in self.lengths):
             raise BatchError(
                 "the lengths do not add up to the values",
                 where="lengths",
-                expected=f"0 or more each, {rows} in all" if rows >= 0 else "a tensor with dimensions",
+                expected=f"0 or more each, {rows} in all",
                 got=str(self.lengths)[:80],
             )
 
@@ -80,13 +80,10 @@ class TensorList:
             BatchError: There is no row, one is not a tensor, or dtypes or trailing dimensions differ.
         """
         for index, row in enumerate(rows):
-            if not isinstance(row, torch.Tensor) or row.ndim == 0:
-                raise BatchError(
-                    "a row is a tensor of one dimension or more",
-                    where=f"rows[{index}]",
-                    got=f"a {type(row).__name__}",
-                    remedy="A row without images is torch.empty(0, *trailing)",
-                )
+            if not isinstance(row, torch.Tensor):
+                remedy = "A row without images is torch.empty(0, *trailing)"
+                got = f"a {type(row).__name__}"
+                raise BatchError("a row is a tensor", where=f"rows[{index}]", got=got, remedy=remedy)
         return cls.cat([cls(row, (row.shape[0],)) for row in rows])
 
     @classmethod
@@ -109,27 +106,22 @@ class TensorList:
         """
         if not lists:
             raise BatchError("no lists to join", where="lists")
-        holding = [index for index, one in enumerate(lists) if one.values.shape[0]] or [0]
-        model = lists[holding[0]]
-        trailing = model.trailing
-        if pad and len({len(lists[index].trailing) for index in holding}) == 1:
-            trailing = tuple(map(max, zip(*(lists[index].trailing for index in holding), strict=True)))
+        holding = [one for one in lists if one.values.shape[0]] or [lists[0]]
+        model, trailing = holding[0], holding[0].trailing
+        if pad and len({len(one.trailing) for one in holding}) == 1:
+            trailing = tuple(map(max, zip(*(one.trailing for one in holding), strict=True)))
         values = []
-        for index in holding:
-            one = lists[index]
+        for one in holding:
             fits = one.trailing == trailing or (pad and len(one.trailing) == len(trailing))
             if one.dtype != model.dtype or not fits:
                 raise BatchError(
                     "rows differ in dtype or trailing dimensions",
-                    where=f"rows of list {index}",
+                    where="lists",
                     expected=f"{model.dtype} {['...', *model.trailing]}",
                     got=f"{one.dtype} {['...', *one.trailing]}",
                 )
-            ends = [
-                end
-                for most, own in zip(trailing[::-1], one.trailing[::-1], strict=True)
-                for end in (0, most - own)
-            ]
+            pairs = zip(trailing[::-1], one.trailing[::-1], strict=True)
+            ends = [end for most, own in pairs for end in (0, most - own)]
             values.append(torch.nn.functional.pad(one.values, ends) if any(ends) else one.values)
         lengths = tuple(length for one in lists for length in one.lengths)
         return TensorList(values[0] if len(values) == 1 else torch.cat(values), lengths)
@@ -149,9 +141,7 @@ class TensorList:
     def __getitem__(self, index: int | slice | Sequence[int]) -> Any:
         """Return one row as a view; or a list of rows, a view for a slice without a step.
 
-        Raises:
-            BatchError: An index is not an integer, such as one of a mask.
-            IndexError: There is no such row.
+        Raises as `select`.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -175,9 +165,8 @@ class TensorList:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return (
-            f"TensorList({len(self)} rows of {['...', *self.trailing]}, {self.dtype}, lengths={self.lengths})"
-        )
+        form = f"{['...', *self.trailing]}, {self.dtype}, lengths={self.lengths}"
+        return f"TensorList({len(self)} rows of {form})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A tensor is pickled with all of its storage, and a slice would take the whole batch along.
@@ -200,16 +189,6 @@ class TensorList:
         """Dtype of the rows."""
         return self.values.dtype
 
-    @property
-    def device(self) -> Any:
-        """Device of the rows."""
-        return self.values.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return int(self.values.numel() * self.values.element_size())
-
     def select(self, indices: Sequence[int]) -> TensorList:
         """Return a copy of the rows of these indices, in their order.
 
@@ -226,10 +205,6 @@ class TensorList:
         """Return all rows `times` times, one repetition after another."""
         repeated = self.values.repeat(times, *[1] * len(self.trailing))
         return TensorList(repeated, self.lengths * times)
-
-    def repeat_interleave(self, times: int) -> TensorList:
-        """Return each row `times` times before the next."""
-        return self.select([index for index in range(len(self)) for _ in range(times)])
 
     def chunk(self, chunks: int) -> list[TensorList]:
         """Return at most `chunks` views of equally many rows, the last one maybe shorter.
@@ -252,12 +227,8 @@ class TensorList:
         if dtype is not None and not self.values.is_floating_point():
             dtype = None
         # Not `or`: a device may be given by number, and the first one is 0.
-        target = {"device": self.device if device is None else device, "dtype": dtype or self.dtype}
+        target = {"device": self.values.device if device is None else device, "dtype": dtype or self.dtype}
         return TensorList(self.values.to(**target, non_blocking=non_blocking), self.lengths)
-
-    def contiguous(self) -> TensorList:
-        """Return the rows in contiguous memory."""
-        return TensorList(self.values.contiguous(), self.lengths)
 
     def pin_memory(self) -> TensorList:
         """Return the rows in page-locked memory, which a device reads asynchronously."""

@@ -25,7 +25,6 @@ from mmrender.training import (
     token_logprobs,
 )
 from mmrender.training.packing import MicroBatch
-from mmrender.trajectory import truncate
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import IMAGE_ID, PAD_ID, family_of, kinds, patch_item, sample, tiled_item
@@ -45,18 +44,14 @@ def changed(base: TrainingSample, **arrays: Any) -> TrainingSample:
 
 def test_by_hand() -> None:
     one = TrainingSample(
-        np.array([5, 90, 6], np.int32),
-        np.array([False, False, True]),
-        np.array([0, 0, -0.5], np.float32),
-        MultiModalData.of([(PlaceholderRange(1, 1), patch_item(8, 8))]),
+        np.array([5, 90, 90, 90, 90, 6], np.int32),
+        np.arange(6) == 5,
+        np.array([0, 0, 0, 0, 0, -0.5], np.float32),
+        MultiModalData.of([(PlaceholderRange(1, 4), patch_item(16, 16))]),
     )
     two = TrainingSample(
         np.array([7, 8], np.int32), np.array([False, True]), np.array([0, -1.0], np.float32), sample_id="two"
     )
-    # The smallest image of this processor has four tokens.
-    one = replace(one, token_ids=np.array([5, 90, 90, 90, 90, 6], np.int32),
-                  loss_mask=np.arange(6) == 5, logprobs=np.where(np.arange(6) == 5, -0.5, 0).astype(np.float32),
-                  multi_modal_data=MultiModalData.of([(PlaceholderRange(1, 4), patch_item(16, 16))]))  # fmt: skip
     left = batch_of(one, two, padding_side="left")
     assert left.input_ids.tolist() == [[5, 90, 90, 90, 90, 6], [0, 0, 0, 0, 7, 8]]
     assert left.attention_mask.int().tolist() == [[1] * 6, [0, 0, 0, 0, 1, 1]]
@@ -78,15 +73,12 @@ def test_by_hand() -> None:
     assert "attention_mask" not in inputs
     assert inputs["position_ids"][0].tolist() == [[0, 1, 0, 1, 2, 3, 4, 5, 0, 0]]
     assert inputs["position_ids"][3].tolist() == [[0, 1, 0, 1, 2, 1, 2, 3, 0, 0]]
-    assert (packed.num_tokens, packed.width, len(packed)) == (8, 10, 1)
+    assert (packed.width, len(packed)) == (10, 1)
 
 
 def test_recorded_conversations_are_batched_without_logprobs() -> None:
     recorded = replace(sample([ITEM], name="recorded"), logprobs=None)
-    batch = batch_of(recorded, replace(sample(name="b"), logprobs=None))
-    assert batch.logprobs is None
-    assert batch.with_padding_rows(1).logprobs is None
-    assert batch.model_inputs()["input_ids"].shape == (2, 12)
+    assert batch_of(recorded).with_padding_rows(1).logprobs is None
     with pytest.raises(BatchError, match=r"^b\.logprobs: samples of one batch have the same fields"):
         batch_of(recorded, sample(name="b"))
 
@@ -202,9 +194,7 @@ def test_what_the_model_says_at_padding_does_not_matter() -> None:
     expected = token_logprobs(logits, batch)
     for broken in (float("nan"), float("inf"), float("-inf")):
         logits[0, :2] = broken
-        got = token_logprobs(logits, batch)
-        assert got[0, :3].tolist() == [0.0] * 3
-        assert torch.equal(got, expected)
+        assert torch.equal(token_logprobs(logits, batch), expected)
 
 
 def test_a_device_may_be_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,28 +293,11 @@ def test_kinds_of_images_that_cannot_be_joined_do_not_share_a_bin() -> None:
         collate_micro_batch(samples, step[0], family, pad_token_id=PAD_ID)
 
 
-def test_truncation() -> None:
-    base = replace(sample([ITEM, ITEM], experts=True), rewards=None, weight_versions=(
-        WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 14), WeightVersionSpan("c", 14, 20),
-    ))  # fmt: skip
-    assert truncate(base, 99) is base
-    cut = truncate(base, 14)
-    assert len(cut) == 12  # the second image stands at [12, 16)
-    assert cut.multi_modal_data.mm_items["image"] == [ITEM]
-    assert cut.weight_versions == (WeightVersionSpan("a", 2, 6), WeightVersionSpan("b", 6, 12))
-    assert cut.routed_experts.stop == 12
-    batch_of(cut)
-    assert truncate(base, 7).multi_modal_data == MultiModalData()
-
-
 GOOD = sample([ITEM], name="a")
 SHIFTED = MultiModalData.of([(PlaceholderRange(3, 4), ITEM)])
-SHORT = MultiModalData.of([(PlaceholderRange(4, 3), ITEM)])
-TWICE = MultiModalData.of([(PlaceholderRange(4, 4), ITEM), (PlaceholderRange(6, 4), ITEM)])
 UNPAIRED = MultiModalData({}, {"image": [PlaceholderRange(4, 4)]}, {})
 
 
-IN_TOKENS = "a.multi_modal_data.mm_placeholders['image']"
 STRAY = (
     "a token that stands for images lies outside every placeholder - expected such tokens within placeholders "
     "only, got token 90, sampled or typed. "
@@ -335,16 +308,6 @@ STRAY = (
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"multi_modal_data": SHORT},
-            f"{IN_TOKENS}[0]: a placeholder range is not as long as its item - expected 4 tokens that stand for "
-            "features, got 3. Renderer, sampler and trainer must process images with the same settings",
-        ),
-        (
-            {"multi_modal_data": TWICE},
-            f"{IN_TOKENS}[1]: a placeholder range overlaps another or leaves the sequence - expected one or more "
-            "tokens within [8, 12), got [6, 10). Cut or shift the sidecar together with the tokens",
-        ),
         (
             {"multi_modal_data": UNPAIRED},
             "a.multi_modal_data.image: hashes, placeholders and items must be equally many - "
@@ -364,7 +327,7 @@ STRAY = (
         ),
         (
             {"logprobs": np.full(12, -np.inf, np.float32)},
-            "a.logprobs[0]: a value is not finite - expected a number, got -inf",
+            "a.logprobs[0]: a value is not finite - got -inf",
         ),
         (
             {"routed_experts": RoutedExperts(np.zeros((9, 1, 2), np.uint8))},
@@ -407,8 +370,11 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             "rows[1]: a sample is in two rows - expected each of 0..0 once, got 0",
         ),
         (lambda: batch_of(GOOD, rows=[[0, 1]]), "rows[0]: there is no such sample - "),
-        (lambda: batch_of(GOOD, padding_side="centre"), "padding_side: rows are filled on one side - "),
-        (lambda: batch_of(GOOD, multiple=0), "multiple: a width is a multiple of a positive number - "),
+        (
+            lambda: batch_of(GOOD, padding_side="centre"),
+            "padding_side: rows are filled on the left or right - got 'centre'",
+        ),
+        (lambda: batch_of(GOOD, multiple=0), "multiple: a width is a multiple of 1 or more - got 0"),
         (
             lambda: batch_of(
                 GOOD, GOOD, sample(), family=replace(FAMILY, recurrent=True), rows=[[2], [0, 1]]
@@ -419,7 +385,7 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
         ),
         (
             lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
-            "pad_token_id: the pad token stands for images - expected none of [90], got 90",
+            "pad_token_id: the pad token stands for images - got 90",
         ),
         (
             lambda: batch_of(GOOD, dtype=torch.float64),
@@ -464,7 +430,7 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
         ),
         (lambda: TrainingBatch.cat([]), "batches: no batches to join"),
         (lambda: batch_of(GOOD).select([True]), "indices[0]: rows are taken by their numbers - "),
-        (lambda: batch_of(GOOD).trim(0), "multiple: a width is a multiple of a positive number - "),
+        (lambda: batch_of(GOOD).trim(0), "multiple: a width is a multiple of 1 or more - got 0"),
         (lambda: batch_of(GOOD).chunk(0), "parts: a batch is cut into one part or more - got 0"),
         (
             lambda: batch_of(sample(), GOOD).micro_batches(11),

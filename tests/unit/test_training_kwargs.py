@@ -104,12 +104,12 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
     [
         (
             lambda: {"image": [*of_qwen(patch_item(16, 16)), None]},
-            "kwargs_data.image[1]: an item has no data, only its hash - expected base64 text, got None. "
+            "kwargs_data.image[1]: an item has no data, only its hash. "
             "Ask the server to process the image anew, or turn its cache of processed images off",
         ),
         (
             lambda: {"image": encoded([{"pixel_values": FieldElem(None, BatchedField())}])},
-            "kwargs_data.image[0].pixel_values: a field has no data - expected a tensor, got None",
+            "kwargs_data.image: items cannot be joined - got $[0].pixel_values: an item has no data, only its hash",
         ),
         (
             lambda: {"image": of_qwen(patch_item(16, 16)), "video": of_qwen(patch_item(16, 16))},
@@ -133,19 +133,17 @@ def grids_of(*grids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("grid", [[1, 4, 8], [1, 2, 4], [1000, 1000, 1000]])
 @pytest.mark.parametrize("count", [1, 2])
-def test_grids_that_claim_other_patches_than_there_are(grid: list[int], count: int) -> None:
-    with pytest.raises(BatchError, match="the grids are of another number of patches - expected"):
+def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int) -> None:
+    with pytest.raises(BatchError, match="the grids are not those of the patches - expected"):
         decode_mm_kwargs({"image": grids_of(*[grid] * count)})
     assert decode_mm_kwargs({"image": grids_of(*[[1, 4, 4]] * count)})
-
-
-def test_patches_without_a_grid() -> None:
     (item,) = collate_items(QWEN, [patch_item(16, 16).tensors()])
     del item["image_grid_thw"]
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs({"image": encoded([item])})
     assert str(caught.value) == (
-        "kwargs_data.image.image_grid_thw: patches without grids - expected (t, h, w) of each item, got nothing"
+        "kwargs_data.image.image_grid_thw: the grids are not those of the patches - "
+        "expected (t, h, w) of each item, 16 patches in all, got None"
     )
 
 
