@@ -40,9 +40,9 @@ from mmrender.errors import (
     InputError,
     PromptTooLongError,
 )
+from mmrender.protocols import RendererProtocol
 
 Result = TypeVar("Result")
-Streamed = Literal["stream_chat_completion", "stream_completion"]
 _log = logging.getLogger("mmrender.engines")
 
 
@@ -76,7 +76,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         engines: Sequence[InferenceEngineInterface],
         *,
         router: InferenceEngineInterface | None = None,
-        renderer: Any = None,
+        renderer: RendererProtocol | None = None,
         retries: RetryPolicy | None = None,
         attempt_timeout: float | None = None,
         deadline: float | None = None,
@@ -238,54 +238,59 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
         """Answer an OpenAI chat request: in tokens with a renderer, else on an engine's own route."""
+        body = _body_of(request_payload)
         if self._api is not None:
-            return await self._api.chat(_body_of(request_payload))
-        return await self._pass_on(request_payload, lambda engine, payload: engine.chat_completion(payload))
+            return await self._api.chat(body)
+        return await self._pass_on(body, lambda engine: engine.chat_completion(request_payload))
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI completion request: in tokens for token ids, else passed on."""
-        if self._api is not None and self._api.takes_prompt(_body_of(request_payload)):
-            return await self._api.completion(_body_of(request_payload))
-        return await self._pass_on(request_payload, lambda engine, payload: engine.completion(payload))
+        """Answer an OpenAI completion request: in tokens for token ids, else on an engine's own route."""
+        body = _body_of(request_payload)
+        if self._api is not None and self._api.takes_prompt(body):
+            return await self._api.completion(body)
+        return await self._pass_on(body, lambda engine: engine.completion(request_payload))
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI chat request as chunks."""
-        if self._api is not None:
-            api, body = self._api, _body_of(request_payload)
-            return emitted(lambda emit: api.stream_chat(body, emit))
-        return self._pass_stream("stream_chat_completion", request_payload)
+        body, api = _body_of(request_payload), self._api
+        if api is not None:
+            return emitted(lambda emit: api.chat(body, emit))
+        return self._pass_stream(body, lambda engine: engine.stream_chat_completion(request_payload))
 
     def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI completion request as chunks."""
-        if self._api is not None and self._api.takes_prompt(_body_of(request_payload)):
-            api, body = self._api, _body_of(request_payload)
-            return emitted(lambda emit: api.stream_completion(body, emit))
-        return self._pass_stream("stream_completion", request_payload)
+        body, api = _body_of(request_payload), self._api
+        if api is not None and api.takes_prompt(body):
+            return emitted(lambda emit: api.completion(body, emit))
+        return self._pass_stream(body, lambda engine: engine.stream_completion(request_payload))
 
     async def _pass_on(
-        self,
-        payload: RequestPayload,
-        ask: Callable[[InferenceEngineInterface, RequestPayload], Awaitable[dict[str, Any]]],
-    ) -> dict[str, Any]:
-        route = self._pool.route(_body_of(payload).get("session_id"))
+        self, body: Mapping[str, Any], ask: Callable[[InferenceEngineInterface], Awaitable[Result]]
+    ) -> Result:
+        route = self._pool.route(body.get("session_id"))
         while True:
-            answer = await self._pool.send(lambda engine: ask(engine, payload), route)
+            answer = await self._pool.send(ask, route)
             if answer.value is not None:
                 return answer.value
             if answer.aborted:
                 raise EngineUnavailableError("the request was aborted")
 
-    def _pass_stream(self, method: Streamed, payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
+    def _pass_stream(
+        self,
+        body: Mapping[str, Any],
+        stream: Callable[[InferenceEngineInterface], AsyncIterator[dict[str, Any]]],
+    ) -> AsyncIterator[dict[str, Any]]:
         """Pass on a stream; a failure after its first chunk is the caller's to see."""
-        route = self._pool.route(_body_of(payload).get("session_id"))
 
         async def produce(emit: Callable[[dict[str, Any]], None]) -> None:
             begun = False
 
-            async def ask(engine: InferenceEngineInterface) -> bool | EngineError:
+            async def ask(engine: InferenceEngineInterface) -> EngineError | Literal[True]:
                 nonlocal begun
+                if begun:
+                    return EngineUnavailableError("the stream was ended by a pause")
                 try:
-                    async for chunk in getattr(engine, method)(payload):
+                    async for chunk in stream(engine):
                         begun = True
                         emit(chunk)
                 except EngineError as error:
@@ -294,13 +299,9 @@ class InferenceEngineClient(InferenceEngineInterface):
                     raise
                 return True
 
-            answer = await self._pool.send(ask, route)
-            while answer.value is None and not begun and not answer.aborted:
-                answer = await self._pool.send(ask, route)
-            if isinstance(answer.value, EngineError):
-                raise answer.value
-            if answer.value is None:
-                raise EngineUnavailableError("the stream was ended by a pause or an abort")
+            result = await self._pass_on(body, ask)
+            if isinstance(result, EngineError):
+                raise result
 
         return emitted(produce)
 
@@ -742,7 +743,7 @@ async def _results(
 
 
 async def emitted(
-    produce: Callable[[Callable[[Result], None]], Awaitable[None]],
+    produce: Callable[[Callable[[Result], None]], Awaitable[object]],
 ) -> AsyncGenerator[Result, None]:
     """Yield what a coroutine emits, as it emits it; ending the stream cancels the coroutine."""
     queue: asyncio.Queue[tuple[Result] | None] = asyncio.Queue()

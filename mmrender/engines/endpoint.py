@@ -47,6 +47,7 @@ from mmrender.errors import (
     RenderError,
     TemplateError,
 )
+from mmrender.protocols import RendererProtocol
 
 try:
     import uvicorn
@@ -600,7 +601,7 @@ def serve(
     backend: BackendName = "vllm",
     router: str | None = None,
     controls: Sequence[str] = (),
-    renderer: Any = None,
+    renderer: RendererProtocol | None = None,
     started: Callable[[str], None] = print,
 ) -> None:
     """Serve OpenAI's routes over running inference servers until interrupted; `mmrender serve` calls it.

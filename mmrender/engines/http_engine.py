@@ -20,6 +20,7 @@ from mmrender.engines.interface import (
 )
 from mmrender.engines.routes import TABLES, Controller, RouteTable
 from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
+from mmrender.protocols import RendererProtocol
 
 SESSION_HEADER: Final = "X-Session-ID"
 
@@ -53,7 +54,7 @@ class HTTPEngine(InferenceEngineInterface):
         model: str,
         name: str | None = None,
         control: Any = None,
-        renderer: Any = None,
+        renderer: RendererProtocol | None = None,
         routes: RouteTable | None = None,
         tp_size: int = 1,
         pp_size: int = 1,
@@ -70,18 +71,15 @@ class HTTPEngine(InferenceEngineInterface):
             )
         self.transport = _own_transport(server)
         self.worker = None if control is None else _own_transport(control)
-        given = (server, control)
-        self._own = [each for each in (self.transport, self.worker) if each and each not in given]
+        transports = (self.transport, self.worker)
+        self._own = [each for each in transports if each and each not in (server, control)]
         self.model = model
         self.renderer = renderer
         self.name = name or self.transport.base_url
+        self.tp, self.pp, self.dp = tp_size, pp_size, dp_size
         self._routes = routes or TABLES[self.backend.name]
-        self._sizes = (tp_size, pp_size, dp_size)
         self._controller = Controller(self._routes, self.transport, self.worker, self.name)
         self._paused: bool | None = False
-
-    def __repr__(self) -> str:
-        return f"HTTPEngine({self.backend.name!r}, {self.name!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_paused": False}
@@ -99,18 +97,6 @@ class HTTPEngine(InferenceEngineInterface):
     def _knows_aborts(self) -> bool:
         known = getattr(self.backend, "eos_token_ids", None) is not None or self.renderer is not None
         return known or self._routes.engine != "dynamo"
-
-    def tp_size(self) -> int:
-        """Ranks that share each layer."""
-        return self._sizes[0]
-
-    def pp_size(self) -> int:
-        """Pipeline stages."""
-        return self._sizes[1]
-
-    def dp_size(self) -> int:
-        """Replicas."""
-        return self._sizes[2]
 
     # --- sampling ---
 
@@ -189,7 +175,7 @@ class HTTPEngine(InferenceEngineInterface):
             raise EngineStateError("the engine is paused already", where=self.name)
         clear = clear_cache and mode != "keep"  # frozen requests keep theirs
         self._paused = None  # unknown until the server has answered
-        await self._controller.call("pause", mode=words[mode], clear_cache=clear, flush=clear)
+        await self._controller.call("pause", mode=words[mode], clear_cache=clear)
         self._paused = True
 
     async def resume_generation(self) -> None:
@@ -211,10 +197,7 @@ class HTTPEngine(InferenceEngineInterface):
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Free the server's memory."""
-        by_level = "level" in self._routes.options["sleep"]
-        await self._controller.call(
-            "sleep", level=level if by_level or level != 1 else None, tags=tags and list(tags)
-        )
+        await self._controller.call("sleep", level=level, tags=tags and list(tags))
 
     async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
         """Take the memory back."""

@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
-from mmrender.client.generation import is_async
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.generation import is_async, rendered_prompt
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
 from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
+from mmrender.protocols import RendererProtocol
 from mmrender.spans import MultiModalData
 
 Result = TypeVar("Result")
@@ -98,7 +99,10 @@ class InferenceEngineInterface(ABC):
 
     name: str
     pause_modes: frozenset[PauseMode] = frozenset()
-    renderer: Any = None
+    renderer: RendererProtocol | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
 
     @abstractmethod
     async def complete(
@@ -259,22 +263,22 @@ class InferenceEngineInterface(ABC):
 
     def tp_size(self) -> int:
         """Ranks that share each layer."""
-        return 1
+        return self.tp
 
     def pp_size(self) -> int:
         """Pipeline stages."""
-        return 1
+        return self.pp
 
     def dp_size(self) -> int:
         """Replicas."""
-        return 1
+        return self.dp
 
     def _lacks(self, call: str) -> EngineUnsupportedError:
         return EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
 
 
 async def split_batch(
-    batch: InferenceEngineInput, renderer: Any = None
+    batch: InferenceEngineInput, renderer: RendererProtocol | None = None
 ) -> tuple[list[EngineRequest], Sequence[Hashable | None]]:
     """Split a batch into requests and their sessions; conversations are rendered off the event loop.
 
@@ -286,21 +290,22 @@ async def split_batch(
     known = InferenceEngineInput.__annotations__
     if unknown := sorted(set(batch) - set(known)):
         raise InputError("unknown field", where=unknown[0], expected=f"one of {', '.join(sorted(known))}")
-    prompts, ids = batch.get("prompts"), batch.get("prompt_token_ids")
-    if (prompts is None) == (ids is None):
+    forms = [name for name in ("prompts", "prompt_token_ids") if batch.get(name) is not None]
+    if len(forms) != 1:
         raise InputError(
             "prompts must be given in one form",
             expected="exactly one of 'prompts' and 'prompt_token_ids'",
-            got="both" if prompts is not None else "neither",
+            got="both" if forms else "neither",
         )
-    given: Sequence[Any] = prompts if prompts is not None else ids or ()
-    field = "prompts" if prompts is not None else "prompt_token_ids"
+    given: Sequence[Any] = batch[forms[0]]  # type: ignore[literal-required]
     if given and isinstance(given[0], Mapping | int):
-        raise InputError("expected a list of prompts, got a single one", where=field, remedy="Write [prompt]")
+        raise InputError(
+            "expected a list of prompts, got a single one", where=forms[0], remedy="Write [prompt]"
+        )
 
-    def one_each(name: str, values: Any) -> Sequence[Any]:
-        if values is None:
-            return [None] * len(given)
+    def one_each(name: str, values: Any) -> list[Any]:
+        if values is None or isinstance(values, Mapping):
+            return [values] * len(given)
         if len(values) != len(given):
             raise InputError(
                 "must have one entry for each prompt",
@@ -310,48 +315,47 @@ async def split_batch(
             )
         return list(values)
 
-    sidecars = one_each("multi_modal_data", batch.get("multi_modal_data"))
     sessions = one_each("session_ids", batch.get("session_ids"))
-    params = batch.get("sampling_params")
-    if params is None:
+    sidecars = one_each("multi_modal_data", batch.get("multi_modal_data"))
+    if batch.get("sampling_params") is None:
         raise InputError(
             "sampling parameters are missing",
             where="sampling_params",
             remedy="Give at least {'max_tokens': N}",
         )
-    every = [params] * len(given) if isinstance(params, Mapping) else one_each("sampling_params", params)
-    for each in every:
+    params = one_each("sampling_params", batch["sampling_params"])
+    for each in params:
         check_budget(each)
-    if prompts is not None:
+    if forms == ["prompts"]:
         if renderer is None:
             raise InputError(
                 "conversations need a renderer",
                 where="prompts",
                 remedy="Give one to the engine or client, or pass prompt_token_ids",
             )
-        options = {
-            "tools": batch.get("tools"),
-            "add_generation_prompt": True,
-            **(batch.get("template_arguments") or {}),
-        }
-        if is_async(renderer):
-            rendered = await gather_all([_render(renderer, each, options) for each in prompts])
-        else:
-            rendered = await asyncio.to_thread(lambda: [renderer.render(each, **options) for each in prompts])
-        given = [each.token_ids for each in rendered]
-        sidecars = [each.multi_modal_data for each in rendered]
-    for index, prompt in enumerate(given):
-        if not len(prompt):
-            raise InputError("the prompt is empty", where=f"{field}[{index}]")
-    requests = [
-        new_request(prompt, sampling, data)
-        for prompt, sampling, data in zip(given, every, sidecars, strict=True)
-    ]
-    return requests, sessions
+        tools, arguments = batch.get("tools"), batch.get("template_arguments") or {}
+        rendered = await gather_all([prompt_of(renderer, each, tools, arguments) for each in given])
+        given, sidecars = [each.ids for each in rendered], [each.data for each in rendered]
+    for index, ids in enumerate(given):
+        if not len(ids):
+            raise InputError("the prompt is empty", where=f"{forms[0]}[{index}]")
+    return [new_request(*each) for each in zip(given, params, sidecars, strict=True)], sessions
 
 
-async def _render(renderer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    return await renderer.arender(messages, **options)
+async def prompt_of(
+    renderer: RendererProtocol,
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None,
+    template_arguments: Mapping[str, Any],
+) -> Prompt:
+    """Render a conversation with the generation prompt, off the event loop."""
+    if is_async(renderer):
+        return await rendered_prompt(renderer, messages, tools, template_arguments)  # type: ignore[arg-type]
+    rendered = await asyncio.to_thread(
+        renderer.render, messages, tools=tools, add_generation_prompt=True, **template_arguments
+    )
+    # A rendering may be memoised, and the prompt's list is the caller's to change.
+    return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
 
 
 def new_request(

@@ -3,7 +3,6 @@
 Requests are read strictly: a field that would be ignored is refused by name.
 """
 
-import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +11,18 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from mmrender.client.generation import is_async, rendered_prompt
 from mmrender.client.sampling import PARAMETERS, check_sampling_params, complete_sampling
-from mmrender.client.types import EngineResponse, FinishReason, OnTokens, Prompt, finish_reason_of
-from mmrender.engines.interface import InferenceEngineInterface, gather_all, new_request, with_own_seeds
+from mmrender.client.types import EngineResponse, FinishReason, Prompt, finish_reason_of
+from mmrender.engines.interface import (
+    InferenceEngineInterface,
+    gather_all,
+    new_request,
+    prompt_of,
+    with_own_seeds,
+)
 from mmrender.errors import EngineReplyError, InputError, PromptTooLongError, SamplingParameterError
 from mmrender.parsing import ParsedResponse
+from mmrender.protocols import RendererProtocol
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -31,6 +36,7 @@ _RESERVED: Final = frozenset(
 )
 """Template variables that a request sets by its own fields."""
 
+_MEDIA: Final = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _MARGIN: Final = 24
 """Characters held back where tools are offered; the openers of calls are shorter."""
 
@@ -54,8 +60,6 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class _Chat(_Common, kw_only=True):
-    """A chat request."""
-
     messages: list[Any]
     tools: list[Any] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -64,7 +68,7 @@ class _Chat(_Common, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def offered(self) -> list[Any] | None:
@@ -73,9 +77,7 @@ class _Chat(_Common, kw_only=True):
 
 
 class _Completion(_Common, kw_only=True):
-    """A completion request of token ids."""
-
-    prompt: list[Any]
+    prompt: list[int | list[int]]
     logprobs: int | None = None
 
 
@@ -87,90 +89,25 @@ class TokenAPI:
         renderer: Renders conversations, decodes and parses completions.
     """
 
-    def __init__(self, engine: InferenceEngineInterface, renderer: Any) -> None:
+    def __init__(self, engine: InferenceEngineInterface, renderer: RendererProtocol) -> None:
         self._engine = engine
         self._renderer = renderer
 
-    # --- chat ---
+    def takes_prompt(self, body: Mapping[str, Any]) -> bool:
+        """Whether a completion request's prompt is token ids; text is the engine's to tokenize."""
+        prompt = body.get("prompt")
+        first = prompt[0] if isinstance(prompt, list) and prompt else None
+        return isinstance(first, int) or (isinstance(first, list) and all(isinstance(t, int) for t in first))
 
-    async def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a chat request in one piece.
+    async def chat(self, body: Mapping[str, Any], emit: Emit | None = None) -> dict[str, Any]:
+        """Answer a chat request; with `emit`, chunk by chunk besides.
 
         Raises:
             InputError: A field is unknown, malformed, or asks for what is not offered; `where` names it.
             MMRenderError: The conversation cannot be rendered, or a completion failed.
         """
-        request, prompt, params = await self._read_chat(body)
-        responses = await gather_all([self._sample(request, prompt, each) for each in params])
-        choices = []
-        for index, response in enumerate(responses):
-            parsed = self._parse(request, prompt, response.completion_ids)
-            choice: dict[str, Any] = {
-                "index": index,
-                "message": _message(parsed, response, params[index]),
-                "logprobs": self._logprobs(response) if request.logprobs else None,
-                "finish_reason": finish_reason_of(response, parsed),
-                "stop_reason": response.stop_reason,
-            }
-            if request.return_token_ids:
-                choice["token_ids"] = response.completion_ids
-            choices.append(choice)
-        more = {"prompt_token_ids": prompt.ids} if request.return_token_ids else {}
-        head = _head("chatcmpl", "chat.completion", request.model)
-        return {**head, "choices": choices, "usage": _usage(responses), **more}
-
-    async def stream_chat(self, body: Mapping[str, Any], emit: Emit) -> None:
-        """Answer a chat request chunk by chunk; errors as for `chat`."""
-        request, prompt, params = await self._read_chat(body)
-        head = _head("chatcmpl", "chat.completion.chunk", request.model)
-
-        async def choice(index: int, sampling: Mapping[str, Any]) -> EngineResponse:
-            def send(delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> None:
-                fields = {"index": index, "delta": dict(delta), "logprobs": None, "finish_reason": reason}
-                emit({**head, "choices": [{**fields, **more}]})
-
-            writer = _DeltaWriter(
-                lambda ids: self._parse(request, prompt, ids),
-                margin=_MARGIN if request.offered else 0,
-                stops=_stop_strings(sampling),
-            )
-            first = {"prompt_token_ids": prompt.ids} if request.return_token_ids and index == 0 else {}
-            fields = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            emit({**head, "choices": [{**fields, "finish_reason": None}], **first})
-
-            def tell(ids: Sequence[int], logprobs: Sequence[float], top: Any = None) -> None:
-                for delta in writer.add(ids):
-                    send(delta)
-                more: dict[str, Any] = {"token_ids": list(ids)} if request.return_token_ids else {}
-                if request.logprobs:
-                    more["logprobs"] = self._logprobs_of(ids, logprobs, top)
-                if more and ids:
-                    send({}, **more)
-
-            def on_tokens(
-                ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None, /
-            ) -> None:
-                tell(ids, logprobs)
-
-            if request.top_logprobs:  # alternatives come with whole completions only
-                response = await self._sample(request, prompt, sampling)
-                tell(response.completion_ids, response.logprobs, response.top_logprobs)
-            else:
-                response = await self._sample(request, prompt, sampling, on_tokens)
-            parsed = self._parse(request, prompt, response.completion_ids)
-            for delta in writer.end(_message(parsed, response, sampling)):
-                send(delta)
-            send({}, finish_reason_of(response, parsed))
-            return response
-
-        responses = await gather_all([choice(index, each) for index, each in enumerate(params)])
-        if request.stream_options is not None and request.stream_options.include_usage:
-            emit({**head, "choices": [], "usage": _usage(responses)})
-
-    async def _read_chat(self, body: Mapping[str, Any]) -> tuple[_Chat, Prompt, list[Mapping[str, Any]]]:
-        """Read and render a chat request; its sampling parameters, one mapping for each choice."""
-        request = _read(body, _Chat, besides=("n", "logprobs", "top_logprobs"))
-        arguments = request.chat_template_kwargs or {}
+        request: _Chat = _read(body, _Chat)
+        arguments = request.chat_template_kwargs
         if not request.messages:
             raise InputError("must be a list of one or more messages", where="messages")
         if reserved := sorted(_RESERVED.intersection(arguments)):
@@ -186,127 +123,144 @@ class TokenAPI:
         if request.max_completion_tokens is not None:
             params["max_tokens"] = request.max_completion_tokens
         params |= _response_format(request.response_format)
-        renderer = self._renderer
-        if is_async(renderer):
-            prompt = await rendered_prompt(renderer, request.messages, request.offered, arguments)  # type: ignore[arg-type]
-        else:
-            rendered = await asyncio.to_thread(
-                renderer.render,
-                request.messages,
-                tools=request.offered,
-                add_generation_prompt=True,
-                **arguments,
-            )
-            prompt = Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
-        return request, prompt, await self._all_params(params, len(prompt.ids), request.n)
+        prompt = await prompt_of(self._renderer, request.messages, request.offered, arguments)
+        return await self._answer(request, [prompt], params, emit)
 
-    def _parse(self, request: _Chat, prompt: Prompt, ids: Sequence[int]) -> ParsedResponse:
-        parsed: ParsedResponse = self._renderer.parse_response(
-            ids, tools=request.offered, prompt_ids=prompt.ids, **(request.chat_template_kwargs or {})
-        )
-        return parsed
-
-    # --- completions of token ids ---
-
-    def takes_prompt(self, body: Mapping[str, Any]) -> bool:
-        """Whether a completion request's prompt is token ids; text is the engine's to tokenize."""
-        prompt = body.get("prompt")
-        first = prompt[0] if isinstance(prompt, list) and prompt else None
-        return isinstance(first, int) or (isinstance(first, list) and all(isinstance(t, int) for t in first))
-
-    async def completion(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a completion request of token ids, one prompt or many; errors as for `chat`."""
-        request, work = await self._read_completion(body)
-        responses = await gather_all([self._sample(request, prompt, params) for prompt, params in work])
-        choices = []
-        for index, (response, (_, params)) in enumerate(zip(responses, work, strict=True)):
-            text = _without_stop(self._renderer.decode(self._visible(response)), response, params)
-            choice: dict[str, Any] = {
-                "index": index,
-                "text": text,
-                "logprobs": None,
-                "finish_reason": response.finish_reason,
-                "stop_reason": response.stop_reason,
-            }
-            if request.logprobs is not None:
-                choice["logprobs"] = self._text_logprobs(response.completion_ids, response.logprobs)
-            if request.return_token_ids:
-                choice["token_ids"] = response.completion_ids
-            choices.append(choice)
-        head = _head("cmpl", "text_completion", request.model)
-        return {**head, "choices": choices, "usage": _usage(responses, per_prompt=request.n)}
-
-    async def stream_completion(self, body: Mapping[str, Any], emit: Emit) -> None:
-        """Answer a completion request of token ids chunk by chunk; errors as for `chat`."""
-        request, work = await self._read_completion(body)
-        head = _head("cmpl", "text_completion", request.model)
-
-        async def choice(index: int, prompt: Prompt, params: Mapping[str, Any]) -> EngineResponse:
-            seen: list[int] = []
-            shown = ""
-
-            def send(text: str, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> None:
-                fields: dict[str, Any] = {"index": index, "text": text, "finish_reason": reason}
-                fields["logprobs"] = None
-                if request.logprobs is not None and ids:
-                    fields["logprobs"] = self._text_logprobs(ids, logprobs)
-                if request.return_token_ids:
-                    fields["token_ids"] = list(ids)
-                emit({**head, "choices": [fields]})
-
-            def on_tokens(
-                ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None, /
-            ) -> None:
-                nonlocal shown
-                seen.extend(ids)
-                certain = _certain(self._renderer.decode(seen), _stop_strings(params), 0)
-                if reason is None and ids:
-                    new = certain[len(shown) :] if certain.startswith(shown) else ""
-                    shown += new
-                    send(new, ids, logprobs, None)
-                elif ids:
-                    send("", ids, logprobs, None)
-
-            response = await self._sample(request, prompt, params, on_tokens)
-            whole = _without_stop(self._renderer.decode(self._visible(response)), response, params)
-            send(whole[len(shown) :], (), (), response.finish_reason)
-            return response
-
-        responses = await gather_all([choice(index, *each) for index, each in enumerate(work)])
-        if request.stream_options is not None and request.stream_options.include_usage:
-            emit({**head, "choices": [], "usage": _usage(responses, per_prompt=request.n)})
-
-    async def _read_completion(
-        self, body: Mapping[str, Any]
-    ) -> tuple[_Completion, list[tuple[Prompt, Mapping[str, Any]]]]:
-        request = _read(body, _Completion, besides=("n", "logprobs"))
-        prompts = [request.prompt] if isinstance(request.prompt[0], int) else request.prompt
+    async def completion(self, body: Mapping[str, Any], emit: Emit | None = None) -> dict[str, Any]:
+        """Answer a completion request of token ids, one prompt or many; as for `chat`."""
+        request: _Completion = _read(body, _Completion)
+        prompts: list[Any] = request.prompt
+        if all(isinstance(each, int) for each in prompts):
+            prompts = [prompts]
+        if not all(isinstance(each, list) and each for each in prompts):
+            raise InputError("must be token ids, or lists of token ids", where="prompt")
         params = {"max_tokens": 16, **_sampling(body)}
         if request.logprobs:
             params["logprobs"] = request.logprobs
-        work = []
-        for index, ids in enumerate(prompts):
-            if not isinstance(ids, list) or not ids or not all(type(each) is int for each in ids):
-                raise InputError("must be a list of token ids", where=f"prompt[{index}]")
-            prompt = Prompt(ids, new_request(ids, params).multi_modal_data, None)
-            work += [(prompt, each) for each in await self._all_params(params, len(ids), request.n)]
-        return request, work
+        work = [Prompt(ids, new_request(ids, params).multi_modal_data, None) for ids in prompts]
+        return await self._answer(request, work, params, emit)
 
-    def _visible(self, response: EngineResponse) -> list[int]:
-        """Completion tokens without the stop token."""
-        ids = response.completion_ids
-        return ids[:-1] if ids and ids[-1] in self._renderer.get_stop_token_ids() else ids
-
-    def _text_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        return {"tokens": [self._renderer.decode([each]) for each in ids], "token_logprobs": list(logprobs)}
-
-    # --- both ---
-
-    async def _all_params(
-        self, params: dict[str, Any], prompt_tokens: int, count: int
-    ) -> list[Mapping[str, Any]]:
-        if not 1 <= count <= 128:
+    async def _answer(
+        self,
+        request: _Chat | _Completion,
+        prompts: Sequence[Prompt],
+        params: dict[str, Any],
+        emit: Emit | None,
+    ) -> dict[str, Any]:
+        """Sample `n` completions of each prompt, and answer them in the shape of the request's kind."""
+        if not 1 <= request.n <= 128:
             raise InputError("must be from 1 to 128", where="n")
+        work = [
+            (prompt, each)
+            for prompt in prompts
+            for each in with_own_seeds(await self._completed(params, len(prompt.ids)), request.n)
+        ]
+        is_chat = isinstance(request, _Chat)
+        kind = "text_completion" if not is_chat else f"chat.completion{'.chunk' if emit else ''}"
+        head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        more = {"prompt_token_ids": prompts[0].ids} if is_chat and request.return_token_ids else {}
+
+        def send(index: int, delta: Mapping[str, Any], reason: str | None = None, **members: Any) -> None:
+            said = {"delta": delta} if is_chat else {"text": delta.get("content") or ""}
+            choice = {"index": index, **said, "logprobs": None, "finish_reason": reason, **members}
+            first = more if index == 0 and "role" in delta else {}
+            if emit is not None:
+                emit({**head, "choices": [choice], **first})
+
+        answers = await gather_all(
+            [
+                self._choice(request, prompt, each, index, send if emit is not None else None)
+                for index, (prompt, each) in enumerate(work)
+            ]
+        )
+        usage = _usage([response for response, _ in answers], request.n)
+        if emit is not None and request.stream_options is not None and request.stream_options.include_usage:
+            emit({**head, "choices": [], "usage": usage})
+        return {**head, "choices": [choice for _, choice in answers], "usage": usage, **more}
+
+    async def _choice(
+        self,
+        request: _Chat | _Completion,
+        prompt: Prompt,
+        params: Mapping[str, Any],
+        index: int,
+        send: Callable[..., None] | None,
+    ) -> tuple[EngineResponse, dict[str, Any]]:
+        """Sample one completion, sending its deltas; return the response and the whole choice."""
+        chat = request if isinstance(request, _Chat) else None
+
+        def parse(ids: Sequence[int]) -> ParsedResponse:
+            if chat is None:
+                stopped = ids and ids[-1] in self._renderer.get_stop_token_ids()
+                return ParsedResponse(self._renderer.decode(ids[:-1] if stopped else ids))
+            return self._renderer.parse_response(
+                ids, tools=chat.offered, prompt_ids=prompt.ids, **chat.chat_template_kwargs
+            )
+
+        def extras(ids: Sequence[int], logprobs: Sequence[float], top: Any = None) -> dict[str, Any]:
+            members: dict[str, Any] = {"token_ids": list(ids)} if request.return_token_ids else {}
+            if chat is not None and chat.logprobs:
+                members["logprobs"] = self._chat_logprobs(ids, logprobs, top)
+            elif chat is None and request.logprobs is not None:
+                texts = [self._renderer.decode([each]) for each in ids]
+                members["logprobs"] = {"tokens": texts, "token_logprobs": list(logprobs)}
+            return members
+
+        stops = params.get("stop") or []
+        stops = (
+            [] if params.get("include_stop_str_in_output") else [stops] if isinstance(stops, str) else stops
+        )
+        writer = _DeltaWriter(parse, margin=_MARGIN if chat is not None and chat.offered else 0, stops=stops)
+
+        def tell(ids: Sequence[int], logprobs: Sequence[float], top: Any = None) -> None:
+            if send is None:
+                return
+            for delta in writer.add(ids):
+                send(index, delta)
+            if ids and (members := extras(ids, logprobs, top)):
+                send(index, {}, **members)
+
+        def on_tokens(ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None, /) -> None:
+            tell(ids, logprobs)
+
+        if send is not None and chat is not None:
+            send(index, {"role": "assistant", "content": ""})
+        # Alternatives come with whole completions only.
+        listens = send is not None and not (chat is not None and chat.top_logprobs)
+        response = await self._engine.complete(
+            replace(
+                new_request(prompt.ids, params, prompt.data),
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+            ),
+            session_id=request.session_id,
+            on_tokens=on_tokens if listens else None,
+        )
+        if not listens:
+            tell(response.completion_ids, response.logprobs, response.top_logprobs)
+        parsed = parse(response.completion_ids)
+        message = _message(parsed, response, stops)
+        reason = finish_reason_of(response, parsed)
+        if send is not None:
+            for delta in writer.end(message):
+                send(index, delta)
+            send(index, {}, reason)
+        choice = {
+            "index": index,
+            **({"message": message} if chat is not None else {"text": message["content"]}),
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": response.stop_reason,
+        }
+        return response, choice | extras(response.completion_ids, response.logprobs, response.top_logprobs)
+
+    async def _completed(self, params: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
+        """Sampling parameters with a budget that fits the engine's context, and the model's stop tokens."""
         limit = await self._engine.max_prompt_len()
         if limit is not None and prompt_tokens > limit:
             raise PromptTooLongError(prompt_tokens, limit, where="messages")
@@ -316,27 +270,9 @@ class TokenAPI:
                 where="max_tokens",
             )
         room = None if limit is None else limit + 1 - prompt_tokens
-        stops = self._renderer.get_stop_token_ids()
-        return with_own_seeds(complete_sampling(params, room=room, stop_token_ids=stops), count)
+        return complete_sampling(params, room=room, stop_token_ids=self._renderer.get_stop_token_ids())
 
-    async def _sample(
-        self,
-        request: _Common,
-        prompt: Prompt,
-        params: Mapping[str, Any],
-        on_tokens: OnTokens | None = None,
-    ) -> EngineResponse:
-        sent = replace(
-            new_request(prompt.ids, params, prompt.data),
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-        )
-        return await self._engine.complete(sent, session_id=request.session_id, on_tokens=on_tokens)
-
-    def _logprobs(self, response: EngineResponse) -> dict[str, Any]:
-        return self._logprobs_of(response.completion_ids, response.logprobs, response.top_logprobs)
-
-    def _logprobs_of(self, ids: Sequence[int], logprobs: Sequence[float], top: Any) -> dict[str, Any]:
+    def _chat_logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Any) -> dict[str, Any]:
         """Logprobs of tokens as OpenAI's chat replies hold them, with alternatives."""
 
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -363,7 +299,7 @@ class _DeltaWriter:
         self, parse: Callable[[Sequence[int]], ParsedResponse], *, margin: int, stops: Sequence[str]
     ) -> None:
         self._parse = parse
-        self._margin = margin
+        self._held = max([margin, *(len(stop) - 1 for stop in stops)])
         self._stops = stops
         self._ids: list[int] = []
         self._parsed = 0
@@ -382,7 +318,11 @@ class _DeltaWriter:
             texts["content"] = parsed.content
         deltas = []
         for name, text in texts.items():
-            certain, shown = _certain(text, self._stops, self._margin).rstrip(), self._shown[name]
+            certain = text.rstrip("\ufffd")
+            for stop in self._stops:
+                certain = certain.split(stop)[0]
+            certain = certain[: max(0, len(certain) - self._held)].rstrip()
+            shown = self._shown[name]
             if len(certain) > len(shown) and certain.startswith(shown):
                 self._shown[name] = certain
                 deltas.append({name: certain[len(shown) :]})
@@ -411,16 +351,7 @@ class _DeltaWriter:
         return deltas
 
 
-def _certain(text: str, stops: Sequence[str], margin: int) -> str:
-    """The beginning of a growing text that later tokens cannot change."""
-    text = text.rstrip("\ufffd")
-    for stop in stops:
-        text = text.split(stop)[0]
-    held = max([margin, *(len(stop) - 1 for stop in stops)])
-    return text[: max(0, len(text) - held)] if held else text
-
-
-def _read(body: Mapping[str, Any], kind: type[Any], *, besides: Sequence[str]) -> Any:
+def _read(body: Mapping[str, Any], kind: type[Any]) -> Any:
     """Convert a body, strictly.
 
     Raises:
@@ -430,23 +361,17 @@ def _read(body: Mapping[str, Any], kind: type[Any], *, besides: Sequence[str]) -
     given = {name: value for name, value in body.items() if value is not None}
     if unknown := sorted(given.keys() - known):
         raise InputError("unknown field of this request", where=unknown[0])
-    fields = {name: value for name, value in given.items() if name in kind.__struct_fields__}
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at ")
-        where = path.strip("`$.") or None
-        raise InputError(problem, where=where) from error
+        raise InputError(problem, where=path.strip("`$.") or None) from error
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters of a body, checked; `n` and `logprobs` mean something else there."""
-    given = {
-        name: body[name]
-        for name in PARAMETERS
-        if name not in ("n", "logprobs") and body.get(name) is not None
-    }
-    return check_sampling_params(given)
+    names = [name for name in PARAMETERS if name not in ("n", "logprobs")]
+    return check_sampling_params({name: body[name] for name in names if body.get(name) is not None})
 
 
 def _check_media(messages: Sequence[Any]) -> None:
@@ -458,16 +383,13 @@ def _check_media(messages: Sequence[Any]) -> None:
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            if not isinstance(part, Mapping):
-                continue
-            for name in ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"):
+            for name in _MEDIA if isinstance(part, Mapping) else ():
                 source = part.get(name)
                 source = source.get("url", source) if isinstance(source, Mapping) else source
-                if source is None:
-                    continue
-                if not isinstance(source, str) or not source.lower().startswith(
+                allowed = isinstance(source, str) and source.lower().startswith(
                     ("data:", "http://", "https://")
-                ):
+                )
+                if source is not None and not allowed:
                     raise InputError(
                         "media must be given as data: or http(s) URLs",
                         where=f"messages[{index}].content[{number}].{name}",
@@ -487,8 +409,13 @@ def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
     raise InputError("must be of type text, json_object or json_schema", where="response_format")
 
 
-def _message(parsed: ParsedResponse, response: EngineResponse, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The assistant message of a reply; malformed calls stay out of it."""
+def _message(parsed: ParsedResponse, response: EngineResponse, stops: Sequence[str]) -> dict[str, Any]:
+    """The assistant message of a reply; malformed calls stay out of it, and so does a matched stop string."""
+    stop = response.stop_reason if response.finish_reason == "stop" else None
+
+    def cut(text: str) -> str:  # what the last token holds beyond the stop string goes too
+        return text.rpartition(stop)[0] if isinstance(stop, str) and stop in stops and stop in text else text
+
     calls = [
         {
             "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
@@ -497,40 +424,16 @@ def _message(parsed: ParsedResponse, response: EngineResponse, params: Mapping[s
         }
         for call in parsed.to_message().tool_calls
     ]
-    content = _without_stop(parsed.content, response, params)
+    content = cut(parsed.content)
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if parsed.reasoning_content is not None:
-        message["reasoning_content"] = _without_stop(parsed.reasoning_content, response, params)
+        message["reasoning_content"] = cut(parsed.reasoning_content)
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _stop_strings(params: Mapping[str, Any]) -> list[str]:
-    stop = params.get("stop") or ()
-    return [] if params.get("include_stop_str_in_output") else [stop] if isinstance(stop, str) else list(stop)
-
-
-def _without_stop(text: str, response: EngineResponse, params: Mapping[str, Any]) -> str:
-    """Cut the matched stop string, and what its last token holds beyond it, from a text."""
-    stop = response.stop_reason
-    if response.finish_reason != "stop" or not isinstance(stop, str) or stop not in _stop_strings(params):
-        return text
-    head, found, _ = text.rpartition(stop)
-    return head if found else text
-
-
-def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """Members that every chunk and reply of one request has."""
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-    }
-
-
-def _usage(responses: Sequence[EngineResponse], per_prompt: int | None = None) -> dict[str, Any]:
-    """Token counts; a prompt that was sampled `per_prompt` times, by default always, counts once."""
-    firsts = responses[:: per_prompt or len(responses)]
+def _usage(responses: Sequence[EngineResponse], per_prompt: int) -> dict[str, Any]:
+    """Token counts; a prompt that was sampled `per_prompt` times counts once."""
+    firsts = responses[::per_prompt]
     prompt = sum(each.usage.prompt_tokens for each in firsts)
     completion = sum(len(each.completion_ids) for each in responses)
     usage: dict[str, Any] = {

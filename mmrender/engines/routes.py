@@ -8,7 +8,7 @@ are on the worker's system server, whose port is `DYN_SYSTEM_PORT`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import urlencode
 
 import msgspec
@@ -31,12 +31,9 @@ Control: TypeAlias = Literal[
     "get_version",
     "set_version",
 ]
-
-
-class Arg(NamedTuple):
-    """Placeholder for an argument of the call; left out where that is None."""
-
-    name: str
+Template: TypeAlias = Mapping[str, Any]
+"""Members of a request. `"$name"` is an argument of the call, left out where that is None; the mapping under
+`"**"` is merged into its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +41,20 @@ class Route:
     """One request.
 
     Attributes:
-        method: HTTP method.
         path: Path below the root.
-        query: Query parameters, `Arg` for those of the call.
-        body: JSON body, `Arg` for arguments at any depth; None for no body.
-        spread: Argument whose mapping is merged into the body.
+        query: Query parameters.
+        body: JSON body; None for no body.
+        method: HTTP method.
         needs: Argument without which the request is skipped.
         answer: Where the reply holds the result.
         on_worker: Asked of the worker instead of the server that samples.
         idempotent: Whether it may be repeated.
     """
 
-    method: Literal["GET", "POST"]
     path: str
-    query: Mapping[str, Any] = field(default_factory=dict)
-    body: Mapping[str, Any] | None = None
-    spread: str | None = None
+    query: Template = field(default_factory=dict)
+    body: Template | None = None
+    method: Literal["GET", "POST"] = "POST"
     needs: str | None = None
     answer: str | None = None
     on_worker: bool = False
@@ -74,7 +69,6 @@ class RouteTable:
         engine: Its name.
         controls: By call the requests that carry it out, in order.
         pause_modes: By mode the engine's own word for it.
-        options: Arguments, by call, that the engine understands; another one, given, is an error.
         busy: Statuses that mean that its caches are in use.
         remedy: What to do where a route is missing.
     """
@@ -82,65 +76,65 @@ class RouteTable:
     engine: str
     controls: Mapping[Control, tuple[Route, ...]]
     pause_modes: Mapping[PauseMode, str]
-    options: Mapping[Control, frozenset[str]]
     busy: frozenset[int] = frozenset()
     remedy: str | None = None
 
 
-def _worker(name: str, body: Mapping[str, Any] | None = None, **more: Any) -> tuple[Route, ...]:
-    return (Route("POST", f"/engine/{name}", body=body or {}, on_worker=True, **more),)
+def _worker(name: str, body: Template | None = None, **more: Any) -> tuple[Route, ...]:
+    return (Route(f"/engine/{name}", body=body or {}, on_worker=True, **more),)
 
 
-_WEIGHTS = {"names": Arg("names"), "dtypes": Arg("dtypes"), "shapes": Arg("shapes")}
+_HEALTH = (Route("/health", method="GET"),)
+_MODES: Final[Mapping[PauseMode, str]] = {"abort": "abort", "keep": "keep", "wait": "wait"}
+_UPDATE = {
+    "names": "$names",
+    "dtypes": "$dtypes",
+    "shapes": "$shapes",
+    "weight_version": "$version",
+    "**": "$extras",
+}
+_FROM_DISK = {"model_path": "$path", "weight_version": "$version"}
 
 VLLM = RouteTable(
     engine="vllm",
     controls={
-        "health": (Route("GET", "/health"),),
-        "pause": (Route("POST", "/pause", {"mode": Arg("mode"), "clear_cache": Arg("clear_cache")}),),
-        "resume": (Route("POST", "/resume"),),
-        "sleep": (Route("POST", "/sleep", {"level": Arg("level")}),),
-        "wake_up": (Route("POST", "/wake_up", {"tags": Arg("tags")}),),
-        "reset_prefix_cache": (Route("POST", "/reset_prefix_cache"),),
+        "health": _HEALTH,
+        "pause": (Route("/pause", {"mode": "$mode", "clear_cache": "$clear_cache"}),),
+        "resume": (Route("/resume"),),
+        "sleep": (Route("/sleep", {"level": "$level"}),),
+        "wake_up": (Route("/wake_up", {"tags": "$tags"}),),
+        "reset_prefix_cache": (Route("/reset_prefix_cache"),),
         # Ids that a caller knows are not those of the generate route, which has a prefix; no ids means all.
-        "abort_all": (Route("POST", "/abort_requests", body={}),),
+        "abort_all": (Route("/abort_requests", body={}),),
         "init_weights": (
-            Route(
-                "POST", "/init_weight_transfer_engine", body={"init_info": Arg("init_info")}, idempotent=False
-            ),
+            Route("/init_weight_transfer_engine", body={"init_info": "$init_info"}, idempotent=False),
         ),
         "update_weights": (
-            Route("POST", "/start_weight_update", idempotent=False),
+            Route("/start_weight_update", idempotent=False),
             Route(
-                "POST",
                 "/update_weights",
                 body={
                     "update_info": {
-                        "names": Arg("names"),
-                        "dtype_names": Arg("dtypes"),
-                        "shapes": Arg("shapes"),
-                        "extras": Arg("extras"),
+                        "names": "$names",
+                        "dtype_names": "$dtypes",
+                        "shapes": "$shapes",
+                        "**": "$extras",
                     }
                 },
                 idempotent=False,
             ),
-            Route("POST", "/finish_weight_update", body={"weight_version": Arg("version")}, idempotent=False),
+            Route("/finish_weight_update", body={"weight_version": "$version"}, idempotent=False),
         ),
         "load_weights": (
-            Route(
-                "POST",
-                "/collective_rpc",
-                body={"method": "reload_weights", "kwargs": {"weights_path": Arg("path")}},
-            ),
+            Route("/collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": "$path"}}),
             # What was computed with the old weights goes, and frozen requests are computed again.
-            Route("POST", "/reset_prefix_cache", {"reset_running_requests": "true"}),
-            Route("POST", "/update_weight_version", body={"new_version": Arg("version")}, needs="version"),
+            Route("/reset_prefix_cache", {"reset_running_requests": "true"}),
+            Route("/update_weight_version", body={"new_version": "$version"}, needs="version"),
         ),
-        "get_version": (Route("GET", "/weight_info", answer="weight_version"),),
-        "set_version": (Route("POST", "/update_weight_version", body={"new_version": Arg("version")}),),
+        "get_version": (Route("/weight_info", method="GET", answer="weight_version"),),
+        "set_version": (Route("/update_weight_version", body={"new_version": "$version"}),),
     },
-    pause_modes={"abort": "abort", "keep": "keep", "wait": "wait"},
-    options={"sleep": frozenset({"level"}), "wake_up": frozenset({"tags"})},
+    pause_modes=_MODES,
     remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes",
 )
 
@@ -148,73 +142,44 @@ SGLANG = RouteTable(
     engine="sglang",
     controls={
         # /health_generate is the same route, and both sample a token where the server is idle.
-        "health": (Route("GET", "/health"),),
+        "health": _HEALTH,
         "pause": (
-            Route("POST", "/pause_generation", body={"mode": Arg("mode")}),
-            Route("POST", "/flush_cache", needs="flush"),
+            Route("/pause_generation", body={"mode": "$mode"}),
+            Route("/flush_cache", needs="clear_cache"),
         ),
-        "resume": (Route("POST", "/continue_generation", body={}),),
-        "sleep": (Route("POST", "/release_memory_occupation", body={"tags": Arg("tags")}),),
-        "wake_up": (Route("POST", "/resume_memory_occupation", body={"tags": Arg("tags")}),),
-        "reset_prefix_cache": (Route("POST", "/flush_cache"),),
-        "abort_all": (Route("POST", "/abort_request", body={"abort_all": True}),),
-        "init_weights": (
-            Route("POST", "/init_weights_update_group", body={}, spread="init_info", idempotent=False),
-        ),
-        "update_weights": (
-            Route(
-                "POST",
-                "/update_weights_from_distributed",
-                body={**_WEIGHTS, "weight_version": Arg("version")},
-                spread="extras",
-                idempotent=False,
-            ),
-        ),
-        "load_weights": (
-            Route(
-                "POST",
-                "/update_weights_from_disk",
-                body={"model_path": Arg("path"), "weight_version": Arg("version")},
-            ),
-        ),
-        "get_version": (Route("GET", "/model_info", answer="weight_version"),),
+        "resume": (Route("/continue_generation", body={}),),
+        "sleep": (Route("/release_memory_occupation", body={"tags": "$tags"}),),
+        "wake_up": (Route("/resume_memory_occupation", body={"tags": "$tags"}),),
+        "reset_prefix_cache": (Route("/flush_cache"),),
+        "abort_all": (Route("/abort_request", body={"abort_all": True}),),
+        "init_weights": (Route("/init_weights_update_group", body={"**": "$init_info"}, idempotent=False),),
+        "update_weights": (Route("/update_weights_from_distributed", body=_UPDATE, idempotent=False),),
+        "load_weights": (Route("/update_weights_from_disk", body=_FROM_DISK),),
+        "get_version": (Route("/model_info", method="GET", answer="weight_version"),),
         "set_version": (
-            Route(
-                "POST",
-                "/update_weight_version",
-                body={"new_version": Arg("version"), "abort_all_requests": False},
-            ),
+            Route("/update_weight_version", body={"new_version": "$version", "abort_all_requests": False}),
         ),
     },
     pause_modes={"abort": "abort", "keep": "in_place"},
-    options={"sleep": frozenset({"tags"}), "wake_up": frozenset({"tags"})},
     busy=frozenset({400}),
 )
 
 DYNAMO = RouteTable(
     engine="dynamo",
     controls={
-        "health": (Route("GET", "/health"),),
-        "pause": _worker("pause_generation", {"mode": Arg("mode"), "clear_cache": Arg("clear_cache")}),
+        "health": _HEALTH,
+        "pause": _worker("pause_generation", {"mode": "$mode", "clear_cache": "$clear_cache"}),
         "resume": _worker("resume_generation"),
-        "sleep": _worker("control/sleep", {"level": Arg("level")}),
-        "wake_up": _worker("control/wake_up", {"tags": Arg("tags")}),
+        "sleep": _worker("control/sleep", {"level": "$level"}),
+        "wake_up": _worker("control/wake_up", {"tags": "$tags"}),
         "reset_prefix_cache": _worker("flush_cache"),
-        "init_weights": _worker("init_weights_update_group", spread="init_info", idempotent=False),
-        "update_weights": _worker(
-            "update_weights_from_distributed",
-            {**_WEIGHTS, "weight_version": Arg("version")},
-            spread="extras",
-            idempotent=False,
-        ),
-        "load_weights": _worker(
-            "update_weights_from_disk", {"model_path": Arg("path"), "weight_version": Arg("version")}
-        ),
+        "init_weights": _worker("init_weights_update_group", {"**": "$init_info"}, idempotent=False),
+        "update_weights": _worker("update_weights_from_distributed", _UPDATE, idempotent=False),
+        "load_weights": _worker("update_weights_from_disk", _FROM_DISK),
         "get_version": _worker("get_weight_version", answer="version"),
-        "set_version": _worker("set_weight_version", {"weight_version": Arg("version")}),
+        "set_version": _worker("set_weight_version", {"weight_version": "$version"}),
     },
-    pause_modes={"abort": "abort", "keep": "keep", "wait": "wait"},
-    options={"sleep": frozenset({"level"}), "wake_up": frozenset({"tags"})},
+    pause_modes=_MODES,
     remedy="Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)",
 )
 
@@ -222,66 +187,68 @@ TABLES: Final[Mapping[str, RouteTable]] = {table.engine: table for table in (VLL
 """By the name of the backend."""
 
 
+@dataclass(frozen=True, slots=True)
 class Controller:
     """Calls the control routes of one engine.
 
-    Args:
+    Attributes:
         table: Its routes.
         server: The server that samples.
         worker: The server that has routes `on_worker`, or None.
         name: The engine's name, for errors.
     """
 
-    def __init__(self, table: RouteTable, server: Transport, worker: Transport | None, name: str) -> None:
-        self.table = table
-        self._server = server
-        self._worker = worker
-        self._name = name
+    table: RouteTable
+    server: Transport
+    worker: Transport | None
+    name: str
 
     def __contains__(self, control: Control) -> bool:
         routes = self.table.controls.get(control, ())
-        return bool(routes) and (self._worker is not None or not routes[0].on_worker)
+        return bool(routes) and (self.worker is not None or not routes[0].on_worker)
 
     async def call(self, control: Control, **arguments: Any) -> Any:
         """Make a call; return the result that its reply holds, or None.
 
         Raises:
-            EngineUnsupportedError: The engine lacks the call, or does not know an argument that was given.
+            EngineUnsupportedError: The engine lacks the call or an argument of it.
             EngineStateError: The engine says that the call does not fit its state.
             EngineError: The engine was not reached, or refused.
         """
-        where = f"{self._name}.{control}"
+        where, engine = f"{self.name}.{control}", self.table.engine
+        routes = self.table.controls.get(control, ())
+        if not routes:
+            raise EngineUnsupportedError(f"{engine} has no such call", where=where)
         if control not in self:
-            on_worker = control in self.table.controls
             raise EngineUnsupportedError(
-                f"{self.table.engine} has {'this call on its worker only' if on_worker else 'no such call'}",
-                where=where,
-                remedy=self.table.remedy if on_worker else None,
+                f"{engine} has this call on its worker only", where=where, remedy=self.table.remedy
             )
-        options = self.table.options.get(control)
-        for name, value in arguments.items():
-            if value is not None and options is not None and name not in options:
-                raise EngineUnsupportedError(
-                    f"{self.table.engine} does not know this argument of {control}",
-                    where=f"{where}.{name}",
-                    got=repr(value),
-                )
+        if control in ("sleep", "wake_up"):
+            known = {value for route in routes for value in {**route.query, **(route.body or {})}.values()}
+            for name, value in arguments.items():
+                if f"${name}" not in known and value not in (None, 1):  # 1 is the level of all engines
+                    raise EngineUnsupportedError(
+                        f"{engine} does not know this argument of {control}",
+                        where=f"{where}.{name}",
+                        got=repr(value),
+                    )
         result = None
-        for route in self.table.controls[control]:
+        for route in routes:
             if route.needs is None or arguments.get(route.needs):
                 result = await self._request(route, arguments, where)
         return result
 
     async def _request(self, route: Route, arguments: Mapping[str, Any], where: str) -> Any:
-        transport = self._worker if route.on_worker and self._worker is not None else self._server
-        query = {
-            name: str(value).lower() if isinstance(value, bool) else value
-            for name, value in _filled(route.query, arguments).items()
-        }
-        path = f"{route.path}?{urlencode(query, doseq=True)}" if query else route.path
-        body = None
-        if route.body is not None:
-            body = _filled(route.body, arguments) | (arguments.get(route.spread or "") or {})
+        transport = self.worker if route.on_worker and self.worker is not None else self.server
+        path = route.path
+        if query := _filled(route.query, arguments):
+            flags = {True: "true", False: "false"}
+            query = {
+                name: flags[value] if isinstance(value, bool) else value for name, value in query.items()
+            }
+            path += f"?{urlencode(query, doseq=True)}"
+        body = None if route.body is None else _filled(route.body, arguments)
+        in_use = "Pause first" if "cache" in route.path else None
         try:
             reply = await transport.request(route.method, path, json=body, idempotent=route.idempotent)
         except EngineStatusError as error:
@@ -289,9 +256,9 @@ class Controller:
                 raise EngineUnsupportedError(
                     f"the server has no route {route.path}", where=where, remedy=self.table.remedy
                 ) from error
-            if error.status in self.table.busy and "cache" in route.path:
+            if error.status in self.table.busy and in_use:
                 raise EngineStateError(
-                    "cached prefixes are in use", where=where, got=error.body[:200], remedy="Pause first"
+                    "cached prefixes are in use", where=where, got=error.body[:200], remedy=in_use
                 ) from error
             raise
         try:
@@ -300,28 +267,24 @@ class Controller:
             content = None  # some routes answer in plain text
         if isinstance(content, Mapping):
             if content.get("success") is False or content.get("status") == "error":
-                raise EngineStateError(
-                    "the engine refused",
-                    where=where,
-                    got=str(content.get("message") or dict(content))[:300],
-                    remedy="Pause first" if "cache" in route.path else None,
-                )
-            return content.get(route.answer) if route.answer is not None else None
+                got = str(content.get("message") or dict(content))[:300]
+                raise EngineStateError("the engine refused", where=where, got=got, remedy=in_use)
+            return None if route.answer is None else content.get(route.answer)
         if route.answer is not None:
             raise EngineReplyError("the reply is not a JSON object", where=where, got=repr(content)[:200])
         return None
 
 
-def _filled(template: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Put arguments in place; a member `extras` is merged into the mapping that holds it."""
+def _filled(template: Template, arguments: Mapping[str, Any]) -> dict[str, Any]:
     filled: dict[str, Any] = {}
-    for name, value in template.items():
-        if isinstance(value, Mapping):
-            filled[name] = _filled(value, arguments)
-        elif not isinstance(value, Arg):
+    for name, given in template.items():
+        value = given
+        if isinstance(given, Mapping):
+            value = _filled(given, arguments)
+        elif isinstance(given, str) and given.startswith("$"):
+            value = arguments.get(given[1:])
+        if name == "**":
+            filled |= value or {}
+        elif value is not None:
             filled[name] = value
-        elif name == "extras":
-            filled |= arguments.get(value.name) or {}
-        elif arguments.get(value.name) is not None:
-            filled[name] = arguments[value.name]
     return filled

@@ -368,7 +368,7 @@ def test_dynamo_without_known_ends_refuses_pauses_by_abort():
 def test_a_backend_without_routes_needs_some():
     with pytest.raises(InputError, match=r"^backend: the control routes of this backend are unknown"):
         HTTPEngine(Echo(name="mine"), MemoryTransport(), model="m")
-    table = RouteTable("mine", {"health": (Route("GET", "/ok"),)}, {}, {"sleep": frozenset()})
+    table = RouteTable("mine", {"health": (Route("/ok", method="GET"),)}, {})
     engine = HTTPEngine(Echo(name="mine"), MemoryTransport({"GET /ok": "fine"}), model="m", routes=table)
     run(engine.check_health())
     with pytest.raises(EngineUnsupportedError, match=r"^http://memory.sleep: mine has no such call$"):
