@@ -198,7 +198,10 @@ class Renderer:
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
         fingerprints = [
-            source_fingerprint(part.source) for message in conversation for _, part in message.media()
+            source_fingerprint(part.source)
+            for message in conversation
+            if type(message.content) is tuple
+            for _, part in message.media()
         ]
         key = None
         if self._memo is not None:

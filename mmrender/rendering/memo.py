@@ -45,6 +45,8 @@ def conversation_key(
 
 def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable:
     content: Hashable = message.content
+    if type(content) is not tuple and not message.tool_calls and not message.extra:
+        return message.role, content, message.reasoning_content, message.name, message.tool_call_id
     if type(message.content) is tuple:
         content = tuple(
             [
