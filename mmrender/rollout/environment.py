@@ -140,27 +140,20 @@ async def run_episode(
 
 
 async def _result_of(value: MaybeAwaitable[Result]) -> Result:
-    if inspect.isawaitable(value):
-        result: Result = await value
-        return result
-    return value
+    return await value if inspect.isawaitable(value) else value
 
 
 def _shown_messages(seen: Observation, method: str) -> list[Message]:
     """Canonical messages of an observation, checked for what an environment may show."""
-    if not seen.messages:
-        if seen.done:
-            return []
-        raise InputError(
-            "the environment shows nothing and is not done",
-            where=f"{method}().messages",
-            expected="messages for the model to answer",
-        )
-    messages = list(normalize_messages(seen.messages, where=f"{method}().messages"))
+    where = f"{method}().messages"
+    if not seen.messages and not seen.done:
+        expected = "messages for the model to answer"
+        raise InputError("the environment shows nothing and is not done", where=where, expected=expected)
+    messages = list(normalize_messages(seen.messages, where=where)) if seen.messages else []
     if method == "step" and any(message.role == "assistant" for message in messages):
         raise MessageError(
             "an environment does not speak for the model",
-            where="step().messages",
+            where=where,
             expected="tool, user and system messages",
             got="an assistant message",
         )

@@ -6,21 +6,20 @@ Inputs and outputs have the shapes that SkyRL's trainers read.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import InputError, MissingDependencyError, MMRenderError
+from mmrender.errors import InputError, MMRenderError, TrajectoryError
 from mmrender.rollout.checkpoint import RolloutCheckpoint, digest_of
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment, run_episode
 from mmrender.spans import MultiModalData, TensorDtype
-from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import Branch, step_sample
 from mmrender.trajectory.tree import Trajectory
 
@@ -115,15 +114,6 @@ class GeneratorOutput(TypedDict):
     errors: list[str | None]
 
 
-@runtime_checkable
-class GeneratorInterface(Protocol):
-    """Interface through which a trainer asks for rollouts."""
-
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Roll out a batch; rows come in the order of the input."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Rollout:
     """One rollout of a batch; `kind` is how its environment was named."""
@@ -155,7 +145,6 @@ class VLMGenerator:
             of `batch_metadata`. A saved rollout that has not failed is not repeated if its name, prompt,
             environment, extras, sampling parameters, bounds, model and `weight_version` are the same; the
             metadata must name a `weight_version`.
-        progress: Whether to show a progress bar. Needs the `cli` extra.
     """
 
     client: RendererClient
@@ -169,7 +158,6 @@ class VLMGenerator:
     dtype: TensorDtype = "float32"
     failures: Failures = "keep"
     save_to: Path | None = None
-    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
@@ -192,7 +180,9 @@ class VLMGenerator:
             for row in rows_of(trajectory, name, step_wise=self.step_wise)
         ]
         sidecars = [row.multi_modal_data for row in rows]
-        images = image_tensors(sidecars, self.tensors, self.dtype) if self.tensors is not None else None
+        pixels, grids = (None, None)
+        if self.tensors is not None:
+            pixels, grids = image_tensors(sidecars, self.tensors, self.dtype)
         experts = [row.expert_indices for row in rows]
         return GeneratorOutput(
             prompt_token_ids=[row.prompt_token_ids for row in rows],
@@ -206,8 +196,8 @@ class VLMGenerator:
             rollout_expert_indices=experts if any(each is not None for each in experts) else None,
             is_last_step=[row.is_last_step for row in rows],
             multi_modal_data=sidecars,
-            pixel_values=images[0] if images is not None else None,
-            image_grid_thw=images[1] if images is not None else None,
+            pixel_values=pixels,
+            image_grid_thw=grids,
             errors=[row.error for row in rows],
         )
 
@@ -235,37 +225,34 @@ class VLMGenerator:
         rollouts = self._rollouts(input_batch)
         sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
         metadata = input_batch.get("batch_metadata") or BatchMetadata()
-        with ExitStack() as stack:
-            checkpoint = None
-            if self.save_to is not None:
-                path = self.save_to / f"{metadata.training_phase}-{metadata.global_step}.mmc"
-                if metadata.weight_version is None:
-                    raise InputError(
-                        "a checkpoint must know which weights sampled it",
-                        where="input_batch['batch_metadata'].weight_version",
-                        remedy="Name the weights, such as BatchMetadata(weight_version='step-12')",
-                    )
-                checkpoint = stack.enter_context(await asyncio.to_thread(RolloutCheckpoint, path))
-            advance = stack.enter_context(_progress_bar(len(rollouts), shown=self.progress))
-            queue = iter(enumerate(rollouts))
-            ended: asyncio.Queue[tuple[int, Trajectory] | BaseException] = asyncio.Queue()
+        checkpoint: RolloutCheckpoint | None = None
+        if self.save_to is not None:
+            if metadata.weight_version is None:
+                raise InputError(
+                    "a checkpoint must know which weights sampled it",
+                    where="input_batch['batch_metadata'].weight_version",
+                    remedy="Name the weights, such as BatchMetadata(weight_version='step-12')",
+                )
+            path = self.save_to / f"{metadata.training_phase}-{metadata.global_step}.mmc"
+            checkpoint = await asyncio.to_thread(RolloutCheckpoint, path)
+        queue = iter(enumerate(rollouts))
+        ended: asyncio.Queue[tuple[int, Trajectory] | BaseException] = asyncio.Queue()
 
-            async def work() -> None:
-                try:
-                    for index, rollout in queue:
-                        ended.put_nowait(
-                            (index, await self._one(rollout, sampling, checkpoint, metadata.weight_version))
-                        )
-                except Exception as error:  # noqa: BLE001 - raised for the caller
-                    ended.put_nowait(error)
+        async def work() -> None:
+            try:
+                for index, rollout in queue:
+                    trajectory = await self._one(rollout, sampling, checkpoint, metadata.weight_version)
+                    ended.put_nowait((index, trajectory))
+            except Exception as error:  # noqa: BLE001 - raised for the caller
+                ended.put_nowait(error)
 
+        with checkpoint or nullcontext():
             workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
             try:
                 for _ in rollouts:
                     result = await ended.get()
                     if isinstance(result, BaseException):
                         raise result
-                    advance()
                     yield result
             finally:
                 for worker in workers:
@@ -283,56 +270,58 @@ class VLMGenerator:
         name = rollout.name.to_string()
         # Its id is its own: a name may come again in a later epoch.
         trajectory = Trajectory(extra={"name": name})
-        try:
-            request = ""
-            if checkpoint is not None:
-                every_turn = {**self.client.sampling_params, **sampling}
-                given = (name, rollout.prompt, rollout.kind, rollout.extras, every_turn)
-                bounds = (self.max_turns, self.max_length, self.client.model, weights)
-                request = await asyncio.to_thread(digest_of, *given, *bounds)
-                saved = checkpoint.get(request)
-                if saved is not None:
-                    return saved
-            try:
-                await run_episode(
-                    self.client,
-                    rollout.make(),
-                    rollout.prompt,
-                    rollout.extras,
-                    trajectory=trajectory,
-                    sampling_params=sampling,
-                    seed_name=name,
-                    max_turns=self.max_turns,
-                    max_length=self.max_length,
-                )
-            except Exception as error:
-                if self.failures == "raise":
-                    raise
-                _note_failure(trajectory, error)
-            if checkpoint is not None:
-                await asyncio.to_thread(checkpoint.put, trajectory, request)
-        except OSError:
-            raise  # a full disk concerns the whole batch
-        except Exception as error:
+
+        def failed(error: Exception) -> None:
             if self.failures == "raise":
-                raise
-            _note_failure(trajectory, error)
+                raise error
+            described = f"{type(error).__name__}: {error}"
+            trajectory.error = trajectory.error or described
+            # Our own errors name the place; others need their traceback.
+            trace = None if isinstance(error, MMRenderError) else error
+            _log.warning("rollout %s failed: %s", name, described, exc_info=trace)
+
+        request = ""
+        if checkpoint is not None:
+            every_turn = {**self.client.sampling_params, **sampling}
+            given = (name, rollout.prompt, rollout.kind, rollout.extras, every_turn)
+            bounds = (self.max_turns, self.max_length, self.client.model, weights)
+            request = await asyncio.to_thread(digest_of, *given, *bounds)
+            saved = checkpoint.get(request)
+            if saved is not None:
+                return saved
+        try:
+            await run_episode(
+                self.client,
+                rollout.make(),
+                rollout.prompt,
+                rollout.extras,
+                trajectory=trajectory,
+                sampling_params=sampling,
+                seed_name=name,
+                max_turns=self.max_turns,
+                max_length=self.max_length,
+            )
+        except Exception as error:  # noqa: BLE001 - whatever an environment raises
+            failed(error)
+        if checkpoint is not None:
+            try:  # a full disk, an OSError, concerns the whole batch
+                await asyncio.to_thread(checkpoint.put, trajectory, request)
+            except TrajectoryError as error:
+                failed(error)
         return trajectory
 
     def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:
-        prompts, classes = batch.get("prompts"), batch.get("env_classes")
-        if prompts is None or classes is None:
-            missing = "prompts" if prompts is None else "env_classes"
-            raise InputError("is missing", where=f"input_batch[{missing!r}]", expected="a list")
+        prompts, classes = batch.get("prompts", ()), batch.get("env_classes", ())
         count = len(prompts)
         extras = batch.get("env_extras") or [{}] * count
         names = batch.get("trajectory_ids") or [TrajectoryID(str(index)) for index in range(count)]
         for key, listed in (("env_classes", classes), ("env_extras", extras), ("trajectory_ids", names)):
             if len(listed) != count:
+                expected = f"one entry for each of {count} prompts"
                 raise InputError(
-                    "must have one entry for each prompt",
+                    "has another length",
                     where=f"input_batch[{key!r}]",
-                    expected=f"{count} entries",
+                    expected=expected,
                     got=str(len(listed)),
                 )
         if len({name.to_string() for name in names}) != count:
@@ -380,30 +369,6 @@ def rollouts(
     return generator.stream(batch)
 
 
-def _note_failure(trajectory: Trajectory, error: Exception) -> None:
-    described = f"{type(error).__name__}: {error}"
-    trajectory.error = trajectory.error or described
-    # Our own errors name the place; others need their traceback.
-    trace = None if isinstance(error, MMRenderError) else error
-    _log.warning("rollout %s failed: %s", trajectory.extra["name"], described, exc_info=trace)
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each rollout."""
-    if not shown:
-        yield lambda: None
-        return
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("rich", "cli", "a progress bar") from error
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bars:
-        task = bars.add_task("rollouts", total=total)
-        yield lambda: bars.advance(task)
-
-
 # --- rows ---
 
 
@@ -434,60 +399,56 @@ def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: b
 
     A rollout that failed has rows of what it sampled, with a loss mask of zeros and no rewards.
     """
-    steps = trajectory.steps
+    steps, reason, failed = trajectory.steps, stop_reason(trajectory), trajectory.error is not None
     if not steps:
-        return [Row(trajectory_id, stop_reason(trajectory), trajectory.error)]
+        return [Row(trajectory_id, reason, trajectory.error)]
     if step_wise:
         kept = [step for step in steps if len(step.completion_ids)] or steps[:1]
         samples = [step_sample(step, trajectory.trajectory_id) for step in kept]
         starts = [step.prompt_length for step in kept]
-        earned = [_rewards(sample) for sample in samples]
-        for step in steps:
-            if not len(step.completion_ids) and step.reward is not None:
-                before = [row for row, other in enumerate(kept) if other.index < step.index]
-                _add_reward(earned[: len(before)] or earned[:1], starts, float(np.sum(step.reward)))
     else:
+        kept = steps[-1:]
         samples = [Branch(trajectory.trajectory_id, 0, steps[-1]).sample()]
         sampled = samples[0].loss_mask
         starts = [int(sampled.argmax()) if sampled.any() else len(sampled)]
-        earned = [_rewards(samples[0])]
-        _add_reward(earned, starts, total_reward(trajectory) - float(earned[0].sum()))
-    failed = trajectory.error is not None
+    earned = [
+        np.zeros(len(sample), np.float32) if sample.rewards is None else sample.rewards.astype(np.float32)
+        for sample in samples
+    ]
+
+    def add(rewards: Sequence[npt.NDArray[np.float32]], missing: float) -> None:
+        """Add a reward to the last token of the last of these rows that holds a response."""
+        for row in reversed(range(len(rewards))):
+            if len(rewards[row]) > starts[row] and abs(missing) > 1e-6:  # not what rounding leaves
+                rewards[row][-1] += missing
+                return
+
+    if not step_wise:
+        add(earned, total_reward(trajectory) - float(earned[0].sum()))
+    else:
+        for step in steps:
+            if not len(step.completion_ids) and step.reward is not None:
+                before = sum(other.index < step.index for other in kept)
+                add(earned[: before or 1], float(np.sum(step.reward)))
     rows = []
     for index, (sample, start, rewards) in enumerate(zip(samples, starts, earned, strict=True)):
         experts = sample.routed_experts
-        mask = sample.loss_mask.astype(np.int64)[start:]
-        rows.append(
-            Row(
-                trajectory_id,
-                stop_reason(trajectory),
-                trajectory.error,
-                prompt_token_ids=sample.token_ids[:start].tolist(),
-                response_ids=sample.token_ids[start:].tolist(),
-                rewards=(rewards[start:] * (not failed)).tolist(),
-                loss_mask=(mask * (not failed)).tolist(),
-                logprobs=[] if sample.logprobs is None else sample.logprobs[start:].tolist(),
-                # Missing rows would shift all that follow, so partial choices are left out.
-                expert_indices=experts.data if experts is not None and experts.start == 0 else None,
-                is_last_step=index == len(samples) - 1,
-                multi_modal_data=sample.multi_modal_data,
-            )
+        row = Row(
+            trajectory_id,
+            reason,
+            trajectory.error,
+            prompt_token_ids=sample.token_ids[:start].tolist(),
+            response_ids=sample.token_ids[start:].tolist(),
+            rewards=(rewards[start:] * (not failed)).tolist(),
+            loss_mask=(sample.loss_mask[start:] * np.int64(not failed)).tolist(),
+            logprobs=[] if sample.logprobs is None else sample.logprobs[start:].tolist(),
+            # Missing rows would shift all that follow, so partial choices are left out.
+            expert_indices=experts.data if experts is not None and experts.start == 0 else None,
+            is_last_step=index == len(samples) - 1,
+            multi_modal_data=sample.multi_modal_data,
         )
+        rows.append(row)
     return rows
-
-
-def _rewards(sample: TrainingSample) -> npt.NDArray[np.float32]:
-    given = sample.rewards
-    return np.zeros(len(sample), np.float32) if given is None else given.astype(np.float32)
-
-
-def _add_reward(rows: Sequence[npt.NDArray[np.float32]], starts: Sequence[int], reward: float) -> None:
-    """Add a reward to the last token of the last row that holds sampled tokens."""
-    if abs(reward) > 1e-6:
-        for rewards, start in reversed(list(zip(rows, starts, strict=False))):
-            if len(rewards) > start:
-                rewards[-1] += reward
-                return
 
 
 def stop_reason(trajectory: Trajectory) -> str:
@@ -502,19 +463,24 @@ def total_reward(trajectory: Trajectory) -> float:
 
 def image_tensors(
     sidecars: Iterable[MultiModalData], kind: TensorKind, dtype: TensorDtype
-) -> tuple[list[Any], list[Any]] | None:
+) -> tuple[list[Any], list[Any]] | tuple[None, None]:
     """Join the images of each row: `pixel_values` and `image_grid_thw`, one array or tensor a row.
 
     Rows without images hold none: `(0, values)` and `(0, 3)`. `TensorList.from_rows` takes both as they are.
 
     Returns:
-        None where no row has images.
+        None for both where no row has images.
 
     Raises:
         InputError: The model's family has other tensors than these two.
     """
     names = ("pixel_values", "image_grid_thw")
-    rows: list[tuple[Any, ...] | None] = []
+    join: Callable[[list[Any]], Any] = np.concatenate
+    if kind == "torch":
+        import torch
+
+        join = torch.cat
+    rows: list[tuple[Any, ...]] = []
     for sidecar in sidecars:
         tensors = [item.tensors(dtype, framework=kind) for item in sidecar.mm_items.get("image", ())]
         for found in tensors:
@@ -526,22 +492,12 @@ def image_tensors(
                     got=", ".join(sorted(found)),
                     remedy="Take them from multi_modal_data",
                 )
-        joined = tuple(_concatenated([found[name] for found in tensors], kind) for name in names)
-        rows.append(joined if tensors else None)
-    known = next((row for row in rows if row is not None), None)
+        rows.append(tuple(join([found[name] for found in tensors]) for name in names) if tensors else ())
+    known = next(filter(None, rows), None)
     if known is None:
-        return None
-    empty = tuple(each[:0] for each in known)
-    pixels, grids = zip(*(empty if row is None else row for row in rows), strict=True)
+        return None, None
+    pixels, grids = zip(*(row or tuple(each[:0] for each in known) for row in rows), strict=True)
     return list(pixels), list(grids)
-
-
-def _concatenated(parts: Sequence[Any], kind: TensorKind) -> Any:
-    if not parts or kind == "numpy":
-        return np.concatenate(parts) if parts else None
-    import torch
-
-    return torch.cat(list(parts))
 
 
 # --- metrics ---
@@ -556,31 +512,31 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """
     if not trajectories:
         return {}
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values) if values else 0.0
+
     rewards = [total_reward(trajectory) for trajectory in trajectories]
     lengths = [len(trajectory.steps[-1]) if len(trajectory) else 0 for trajectory in trajectories]
     sampled = [sum(len(step.completion_ids) for step in trajectory.steps) for trajectory in trajectories]
     later = [step for trajectory in trajectories for step in trajectory.steps if step.index]
     reasons = [stop_reason(trajectory) for trajectory in trajectories]
     metrics = {
-        "rollout/reward": _mean(rewards),
+        "rollout/reward": mean(rewards),
         "rollout/reward_min": min(rewards),
         "rollout/reward_max": max(rewards),
-        "rollout/turns": _mean([len(trajectory) for trajectory in trajectories]),
-        "rollout/sampled_tokens": _mean(sampled),
-        "rollout/length": _mean(lengths),
+        "rollout/turns": mean([len(trajectory) for trajectory in trajectories]),
+        "rollout/sampled_tokens": mean(sampled),
+        "rollout/length": mean(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/rendered_anew": _mean([step.extra.get("why_rendered") is not None for step in later]),
-        "rollout/failed": _mean([trajectory.error is not None for trajectory in trajectories]),
+        "rollout/rendered_anew": mean([step.extra.get("why_rendered") is not None for step in later]),
+        "rollout/failed": mean([trajectory.error is not None for trajectory in trajectories]),
     }
     for reason in sorted(set(reasons)):
-        metrics[f"rollout/ended_{reason}"] = _mean([each == reason for each in reasons])
+        metrics[f"rollout/ended_{reason}"] = mean([each == reason for each in reasons])
     reported: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.extra.get("info", {}).items():
             if isinstance(value, int | float):
                 reported[f"environment/{name}"].append(value)
-    return metrics | {name: _mean(values) for name, values in sorted(reported.items())}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return metrics | {name: mean(values) for name, values in sorted(reported.items())}
