@@ -8,8 +8,9 @@ turns, steps, branches and the rollouts of a group.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,19 +21,20 @@ TensorDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Framework: TypeAlias = Literal["numpy", "torch"]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class Text(msgspec.Struct, frozen=True, tag="text", tag_field="form"):
     """A piece of an expansion that is encoded as template text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(msgspec.Struct, frozen=True, tag="repeat", tag_field="form"):
     """A piece of an expansion: one added token, `count` times. `embeds` says it stands for image features."""
 
     token: str
-    count: int
+    count: Count
     embeds: bool = True
 
 

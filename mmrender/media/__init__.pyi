@@ -6,5 +6,3 @@ from .processor import MediaProcessor as MediaProcessor
 from .processors.registry import load_processor as load_processor
 from .wire import item_from_wire as item_from_wire
 from .wire import item_to_wire as item_to_wire
-from .wire import multi_modal_data_from_wire as multi_modal_data_from_wire
-from .wire import multi_modal_data_to_wire as multi_modal_data_to_wire

@@ -9,11 +9,12 @@ expanding anything which tensors an item has and of which shapes, `expand_into` 
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pybase64
+from msgspec import Meta
 from PIL import ExifTags, Image
 
 from mmrender.caching import LRUCache
@@ -55,9 +56,9 @@ class PatchLayout:
         temporal: Frames in a patch; an image is repeated that often.
     """
 
-    patch: int
-    merge: int
-    temporal: int
+    patch: Annotated[int, Meta(ge=1, le=1024)]
+    merge: Annotated[int, Meta(ge=1, le=1024)]
+    temporal: Annotated[int, Meta(ge=1, le=64)]
 
     @property
     def factor(self) -> int:

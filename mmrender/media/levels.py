@@ -11,13 +11,14 @@ and expanded again, and only an array that survives this is kept so.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.media.pixels import ImageBackend
-from mmrender.spans import TensorDtype
+from mmrender.spans import Count, TensorDtype
 
 STORAGE: dict[TensorDtype, type[np.generic]] = {
     "float32": np.float32,
@@ -26,6 +27,7 @@ STORAGE: dict[TensorDtype, type[np.generic]] = {
 }
 """The numpy type that holds each tensor dtype; numpy has no bfloat16, so its bit patterns are held."""
 
+Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 _NARROWER = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
@@ -139,8 +141,9 @@ def cast(values: npt.NDArray[np.float32], dtype: TensorDtype) -> npt.NDArray[Any
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
+class Levels(
+    msgspec.Struct, frozen=True, eq=False, tag="levels", tag_field="form", forbid_unknown_fields=True
+):
     """Normalised pixels as the uint8 levels they came from.
 
     Attributes:
@@ -151,8 +154,8 @@ class Levels:
     """
 
     values: npt.NDArray[np.uint8]
-    held: tuple[int, ...]
-    shape: tuple[int, ...]
+    held: tuple[Count, ...]
+    shape: Shape
     arithmetic: PixelArithmetic
 
     def write(self, out: npt.NDArray[Any], dtype: TensorDtype) -> None:
@@ -165,8 +168,9 @@ class Levels:
                 self.arithmetic.write(tile[channel], channel, dtype, tiles[index, channel])
 
 
-@dataclass(frozen=True, slots=True)
-class Floats:
+class Floats(
+    msgspec.Struct, frozen=True, eq=False, tag="floats", tag_field="form", forbid_unknown_fields=True
+):
     """Floating-point values with no smaller exact form."""
 
     values: npt.NDArray[Any]
@@ -181,12 +185,13 @@ class Floats:
         np.copyto(out, cast(self.values.astype(np.float32, copy=False), dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class Integers:
+class Integers(
+    msgspec.Struct, frozen=True, eq=False, tag="integers", tag_field="form", forbid_unknown_fields=True
+):
     """Integers or booleans: one value where they are all equal, else the narrowest type that holds them."""
 
     values: npt.NDArray[Any]
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype[Any]
 
     def write(self, out: npt.NDArray[Any], _: TensorDtype) -> None:
