@@ -20,6 +20,7 @@ and unpacking take at most, besides the images.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -207,6 +208,7 @@ def main() -> None:
         "long, 1,000 turns": [long(items, 1000)],
         "search, 200 steps": [search(items[:8], 200)],
     }
+    gc.freeze()  # the collector must not walk the prompts of all cases
     found = {name: measure(rollouts, options.rounds) for name, rollouts in cases.items()}
     headings = ["case", "cumulative", "last only", "tree", "again", "append", "out", "in", "samples", "peak"]
     rows = []

@@ -4,10 +4,8 @@ The form is a dict of lists, scalars and arrays:
 
 - `format` and `version`.
 - `trajectories`: id, number of steps, reward, error and extra of each.
-- `steps`, int32 `[N, 12]`: one row for each step, see `StepRow`.
-- `tokens`, int32; `logprobs`, float32; `rewards`, float64; `versions`, int32 `[V, 3]` (row of `words`, start,
-  stop); `message_rows`, int32: pools that steps take theirs from, in order.
-- `words`: distinct finish reasons and weight versions.
+- `steps`, uint8: a msgpack list with one `StepRecord` for each step.
+- `tokens`, int32, and `logprobs`, float32: pools that steps take theirs from, in order.
 - `messages`, uint8, and `message_ends`, int64: distinct messages, each encoded by the codec, back to back.
 - `placeholders`, int32 `[P, 4]`, and `spans`, int32 `[S, 2]`: new media of the steps, in order, as
   `mmrender.media.wire.ranges_to_array` writes them. Offsets count from the first token of the prompt.
@@ -23,7 +21,7 @@ bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,7 +32,12 @@ from mmrender.errors import TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire, ranges_from_array, ranges_to_array
 from mmrender.messages import Message
 from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
-from mmrender.trajectory.engine_data import RoutedExperts, check_experts, check_versions
+from mmrender.trajectory.engine_data import (
+    RoutedExperts,
+    WeightVersionSpan,
+    check_experts,
+    check_versions,
+)
 from mmrender.trajectory.prefix import (
     NO_IDS,
     NOTHING_SHARED,
@@ -44,9 +47,10 @@ from mmrender.trajectory.prefix import (
     media_from,
     shared_prefix,
 )
-from mmrender.trajectory.step import Step, check_extra, check_logprobs, check_reward
+from mmrender.trajectory.step import Step, check_logprobs, check_reward
 
 FORMAT: Final = "mmrender.trees"
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 VERSION: Final = 2
 MediaSources: TypeAlias = Literal["drop", "keep"]
 """Whether messages keep the sources of their media, or hold None in their place."""
@@ -71,36 +75,36 @@ class Record(NamedTuple):
     extra: Mapping[str, Any]
 
 
-class StepRow(NamedTuple):
-    """One row of `steps`.
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One step; numbers of steps and messages are rows of the whole form.
 
     Attributes:
-        parent: Row of the parent, -1 for a root.
+        parent: The parent, -1 for a root.
         base: The parent; for a root the root of an earlier trajectory with the same first tokens, or -1.
         keep: Tokens that are taken from the base.
         added: Prompt tokens that follow them.
         sampled: Sampled tokens.
-        media: New media.
-        logprobs: 1 if it has log probabilities.
-        rewards: 0 for no reward, 1 for one of the whole step, 2 for one of each sampled token.
-        finish: Row of its finish reason in `words`, -1 for none.
-        versions: Spans of weight versions.
+        media: Number of new media.
+        has_logprobs: Whether it has log probabilities.
         messages_keep: Messages that it shares with the parent's conversation.
-        messages: Messages that follow them.
+        messages: The messages that follow them.
+        finish_reason: As in `Step`.
+        reward: One number, one for each sampled token, or None.
+        weight_versions: Version, start and stop of each span.
     """
 
     parent: int
     base: int
     keep: int
-    added: int
-    sampled: int
+    added: Count
+    sampled: Count
     media: int
-    logprobs: int
-    rewards: int
-    finish: int
-    versions: int
+    has_logprobs: bool
     messages_keep: int
-    messages: int
+    messages: list[int]
+    finish_reason: str | None
+    reward: float | list[float] | None
+    weight_versions: list[WeightVersionSpan]
 
 
 def write_records(records: Iterable[Record], *, media_sources: MediaSources, share: bool) -> dict[str, Any]:
@@ -135,15 +139,11 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
         "format": FORMAT,
         "version": VERSION,
         "trajectories": trajectories,
-        "steps": np.array(writer.rows, np.int32).reshape(-1, len(StepRow._fields)),
+        "steps": np.frombuffer(msgspec.msgpack.encode(writer.rows), np.uint8),
         "tokens": np.concatenate([NO_IDS, *writer.tokens]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *writer.logprobs]),
-        "rewards": np.array(writer.rewards, np.float64),
-        "versions": np.array(writer.versions, np.int32).reshape(-1, 3),
-        "words": list(writer.words),
         "messages": np.frombuffer(b"".join(writer.messages), np.uint8),
         "message_ends": np.cumsum([len(each) for each in writer.messages], dtype=np.int64),
-        "message_rows": np.array(writer.message_rows, np.int32),
         "placeholders": placeholders,
         "spans": spans,
         "items": items_to_wire(writer.items, share=share),
@@ -163,14 +163,10 @@ class _Writer:
                 expected="'drop' or 'keep'",
                 got=repr(media_sources),
             )
-        self.rows: list[StepRow] = []
+        self.rows: list[StepRecord] = []
         self.tokens: list[Int32Array] = []
         self.logprobs: list[npt.NDArray[np.float32]] = []
-        self.rewards: list[float] = []
-        self.versions: list[tuple[int, int, int]] = []
-        self.words: dict[str, int] = {}
         self.messages: dict[bytes, int] = {}
-        self.message_rows: list[int] = []
         self.media: list[tuple[int, PlaceholderRange]] = []
         self.items: list[MediaItem] = []
         self.experts: list[list[Any]] = []
@@ -197,29 +193,24 @@ class _Writer:
         self.media += [(self._item_row(span.item), span.range) for span in media]
         if step.logprobs is not None:
             self.logprobs.append(step.logprobs)
-        by_token = isinstance(step.reward, np.ndarray)
-        if step.reward is not None:
-            self.rewards += np.atleast_1d(step.reward).tolist()
-        self.versions += [(self._word(version), start, stop) for version, start, stop in step.weight_versions]
-        self.message_rows += [
-            self._message(message, f"{where}.messages[{step.messages_keep + number}]")
-            for number, message in enumerate(step.new_messages)
-        ]
-        row = StepRow(
-            parent=parent,
-            base=base,
-            keep=keep,
-            added=step.added - skipped,
-            sampled=len(step.completion_ids),
-            media=len(media),
-            logprobs=int(step.logprobs is not None),
-            rewards=0 if step.reward is None else 1 + by_token,
-            finish=-1 if step.finish_reason is None else self._word(step.finish_reason),
-            versions=len(step.weight_versions),
-            messages_keep=step.messages_keep,
-            messages=len(step.new_messages),
+        reward = step.reward
+        messages = enumerate(step.new_messages, step.messages_keep)
+        self.rows.append(
+            StepRecord(
+                parent=parent,
+                base=base,
+                keep=keep,
+                added=step.added - skipped,
+                sampled=len(step.completion_ids),
+                media=len(media),
+                has_logprobs=step.logprobs is not None,
+                messages_keep=step.messages_keep,
+                messages=[self._message(each, f"{where}.messages[{number}]") for number, each in messages],
+                finish_reason=step.finish_reason,
+                reward=reward.tolist() if isinstance(reward, np.ndarray) else reward,
+                weight_versions=list(step.weight_versions),
+            )
         )
-        self.rows.append(row)
         if step.own_experts is not None:
             self.experts.append([index, step.own_experts.start, step.own_experts.data])
         if step.extra:
@@ -234,9 +225,6 @@ class _Writer:
                 if shared.length > found.length:
                     best, found = index, shared
         return best, found.length
-
-    def _word(self, word: str) -> int:
-        return self.words.setdefault(word, len(self.words))
 
     def _item_row(self, item: MediaItem) -> int:
         row = self._item_rows.setdefault((item.identity, type(item)), len(self.items))
@@ -357,12 +345,8 @@ class _Form(msgspec.Struct, forbid_unknown_fields=True):
     steps: Any
     tokens: Any
     logprobs: Any
-    rewards: Any
-    versions: Any
-    words: list[str]
     messages: Any
     message_ends: Any
-    message_rows: Any
     placeholders: Any
     spans: Any
     items: Any
@@ -371,14 +355,11 @@ class _Form(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _ARRAYS: Final[Mapping[str, tuple[Any, tuple[int, ...]]]] = {
-    "steps": (np.int32, (len(StepRow._fields),)),
+    "steps": (np.uint8, ()),
     "tokens": (np.int32, ()),
     "logprobs": (np.float32, ()),
-    "rewards": (np.float64, ()),
-    "versions": (np.int32, (3,)),
     "messages": (np.uint8, ()),
     "message_ends": (np.int64, ()),
-    "message_rows": (np.int32, ()),
     "placeholders": (np.int32, (4,)),
     "spans": (np.int32, (2,)),
 }
@@ -419,17 +400,18 @@ class _Reader:
                 shape = ", ".join(["n", *map(str, rest)])
                 raise _damaged("an array is malformed", f"wire.{name}", f"{np.dtype(dtype)} [{shape}]", value)
         self._form = form
-        self._rows = form.steps.tolist()
+        try:
+            self._rows = msgspec.msgpack.decode(form.steps.tobytes(), type=list[StepRecord])
+        except msgspec.DecodeError as error:
+            raise TrajectoryError("steps are malformed", where="wire.steps", got=str(error)) from error
         self._experts = self._by_step([(row[0], row) for row in form.experts], "experts")
         self._extras = self._by_step([(row[0], row[1]) for row in form.extras], "extras")
         self._messages = list(self._read_messages())
         self._items = items_from_wire(form.items, where="wire.items")
         ranges = ranges_from_array(form.placeholders, form.spans, len(self._items), "wire.placeholders")
-        self._pools = {
-            name: _Pool(getattr(form, name), name)
-            for name in ("tokens", "logprobs", "rewards", "versions", "message_rows")
-        }
-        self._pools["media"] = _Pool(ranges, "media")
+        self._tokens = _Pool(form.tokens, "tokens")
+        self._logprobs = _Pool(form.logprobs, "logprobs")
+        self._new_media = _Pool(ranges, "media")
         self._steps: list[Step] = []
         self._media: list[list[MediaSpan]] = []
         self._total = 0
@@ -446,40 +428,39 @@ class _Reader:
             first = len(self._steps)
             form: RoutedExperts | None = None
             for number in range(first, first + each.steps):
-                step = self._step(StepRow(*self._rows[number]), first, number, form)
+                step = self._step(self._rows[number], first, number, form)
                 self._steps.append(step)
                 form = form or step.own_experts
             records.append(Record(each.id, self._steps[first:], each.reward, each.error, each.extra))
         if len(self._steps) != len(self._rows):
             raise _damaged("entries are left over", "wire.steps", len(self._steps), len(self._rows))
-        for pool in self._pools.values():
+        for pool in (self._tokens, self._logprobs, self._new_media):
             pool.finish()
         return records
 
-    def _step(self, row: StepRow, first: int, number: int, form: RoutedExperts | None) -> Step:
+    def _step(self, row: StepRecord, first: int, number: int, form: RoutedExperts | None) -> Step:
         where = f"wire.steps[{number}]"
         base = self._base(row, first, number, where)
         parent = self._steps[row.parent] if row.parent >= 0 else None
         keep = row.keep if parent is not None else 0
         own_ids, added = self._own_ids(row, None if parent is not None else base, where)
-        length = keep + len(own_ids)
-        logprobs = self._take("logprobs", row.sampled, where) if row.logprobs else None
-        versions = [
-            (self._word(word, where), start, stop)
-            for word, start, stop in self._take("versions", row.versions, where).tolist()
-        ]
-        message_rows = self._take("message_rows", row.messages, where).tolist()
-        if any(not 0 <= each < len(self._messages) for each in message_rows):
-            expected = f"rows below {len(self._messages)}"
-            raise _damaged("a message is not in the table", f"{where}.messages", expected, message_rows)
-        known = 0 if parent is None else parent.message_count
-        if not 0 <= row.messages_keep <= known:
+        logprobs = self._logprobs.take(row.sampled, f"{where}.logprobs") if row.has_logprobs else None
+        table, known = len(self._messages), 0 if parent is None else parent.message_count
+        if not 0 <= row.messages_keep <= known or any(not 0 <= each < table for each in row.messages):
+            expected = f"at most {known} kept, and rows below {table}"
             raise _damaged(
-                "more messages are kept than there are",
-                f"{where}.messages_keep",
-                f"0..{known}",
-                row.messages_keep,
+                "messages are not in the table",
+                f"{where}.messages",
+                expected,
+                [row.messages_keep, *row.messages],
             )
+        experts = None
+        if number in self._experts:
+            _, start, data = self._experts[number]
+            try:
+                experts = check_experts(RoutedExperts(data, start), keep + len(own_ids), form, "")
+            except (TrajectoryError, AttributeError) as error:
+                raise _damaged("routed experts are malformed", f"{where}.experts", error, data) from error
         return Step(
             index=number - first,
             parent=parent,
@@ -488,16 +469,16 @@ class _Reader:
             added=added,
             own_media=self._own_media(row, base, keep + added, where),
             logprobs=check_logprobs(logprobs, row.sampled, f"{where}.logprobs"),
-            finish_reason=None if row.finish == -1 else self._word(row.finish, where),
-            own_experts=self._own_experts(number, length, form),
-            weight_versions=check_versions(versions, row.sampled, f"{where}.weight_versions"),
+            finish_reason=row.finish_reason,
+            own_experts=experts,
+            weight_versions=check_versions(row.weight_versions, row.sampled, f"{where}.weight_versions"),
             messages_keep=row.messages_keep,
-            new_messages=tuple(self._messages[each] for each in message_rows),
-            _reward=self._reward(row, f"{where}.reward"),
-            extra=check_extra(self._extras.get(number), f"wire.extras of step {number}"),
+            new_messages=tuple(self._messages[each] for each in row.messages),
+            _reward=check_reward(row.reward, row.sampled, f"{where}.reward"),
+            extra=dict(self._extras.get(number, {})),
         )
 
-    def _base(self, row: StepRow, first: int, number: int, where: str) -> Step | None:
+    def _base(self, row: StepRecord, first: int, number: int, where: str) -> Step | None:
         """Return the step whose first tokens are kept: the parent, or for a root that of another tree."""
         base: Step | None = None
         if row.parent >= 0:
@@ -515,12 +496,9 @@ class _Reader:
             raise _damaged("more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
         return base
 
-    def _own_ids(self, row: StepRow, base: Step | None, where: str) -> tuple[Int32Array, int]:
+    def _own_ids(self, row: StepRecord, base: Step | None, where: str) -> tuple[Int32Array, int]:
         """Return a step's own tokens, and how many of them belong to the prompt."""
-        if min(row.added, row.sampled) < 0:
-            got = f"{row.added} and {row.sampled}"
-            raise _damaged("a number of tokens is negative", where, "0 or more", got)
-        own = check_ids(self._take("tokens", row.added + row.sampled, where), f"{where}.tokens")
+        own = check_ids(self._tokens.take(row.added + row.sampled, where), f"{where}.tokens")
         kept = row.keep if base is not None else 0
         self._total += kept + len(own)
         if self._total > _MAX_TOKENS:
@@ -531,7 +509,7 @@ class _Reader:
         return own, kept + row.added
 
     def _own_media(
-        self, row: StepRow, base: Step | None, prompt_length: int, where: str
+        self, row: StepRecord, base: Step | None, prompt_length: int, where: str
     ) -> tuple[MediaSpan, ...]:
         known = [] if base is None else media_before(self._media[row.base], row.keep)
         if known and known[-1].stop > row.keep:
@@ -539,7 +517,7 @@ class _Reader:
             raise _damaged(
                 "a medium is kept in part", f"{where}.keep", f"no position within {span}", row.keep
             )
-        taken = self._take("media", row.media, where)
+        taken = self._new_media.take(row.media, where)
         if not taken:
             self._media.append(list(known))
             return () if row.parent >= 0 else tuple(known)
@@ -556,28 +534,6 @@ class _Reader:
         spans = [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
         self._media.append([*known, *spans])
         return tuple(self._media[-1] if row.parent < 0 else spans)
-
-    def _own_experts(self, number: int, length: int, form: RoutedExperts | None) -> RoutedExperts | None:
-        found = self._experts.get(number)
-        if found is None:
-            return None
-        where = f"wire.experts of step {number}"
-        _, start, data = found
-        if not isinstance(data, np.ndarray):
-            raise _damaged("routed experts are malformed", where, "an array", data)
-        try:
-            return check_experts(RoutedExperts(data, start), length, form, where)
-        except TrajectoryError as error:
-            error.where = where
-            raise
-
-    def _reward(self, row: StepRow, where: str) -> Any:
-        if row.rewards not in (0, 1, 2):
-            raise _damaged("a reward is malformed", where, "0, 1 or 2", row.rewards)
-        if row.rewards == 1:
-            return check_reward(float(self._take("rewards", 1, where)[0]), None, where)
-        values = self._take("rewards", row.sampled, where) if row.rewards else None
-        return check_reward(values, row.sampled, where)
 
     def _read_messages(self) -> Iterable[Any]:
         data, start = self._form.messages, 0
@@ -605,14 +561,6 @@ class _Reader:
                 raise _damaged("a row belongs to no later step", f"wire.{name}[{index}]", expected, number)
             last = number
         return dict(rows)
-
-    def _take(self, pool: str, count: int, where: str) -> Any:
-        return self._pools[pool].take(count, f"{where}.{pool}")
-
-    def _word(self, row: int, where: str) -> str:
-        if not 0 <= row < len(self._form.words):
-            raise _damaged("a word is not in the table", where, f"0..{len(self._form.words) - 1}", row)
-        return self._form.words[row]
 
 
 def _damaged(problem: str, where: str, expected: Any, got: Any) -> TrajectoryError:

@@ -225,11 +225,7 @@ def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
                 "tokens",
                 "placeholders",
                 "spans",
-                "message_rows",
                 "message_ends",
-                "words",
-                "versions",
-                "rewards",
                 "trajectories",
                 "items",
                 "messages",
@@ -241,7 +237,8 @@ def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
     value = wire[name]
     if isinstance(value, np.ndarray) and value.size:
         at = data.draw(st.integers(0, value.size - 1))
-        value.reshape(-1)[at] = data.draw(st.integers(-3, 40))
+        low = 0 if value.dtype == np.uint8 else -3
+        value.reshape(-1)[at] = data.draw(st.integers(low, 40))
     elif isinstance(value, np.ndarray):
         wire[name] = np.zeros((3, *value.shape[1:]), value.dtype)
     else:

@@ -2,6 +2,7 @@
 
 import copy
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,7 +15,7 @@ from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
-from mmrender.trajectory.wire import StepRow
+from mmrender.trajectory.wire import StepRecord
 from tree_cases import assert_same
 
 A, B = patch_item(seed=1), patch_item(seed=2)
@@ -43,6 +44,10 @@ def rollout(name="t"):
     )
     trajectory.append([1, 2, *PAD, 3], [23], logprobs=[-4], multi_modal_data=sidecar((2, A)), reward=1)
     return trajectory
+
+
+def steps_of(wire):
+    return msgspec.msgpack.decode(wire["steps"], type=list[StepRecord])
 
 
 def plain(trajectory):
@@ -79,7 +84,7 @@ def test_a_trajectory_grows_on_after_it_was_read():
 def test_rollouts_of_a_group_share_their_first_prompt():
     group = [rollout("a"), rollout("b"), rollout("c")]
     wire = trajectories_to_wire(group)
-    assert wire["steps"][:, 1].tolist() == [-1, 0, 0, 0, 3, 3, 0, 6, 6]
+    assert [step.base for step in steps_of(wire)] == [-1, 0, 0, 0, 3, 3, 0, 6, 6]
     own = len(rollout().steps[0].own_ids)
     assert len(wire["tokens"]) == 3 * sum(len(step.own_ids) for step in rollout().steps) - 2 * (own - 2)
     assert len(wire["items"]["items"]) == 2
@@ -92,7 +97,8 @@ def test_a_group_whose_images_differ_shares_what_is_before_them():
     first.append([1, 2, *PAD, 3], [4], logprobs=[-1], multi_modal_data=sidecar((2, A)))
     second.append([1, 2, *PAD, 3], [4], logprobs=[-1], multi_modal_data=sidecar((2, B)))
     wire = trajectories_to_wire([first, second])
-    assert wire["steps"][1, 1:4].tolist() == [0, 2, 7]
+    step = steps_of(wire)[1]
+    assert (step.base, step.keep, step.added) == (0, 2, 7)
     for old, new in zip([first, second], trajectories_from_wire(wire), strict=True):
         assert_same(old, new)
 
@@ -191,48 +197,52 @@ def test_sources_are_dropped_or_kept():
     )
 
 
-def row(step, column, value):
-    return lambda wire: wire["steps"].__setitem__((step, StepRow._fields.index(column)), value)
+def row(step, field, value):
+    def damage(wire):
+        steps = msgspec.msgpack.decode(wire["steps"])
+        steps[step][StepRecord.__struct_fields__.index(field)] = value
+        wire["steps"] = np.frombuffer(msgspec.msgpack.encode(steps), np.uint8)
+
+    return damage
 
 
 def put(name, index, value):
     return lambda wire: wire[name].__setitem__(index, value)
 
 
+EXPERTS = "wire.steps[1].experts: routed experts are malformed - expected "
 DAMAGE = {
+    "dtype": (lambda w: w.update(steps=w["steps"].view(np.int8)), f"wire.steps: an array is malformed - expected uint8 [n], got int8 [{len(plain(rollout())['steps'])}]"),
+    "steps": (lambda w: w.update(steps=w["steps"][:-1]), "wire.steps: steps are malformed - got Input data was truncated"),
+    "negative": (row(1, "added", -1), "wire.steps: steps are malformed - got Expected `int` >= 0 - at `$[1][3]`"),
+    "finish": (row(0, "finish_reason", 9), "wire.steps: steps are malformed - got Expected `str | null`, got `int` - at `$[0][9]`"),
+    "reward": (row(0, "reward", [1.0]), "wire.steps[0].reward: a reward is malformed - expected a finite number, or 2 of them, one for each sampled token, got [1.0]"),
+    "messages": (row(0, "messages", [7]), "wire.steps[0].messages: messages are not in the table - expected at most 0 kept, and rows below 2, got [0, 7]"),
+    "messages kept": (row(1, "messages_keep", 3), "wire.steps[1].messages: messages are not in the table - expected at most 2 kept, and rows below 2, got [3]"),
+    "version span": (row(0, "weight_versions", [["v1", 0, 9]]), "wire.steps[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('v1', 0, 9)"),
+    "logprobs": (row(1, "has_logprobs", False), "wire.logprobs: entries are left over - expected 3, got 4"),
+    "experts twice": (lambda w: w["experts"].append(w["experts"][0]), "wire.experts[1]: a row belongs to no later step - expected 1..2, got 0"),
+    "other rows": (lambda w: w["experts"].append([1, 0, np.zeros((18, 2, 3), np.uint8)]), EXPERTS + "routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3], got uint8 [18, 2, 3]"),
+    "no rows": (lambda w: w["experts"].append([1, 0, None]), EXPERTS + "'NoneType' object has no attribute 'ndim', got None"),
     "format": (lambda w: w.update(format="x"), "wire: the data does not hold trajectories that this release can read - expected format 'mmrender.trees', version 2, got format 'x', version 2. Write and read with the same release of mmrender"),
     "version": (lambda w: w.update(version=1), "wire: the data does not hold trajectories that this release can read - expected format 'mmrender.trees', version 2, got format 'mmrender.trees', version 1. Write and read with the same release of mmrender"),
     "fields": (lambda w: w.pop("spans"), "wire: trajectories are malformed - got Object missing required field `spans`"),
     "more fields": (lambda w: w.update(more=1), "wire: trajectories are malformed - got Object contains unknown field `more`"),
     "pool": (lambda w: w.update(tokens=w["tokens"].astype(np.int64)), "wire.tokens: an array is malformed - expected int32 [n], got int64 [20]"),
-    "columns": (lambda w: w.update(steps=w["steps"][:, :8]), "wire.steps: an array is malformed - expected int32 [n, 12], got int32 [3, 8]"),
     "parent": (row(1, "parent", 1), "wire.steps[1].parent: a parent is malformed - expected an earlier step of its trajectory, 0..0, got 1"),
     "base": (row(1, "base", -1), "wire.steps[1].parent: a parent is malformed - expected an earlier step of its trajectory, 0..0, got 0"),
     "root": (row(0, "base", 0), "wire.steps[0].base: a base is malformed - expected -1 or the root of an earlier trajectory, got 0"),
     "keep": (row(1, "keep", 12), "wire.steps[1].keep: more is kept than there is - expected 0..11, got 12"),
     "half an image": (row(1, "keep", 5), "wire.steps[1].keep: a medium is kept in part - expected no position within [2, 8), got 5"),
-    "negative": (row(1, "added", -1), "wire.steps[1]: a number of tokens is negative - expected 0 or more, got '-1 and 1'"),
-    "many tokens": (row(2, "sampled", 5), "wire.steps[2].tokens: more tokens are taken than there are - expected 0..1, got 5"),
-    "left over": (row(2, "added", -1), "wire.steps[2]: a number of tokens is negative - expected 0 or more, got '-1 and 1'"),
+    "many tokens": (row(2, "sampled", 5), "wire.steps[2]: more tokens are taken than there are - expected 0..1, got 5"),
     "token": (put("tokens", 3, -4), "wire.steps[0].tokens[3]: a token id is negative - got -4"),
-    "media": (row(2, "media", 1), "wire.steps[2].media: more media are taken than there are - expected 0..0, got 1"),
+    "media": (row(2, "media", 1), "wire.steps[2]: more media are taken than there are - expected 0..0, got 1"),
     "less media": (row(1, "media", 0), "wire.media: entries are left over - expected 1, got 2"),
     "range": (put("placeholders", (1, 1), 13), "wire.steps[1].media.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [0, 18), got [13, 19). Cut or shift the sidecar together with the tokens"),
     "range before": (put("placeholders", (1, 1), 10), "wire.steps[1]: a medium begins before the step's own tokens - expected 11 or more, got 10"),
-    "logprobs": (row(1, "logprobs", 0), "wire.logprobs: entries are left over - expected 3, got 4"),
     "nan": (put("logprobs", 2, np.nan), "wire.steps[1].logprobs[0]: a log probability is not finite - got nan"),
-    "messages": (put("message_rows", 1, 7), "wire.steps[0].messages: a message is not in the table - expected rows below 2, got [0, 7]"),
-    "messages kept": (row(1, "messages_keep", 3), "wire.steps[1].messages_keep: more messages are kept than there are - expected 0..2, got 3"),
     "message end": (put("message_ends", 0, 0), "wire.messages[0]: the end of a message is malformed - expected 1..179, got 0"),
-    "finish": (row(0, "finish", 9), "wire.steps[0]: a word is not in the table - expected 0..1, got 9"),
-    "reward": (row(0, "rewards", 3), "wire.steps[0].reward: a reward is malformed - expected 0, 1 or 2, got 3"),
-    "reward value": (put("rewards", 0, np.inf), "wire.steps[0].reward: a reward is malformed - expected a finite number, or 2 of them, one for each sampled token, got array([inf,  1.])"),
-    "version span": (put("versions", (0, 2), 9), "wire.steps[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('v1', 0, 9)"),
     "experts": (lambda w: w.update(experts=[[0, 0]]), "wire: trajectories are malformed - got Expected `array` of length 3, got 2 - at `$.experts[0]`"),
-    "experts twice": (lambda w: w["experts"].append(w["experts"][0]), "wire.experts[1]: a row belongs to no later step - expected 1..2, got 0"),
-    "other rows": (lambda w: w["experts"].append([1, 0, np.zeros((18, 2, 3), np.uint8)]), "wire.experts of step 1: routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3]"),
-    "no rows": (lambda w: w.update(experts=[[0, 0, None]]), "wire.experts of step 0: routed experts are malformed - expected an array, got None"),
-    "row dtype": (lambda w: w.update(experts=[[0, 0, np.zeros((10, 2, 2))]]), "wire.experts of step 0: routed experts have the wrong form - expected integers of shape (rows, layers, top_k), got float64 [10, 2, 2]"),
     "extra": (lambda w: w.update(extras=[[1, [1]]]), "wire: trajectories are malformed - got Expected `object`, got `array` - at `$.extras[0][1]`"),
     "trajectory": (put("trajectories", 0, {"id": "x"}), "wire: trajectories are malformed - got Object missing required field `steps` - at `$.trajectories[0]`"),
     "count": (lambda w: w["trajectories"][0].update(steps=4), "wire.trajectories[0].steps: a number of steps is malformed - expected 0..3, got 4"),
@@ -300,8 +310,9 @@ def test_few_bytes_cannot_become_many_tokens(monkeypatch):
     """Roots share tokens on the wire, so a form could claim to share far more than it holds."""
     monkeypatch.setattr("mmrender.trajectory.wire._MAX_TOKENS", 1 << 12)
     wire = trajectories_to_wire([])
-    first = StepRow(-1, -1, 0, 600, 0, 0, 0, 0, -1, 0, 0, 0)
-    wire["steps"] = np.array([first] + [first._replace(base=0, keep=600, added=0)] * 9, np.int32)
+    first = StepRecord(-1, -1, 0, 600, 0, 0, False, 0, [], None, None, [])
+    steps = [first] + [msgspec.structs.replace(first, base=0, keep=600, added=0)] * 9
+    wire["steps"] = np.frombuffer(msgspec.msgpack.encode(steps), np.uint8)
     wire["tokens"] = np.ones(600, np.int32)
     wire["trajectories"] = [{"id": "", "steps": 1, "reward": None, "error": None, "extra": {}}] * 10
     with pytest.raises(TrajectoryError) as error:
