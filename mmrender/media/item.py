@@ -135,43 +135,30 @@ class PatchItem:
         return patches
 
     def _write_patches(self, out: npt.NDArray[Any], dtype: TensorDtype | Literal["uint8"]) -> None:
+        layout, patch, merge = self.layout, self.layout.patch, self.layout.merge
         steps, height, width = self.grid
         # (time, patches of a frame, channel, frame of the patch, values of the patch)
-        target = out.reshape(steps, height * width, 3, self.layout.temporal, self.layout.patch**2)
-        if self.modality == "image":
-            self._write_frame(self.frames[0], dtype, target[0])
-            return
-        for index, planes in enumerate(self.frames):
-            step, offset = divmod(index, self.layout.temporal)
-            self._write_frame(planes, dtype, target[step, :, :, offset : offset + 1])
-
-    def _write_frame(
-        self,
-        planes: npt.NDArray[np.uint8],
-        dtype: TensorDtype | Literal["uint8"],
-        target: npt.NDArray[Any],
-    ) -> None:
-        """Write patches of planes `(3, height, width)` into `target` `(patches, 3, repeats, patch**2)`."""
-        layout, patch, merge = self.layout, self.layout.patch, self.layout.merge
-        _, height, width = planes.shape
-        # One element is one row of a patch, so the transposition moves whole rows and never splits them.
-        rows = planes.view(f"V{patch}").reshape(
-            3, height // layout.factor, merge, patch, width // layout.factor, merge
-        )
-        per_band = (width // patch) * merge
+        target = out.reshape(steps, height * width, 3, layout.temporal, patch**2)
+        per_band = width * merge
         bands = max(1, _BLOCK_VALUES // (per_band * patch**2))
         scratch = np.empty(3 * bands * per_band * patch**2, target.dtype)
-        for band in range(0, rows.shape[1], bands):
-            block = np.ascontiguousarray(rows[:, band : band + bands].transpose(0, 1, 4, 2, 5, 3))
-            levels = block.view(np.uint8).reshape(3, -1, patch**2)
-            values: npt.NDArray[Any] = levels
-            if dtype != "uint8":
-                values = scratch[: levels.size].reshape(levels.shape)
-                for channel in range(3):
-                    self.arithmetic.write(levels[channel], channel, dtype, values[channel])
-            start = band * per_band
-            # One store in the order of the target: channel by channel, each line is fetched three times.
-            target[start : start + levels.shape[1]] = values.transpose(1, 0, 2)[:, :, None]
+        for index, planes in enumerate(self.frames):
+            step, offset = divmod(index, layout.temporal)
+            repeats = slice(None) if self.modality == "image" else slice(offset, offset + 1)
+            # One element is one row of a patch, so the transposition moves whole rows and never splits them.
+            rows = planes.view(f"V{patch}").reshape(3, height // merge, merge, patch, width // merge, merge)
+            for band in range(0, rows.shape[1], bands):
+                block = np.ascontiguousarray(rows[:, band : band + bands].transpose(0, 1, 4, 2, 5, 3))
+                levels = block.view(np.uint8).reshape(3, -1, patch**2)
+                values: npt.NDArray[Any] = levels
+                if dtype != "uint8":
+                    values = scratch[: levels.size].reshape(levels.shape)
+                    for channel in range(3):
+                        self.arithmetic.write(levels[channel], channel, dtype, values[channel])
+                start = band * per_band
+                # One store in the order of the target: channel by channel, each line is fetched three times.
+                part = target[step, start : start + levels.shape[1], :, repeats]
+                part[...] = values.transpose(1, 0, 2)[:, :, None]
 
 
 @dataclass(frozen=True, slots=True)

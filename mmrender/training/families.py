@@ -5,11 +5,12 @@ Transformers 5.23. A field without a rule is concatenated, as in most families; 
 concatenated is an error, never padded by guess.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
 
 from mmrender.errors import BatchError, ModelError
 from mmrender.training.positions import SPLIT_FRAMES, MRope
@@ -35,7 +36,6 @@ class FieldRule:
     padded: bool = False
 
 
-_CONCATENATED: Final = FieldRule()
 _PER_ROW: Final = FieldRule("rows")
 _PER_ROW_PADDED: Final = FieldRule("rows", padded=True)
 _TILES: Final = {"pixel_values": FieldRule(padded=True)}
@@ -85,7 +85,7 @@ class ModelFamily:
 
     def rule(self, name: str) -> FieldRule:
         """Return the rule of the field `name`."""
-        return self.rules.get(name, _CONCATENATED)
+        return self.rules.get(name, FieldRule())
 
     def model_kwargs(self, fields: Mapping[str, "TensorList"]) -> dict[str, Any]:
         """Return image fields as the model takes them; those without a single image are left out."""
@@ -114,7 +114,21 @@ class ModelFamily:
         if model_type in _UNSUPPORTED:
             raise BatchError(f"batches for {model_type} cannot be built: {_UNSUPPORTED[model_type]}")
         text, vision = settings.get("text_config") or {}, settings.get("vision_config") or {}
-        mrope = _mrope(model_type, text, settings, vision)
+        mrope = None
+        if model_type in _MROPE:
+            seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
+            mrope = MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)
+        elif any(
+            "mrope_section" in (part.get(key) or {})
+            for part in (settings, text)
+            for key in ("rope_scaling", "rope_parameters")
+        ):
+            raise BatchError(
+                "this family numbers tokens on three axes by rules that are not known here",
+                where="config.model_type",
+                expected=f"one of {', '.join(sorted(_MROPE))}",
+                got=repr(model_type),
+            )
         feature_token_ids = {
             modality: settings[key]
             for modality in ("image", "video")
@@ -143,30 +157,7 @@ def _settings(config: Any) -> Mapping[str, Any]:
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
         problem = "the model's configuration cannot be read"
         raise ModelError(problem, where=str(path), got=str(error)) from error
-    if not isinstance(content, dict):
-        raise ModelError("the model's configuration is not a JSON object", where=str(path))
-    return content
-
-
-def _mrope(
-    model_type: str, text: Mapping[str, Any], settings: Mapping[str, Any], vision: Mapping[str, Any]
-) -> MRope | None:
-    scaling: dict[str, Any] = {}
-    for part in (settings, text):
-        for key in ("rope_scaling", "rope_parameters"):
-            scaling |= part.get(key) or {}
-    if model_type not in _MROPE:
-        if "mrope_section" in scaling:
-            raise BatchError(
-                "this family numbers tokens on three axes by rules that are not known here",
-                where="config.model_type",
-                expected=f"one of {', '.join(sorted(_MROPE))}",
-                got=repr(model_type),
-            )
-        return None
-    seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
-    return MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)

@@ -13,7 +13,7 @@ the model. The micro-batches of a step cost about the same, since the slowest of
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Final, TypeAlias, Unpack
 
 import numpy as np
 
@@ -27,7 +27,8 @@ from mmrender.training.fields import ExpandOptions
 from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 
-_ANY, _UNUSED = -1, 16
+_ANY: Final = -1
+"""The kind of a bin that takes samples of every kind."""
 
 
 def first_fit_decreasing(
@@ -59,7 +60,8 @@ def first_fit_decreasing(
     numbers: dict[Hashable, int] = {}
     keys = [None] * len(lengths) if keys is None else keys
     kinds = [_ANY if key is None else numbers.setdefault(key, len(numbers)) for key in keys]
-    room, kind = np.zeros(_UNUSED, np.int64), np.full(_UNUSED, _ANY, np.int64)
+    # There are never more bins than samples.
+    room, kind = np.zeros(len(lengths), np.int64), np.full(len(lengths), _ANY, np.int64)
     bins: list[list[int]] = []
     for index in order:
         used = len(bins)
@@ -68,8 +70,6 @@ def first_fit_decreasing(
             fits &= (kind[:used] == _ANY) | (kind[:used] == kinds[index])
         found = int(fits.argmax()) if fits.any() else used
         if found == used:
-            if used == len(room):
-                room, kind = np.append(room, np.zeros_like(room)), np.append(kind, np.full_like(kind, _ANY))
             bins.append([])
             room[found] = capacity
         bins[found].append(index)
@@ -78,12 +78,11 @@ def first_fit_decreasing(
     return [sorted(members) for members in bins]
 
 
-def compute_cost(lengths: Sequence[int], *, hidden_size: int = 4096) -> float:
+def compute_cost(lengths: Sequence[int], hidden_size: int) -> float:
     """Return the relative cost of sequences side by side in a row: `sum of n + n**2 / (12 * hidden_size)`.
 
-    Per layer a token costs about `24 * hidden_size**2` operations in projections (12 h**2 weights, two
-    operations each), and causal attention `2 * hidden_size` for each token before it; they are equal at
-    `n = 12 * hidden_size`. The unit is the projections of one token.
+    Per layer a token costs about `24 * hidden_size**2` operations in projections, and causal attention
+    `2 * hidden_size` for each token before it. The unit is the projections of one token.
     """
     return float(sum(length + length**2 / (12 * hidden_size) for length in lengths))
 
@@ -172,13 +171,13 @@ def plan_steps(
     def made(members: Sequence[int]) -> _Bin:
         own = [lengths[index] for index in members]
         images = any(items[index] for index in members)
-        return _Bin(tuple(members), sum(own), compute_cost(own, hidden_size=hidden_size), images)
+        return _Bin(tuple(members), sum(own), compute_cost(own, hidden_size), images)
 
     bins = [made(members) for members in first_fit_decreasing(lengths, max_tokens, keys=keys)]
     while len(bins) % ranks and any(len(one.samples) > 1 for one in bins):
         largest = max((one for one in bins if len(one.samples) > 1), key=lambda one: one.cost)
         bins.remove(largest)
-        costs = [compute_cost([lengths[index]], hidden_size=hidden_size) for index in largest.samples]
+        costs = [compute_cost([lengths[index]], hidden_size) for index in largest.samples]
         bins += [made([largest.samples[place] for place in half]) for half in balance(costs, 2)]
     totals = [0.0] * ranks
     plan = []
@@ -194,15 +193,11 @@ def plan_steps(
 
 
 def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:
-    """Return what samples must agree in to share a batch: keywords, kinds and trailing dimensions.
-
-    Dimensions that the family pads are left out.
-    """
+    """Return what samples must agree in to share a batch: keywords, kinds and unpadded dimensions."""
     found: set[Any] = set()
     for item in items:
-        if isinstance(item, ReferenceItem):
-            continue
-        for name, spec in tensor_specs(item).items():
+        specs = {} if isinstance(item, ReferenceItem) else tensor_specs(item)
+        for name, spec in specs.items():
             rule = family.rule(name)
             shape = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
             if rule.layout != "counts":
@@ -238,7 +233,7 @@ def collate_micro_batch(
     """Build one micro-batch of a plan: a packed row.
 
     An empty one is a padding row, with the optional fields that the samples have, so that all ranks compute
-    alike.
+    alike. Raises as `collate`.
 
     Args:
         samples: Those that the plan was made for.
@@ -250,19 +245,16 @@ def collate_micro_batch(
         **options: As for `collate`.
 
     Raises:
-        BatchError: The plan needs a dummy and there is none, or as `collate`.
-        PlaceholderError: As `collate`.
+        BatchError: The plan needs a dummy and there is none.
     """
     held = [samples[index] for index in micro_batch.samples]
-    if micro_batch.dummy:
-        if dummy is None:
-            raise BatchError(
-                "this micro-batch has no image, and others of its step have",
-                where="dummy",
-                expected="a sample of one image",
-                got="None",
-                remedy="Make one with smallest_dummy",
-            )
+    if micro_batch.dummy and dummy is None:
+        raise BatchError(
+            "this micro-batch has no image, and others of its step have",
+            where="dummy",
+            remedy="Make a sample of one image with smallest_dummy",
+        )
+    if micro_batch.dummy and dummy is not None:
         held.append(dummy)
     return collate(
         held or samples[:1],  # a sample in no row gives an empty micro-batch its fields

@@ -11,7 +11,7 @@ an error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -99,33 +99,13 @@ def mrope_position_ids(
     return out.reshape(3, rows, width)
 
 
-class _Runs(NamedTuple):
-    """Feature tokens of one modality, one run for each grid.
-
-    Attributes:
-        starts: First token of each run, `(n,)`.
-        grids: Merged grids `(t, h, w)`, `(n, 3)`.
-        intervals: Positions between time steps, float32 `(n,)`.
-    """
-
-    starts: IntArray
-    grids: IntArray
-    intervals: npt.NDArray[np.float32]
-
-
 def _runs(
     modality: str, grid_thw: Any, seconds: Any, rope: MRope, *, flat: IntArray, owner: IntArray, width: int
-) -> _Runs:
-    """Find the run of tokens of each grid.
+) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
+    """Find the run of feature tokens of each grid of one modality.
 
-    Args:
-        modality: `"image"` or `"video"`.
-        grid_thw: Grids in patches, or None.
-        seconds: Seconds a time step of each grid lasts, or None.
-        rope: How the family numbers tokens.
-        flat: Token types of all rows, one after another.
-        owner: The segment that each token belongs to.
-        width: Tokens of a row, for errors.
+    `flat` are the token types of all rows, and `owner` the segments that tokens belong to. Returns the first
+    token of each run `(n,)`, its merged grid `(n, 3)`, and the positions between its time steps `(n,)`.
     """
     array = np.asarray(np.zeros((0, 3)) if grid_thw is None else grid_thw, np.int64)
     bad = np.flatnonzero((array[:, 1:] % rope.merge).any(1) | (array < 1).any(1))
@@ -149,18 +129,14 @@ def _runs(
     ends = np.cumsum(sizes)
     covered = int(sizes.sum())
     tokens = np.flatnonzero(flat == TOKEN_TYPES[modality])
-    if covered < len(tokens):
-        place = int(tokens[covered])
+    if covered != len(tokens):
+        run = int(np.searchsorted(ends, len(tokens), "right"))
+        where = f"{modality}_grid_thw, run {run}"
+        if covered < len(tokens):
+            where = f"row {tokens[covered] // width}, token {tokens[covered] % width}"
         raise BatchError(
-            f"{modality} tokens without a grid",
-            where=f"row {place // width}, token {place % width}",
-            expected=f"{modality}_grid_thw for all {len(tokens)} {modality} tokens",
-            got=f"{len(grids)} grids for {covered}",
-        )
-    if covered > len(tokens):
-        raise BatchError(
-            f"a grid without {modality} tokens",
-            where=f"{modality}_grid_thw, run {int(np.searchsorted(ends, len(tokens), 'right'))}",
+            f"{modality} tokens and grids do not match",
+            where=where,
             expected=f"grids for {len(tokens)} {modality} tokens",
             got=f"{len(grids)} grids for {covered}",
         )
@@ -174,4 +150,4 @@ def _runs(
             expected=f"{int(sizes[run])} {modality} tokens in a row",
             got=f"the last of them at row {int(lasts[run]) // width}, token {int(lasts[run]) % width}",
         )
-    return _Runs(starts, grids, intervals)
+    return starts, grids, intervals

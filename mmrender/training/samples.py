@@ -6,10 +6,10 @@ through its stop token. For turns that the template writes differently than a mo
 states a policy.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -87,20 +87,14 @@ def build_training_sample(
             last turn cannot be determined.
         TemplateError: The template refuses or fails.
     """
+    _check_options(roles, body_only_roles, on_rewritten)
+    if "add_generation_prompt" in template_arguments:
+        raise InputError("a training sample ends without a generation prompt", where="add_generation_prompt")
     conversation = attach_media(normalize_messages(messages), images, videos)
-    sampled = _checked_roles(roles, "roles")
-    for role in sorted(sampled.difference(SAMPLED_ROLES)):
-        raise InputError(
-            f"no token of a {role} message is sampled",
-            where="roles",
-            expected="'assistant'",
-            got=repr(role),
-            remedy="Name it in body_only_roles to train on what such messages say",
-        )
-    bodies = _checked_roles(body_only_roles, "body_only_roles")
-    wanted = _Wanted(sampled, bodies, _chosen(select, conversation))
-    builder = _Builder(renderer, tools, template_arguments, on_rewritten)
-    prompt: RenderedTokens | None = None
+    chosen = _chosen(select, conversation)
+    builder = _Builder(renderer, tools, template_arguments)
+    prompt_length: int | None = None
+    prompt_ids: Sequence[int] = ()
     if completion_start is not None:
         at = conversation[completion_start].role if 0 < completion_start < len(conversation) else None
         if at != "assistant":
@@ -110,37 +104,46 @@ def build_training_sample(
                 expected="the index of an assistant message after the first message",
                 got=f"{completion_start}" if at is None else f"{completion_start}, a {at} message",
             )
-        wanted.chosen[:completion_start] = False
-        prompt = builder.render(conversation[:completion_start], add_generation_prompt=True)
+        chosen[:completion_start] = False
+        prompt_ids = builder.render(conversation[:completion_start], add_generation_prompt=True).token_ids
     rendered = builder.render(conversation, final_stop=final_stop)
-    prompt_length: int | None = None
-    if prompt is not None and completion_start is not None:
-        asked, whole = prompt.token_ids, rendered.token_ids
-        prompt_length = common_prefix(asked, whole)
-        if prompt_length < len(asked) and on_rewritten == "error":
+    if completion_start is not None:
+        prompt_length = common_prefix(prompt_ids, rendered.token_ids)
+        if prompt_length < len(prompt_ids) and on_rewritten == "error":
             problem = f"the prompt for this turn departs from the whole at token {prompt_length}"
             error = _rewritten_error(completion_start, problem)
-            error.expected = repr(renderer.decode(asked[prompt_length : prompt_length + 16]))
-            error.got = repr(renderer.decode(whole[prompt_length : prompt_length + 16]))
+            error.expected, error.got = (
+                repr(renderer.decode(ids[prompt_length : prompt_length + 16]))
+                for ids in (prompt_ids, rendered.token_ids)
+            )
             raise error
     rewritten = _rewritten_turns(rendered, conversation)
+    asked = [message for message in rewritten if chosen[message] and rendered.roles[message] in roles]
+    if asked and on_rewritten == "error":
+        raise _rewritten_error(asked[0], rewritten[asked[0]])
+    left_out = asked if on_rewritten == "skip" else ()
+    mask = np.zeros(len(rendered), np.bool_)
+    for span in rendered.spans:
+        if span.message >= 0 and chosen[span.message]:
+            role = rendered.roles[span.message]
+            body = role in body_only_roles and span.kind in _BODY_KINDS
+            sampled = role in roles and span.sampled and span.message not in left_out
+            mask[span.start : span.stop] = body or sampled
+    if on_rewritten == "content":
+        for message in set(asked).intersection(rendered.rewritten):
+            mask[builder.departed(rendered, message)] = True
+    for span in rendered.spans:
+        if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
+            mask[span.start : span.stop] = False
     return TrainingSample(
         token_ids=rendered.token_array,
-        loss_mask=builder.mask(rendered, wanted, rewritten),
+        loss_mask=mask,
         multi_modal_data=rendered.multi_modal_data,
         prompt_length=prompt_length,
         rewritten=tuple(rewritten),
         rendered=rendered,
         sample_id=sample_id,
     )
-
-
-class _Wanted(NamedTuple):
-    """Roles to train on, roles of which to train on the body, and by message whether it takes part."""
-
-    roles: frozenset[Role]
-    body_only_roles: frozenset[Role]
-    chosen: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -150,20 +153,6 @@ class _Builder:
     renderer: "RendererProtocol"
     tools: Sequence[Any] | None
     arguments: Mapping[str, Any]
-    on_rewritten: OnRewritten
-
-    def __post_init__(self) -> None:
-        if self.on_rewritten not in get_args(OnRewritten):
-            raise InputError(
-                "unknown policy",
-                where="on_rewritten",
-                expected="'error', 'skip' or 'content'",
-                got=repr(self.on_rewritten),
-            )
-        if "add_generation_prompt" in self.arguments:
-            raise InputError(
-                "a training sample ends without a generation prompt", where="add_generation_prompt"
-            )
 
     def render(
         self,
@@ -194,34 +183,11 @@ class _Builder:
         span = TokenSpan(end, end + 1, last, "scaffold", last not in rendered.rewritten)
         return replace(rendered, token_ids=[*rendered.token_ids, stop], spans=(*rendered.spans, span))
 
-    def mask(
-        self, rendered: RenderedTokens, wanted: _Wanted, rewritten: Mapping[int, str]
-    ) -> npt.NDArray[np.bool_]:
-        """Return which tokens to train on; `rewritten` are turns that differ from a model's, and why."""
-        asked = [m for m in rewritten if wanted.chosen[m] and rendered.roles[m] in wanted.roles]
-        if asked and self.on_rewritten == "error":
-            raise _rewritten_error(asked[0], rewritten[asked[0]])
-        left_out = asked if self.on_rewritten == "skip" else ()
-        mask = np.zeros(len(rendered), np.bool_)
-        for span in rendered.spans:
-            if span.message >= 0 and wanted.chosen[span.message]:
-                role = rendered.roles[span.message]
-                body = role in wanted.body_only_roles and span.kind in _BODY_KINDS
-                sampled = role in wanted.roles and span.sampled and span.message not in left_out
-                mask[span.start : span.stop] = body or sampled
-        if self.on_rewritten == "content":
-            for message in set(asked).intersection(rendered.rewritten):
-                mask[self._departed(rendered, message)] = True
-        for span in rendered.spans:
-            if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
-                mask[span.start : span.stop] = False
-        return mask
-
     @cached_property
     def _profile(self) -> "TemplateProfile":
         return self.renderer.template_profile(has_tools=self.tools is not None, **self.arguments)
 
-    def _departed(self, rendered: RenderedTokens, message: int) -> slice:
+    def departed(self, rendered: RenderedTokens, message: int) -> slice:
         """Return a rewritten turn's tokens, from where it leaves the generation prompt to its stop token."""
         run = next(rendered.slices(message), None)
         if run is None:
@@ -247,27 +213,20 @@ def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) 
     printed = {(span.message, span.kind) for span in rendered.spans}
     for index, message in enumerate(conversation):
         if message.role == "assistant" and index not in found:
-            for kind, text in _said(message):
+            parts = message.content if isinstance(message.content, tuple) else ()
+            content = "".join(part.text for part in parts if isinstance(part, TextPart))
+            thoughts = "".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
+            said: dict[TokenKind, str] = {
+                "content": message.content if isinstance(message.content, str) else content,
+                "reasoning": (message.reasoning_content or "") + thoughts,
+                "tool_call": message.tool_calls[0].name if message.tool_calls else "",
+            }
+            for kind, text in said.items():
                 # A token belongs to its first character, so a short text may lie in a token of scaffold.
-                hidden = len(text) <= _TOKEN_CHARACTERS and text in rendered.text
+                hidden = len(text.strip()) <= _TOKEN_CHARACTERS and text.strip() in rendered.text
                 if (index, kind) not in printed and not hidden:
                     found[index] = f"the template drops this turn's {_NAMES[kind]}"
     return dict(sorted(found.items()))
-
-
-def _said(message: Message) -> Iterator[tuple[TokenKind, str]]:
-    """Yield by kind the texts that a message's tokens must hold, white space aside."""
-    parts = message.content if isinstance(message.content, tuple) else ()
-    texts = [part.text for part in parts if isinstance(part, TextPart)]
-    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
-    content = message.content if isinstance(message.content, str) else "".join(texts)
-    reasoning = (message.reasoning_content or "") + "".join(thoughts)
-    if content.strip():
-        yield "content", content.strip()
-    if reasoning.strip():
-        yield "reasoning", reasoning.strip()
-    if message.tool_calls:
-        yield "tool_call", message.tool_calls[0].name
 
 
 def _content_stop(rendered: RenderedTokens, message: int, run: slice) -> int:
@@ -299,27 +258,31 @@ def _chosen(select: Select | None, conversation: Sequence[Message]) -> npt.NDArr
         return np.array([bool(select(message)) for message in conversation], np.bool_)
     chosen = np.zeros(count, np.bool_)
     for index in select:
-        if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
+        if isinstance(index, bool | np.bool_) or not -count <= index < count:
             raise InputError(
-                "not an index of a message",
+                "not the index of a message",
                 where="select",
-                expected="whole numbers, or a function of a message",
+                expected=f"{-count} to {count - 1}, or a function of a message",
                 got=repr(index),
                 remedy="For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
             )
-        if not -count <= index < count:
-            expected = f"{-count} to {count - 1}"
-            raise InputError("there is no such message", where="select", expected=expected, got=f"{index}")
         chosen[index] = True
     return chosen
 
 
-def _checked_roles(given: Collection[Role], where: str) -> frozenset[Role]:
-    if isinstance(given, str):
-        remedy = f"Write ({given!r},)"
-        raise InputError("not a collection of roles", where=where, got=repr(given), remedy=remedy)
-    for role in given:
-        if role not in ROLES:
-            expected = ", ".join(map(repr, ROLES))
-            raise InputError("unknown role", where=where, expected=expected, got=repr(role))
-    return frozenset(given)
+def _check_options(roles: Collection[Role], body_only_roles: Collection[Role], on_rewritten: str) -> None:
+    for where, given in (("roles", roles), ("body_only_roles", body_only_roles)):
+        if isinstance(given, str) or not frozenset(given) <= frozenset(ROLES):
+            expected = f"a collection of {', '.join(map(repr, ROLES))}"
+            raise InputError("unknown role", where=where, expected=expected, got=repr(given))
+    for role in frozenset(roles).difference(SAMPLED_ROLES):
+        raise InputError(
+            f"no token of a {role} message is sampled",
+            where="roles",
+            expected="'assistant'",
+            got=repr(role),
+            remedy="Name it in body_only_roles to train on what such messages say",
+        )
+    if on_rewritten not in get_args(OnRewritten):
+        expected = "'error', 'skip' or 'content'"
+        raise InputError("unknown policy", where="on_rewritten", expected=expected, got=repr(on_rewritten))

@@ -22,7 +22,7 @@ from mmrender.trajectory.engine_data import WeightVersionSpan
 if TYPE_CHECKING:
     from mmrender.training.batch import TrainingBatch
 
-_RECURRENT_LAYERS: Final = ("linear_attn",)
+_RECURRENT_LAYER: Final = "linear_attn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +129,16 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
     Raises:
         BatchError: The model's family has recurrent layers, and none is found.
     """
-    layers = [
-        module for name, module in model.named_modules() if name.rpartition(".")[2] in _RECURRENT_LAYERS
-    ]
-    if batch.family.recurrent and batch.packed and not layers:
+    layers = []
+    if batch.packed:
+        layers = [one for name, one in model.named_modules() if name.endswith(_RECURRENT_LAYER)]
+    if batch.packed and batch.family.recurrent and not layers:
         raise BatchError(
             f"the recurrent layers of {batch.family.model_type} are not found",
             where=type(model).__name__,
-            expected=f"modules named {' or '.join(_RECURRENT_LAYERS)}",
+            expected=f"modules named {_RECURRENT_LAYER}",
             remedy="Use padded batches",
         )
-    if not batch.packed:
-        layers = []
     bounds = _bounds(batch)
     lengths = [[stop - start for start, stop in pairwise(row)] for row in bounds]
     originals = [layer.forward for layer in layers]

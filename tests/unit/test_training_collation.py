@@ -253,8 +253,8 @@ def test_plans_that_cannot_be_carried_out() -> None:
     with pytest.raises(BatchError) as caught:
         collate_micro_batch(samples, MicroBatch((0,), dummy=True), FAMILY, pad_token_id=PAD_ID)
     assert str(caught.value) == (
-        "dummy: this micro-batch has no image, and others of its step have - expected a sample of one image, "
-        "got None. Make one with smallest_dummy"
+        "dummy: this micro-batch has no image, and others of its step have. "
+        "Make a sample of one image with smallest_dummy"
     )
     with pytest.raises(BatchError, match="one rank or more"):
         plan_steps(samples, FAMILY, ranks=0, max_tokens=40)

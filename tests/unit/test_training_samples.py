@@ -151,20 +151,24 @@ def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any)
     [
         (
             {"select": [False, True]},
-            "select: not an index of a message - expected whole numbers, or a function of a message, got "
+            "select: not the index of a message - expected -5 to 4, or a function of a message, got "
             "False. For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
         ),
-        ({"select": [5]}, "select: there is no such message - expected -5 to 4, got 5"),
+        (
+            {"select": [5]},
+            "select: not the index of a message - expected -5 to 4, or a function of a message, got "
+            "5. For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
+        ),
         (
             {"roles": ("tool",)},
             "roles: no token of a tool message is sampled - expected 'assistant', got 'tool'. Name it in "
             "body_only_roles to train on what such messages say",
         ),
         (
-            {"roles": ("model",)},
-            "roles: unknown role - expected 'system', 'developer', 'user', 'assistant', 'tool', got 'model'",
+            {"roles": "assistant"},
+            "roles: unknown role - expected a collection of 'system', 'developer', 'user', 'assistant', 'tool', "
+            "got 'assistant'",
         ),
-        ({"roles": "assistant"}, "roles: not a collection of roles - got 'assistant'. Write ('assistant',)"),
         (
             {"on_rewritten": "ignore"},
             "on_rewritten: unknown policy - expected 'error', 'skip' or 'content', got 'ignore'",
