@@ -65,13 +65,6 @@ def test_a_seed_decides_the_board():
     assert first.marked == again.marked
 
 
-def test_a_reset_begins_again(game):
-    game.step(acting("unclosed"))
-    game.step(acting(zoom(1, 1, 2, 2)))
-    game.reset([], {"seed": 5})
-    assert game.step(acting(answer(*game.marked))).reward == 1.0
-
-
 def test_the_mark_is_in_its_cell_and_no_other_figure_is_like_it(game):
     side = game.settings.cell_pixels
     board = np.asarray(game.board).astype(int).sum(2)
@@ -83,13 +76,6 @@ def test_the_mark_is_in_its_cell_and_no_other_figure_is_like_it(game):
     }
     assert sum(count > 0 for count in ink.values()) == 4
     assert max(ink, key=ink.get) == game.marked
-
-
-def test_the_prompt_of_the_data_set_comes_first(game):
-    system = {"role": "system", "content": "Play."}
-    shown = game.reset([system], {"seed": 1})
-    assert [message.role for message in normalize_messages(shown.messages)] == ["system", "user"]
-    assert not shown.done
 
 
 def test_zooming_shows_the_region_at_full_resolution(game):
@@ -158,14 +144,6 @@ def test_a_turn_without_calls_and_the_end_of_turns():
     last = game.step(acting())
     assert (last.done, last.messages, last.reward) == (True, (), -0.1)
     assert last.info["invalid_calls"] == 2.0
-
-
-def test_extras_replace_settings_for_one_episode():
-    game = FindCell()
-    game.reset([], {"seed": 1, "grid": 3})
-    assert game.tools[1]["function"]["parameters"]["properties"]["row"]["maximum"] == 3
-    game.reset([], {"seed": 1})
-    assert game.settings == FindCellSettings()
 
 
 @pytest.mark.parametrize(
