@@ -5,7 +5,8 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 from mmrender.client.placeholders import known_tokens
@@ -18,7 +19,7 @@ from mmrender.client.types import (
     RendererBackend,
     Usage,
 )
-from mmrender.engines.continuation import Continuation, check_logprobs
+from mmrender.engines.continuation import Continuation, check_piece
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
 from mmrender.engines.interface import (
     InferenceEngineInterface,
@@ -32,7 +33,6 @@ from mmrender.engines.replicas import FAILED, Call, Ending, Replica, ReplicaPool
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
-    EngineReplyError,
     EngineStateError,
     EngineTimeoutError,
     EngineUnavailableError,
@@ -108,7 +108,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = {"router": self.router, "renderer": self.renderer, "name": self.name, **self._settings}
-        return _rebuild, (type(self), self.engines, given)
+        return partial(type(self), **given), (self.engines,)
 
     async def __aenter__(self) -> Self:
         return self
@@ -182,16 +182,19 @@ class InferenceEngineClient(InferenceEngineInterface):
         try:
             async with asyncio.timeout(self._deadline):
                 while continuation.finished is None:
-                    if await self._is_full(continuation):
-                        continuation.end("length")
-                        break
-                    answer = await self._pool.send(growing.ask, route)
+                    if sampled := len(continuation.completion_ids):
+                        limit = await self.max_prompt_len()
+                        if limit is not None and len(request.prompt_ids) + sampled > limit:
+                            continuation.end("length")
+                            break
+                    piece = await self._pool.send(growing.ask, route)
+                    aborted = self._pool.is_aborted(route)
                     moved = continuation.finished is not None
-                    if answer.value is not None:
-                        moved = continuation.add(answer.value, ending=answer.aborted)
-                    if answer.aborted:
+                    if piece is not None:
+                        moved = continuation.add(piece, ending=aborted)
+                    if aborted:
                         continuation.end("abort")
-                    elif moved or answer.paused:
+                    elif moved or route.paused:
                         idle = 0
                     else:
                         idle += 1
@@ -203,14 +206,6 @@ class InferenceEngineClient(InferenceEngineInterface):
             ) from error
         growing.show()
         return continuation.result()
-
-    async def _is_full(self, continuation: Continuation) -> bool:
-        """Whether what was sampled so far leaves no room in the engine's context."""
-        if not continuation.completion_ids:
-            return False
-        limit = await self.max_prompt_len()
-        length = len(continuation.request.prompt_ids) + len(continuation.completion_ids)
-        return limit is not None and length > limit
 
     async def _wait_idle(self, aborts: int) -> None:
         """Wait before asking again after an abort that brought no token, outside of pauses."""
@@ -232,7 +227,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     def as_backend(self) -> RendererBackend:
         """Return this client as a backend of `mmrender.client.generate`, which needs no server then."""
-        return _ClientBackend(self, _NoServer())
+        return _ClientBackend(self)
 
     # --- OpenAI requests ---
 
@@ -269,10 +264,10 @@ class InferenceEngineClient(InferenceEngineInterface):
     ) -> Result:
         route = self._pool.route(body.get("session_id"))
         while True:
-            answer = await self._pool.send(ask, route)
-            if answer.value is not None:
-                return answer.value
-            if answer.aborted:
+            value = await self._pool.send(ask, route)
+            if value is not None:
+                return value
+            if self._pool.is_aborted(route):
                 raise EngineUnavailableError("the request was aborted")
 
     def _pass_stream(
@@ -422,15 +417,14 @@ class InferenceEngineClient(InferenceEngineInterface):
         self, replicas: Sequence[Replica], action: Callable[[InferenceEngineInterface], Awaitable[None]]
     ) -> None:
         """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
-        problems = []
-        for replica, error in await _results(replicas, action):
+        failed = await _results(replicas, action)
+        for replica, error in failed:
             if isinstance(error, EngineConnectionError):
                 self._paused = [each for each in self._paused if each is not replica]
                 self._pool.take_down(replica, str(error))
-            else:
-                problems.append(error)
-        if problems:
-            raise problems[0]
+        for _, error in failed:
+            if not isinstance(error, EngineConnectionError):
+                raise error
 
     # --- control ---
 
@@ -466,8 +460,8 @@ class InferenceEngineClient(InferenceEngineInterface):
                 expected=str(len(replicas)),
                 got=str(len(infos)),
             )
-        joining = zip(replicas, infos, strict=True)
-        await gather_all([_join(each.engine, info) for each, info in joining])
+        each_own = zip(replicas, infos, strict=True)
+        await gather_all([each.engine.init_weight_update_communicator(info) for each, info in each_own])
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
         """Let all engines receive weights at once; all must be there, or the transfer would hang."""
@@ -591,26 +585,42 @@ class _Growing:
 
     async def ask(self, engine: InferenceEngineInterface) -> EngineResponse | None:
         """Make the next request; None where the completion has ended with what a stream has shown."""
-        continuation = self.continuation
+        continuation, listener = self.continuation, self._listener
         if continuation.is_finished():  # by a request that failed behind its last token
             return None
-        stream = None
-        if self._listener is not None and continuation.can_stream:
-            stream = _Stream(self._listener, continuation.remaining)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        ending: FinishReason = "abort"
+
+        def on_tokens(
+            new_ids: Sequence[int], new_logprobs: Sequence[float], reason: FinishReason | None, /
+        ) -> None:
+            nonlocal ending
+            check_piece(new_ids, new_logprobs, continuation.remaining - len(ids))
+            ids.extend(new_ids)
+            logprobs.extend(new_logprobs)
+            ending = reason or ending
+            if new_ids and listener is not None:
+                listener(new_ids, new_logprobs, None)
+
         request = continuation.next_request()
+        streams = listener is not None and continuation.can_stream
         try:
-            piece = await engine.complete(request, session_id=self._session, on_tokens=stream)
-            continuation.check(piece)
+            piece = await engine.complete(
+                request, session_id=self._session, on_tokens=on_tokens if streams else None
+            )
+            check_piece(piece.completion_ids, piece.logprobs, continuation.remaining)
         except BaseException as error:
-            if stream is not None and (stream.ids or stream.finish_reason):  # it was shown, so it counts
-                self._shown += len(stream.ids)
-                continuation.add(stream.piece(len(request.prompt_ids)))
+            if ids or ending != "abort":  # it was shown, so it counts
+                self._shown += len(ids)
+                usage = Usage(len(request.prompt_ids), len(ids))
+                continuation.add(EngineResponse(ids, logprobs, ending, usage))
             if isinstance(error, PromptTooLongError) and continuation.completion_ids:
                 continuation.end("length")
             if continuation.is_finished() and isinstance(error, Exception):
                 return None
             raise
-        self._shown += len(stream.ids) if stream is not None else 0
+        self._shown += len(ids)
         return piece
 
     def show(self) -> None:
@@ -625,43 +635,7 @@ class _Growing:
             self._listener(continuation.completion_ids[start:], continuation.logprobs[start:], ended)
 
 
-class _Stream:
-    """Tokens of one request as they arrive, checked before they are shown."""
-
-    def __init__(self, listener: OnTokens, asked: int) -> None:
-        self._listener = listener
-        self._asked = asked
-        self.finish_reason: FinishReason | None = None
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-
-    def __call__(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason | None, /
-    ) -> None:
-        check_logprobs(token_ids, logprobs)
-        if len(self.ids) + len(token_ids) > self._asked:
-            raise EngineReplyError(
-                "the engine sampled more tokens than it was asked for",
-                where="completion_ids",
-                expected=f"at most {self._asked}",
-                got=f"{len(self.ids) + len(token_ids)} or more",
-            )
-        self.ids += token_ids
-        self.logprobs += logprobs
-        if finish_reason in ("stop", "length"):
-            self.finish_reason = finish_reason
-        if token_ids:
-            self._listener(token_ids, logprobs, None)
-
-    def piece(self, prompt_tokens: int) -> EngineResponse:
-        """The response so far, as an aborted one unless its end was seen."""
-        usage = Usage(prompt_tokens, len(self.ids))
-        return EngineResponse(self.ids, self.logprobs, self.finish_reason or "abort", usage)
-
-
 class _NoServer:
-    """Null transport of a client as a backend, beside which its prompt limit is kept."""
-
     base_url = "engines:"
 
 
@@ -670,7 +644,7 @@ class _ClientBackend:
     """An `InferenceEngineClient` as a backend; a request's `X-Session-ID` header is its session."""
 
     engines: InferenceEngineClient
-    transport: Any
+    transport: Any = field(default_factory=_NoServer)  # beside which the prompt limit is kept
     name: str = "engines"
 
     async def generate(
@@ -725,10 +699,6 @@ async def _pause_one(engine: InferenceEngineInterface, mode: PauseMode, clear_ca
     await engine.pause_generation("keep", clear_cache=False)
 
 
-async def _join(engine: InferenceEngineInterface, info: Mapping[str, Any]) -> None:
-    await engine.init_weight_update_communicator(info)
-
-
 async def _results(
     replicas: Sequence[Replica], action: Callable[[InferenceEngineInterface], Awaitable[None]]
 ) -> list[tuple[Replica, BaseException]]:
@@ -762,11 +732,3 @@ async def emitted(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _rebuild(
-    cls: type[InferenceEngineClient],
-    engines: Sequence[InferenceEngineInterface],
-    settings: Mapping[str, Any],
-) -> InferenceEngineClient:
-    return cls(engines, **settings)

@@ -167,22 +167,6 @@ class Continuation:
             return False
         return bool(piece.completion_ids) or self.finished is not None
 
-    def check(self, piece: EngineResponse) -> None:
-        """Require as many finite logprobs as tokens, and no more than were asked for.
-
-        Raises:
-            EngineReplyError: They do not fit.
-        """
-        got = len(piece.completion_ids)
-        if got > self.remaining:
-            raise EngineReplyError(
-                "the engine sampled more tokens than it was asked for",
-                where="completion_ids",
-                expected=f"at most {self.remaining}",
-                got=str(got),
-            )
-        check_logprobs(piece.completion_ids, piece.logprobs)
-
     def _cut_at_stop(self, piece: EngineResponse) -> EngineResponse:
         """End a piece where a stop string ends that began before the seam; the engine cannot see that one."""
         done = len(self.completion_ids)
@@ -272,17 +256,25 @@ def _cut(piece: EngineResponse, count: int, stop: str, length: int) -> EngineRes
     )
 
 
-def check_logprobs(completion_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Require one finite number for each token; an engine may be one of the caller's own.
+def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], most: int) -> None:
+    """Require at most `most` tokens, and one finite logprob for each; an engine may be the caller's own.
 
     Raises:
-        EngineReplyError: There is not.
+        EngineReplyError: They do not fit.
     """
-    if len(logprobs) != len(completion_ids):
+    count = len(completion_ids)
+    if count > most:
+        raise EngineReplyError(
+            "the engine sampled more tokens than it was asked for",
+            where="completion_ids",
+            expected=f"at most {most}",
+            got=str(count),
+        )
+    if len(logprobs) != count:
         raise EngineReplyError(
             "tokens and logprobs differ in number",
             where="logprobs",
-            expected=str(len(completion_ids)),
+            expected=str(count),
             got=str(len(logprobs)),
         )
     for position, value in enumerate(logprobs):

@@ -4,6 +4,7 @@ Needs the `serve` extra: starlette, uvicorn and prometheus-client.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -21,7 +22,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -87,7 +87,7 @@ class ServerSettings:
         stop_seconds: How long running requests may go on when the server stops.
 
     Raises:
-        InputError: A setting is out of range, or the address is open to others and there is no key.
+        InputError: The address is open to others and there is no key, or an empty one.
     """
 
     model: str
@@ -102,12 +102,8 @@ class ServerSettings:
     stop_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise InputError("the model has no name", where="settings.model")
         if self.api_key == "":
             raise InputError("the key is empty", where="settings.api_key", expected="a key, or None")
-        if self.max_body_bytes < 1:
-            raise InputError("out of range", where="settings.max_body_bytes", expected="at least 1")
         is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
         if self.api_key is None and not self.open_to_all and not is_loopback:
             raise InputError(
@@ -156,12 +152,10 @@ def failure_of(error: Exception) -> tuple[int, dict[str, Any]]:
         status, code, param, message = error.status, error.code, error.param, str(error)
     elif isinstance(error, EngineStatusError) and error.status < 500:
         # The engine's own refusal is passed on; its breakdowns are ours to answer for.
-        try:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             body = msgspec.json.decode(error.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            body = None
-        if isinstance(body, dict) and isinstance(body.get("error"), dict):
-            return error.status, body
+            if isinstance(body, dict) and isinstance(body.get("error"), dict):
+                return error.status, body
         status, code, message = error.status, "engine_refused", str(error)
     else:
         for kind, known_status, known_code in _STATUSES:
@@ -385,48 +379,41 @@ class Endpoint:
             raise RequestError(404, message, code="model_not_found", param="model")
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._read(request)
-        if self.settings.default_max_tokens is not None and body.get("max_completion_tokens") is None:
-            body.setdefault("max_tokens", self.settings.default_max_tokens)
-        client = self.client
-        return await self._answer(request, body, client.chat_completion, client.stream_chat_completion)
+        return await self._answer(request, self.client.chat_completion, self.client.stream_chat_completion)
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._read(request)
-        client = self.client
-        return await self._answer(request, body, client.completion, client.stream_completion)
-
-    async def _read(self, request: Request) -> dict[str, Any]:
-        """Read a body that names the right model; defaults and the session join it."""
-        body = await read_body(request, self.settings.max_body_bytes)
-        self._check_model(body.get("model"))
-        session = body.get("session_id") or request.headers.get("x-session-id")
-        if session is not None and not isinstance(session, str | int):
-            raise RequestError(
-                400, "session_id must be text or a number", code="invalid_value", param="session_id"
-            )
-        given = {name: value for name, value in body.items() if value is not None}
-        body = {**self.settings.sampling_defaults, **given, "model": self.settings.model}
-        return body if session is None else {**body, "session_id": session}
+        return await self._answer(request, self.client.completion, self.client.stream_completion)
 
     async def _answer(
         self,
         request: Request,
-        body: dict[str, Any],
         whole: Callable[[RequestPayload], Coroutine[Any, Any, dict[str, Any]]],
         stream: Callable[[RequestPayload], AsyncIterator[dict[str, Any]]],
     ) -> Response:
         begun = time.monotonic()
+        settings, route = self.settings, request.scope["route"].path
+        body = await read_body(request, settings.max_body_bytes)
+        self._check_model(body.get("model"))
+        given = {name: value for name, value in body.items() if value is not None}
+        body = {**settings.sampling_defaults, **given, "model": settings.model}
+        if session := request.headers.get("x-session-id"):
+            body.setdefault("session_id", session)
         streams = body.pop("stream", False)
-        if not isinstance(streams, bool):
-            raise RequestError(400, "stream must be true or false", code="invalid_value", param="stream")
+        for name, value, kinds in (
+            ("session_id", body.get("session_id", ""), str | int),
+            ("stream", streams, bool),
+        ):
+            if not isinstance(value, kinds):
+                raise RequestError(400, f"{name} has a wrong type", code="invalid_value", param=name)
+        budget = settings.default_max_tokens if route.endswith("/chat/completions") else None
+        if budget is not None and "max_completion_tokens" not in body:
+            body.setdefault("max_tokens", budget)
         if not streams:
             body.pop("stream_options", None)
             reply = await while_connected(request, whole({"json": body}))
             self.metrics.count_usage(reply)
-            return JSONReply({**reply, "model": self.settings.model})
+            return JSONReply({**reply, "model": settings.model})
         values = self._watched(stream({"json": body}))
-        route = request.scope["route"].path
         try:
             first = await while_connected(request, anext(values))
         except BaseException:
@@ -514,24 +501,23 @@ class EngineServer:
             EngineStateError: It cannot listen.
         """
         host, port = self.settings.host, self.settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             # Bound here: uvicorn would end the process where the port is taken.
-            listener = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
+            listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise EngineStateError(
                 "the server cannot listen", where=f"{host}:{port}", got=str(error)
             ) from error
+        config = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
+        )
+        server = self._server = uvicorn.Server(config)
         with listener:
-            config = uvicorn.Config(
-                self.app,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
-            )
-            server = self._server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 while not server.started and not serving.done():
@@ -587,9 +573,7 @@ class EngineServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -599,41 +583,25 @@ def serve(
     engine_model: str,
     settings: ServerSettings,
     backend: BackendName = "vllm",
-    router: str | None = None,
-    controls: Sequence[str] = (),
     renderer: RendererProtocol | None = None,
     started: Callable[[str], None] = print,
 ) -> None:
     """Serve OpenAI's routes over running inference servers until interrupted; `mmrender serve` calls it.
 
     Args:
-        urls: The inference servers.
+        urls: The inference servers, or the URL of a router.
         engine_model: Name under which they know the model.
         settings: What is served, where, and to whom.
         backend: Their engine.
-        router: URL of a router in front of them, which gets all requests.
-        controls: For each server the one that has its control routes, where that is another one.
         renderer: Renders chat here, to sample in tokens; None passes chat on to the servers.
         started: Called with the URL once it listens.
 
     Raises:
-        InputError: There is no server, or `controls` does not fit them.
+        InputError: There is no server.
         EngineStateError: It cannot listen.
     """
-    if controls and len(controls) != len(urls):
-        raise InputError(
-            "must have one entry for each server",
-            where="controls",
-            expected=str(len(urls)),
-            got=str(len(controls)),
-        )
-    workers: Sequence[str | None] = controls or [None] * len(urls)
-    engines = [
-        HTTPEngine(backend, url, model=engine_model, control=control)
-        for url, control in zip(urls, workers, strict=True)
-    ]
-    front = None if router is None else HTTPEngine(backend, router, model=engine_model, name="router")
-    client = InferenceEngineClient(engines, router=front, renderer=renderer)
+    engines = [HTTPEngine(backend, url, model=engine_model) for url in urls]
+    client = InferenceEngineClient(engines, renderer=renderer)
 
     async def run() -> None:
         try:
@@ -641,7 +609,5 @@ def serve(
         finally:
             await client.teardown(wait=settings.stop_seconds)
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run())
-    except KeyboardInterrupt:
-        return

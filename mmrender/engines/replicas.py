@@ -11,9 +11,10 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.interface import InferenceEngineInterface
@@ -45,10 +46,6 @@ _SLACK: Final = 8
 """An engine with this many requests more than the least loaded one loses work whose prefix it has cached."""
 
 _log = logging.getLogger("mmrender.engines")
-
-
-class EndedError(Exception):
-    """A request was ended by its own client, for a pause or an abort, and returned nothing."""
 
 
 class Condition:
@@ -91,10 +88,9 @@ def _release(future: "asyncio.Future[None]") -> None:
 
 
 class Call:
-    """One request in flight, which any thread can end. Made and awaited on one event loop.
+    """One request in flight, which any thread can end; made and awaited on one event loop.
 
-    Args:
-        limit: Seconds it may take, pauses not counted; None for no limit.
+    `limit` is the seconds it may take, pauses not counted.
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -103,11 +99,10 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(limit)
 
-    async def run(self, request: Awaitable[Result], name: str) -> Result:
-        """Await the request.
+    async def run(self, request: Awaitable[Result], name: str) -> Result | None:
+        """Await the request; None where it was ended for a pause or an abort.
 
         Raises:
-            EndedError: It was ended for a pause or an abort.
             EngineUnavailableError: It was ended because its engine is down.
             EngineTimeoutError: It took too long.
         """
@@ -118,7 +113,7 @@ class Call:
             if not self._scope.expired():
                 raise
             if self.ending in ("paused", "aborted"):
-                raise EndedError from error
+                return None
             if self.ending == "down":
                 raise EngineUnavailableError("the engine does not answer", where=name) from error
             raise EngineTimeoutError(
@@ -182,41 +177,22 @@ class Route:
 
     Attributes:
         session: Its session, or None.
-        preferred: The replica that had it last, whose caches hold its prefix.
         aborts: The pool's count of aborts when the work began.
+        preferred: The replica that had it last, whose caches hold its prefix.
+        paused: Whether the client was paused during the last request.
     """
 
     session: Hashable | None
     aborts: int
     preferred: Replica | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(Generic[Result]):
-    """What came of a request.
-
-    Attributes:
-        value: The engine's answer; None where the client ended the request.
-        paused: Whether the client was paused during it.
-        aborted: Whether all work was aborted since it began.
-    """
-
-    value: Result | None
-    paused: bool
-    aborted: bool
+    paused: bool = False
 
 
 class ReplicaPool:
     """Sends requests to engines: waits while the client is paused, chooses, and fails over.
 
-    Args:
-        engines: Engines with different names; control calls go to these.
-        router: If given, all requests go to it instead.
-        retries: How often and how soon failed requests are repeated.
-        attempt_timeout: Seconds for one request, pauses not counted; None for no limit.
-
     Attributes:
-        replicas: The engines.
+        replicas: The engines, which control calls go to.
         targets: Where requests go: the engines, or the router.
         state: Requests pass while it is `open`.
         aborts: How often all work was aborted.
@@ -233,11 +209,11 @@ class ReplicaPool:
     ) -> None:
         if not engines:
             raise InputError("there is no engine", where="engines", expected="one or more")
-        names = [engine.name for engine in engines]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        names = Counter(engine.name for engine in engines)
+        name, count = names.most_common(1)[0]
+        if count > 1:
             raise InputError(
-                "two engines have one name", where="engines", got=repr(twice), remedy="Name them apart"
+                "two engines have one name", where="engines", got=repr(name), remedy="Name them apart"
             )
         self.replicas = [Replica(engine) for engine in engines]
         self.targets = self.replicas if router is None else [Replica(router)]
@@ -284,12 +260,16 @@ class ReplicaPool:
         """Return the route of work that begins."""
         return Route(session, self.aborts)
 
+    def is_aborted(self, route: Route) -> bool:
+        """Whether all work was aborted since the route's began."""
+        return route.aborts != self.aborts
+
     # --- requests ---
 
     async def send(
         self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], route: Route
-    ) -> Answer[Result]:
-        """Ask an engine, and others after it where it fails.
+    ) -> Result | None:
+        """Ask an engine, and others after it where it fails; None where the client ended the request.
 
         Raises:
             MMRenderError: An engine refused, or every attempt failed.
@@ -302,15 +282,18 @@ class ReplicaPool:
             if not left or not is_transient(error):
                 raise
 
+        def others() -> bool:
+            return any(each.down is None and each not in avoided for each in self.targets)
+
         def rule(error: Exception) -> bool | float:
             if not is_transient(error):
                 return False
-            if any(each.down is None and each not in avoided for each in self.targets):
-                return 0.001  # another engine is there to try at once
+            if others():
+                return 0.001  # at once
             avoided.clear()
             return True
 
-        if not any(each.down is None and each not in avoided for each in self.targets):
+        if not others():
             await asyncio.sleep(self._retries.wait_initial)
         async for attempt in replace(self._retries, attempts=left).attempts_on(rule):
             with attempt:
@@ -322,38 +305,34 @@ class ReplicaPool:
         ask: Callable[[InferenceEngineInterface], Awaitable[Result]],
         route: Route,
         avoided: set[Replica],
-    ) -> Answer[Result]:
+    ) -> Result | None:
+        route.paused = False
         while True:
-            await self._changed.wait_for(
-                lambda: self.state in ("open", "closed") or self.aborts != route.aborts
-            )
+            await self._changed.wait_for(lambda: self.state in ("open", "closed") or self.is_aborted(route))
             if self.state == "closed":
                 raise _torn_down()
-            if self.aborts != route.aborts:
-                return Answer(None, paused=False, aborted=True)
+            if self.is_aborted(route):
+                return None
             replica = await self._choose(route, avoided)
             call = Call(self._attempt_timeout)
             with self._lock:  # so that a pause knows exactly which requests are in flight
-                if self.state == "open":
+                if self.state == "open" and not self.is_aborted(route):
                     replica.calls.add(call)
                     break
-        value: Result | None = None
         try:
-            if route.aborts == self.aborts:
-                value = await call.run(ask(replica.engine), replica.name)
-        except EndedError:
-            value = None
+            value = await call.run(ask(replica.engine), replica.name)
         except EngineError as error:
             avoided.add(replica)
-            if isinstance(error, EngineConnectionError | EngineTimeoutError):
-                await self._suspect(replica, error)
+            asked_lately = replica.down is not None or time.monotonic() < replica.retry_at
+            if isinstance(error, EngineConnectionError | EngineTimeoutError) and not asked_lately:
+                await self.look_at(replica, again=0.1)  # one question answers for all that fail together
             raise
         finally:
-            paused = self.state != "open"
+            route.paused = self.state != "open"
             replica.calls.discard(call)
             replica.idle.notify_all()
         route.preferred = replica
-        return Answer(value, paused=paused, aborted=route.aborts != self.aborts)
+        return value
 
     async def _choose(self, route: Route, avoided: set[Replica]) -> Replica:
         """Choose a replica by session, else one that knows the work, else by load.
@@ -406,19 +385,12 @@ class ReplicaPool:
         for call in list(replica.calls):
             call.end("down")
 
-    async def _suspect(self, replica: Replica, error: EngineError) -> None:
-        """Ask an engine that failed for its health; one question answers for all that fail together."""
-        if replica.down is None and time.monotonic() >= replica.retry_at:
-            replica.retry_at = time.monotonic() + 0.1
-            try:
-                async with asyncio.timeout(_HEALTH_TIMEOUT):
-                    await replica.engine.check_health()
-            except (EngineError, TimeoutError) as ill:
-                self.take_down(replica, str(ill) or str(error))
+    async def look_at(self, replica: Replica, *, again: float = _COOLDOWN) -> bool:
+        """Ask an engine for its health; one that comes back needs current weights, and is resumed.
 
-    async def look_at(self, replica: Replica) -> bool:
-        """Ask an engine for its health, weights and pause; return whether it may get requests."""
-        replica.retry_at = time.monotonic() + _COOLDOWN
+        Return whether it may get requests; where it may, it is asked `again` seconds later at the earliest.
+        """
+        replica.retry_at = time.monotonic() + again
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
                 await replica.engine.check_health()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine_cases import faults, patient, paused_now_and_then, pauses, prompts, setup, sidecar, turns
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.engines.continuation import Continuation
+from mmrender.engines.continuation import Continuation, check_piece
 from mmrender.engines.interface import new_request
 from mmrender.testing.scripted_engine import letters, sampled
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
@@ -222,7 +222,7 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
             top_logprobs=tuple(((token, 0.0),) for token in ids[first:last]),
             request_id=f"request{number}",
         )
-        continuation.check(piece)
+        check_piece(piece.completion_ids, piece.logprobs, continuation.remaining)
         continuation.add(piece)
     result = continuation.result()
     assert result.completion_ids == ids
