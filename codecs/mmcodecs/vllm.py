@@ -23,10 +23,9 @@ message; both are refused. The bytes equal vLLM's own, up to the order of the ke
 from __future__ import annotations
 
 import binascii
-import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -44,7 +43,7 @@ from mmcodecs.arrays import (
     restore,
 )
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
-from mmcodecs.values import DEFAULT_LIMITS, Limits, pack
+from mmcodecs.values import DEFAULT_LIMITS, Limits, pack, unsupported
 
 RAW_VIEW: Final = 3
 """msgpack extension code of a tensor's elements."""
@@ -79,6 +78,7 @@ class SharedField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Field: TypeAlias = BatchedField | FlatField | SharedField
+_KINDS: Final[dict[type, str]] = {BatchedField: "batched", FlatField: "flat", SharedField: "shared"}
 
 
 class FieldElem(msgspec.Struct, frozen=True, eq=False):
@@ -124,8 +124,14 @@ def _message(item: Mapping[str, FieldElem], limits: Limits) -> np.ndarray[Any, n
             raise UnsupportedTypeError(
                 "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
             )
-        data = None if elem.data is None else _nested(elem.data, tensors, f"$.{key}", limits, 0)
-        tree[key] = {"data": data, "field": _written_field(elem.field, f"$.{key}.field")}
+        data = None if elem.data is None else _nested(elem.data, tensors, f"$.{key}", limits)
+        kind = _KINDS.get(type(elem.field))
+        if kind is None:
+            raise unsupported(elem.field).at(f"$.{key}.field")
+        options = {"keep_on_cpu": elem.field.keep_on_cpu} | msgspec.structs.asdict(elem.field)
+        if isinstance(elem.field, FlatField):
+            options["slices"] = _bounds(elem.field.slices)
+        tree[key] = {"data": data, "field": (kind, options)}
     heads = pack(tree).split(tensors.marker)
     nbytes = sum(map(len, heads)) + sum(source.array.nbytes for source in tensors.sources)
     if nbytes > limits.max_bytes:
@@ -149,7 +155,7 @@ class _Tensors(NamedTuple):
     sources: list[Source]
 
 
-def _nested(value: NestedTensors, tensors: _Tensors, where: str, limits: Limits, depth: int) -> Any:
+def _nested(value: NestedTensors, tensors: _Tensors, where: str, limits: Limits, depth: int = 0) -> Any:
     """Give the msgpack form of a tensor, a number, or a list of these."""
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         return value
@@ -162,12 +168,7 @@ def _nested(value: NestedTensors, tensors: _Tensors, where: str, limits: Limits,
     except CodecError as error:
         raise error.at(where) from None
     if source is None:
-        raise UnsupportedTypeError(
-            "vLLM's items do not hold such values",
-            where=where,
-            expected="a tensor, a number or a list of these",
-            got=type(value).__name__,
-        )
+        raise unsupported(value).at(where)
     if source.array.ndim > limits.max_ndim:
         raise limit_exceeded("max_ndim", limits.max_ndim, source.array.ndim).at(where)
     nbytes = source.array.nbytes
@@ -181,33 +182,13 @@ def _nested(value: NestedTensors, tensors: _Tensors, where: str, limits: Limits,
     return source.row.name, source.array.shape, msgspec.Raw(head + bytes((RAW_VIEW,)) + tensors.marker)
 
 
-def _written_field(field: object, where: str) -> tuple[str, dict[str, object]]:
-    keep: dict[str, object] = {"keep_on_cpu": bool(getattr(field, "keep_on_cpu", False))}
-    if isinstance(field, BatchedField):
-        return "batched", keep
-    if isinstance(field, SharedField):
-        return "shared", keep | {"batch_size": _integer(field.batch_size, where)}
-    if isinstance(field, FlatField):
-        return "flat", keep | {"slices": _bounds(field.slices, where), "dim": _integer(field.dim, where)}
-    raise UnsupportedTypeError("not a field", where=where, got=type(field).__name__)
-
-
-def _bounds(slices: object, where: str) -> list[Any]:
+def _bounds(slices: Slices) -> list[Any]:
     if isinstance(slices, slice):
-        bounds = (slices.start, slices.stop, slices.step)
-        return [None if bound is None else _integer(bound, where) for bound in bounds]
-    if isinstance(slices, list | tuple):
-        return [_bounds(part, where) for part in slices]
-    raise UnsupportedTypeError(
-        "slices must be slices or lists of them", where=where, got=type(slices).__name__
-    )
+        return [slices.start, slices.stop, slices.step]
+    return [_bounds(part) for part in slices]
 
 
-def _integer(value: Any, where: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise UnsupportedTypeError("an integer is needed", where=where, got=repr(value)[:80]) from None
+_Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Elem(msgspec.Struct, forbid_unknown_fields=True):
@@ -222,7 +203,7 @@ class _FlatOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 # What the options of each kind of field are read as.
-_KINDS: Final[dict[str, Any]] = {"batched": BatchedField, "flat": _FlatOptions, "shared": SharedField}
+_OPTIONS: Final[dict[str, Any]] = {"batched": BatchedField, "flat": _FlatOptions, "shared": SharedField}
 
 
 def decode_mm_kwargs_item(
@@ -322,57 +303,40 @@ class _ItemReader:
         ndim = _array_length(memoryview(parts[1])) or 0
         if ndim > self._limits.max_ndim:
             raise limit_exceeded("max_ndim", self._limits.max_ndim, ndim).at(where)
+        name, shape = _converted(parts[0], str, where), tuple(_converted(parts[1], list[_Dimension], where))
+        ext = _converted(parts[2], Any, where)
+        if not isinstance(ext, Ext) or ext.code != RAW_VIEW:
+            raise DecodeError(
+                "not a tensor's elements; pickles and references to memory outside the message are refused",
+                where=where,
+                expected=f"Ext({RAW_VIEW}, elements)",
+                got=f"Ext code {ext.code}" if isinstance(ext, Ext) else type(ext).__name__,
+                remedy="Encode the item with all its tensors inside",
+            )
+        # A view of Raw is read-only. The message is our own, so that torch tensors can be views of it.
+        elements = np.frombuffer(ext.data, np.uint8)  # type: ignore[call-overload]
+        start = elements.ctypes.data - self._address if elements.size else 0
+        data = self._message[start : start + elements.size]
         try:
-            row = dtype_named(_converted(parts[0], str, where))
-            shape = tuple(_converted(parts[1], list[int], where))
-            if any(not 0 <= size < 1 << 63 for size in shape):
-                raise DecodeError("a dimension is out of range", got=str(list(shape)))
-            data = self._elements(parts[2], where)
+            row = dtype_named(name)
             check_length(row, shape, element_bytes(row, shape), data)
             dtype = np.dtype("<" + row.carrier)
             return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
         except CodecError as error:
             raise error.at(where) from error.__cause__
 
-    def _elements(self, raw: msgspec.Raw, where: str) -> memoryview:
-        ext = _converted(raw, Any, where)
-        if not isinstance(ext, Ext):
-            kind = type(ext).__name__
-            raise DecodeError(
-                f"{kind} in place of a tensor's elements, a reference to memory outside the message"
-                if isinstance(ext, int | dict)
-                else "a tensor without elements",
-                where=where,
-                expected=f"Ext({RAW_VIEW}, elements)",
-                got=kind,
-                remedy="Encode the item with all its tensors inside",
-            )
-        if ext.code != RAW_VIEW:
-            pickle = " (a pickle, and reading one runs code)" if ext.code in (1, 2) else ""
-            raise DecodeError(
-                "an extension that does not hold elements",
-                where=where,
-                expected=f"Ext({RAW_VIEW}, elements) in a tensor",
-                got=f"Ext code {ext.code}{pickle}",
-            )
-        # A view of Raw is read-only. The message is our own, so that torch tensors can be views of it.
-        elements = np.frombuffer(ext.data, np.uint8)  # type: ignore[call-overload]
-        start = elements.ctypes.data - self._address if elements.size else 0
-        return self._message[start : start + elements.size]
-
     def field(self, raw: tuple[str, msgspec.Raw], where: str) -> Field:
         kind, options = raw
-        if kind not in _KINDS:
-            expected = ", ".join(_KINDS)
+        if kind not in _OPTIONS:
+            expected = ", ".join(_OPTIONS)
             raise DecodeError("an unknown kind of field", where=where, expected=expected, got=repr(kind)[:80])
         nbytes = memoryview(options).nbytes
         if nbytes > self._limits.max_head_bytes:
             raise limit_exceeded("max_head_bytes", self._limits.max_head_bytes, nbytes).at(where)
-        field = _converted(options, _KINDS[kind], where)
+        field: Field | _FlatOptions = _converted(options, _OPTIONS[kind], where)
         if isinstance(field, _FlatOptions):
             return FlatField(self._slices(field.slices, where, 0), field.dim, field.keep_on_cpu)
-        read: Field = field
-        return read
+        return field
 
     def _slices(self, bounds: list[Any], where: str, depth: int) -> Slices:
         if depth >= self._limits.max_depth:
@@ -415,38 +379,32 @@ def join_items(items: Sequence[Mapping[str, FieldElem]]) -> dict[str, Any]:
     """
     joined = {}
     for key in items[0] if items else ():
-        elems = []
+        kind = type(items[0][key].field)
         for index, item in enumerate(items):
-            elem = item.get(key)
-            kind = type(items[0][key].field)
-            if elem is None or item.keys() != items[0].keys() or type(elem.field) is not kind:
-                raise DecodeError("items of one batch must have the same fields", where=f"$[{index}].{key}")
-            if elem.data is None:
-                raise DecodeError("an item has no data, only its hash", where=f"$[{index}].{key}")
-            elems.append(elem)
+            if item.keys() != items[0].keys() or type(item[key].field) is not kind or item[key].data is None:
+                raise DecodeError(
+                    "each item of a batch must have data for the same fields", where=f"$[{index}].{key}"
+                )
         try:
-            joined[key] = _join(elems)
+            joined[key] = _join(items[0][key].field, [item[key].data for item in items])
         except (ValueError, RuntimeError, TypeError) as error:
             raise DecodeError("the items cannot be joined", where=f"$.{key}", got=str(error)) from error
     return joined
 
 
-def _join(elems: list[FieldElem]) -> Any:
-    field = elems[0].field
-    data: list[Any] = [elem.data for elem in elems]
+def _join(field: Field, data: list[Any]) -> Any:
     if isinstance(field, SharedField):
         return data[0]
-    if not all(hasattr(entry, "shape") for entry in data):
-        return data if isinstance(field, BatchedField) else [row for entry in data for row in entry]
     stacked = isinstance(field, BatchedField)
-    dim = field.dim if isinstance(field, FlatField) else 0
+    if not all(hasattr(entry, "shape") for entry in data):
+        return data if stacked else [row for entry in data for row in entry]
     if stacked and len({(tuple(entry.shape), str(entry.dtype)) for entry in data}) > 1:
         return data
-    if len({str(entry.dtype) for entry in data}) != 1:
-        raise ValueError(f"dtypes differ: {', '.join(sorted({str(entry.dtype) for entry in data}))}")
+    dim = field.dim if isinstance(field, FlatField) else 0
+    if len(dtypes := {str(entry.dtype) for entry in data}) != 1:
+        raise ValueError(f"dtypes differ: {', '.join(sorted(dtypes))}")
     if isinstance(data[0], RawTensor):
-        bits = [entry.bits for entry in data]
-        return RawTensor(data[0].dtype, np.stack(bits) if stacked else np.concatenate(bits, axis=dim))
+        return RawTensor(data[0].dtype, _join(field, [entry.bits for entry in data]))
     if len(data) == 1:  # a view, where joining would copy
         return data[0][None] if stacked else data[0]
     if isinstance(data[0], np.ndarray):

@@ -65,147 +65,91 @@ class Layout:
     fields: Mapping[str, Spec]
 
 
+_IMAGE, _VIDEO = Batched("image"), Batched("video")
+_ON_CPU, _VIDEO_ON_CPU = Batched("image", keep_on_cpu=True), Batched("video", keep_on_cpu=True)
 _QWEN2_VL: Final[dict[str, Spec]] = {
     "pixel_values": Flat("image", "image_grid_thw", "grid"),
     "image_embeds": Flat("image", "image_grid_thw", "merged grid"),
-    "image_grid_thw": Batched("image", keep_on_cpu=True),
+    "image_grid_thw": _ON_CPU,
     "pixel_values_videos": Flat("video", "video_grid_thw", "grid"),
     "video_embeds": Flat("video", "video_grid_thw", "merged grid"),
-    "video_grid_thw": Batched("video", keep_on_cpu=True),
-    "timestamps": Batched("video", keep_on_cpu=True),
+    "video_grid_thw": _VIDEO_ON_CPU,
+    "timestamps": _VIDEO_ON_CPU,
 }
-_LLAVA: Final[dict[str, Spec]] = {"pixel_values": Batched("image"), "image_embeds": Batched("image")}
-_LLAVA_NEXT: Final[dict[str, Spec]] = _LLAVA | {"image_sizes": Batched("image", keep_on_cpu=True)}
-_PATCHES: Final[dict[str, Spec]] = {
-    "pixel_values": Flat("image", "num_patches"),
-    "num_patches": Batched("image", keep_on_cpu=True),
+_PIXELS: Final[dict[str, Spec]] = {"pixel_values": _IMAGE}
+_LLAVA: Final = _PIXELS | {"image_embeds": _IMAGE}
+_LLAVA_NEXT: Final = _LLAVA | {"image_sizes": _ON_CPU}
+_PATCHES: Final[dict[str, Spec]] = {"pixel_values": Flat("image", "num_patches"), "num_patches": _ON_CPU}
+_INTERNVL: Final[dict[str, Spec]] = {
+    "image_num_patches": _ON_CPU,
+    "image_embeds": _IMAGE,
+    "image_token_id": Shared("image", "image_num_patches", keep_on_cpu=True),
+    "video_num_patches": _VIDEO_ON_CPU,
+    "video_token_id": Shared("video", "video_num_patches", keep_on_cpu=True),
+}
+_INTERNVL_IMAGES, _INTERNVL_VIDEOS = Flat("image", "image_num_patches"), Flat("video", "video_num_patches")
+_GEMMA4: Final[dict[str, Spec]] = {
+    "pixel_values": _IMAGE,
+    "pixel_position_ids": _IMAGE,
+    "pixel_values_videos": Flat("video", "video_frame_counts"),
+    "pixel_position_ids_videos": Flat("video", "video_frame_counts"),
+    "video_frame_counts": _VIDEO_ON_CPU,
+    "video_num_soft_tokens": _VIDEO_ON_CPU,
+    "video_timestamps": _VIDEO_ON_CPU,
+}
+_LLAMA4: Final[dict[str, Spec]] = {
+    "pixel_values": Flat("image", "patches_per_image"),
+    "patches_per_image": _ON_CPU,
+    "aspect_ratios": _ON_CPU,
+}
+_MINICPMV: Final[dict[str, Spec]] = {
+    "pixel_values": _IMAGE,
+    "image_sizes": _ON_CPU,
+    "tgt_sizes": _ON_CPU,
+    "image_embeds": _IMAGE,
+    "video_pixel_values": _VIDEO,
+    "video_image_sizes": _VIDEO_ON_CPU,
+    "video_tgt_sizes": _VIDEO_ON_CPU,
+    "video_embeds": _VIDEO,
 }
 
+# fmt: off
 LAYOUTS: Final = (
-    Layout(
-        "qwen2_vl",
-        (
-            "Qwen2VLForConditionalGeneration",
-            "Qwen3VLForConditionalGeneration",
-            "Qwen3VLMoeForConditionalGeneration",
-            "Qwen3_5ForConditionalGeneration",
-            "Qwen3_5MoeForConditionalGeneration",
-            "Glm4vForConditionalGeneration",
-            "Glm4vMoeForConditionalGeneration",
-        ),
-        _QWEN2_VL,
-    ),
-    Layout(
-        "qwen2_5_vl",
-        ("Qwen2_5_VLForConditionalGeneration",),
-        _QWEN2_VL | {"second_per_grid_ts": Batched("video", keep_on_cpu=True)},
-    ),
-    Layout("glm4v", ("GLM4VForCausalLM",), {"pixel_values": Batched("image")}),
-    Layout(
-        "internvl_chat",
-        ("InternVLChatModel",),
-        {
-            "pixel_values_flat": Flat("image", "image_num_patches"),
-            "image_num_patches": Batched("image", keep_on_cpu=True),
-            "image_embeds": Batched("image"),
-            "image_token_id": Shared("image", "image_num_patches", keep_on_cpu=True),
-            "pixel_values_flat_video": Flat("video", "video_num_patches"),
-            "video_num_patches": Batched("video", keep_on_cpu=True),
-            "video_token_id": Shared("video", "video_num_patches", keep_on_cpu=True),
-        },
-    ),
-    Layout(
-        "internvl",
-        ("InternVLForConditionalGeneration", "InternS1ForConditionalGeneration"),
-        {
-            "pixel_values": Flat("image", "image_num_patches"),
-            "image_num_patches": Batched("image", keep_on_cpu=True),
-            "image_embeds": Batched("image"),
-            "image_token_id": Shared("image", "image_num_patches", keep_on_cpu=True),
-            "pixel_values_videos": Flat("video", "video_num_patches"),
-            "video_num_patches": Batched("video", keep_on_cpu=True),
-            "video_token_id": Shared("video", "video_num_patches", keep_on_cpu=True),
-        },
-    ),
+    Layout("qwen2_vl", (
+        "Qwen2VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration", "Glm4vForConditionalGeneration",
+        "Glm4vMoeForConditionalGeneration",
+    ), _QWEN2_VL),
+    Layout("qwen2_5_vl", ("Qwen2_5_VLForConditionalGeneration",),
+           _QWEN2_VL | {"second_per_grid_ts": _VIDEO_ON_CPU}),
+    Layout("glm4v", ("GLM4VForCausalLM",), _PIXELS),
+    Layout("internvl_chat", ("InternVLChatModel",),
+           _INTERNVL | {"pixel_values_flat": _INTERNVL_IMAGES, "pixel_values_flat_video": _INTERNVL_VIDEOS}),
+    Layout("internvl", ("InternVLForConditionalGeneration", "InternS1ForConditionalGeneration"),
+           _INTERNVL | {"pixel_values": _INTERNVL_IMAGES, "pixel_values_videos": _INTERNVL_VIDEOS}),
     Layout("gemma3", ("Gemma3ForConditionalGeneration",), _PATCHES),
-    Layout(
-        "cohere2_vision",
-        ("Cohere2VisionForConditionalGeneration",),
-        _PATCHES | {"image_embeds": Batched("image")},
-    ),
-    Layout("gemma3n", ("Gemma3nForConditionalGeneration",), {"pixel_values": Batched("image")}),
-    Layout(
-        "gemma4",
-        ("Gemma4ForConditionalGeneration",),
-        {
-            "pixel_values": Batched("image"),
-            "pixel_position_ids": Batched("image"),
-            "pixel_values_videos": Flat("video", "video_frame_counts"),
-            "pixel_position_ids_videos": Flat("video", "video_frame_counts"),
-            "video_frame_counts": Batched("video", keep_on_cpu=True),
-            "video_num_soft_tokens": Batched("video", keep_on_cpu=True),
-            "video_timestamps": Batched("video", keep_on_cpu=True),
-        },
-    ),
-    Layout(
-        "idefics3",
-        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-        _PATCHES | {"pixel_attention_mask": Flat("image", "num_patches"), "image_embeds": Batched("image")},
-    ),
+    Layout("cohere2_vision", ("Cohere2VisionForConditionalGeneration",), _PATCHES | {"image_embeds": _IMAGE}),
+    Layout("gemma3n", ("Gemma3nForConditionalGeneration",), _PIXELS),
+    Layout("gemma4", ("Gemma4ForConditionalGeneration",), _GEMMA4),
+    Layout("idefics3", ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+           _PATCHES | {"pixel_attention_mask": Flat("image", "num_patches"), "image_embeds": _IMAGE}),
     Layout("llava", ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"), _LLAVA),
     Layout("llava_next", ("LlavaNextForConditionalGeneration", "Phi3VForCausalLM"), _LLAVA_NEXT),
-    Layout(
-        "llava_onevision",
-        ("LlavaOnevisionForConditionalGeneration",),
-        _LLAVA_NEXT | {"pixel_values_videos": Batched("video")},
-    ),
-    Layout("pixtral", ("PixtralForConditionalGeneration",), {"images": Batched("image")}),
-    Layout(
-        "llama4",
-        ("Llama4ForConditionalGeneration",),
-        {
-            "pixel_values": Flat("image", "patches_per_image"),
-            "patches_per_image": Batched("image", keep_on_cpu=True),
-            "aspect_ratios": Batched("image", keep_on_cpu=True),
-        },
-    ),
-    Layout(
-        "kimi_vl",
-        ("KimiVLForConditionalGeneration",),
-        {
-            "pixel_values": Flat("image", "image_grid_hws", "grid"),
-            "image_grid_hws": Batched("image", keep_on_cpu=True),
-        },
-    ),
-    Layout(
-        "kimi_k25",
-        ("KimiK25ForConditionalGeneration",),
-        {
-            "pixel_values": Flat("vision_chunk", "grid_thws", "grid"),
-            "grid_thws": Batched("vision_chunk", keep_on_cpu=True),
-        },
-    ),
-    Layout(
-        "minicpmv",
-        ("MiniCPMV",),
-        {
-            "pixel_values": Batched("image"),
-            "image_sizes": Batched("image", keep_on_cpu=True),
-            "tgt_sizes": Batched("image", keep_on_cpu=True),
-            "image_embeds": Batched("image"),
-            "video_pixel_values": Batched("video"),
-            "video_image_sizes": Batched("video", keep_on_cpu=True),
-            "video_tgt_sizes": Batched("video", keep_on_cpu=True),
-            "video_embeds": Batched("video"),
-        },
-    ),
-    Layout(
-        "aria",
-        ("AriaForConditionalGeneration",),
-        {k: Batched("image") for k in ("pixel_values", "pixel_mask")},
-    ),
-    Layout("paligemma", ("PaliGemmaForConditionalGeneration",), {"pixel_values": Batched("image")}),
+    Layout("llava_onevision", ("LlavaOnevisionForConditionalGeneration",),
+           _LLAVA_NEXT | {"pixel_values_videos": _VIDEO}),
+    Layout("pixtral", ("PixtralForConditionalGeneration",), {"images": _IMAGE}),
+    Layout("llama4", ("Llama4ForConditionalGeneration",), _LLAMA4),
+    Layout("kimi_vl", ("KimiVLForConditionalGeneration",),
+           {"pixel_values": Flat("image", "image_grid_hws", "grid"), "image_grid_hws": _ON_CPU}),
+    Layout("kimi_k25", ("KimiK25ForConditionalGeneration",),
+           {"pixel_values": Flat("vision_chunk", "grid_thws", "grid"),
+            "grid_thws": Batched("vision_chunk", keep_on_cpu=True)}),
+    Layout("minicpmv", ("MiniCPMV",), _MINICPMV),
+    Layout("aria", ("AriaForConditionalGeneration",), _PIXELS | {"pixel_mask": _IMAGE}),
+    Layout("paligemma", ("PaliGemmaForConditionalGeneration",), _PIXELS),
 )
+# fmt: on
 _BY_ARCHITECTURE: Final = {name: layout for layout in LAYOUTS for name in layout.architectures}
 
 
@@ -242,8 +186,6 @@ def collate_items(
         EncodeError: The layout lacks a key, a key that it needs is missing, numbers of rows do not add up, or
             an output holds another number of items than one or other fields than the first.
     """
-    if not outputs:
-        return []
     data: list[dict[str, Any]] = []
     for index, output in enumerate(outputs):
         if output.keys() != outputs[0].keys():
@@ -257,54 +199,52 @@ def collate_items(
             data.append({key: _datum(layout, key, output, spatial_merge_size) for key in output})
         except CodecError as error:
             raise error.under(f"[{index}]") from None
-    fields = {
-        key: _field(layout.fields[key], [_length(output[key]) for output in outputs]) for key in outputs[0]
-    }
+    fields: dict[str, Field] = {}
+    for key in outputs[0] if outputs else ():
+        spec = layout.fields[key]
+        if isinstance(spec, Batched):
+            fields[key] = BatchedField(spec.keep_on_cpu)
+        elif isinstance(spec, Shared):
+            fields[key] = SharedField(len(outputs), spec.keep_on_cpu)
+        else:
+            ends = pairwise([0, *accumulate(_length(output[key]) for output in outputs)])
+            fields[key] = FlatField(tuple((slice(*pair),) for pair in ends), 0, spec.keep_on_cpu)
     return [{key: FieldElem(value, fields[key]) for key, value in item.items()} for item in data]
 
 
 def _datum(layout: Layout, key: str, output: Inputs, merge: int | None) -> Any:
     """Give the data of one field of one item, and check that the output holds one item."""
-    value, spec = output[key], layout.fields.get(key)
+    value, spec, where = output[key], layout.fields.get(key), f"$.{key}"
     if spec is None:
         raise EncodeError(
             f"the layout {layout.name} has no such field, and vLLM would drop it",
-            where=f"$.{key}",
+            where=where,
             expected=f"some of {', '.join(layout.fields)}",
         )
     if not isinstance(spec, Batched) and spec.sizes not in output:
         raise EncodeError(f"{key} needs {spec.sizes}", where="$", expected=spec.sizes, got=", ".join(output))
     count = _length(value if isinstance(spec, Batched) else output[spec.sizes])
     if count != 1:
-        raise EncodeError("each output must hold one item", where=f"$.{key}", got=f"{count} {spec.modality}")
-    if isinstance(spec, Shared):
-        return value
+        raise EncodeError("each output must hold one item", where=where, got=f"{count} {spec.modality}")
     if isinstance(spec, Flat):
-        size = np.asarray(output[spec.sizes][0])
-        if spec.unit == "merged grid" and merge is None:
-            raise EncodeError(f"{key} needs the model's spatial_merge_size", where=f"$.{key}")
-        rows = int(size.prod()) // (merge * merge if spec.unit == "merged grid" and merge else 1)
+        rows = int(np.asarray(output[spec.sizes][0]).prod())
+        if spec.unit == "merged grid":
+            if merge is None:
+                raise EncodeError(f"{key} needs the model's spatial_merge_size", where=where)
+            rows //= merge * merge
         if rows != _length(value):
             raise EncodeError(
                 f"{spec.sizes} does not add up to the rows",
-                where=f"$.{key}",
+                where=where,
                 expected=f"{rows} rows",
                 got=str(_length(value)),
             )
+    if not isinstance(spec, Batched):
         return value
     if isinstance(value, RawTensor):
         return RawTensor(value.dtype, np.asarray(value.bits[0]))
     # numpy makes a scalar of a vector's element; vLLM has a tensor without dimensions there.
     return np.asarray(value[0]) if isinstance(value[0], np.generic) else value[0]
-
-
-def _field(spec: Spec, lengths: list[int]) -> Field:
-    if isinstance(spec, Batched):
-        return BatchedField(spec.keep_on_cpu)
-    if isinstance(spec, Shared):
-        return SharedField(len(lengths), spec.keep_on_cpu)
-    slices = tuple((slice(start, stop),) for start, stop in pairwise([0, *accumulate(lengths)]))
-    return FlatField(slices, 0, spec.keep_on_cpu)
 
 
 def _length(value: Any) -> int:
