@@ -104,12 +104,12 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
     [
         (
             lambda: {"image": [*of_qwen(patch_item(16, 16)), None]},
-            "kwargs_data.image[1]: an item has no data, only its hash. "
+            "kwargs_data.image[1]: each item of a batch must have data for the same fields. "
             "Ask the server to process the image anew, or turn its cache of processed images off",
         ),
         (
             lambda: {"image": encoded([{"pixel_values": FieldElem(None, BatchedField())}])},
-            "kwargs_data.image: items cannot be joined - got $[0].pixel_values: an item has no data, only its hash",
+            "kwargs_data.image: items cannot be joined - got $[0].pixel_values: each item of a batch must have data for the same fields",
         ),
         (
             lambda: {"image": of_qwen(patch_item(16, 16)), "video": of_qwen(patch_item(16, 16))},
