@@ -1,6 +1,7 @@
 """Why sampler and trainer part: faults that a sample shows by itself, and variations that explain it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -8,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.report import Cause, Comparison, Finding, Float32Array, described
-from mmrender.audit.variations import Variation, id_variations, image_variations
+from mmrender.audit.variations import Variation, id_variations, image_variations, shift_text
 from mmrender.errors import MMRenderError, PlaceholderError
-from mmrender.spans import MediaItem, MediaSpan, PlaceholderRange
+from mmrender.spans import MediaItem, PlaceholderRange
 from mmrender.trajectory.sample import TrainingSample
 
 LogProbs: TypeAlias = Callable[[TrainingSample], Float32Array]
@@ -24,33 +25,14 @@ _PRECISION: Final = 0.25
 """Nats a token; bfloat16 arithmetic by itself changes a log-probability by less, as a rule."""
 
 
-_Fault: TypeAlias = tuple[Cause, str, str, int | None]
-"""Cause, statement, evidence and image."""
-
-
 def inspect_sample(sample: TrainingSample) -> list[Finding]:
     """Return the faults of one sample's tokens, placeholder ranges and masks, before any model runs."""
-    found: list[_Fault] = []
     try:
-        spans = sample.media_spans
-        pads = _pad_ids(sample, spans)
-        found += [*_shifted_ranges(sample, spans, pads), *_stray_pads(sample, spans, pads)]
+        found = [*_range_faults(sample)]
     except PlaceholderError as error:
-        found.append(("ids", "the placeholder ranges do not fit the tokens", str(error), None))
-    return [
-        Finding(cause, statement, evidence, sample.sample_id, image)
-        for cause, statement, evidence, image in [*found, *_mask_faults(sample)]
-    ]
-
-
-def _pad_ids(sample: TrainingSample, spans: Sequence[MediaSpan]) -> dict[str, int]:
-    """Return by modality the token that stands for features: the commonest one in the placeholder ranges."""
-    tokens: dict[str, list[npt.NDArray[np.int32]]] = {}
-    for span in spans:
-        tokens.setdefault(span.modality, []).append(
-            sample.token_ids[span.start : span.stop][span.range.is_embed]
-        )
-    return {modality: int(np.bincount(np.concatenate(ids)).argmax()) for modality, ids in tokens.items()}
+        statement = "the placeholder ranges do not fit the tokens"
+        found = [Finding("ids", statement, str(error), sample.sample_id)]
+    return [*found, *_mask_faults(sample)]
 
 
 def _misses(ids: npt.NDArray[np.int32], found: PlaceholderRange, pad: int) -> int:
@@ -60,65 +42,65 @@ def _misses(ids: npt.NDArray[np.int32], found: PlaceholderRange, pad: int) -> in
     return len(positions) - int((ids[inside] == pad).sum())
 
 
-def _shifted_ranges(
-    sample: TrainingSample, spans: Sequence[MediaSpan], pads: dict[str, int]
-) -> Iterator[_Fault]:
+def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
+    """Yield ranges that cover other tokens than features, and feature tokens that no range covers."""
+    spans, ids = sample.media_spans, sample.token_ids
+    features: dict[str, list[npt.NDArray[np.int32]]] = {}
     for span in spans:
-        pad, ids = pads[span.modality], sample.token_ids
-        misses = _misses(ids, span.range, pad)
-        if not misses:
-            continue
-        shifts = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
-        shift = next((by for by in shifts if by and _misses(ids, span.range.shifted(by), pad) == 0), None)
-        moved = ""
-        if shift is not None:
-            way = "later" if shift > 0 else "earlier"
-            moved = f"; the run that fits begins {abs(shift)} token(s) {way}"
-        yield (
-            "ids",
-            f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",
-            f"{misses} of {span.range.num_embeds} tokens in [{span.start}, {span.stop}) are not {pad}",
-            span.position,
-        )
-
-
-def _stray_pads(sample: TrainingSample, spans: Sequence[MediaSpan], pads: dict[str, int]) -> Iterator[_Fault]:
+        features.setdefault(span.modality, []).append(ids[span.start : span.stop][span.range.is_embed])
+    # The token that stands for features is the commonest one in the ranges of a modality.
+    pads = {modality: int(np.bincount(np.concatenate(held)).argmax()) for modality, held in features.items()}
     covered = np.zeros(len(sample), np.bool_)
     for span in spans:
         covered[span.start : span.stop] = True
-    for modality, pad in pads.items():
-        stray = np.flatnonzero((sample.token_ids == pad) & ~covered)
-        sampled = stray[sample.loss_mask[stray]]
-        # Next to a range, a shifted range has been reported already.
-        near = np.isin(stray, [edge for span in spans for edge in (span.start - 1, span.stop)]).any()
-        if len(sampled):
-            yield (
+        pad = pads[span.modality]
+        if misses := _misses(ids, span.range, pad):
+            shifts = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
+            shift = next((by for by in shifts if by and _misses(ids, span.range.shifted(by), pad) == 0), None)
+            moved = f"; the run that fits begins {shift_text(shift)}" if shift else ""
+            yield Finding(
                 "ids",
-                f"the model sampled the placeholder token of {modality}s, which stands for no {modality}; "
-                "a trainer that finds images by token id takes it for one",
-                f"token {pad} at {_some(sampled)} is in no placeholder range",
-                None,
+                f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",
+                f"{misses} of {span.range.num_embeds} tokens in [{span.start}, {span.stop}) are not {pad}",
+                sample.sample_id,
+                span.position,
             )
-        elif len(stray) and not near:
-            statement = f"a placeholder token of {modality}s lies outside every placeholder range"
-            yield "ids", statement, f"token {pad} at {_some(stray)}", None
+    edges = [edge for span in spans for edge in (span.start - 1, span.stop)]
+    for modality, pad in pads.items():
+        stray = np.flatnonzero((ids == pad) & ~covered)
+        sampled = stray[sample.loss_mask[stray]]
+        statement = f"a placeholder token of {modality}s lies outside every placeholder range"
+        if len(sampled):
+            statement = (
+                f"the model sampled the placeholder token of {modality}s, which stands for no {modality}; "
+                "a trainer that finds images by token id takes it for one"
+            )
+        # Next to a range, a shifted range has been reported already.
+        if len(sampled) or (len(stray) and not np.isin(stray, edges).any()):
+            evidence = (
+                f"token {pad} at {_some(sampled if len(sampled) else stray)} is in no placeholder range"
+            )
+            yield Finding("ids", statement, evidence, sample.sample_id)
 
 
-def _mask_faults(sample: TrainingSample) -> Iterator[_Fault]:
+def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
     logprobs, mask = sample.logprobs, sample.loss_mask
     if logprobs is None:
         return
     bad = np.flatnonzero(mask & ~((logprobs <= 0) & np.isfinite(logprobs)))
     if len(bad):
         evidence = f"{logprobs[bad[0]]:g} at {_some(bad)}"
-        yield "masks", "sampled tokens carry values that are not log-probabilities", evidence, None
+        statement = "sampled tokens carry values that are not log-probabilities"
+        yield Finding("masks", statement, evidence, sample.sample_id)
     outside = np.flatnonzero(~mask & (logprobs != 0))
     if len(outside):
         missing = int((mask & (logprobs == 0)).sum())
         evidence = f"{len(outside)} outside the loss mask, at {_some(outside)}; {missing} inside it have 0.0"
-        yield "masks", "tokens that do not count as sampled carry log-probabilities", evidence, None
+        statement = "tokens that do not count as sampled carry log-probabilities"
+        yield Finding("masks", statement, evidence, sample.sample_id)
     if len(mask) and mask[0]:
-        yield "masks", "the first token counts as sampled, and nothing precedes it", "position 0", None
+        statement = "the first token counts as sampled, and nothing precedes it"
+        yield Finding("masks", statement, "position 0", sample.sample_id)
 
 
 def _some(positions: npt.NDArray[np.intp]) -> str:
@@ -149,18 +131,22 @@ def find_cause(
         own_positions: The same model with the rotary positions that it works out itself.
     """
     sample = compared.sample
-    positions = Variation("positions", "the sampler numbered its tokens as the model does", sample)
-    precision = Variation("precision", "the sampler computed in bfloat16", sample)
-    if finding := _tried(compared, departure, positions, own_positions):
+    position = int(compared.positions[departure])
+    # Images new to the departing token are suspected, else all that it saw, the nearest first.
+    seen = [span for span in reversed(sample.media_spans) if span.start < position]
+    numbered = Variation("positions", "the sampler numbered its tokens as the model does", sample)
+    if finding := _tried(compared, departure, numbered, own_positions):
         return finding
     if finding := _restricted(compared, tolerance):
         return finding
-    for variation in _variations(compared, departure, others):
+    for variation in itertools.chain(
+        id_variations(sample, position),
+        *(image_variations(sample, span, others) for span in compared.suspects(departure) or seen),
+    ):
         if finding := _tried(compared, departure, variation, logprobs):
             return finding
-    if finding := _tried(compared, departure, precision, low_precision):
-        return finding
-    return _unexplained(compared, departure, tolerance)
+    rounded = Variation("precision", "the sampler computed in bfloat16", sample)
+    return _tried(compared, departure, rounded, low_precision) or _unexplained(compared, departure, tolerance)
 
 
 def _restricted(compared: Comparison, tolerance: float) -> Finding | None:
@@ -182,15 +168,6 @@ def _restricted(compared: Comparison, tolerance: float) -> Finding | None:
     )
 
 
-def _variations(compared: Comparison, departure: int, others: Sequence[MediaItem]) -> Iterable[Variation]:
-    position = int(compared.positions[departure])
-    yield from id_variations(compared.sample, position)
-    # Images new to the departing token are suspected, else all that it saw, the nearest first.
-    seen = [span for span in reversed(compared.sample.media_spans) if span.start < position]
-    for span in compared.suspects(departure) or seen:
-        yield from image_variations(compared.sample, span, others)
-
-
 def _tried(compared: Comparison, departure: int, variation: Variation, logprobs: LogProbs) -> Finding | None:
     """Run a variation; report it where it removes the difference and leaves agreeing tokens as they were."""
     try:
@@ -201,40 +178,25 @@ def _tried(compared: Comparison, departure: int, variation: Variation, logprobs:
     if left.largest > _FITS * compared.largest:
         return None
     remaining = left.largest_of(slice(departure, None))
-    return Finding(
-        variation.cause,
-        variation.statement,
-        f"largest difference {compared.largest:.4g} without that, {remaining:.4g} with it",
-        compared.sample.sample_id,
-        variation.image,
-    )
+    evidence = f"largest difference {compared.largest:.4g} without that, {remaining:.4g} with it"
+    sample_id = compared.sample.sample_id
+    return Finding(variation.cause, variation.statement, evidence, sample_id, variation.image)
 
 
 def _unexplained(compared: Comparison, departure: int, tolerance: float) -> Finding:
     """Report the most that can be said where no variation fits."""
-    sample_id = compared.sample.sample_id
-    suspects = compared.suspects(departure)
-    largest = f"largest difference {compared.largest:.4g}"
-    if suspects and departure > 0:
-        names = ", ".join(map(described, suspects))
-        return Finding(
-            "pixels",
-            f"tokens agree up to {names} and part after it, in a way that no change tried explains",
-            f"{largest}; before it at most {compared.largest_of(slice(0, departure)):.2g}",
-            sample_id,
-            suspects[0].position,
-        )
-    if compared.largest <= _PRECISION:
-        return Finding(
-            "precision",
-            "differences are small and begin at no image: arithmetic, as of another kernel or dtype",
-            f"{largest}, tolerance {tolerance:g}",
-            sample_id,
-        )
-    return Finding(
-        "unknown",
+    cause: Cause = "unknown"
+    statement = (
         "no change of tokens, images, positions or precision that was tried explains the difference; the "
-        "weights may differ, or the sampler's settings, such as a temperature in its log-probabilities",
-        largest,
-        sample_id,
+        "weights may differ, or the sampler's settings, such as a temperature in its log-probabilities"
     )
+    evidence, image = f"largest difference {compared.largest:.4g}, tolerance {tolerance:g}", None
+    if departure > 0 and (suspects := compared.suspects(departure)):
+        names = ", ".join(map(described, suspects))
+        cause, image = "pixels", suspects[0].position
+        statement = f"tokens agree up to {names} and part after it, in a way that no change tried explains"
+        evidence += f"; before it at most {compared.largest_of(slice(0, departure)):.2g}"
+    elif compared.largest <= _PRECISION:
+        cause = "precision"
+        statement = "differences are small and begin at no image: arithmetic, as of another kernel or dtype"
+    return Finding(cause, statement, evidence, compared.sample.sample_id, image)

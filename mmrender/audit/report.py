@@ -19,8 +19,7 @@ Cause: TypeAlias = Literal["pixels", "ids", "positions", "masks", "sampling", "p
 """What differs between sampler and trainer: what the model sees of an image, the tokens or their order, the
 rotary positions, which tokens count as sampled, what the sampler was allowed, or only the arithmetic."""
 
-_MOST_LISTED: Final = 10
-_MOST_FINDINGS: Final = 20
+_MOST_LISTED: Final = 20
 _MOST_TRACES: Final = 6
 _FLOOR: Final = 1e-8
 """Smaller differences are drawn as this one: the axis is logarithmic."""
@@ -76,14 +75,11 @@ class Comparison:
             TrajectoryError: The shapes differ, or the sample has no log-probabilities.
         """
         if sample.logprobs is None or trainer.shape != (len(sample),):
-            got = (
-                "no log-probabilities in the sample" if sample.logprobs is None else f"shape {trainer.shape}"
-            )
             raise TrajectoryError(
                 "sampler and trainer cannot be compared",
                 where=sample.sample_id or "sample",
                 expected=f"log-probabilities of shape ({len(sample)},) from both",
-                got=got,
+                got="none in the sample" if sample.logprobs is None else f"shape {trainer.shape}",
             )
         positions = np.flatnonzero(sample.loss_mask).astype(np.int32)
         return cls(sample, positions, sample.logprobs[positions], trainer[positions].astype(np.float32))
@@ -179,10 +175,11 @@ class AuditReport:
         return float(np.average([compared.kl for compared in self.comparisons], weights=weights))
 
     @property
-    def departing(self) -> tuple[Comparison, ...]:
-        """Comparisons with a token beyond the tolerance, the largest difference first."""
-        found = [compared for compared in self.comparisons if compared.largest > self.tolerance]
-        return tuple(sorted(found, key=lambda compared: -compared.largest))
+    def departing(self) -> list[tuple[Comparison, int]]:
+        """Comparisons with a token beyond the tolerance and the first such token, the worst first."""
+        first = [(one, one.first_departure(self.tolerance)) for one in self.comparisons]
+        found = [(one, index) for one, index in first if index is not None]
+        return sorted(found, key=lambda entry: -entry[0].largest)
 
     def text(self) -> str:
         """The report for a terminal."""
@@ -193,18 +190,14 @@ class AuditReport:
         ]
         if self.ok:
             return "\n".join([*lines, "the trainer sees what was sampled"])
-        departures = [
-            f"  {self._departure(compared, first)}"
-            for compared in self.departing
-            if (first := compared.first_departure(self.tolerance)) is not None
-        ]
+        departures = [f"  {self._departure(compared, first)}" for compared, first in self.departing]
         if departures:
             lines += ["", f"{len(departures)} of {len(self.comparisons)} samples depart, the worst first:"]
-            lines += _listed(departures, _MOST_LISTED)
+            lines += _listed(departures)
         lines += [f"not compared: {name}: {reason}" for name, reason in self.unread]
         if self.findings:
             found = [f"  {finding.sample_id or 'sample'}: {finding}" for finding in self.findings]
-            lines += ["", "likely causes:", *_listed(found, _MOST_FINDINGS)]
+            lines += ["", "likely causes:", *_listed(found)]
         return "\n".join(lines)
 
     def _departure(self, compared: Comparison, first: int) -> str:
@@ -220,9 +213,9 @@ class AuditReport:
         )
 
 
-def _listed(lines: list[str], most: int) -> list[str]:
-    more = [f"  and {len(lines) - most} more"] if len(lines) > most else []
-    return [*lines[:most], *more]
+def _listed(lines: list[str]) -> list[str]:
+    more = [f"  and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
+    return [*lines[:_MOST_LISTED], *more]
 
 
 def save_plot(report: AuditReport, path: str | os.PathLike[str]) -> Path:
@@ -252,8 +245,7 @@ def save_plot(report: AuditReport, path: str | os.PathLike[str]) -> Path:
     worst = sorted(report.comparisons, key=lambda compared: -compared.largest)[:_MOST_TRACES]
     for number, compared in enumerate(worst):
         label = compared.sample.sample_id or f"sample {number}"
-        drawn = np.nan_to_num(np.abs(compared.difference), nan=1e3, posinf=1e3)
-        drawn = np.maximum(drawn, _FLOOR)
+        drawn = np.nan_to_num(np.abs(compared.difference), nan=1e3, posinf=1e3).clip(_FLOOR)
         traces.plot(compared.positions, drawn, ".-", markersize=3, linewidth=0.6, label=label)
     for span in worst[0].sample.media_spans if worst else ():
         traces.axvspan(span.start, span.stop, color="tab:orange", alpha=0.15)

@@ -1,16 +1,17 @@
 """An audit: run what the trainer would see through its model, and compare with what the sampler reported."""
 
 import copy
+import itertools
 import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from mmrender.audit.causes import find_cause, inspect_sample
-from mmrender.audit.report import AuditReport, Comparison, Decode, Finding, Float32Array, save_plot
+from mmrender.audit.report import AuditReport, Comparison, Decode, Float32Array, save_plot
 from mmrender.errors import EngineError, InputError, MissingDependencyError, MMRenderError, ModelError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.pixels import ImageBackend
@@ -64,29 +65,26 @@ class TrainerModel:
             raise ModelError(problem, where=str(directory), got=str(error)) from error
         return cls(model.to(device).eval())
 
-    def logprobs(self, sample: TrainingSample) -> Float32Array:
-        """Return the log-probability of each token given those before it, `(tokens,)`; 0.0 for the first.
-
-        Each sample runs by itself, through the batch that a trainer builds.
-
-        Raises:
-            BatchError: The sample cannot be batched: items or tokens do not fit together.
-            PlaceholderError: Its placeholders do not fit its items or tokens.
-            EngineError: The model fails on it.
-        """
-        return self._run(sample, own_positions=False)
-
-    def own_positions(self, sample: TrainingSample) -> Float32Array:
-        """Return the same with position ids that the model works out by itself; raises as `logprobs`."""
-        return self._run(sample, own_positions=True)
-
     def low_precision(self) -> "TrainerModel":
         """Return a copy of the model in bfloat16."""
         import torch
 
         return TrainerModel(copy.deepcopy(self.model).to(torch.bfloat16), dtype="bfloat16")
 
-    def _run(self, sample: TrainingSample, *, own_positions: bool) -> Float32Array:
+    def logprobs(self, sample: TrainingSample, *, own_positions: bool = False) -> Float32Array:
+        """Return the log-probability of each token given those before it, `(tokens,)`; 0.0 for the first.
+
+        Each sample runs by itself, through the batch that a trainer builds.
+
+        Args:
+            sample: What the trainer would get.
+            own_positions: Whether the model works out position ids by itself.
+
+        Raises:
+            BatchError: The sample cannot be batched: items or tokens do not fit together.
+            PlaceholderError: Its placeholders do not fit its items or tokens.
+            EngineError: The model fails on it.
+        """
         import torch
 
         pad = 0 if self.family.feature_token_ids.get("image") != 0 else 1  # of a batch without padding
@@ -105,9 +103,8 @@ class TrainerModel:
             with torch.inference_mode():
                 found = token_logprobs(self.model(**inputs).logits, batch)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise EngineError(
-                "the model fails on the sample", where=sample.sample_id or "sample", got=str(error)[:200]
-            ) from error
+            where = sample.sample_id or "sample"
+            raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
         return np.asarray(found[0].float().cpu().numpy(), np.float32)
 
 
@@ -133,25 +130,22 @@ def audit(
         explain: How many departing samples to explain.
         decode: Text of token ids, for the report.
     """
-    findings: list[Finding] = []
+    faults = {index: inspect_sample(sample) for index, sample in enumerate(samples)}
     comparisons: list[Comparison] = []
     unread: list[tuple[str, str]] = []
     departing: list[tuple[Comparison, int]] = []
     for index, sample in enumerate(samples):
-        faults = inspect_sample(sample)
-        findings += faults
         try:
-            compared = Comparison.of(sample, trainer.logprobs(sample))
+            comparisons.append(Comparison.of(sample, trainer.logprobs(sample)))
         except MMRenderError as error:
             unread.append((sample.sample_id or f"samples[{index}]", str(error)))
             continue
-        comparisons.append(compared)
-        first = compared.first_departure(tolerance)
-        if first is not None and not faults:
-            departing.append((compared, first))
+        first = comparisons[-1].first_departure(tolerance)
+        if first is not None and not faults[index]:
+            departing.append((comparisons[-1], first))
     departing.sort(key=lambda entry: -entry[0].largest)
     low_precision = cache(trainer.low_precision)  # a copy of the model, made only where it is asked for
-    findings += [
+    causes = [
         find_cause(
             compared,
             first,
@@ -159,10 +153,11 @@ def audit(
             trainer.logprobs,
             others=[*_items_of(samples), *others],
             low_precision=lambda sample: low_precision().logprobs(sample),
-            own_positions=trainer.own_positions,
+            own_positions=partial(trainer.logprobs, own_positions=True),
         )
         for compared, first in departing[:explain]
     ]
+    findings = [*itertools.chain.from_iterable(faults.values()), *causes]
     return AuditReport(tuple(comparisons), tuple(findings), tuple(unread), tolerance, decode)
 
 

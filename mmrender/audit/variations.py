@@ -4,8 +4,9 @@ A variation changes one sample in one respect. Where the trainer's model then gi
 log-probabilities, that respect is what differs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmrender.trajectory.sample import TrainingSample
 
 PixelChange: TypeAlias = Callable[[Float32Array, tuple[int, ...]], Float32Array]
 """New pixels from old ones and the item's grid."""
+Channels: TypeAlias = tuple[float, ...]
 
 
 class Variation(NamedTuple):
@@ -28,22 +30,19 @@ class Variation(NamedTuple):
     image: int | None = None
 
 
-class Normalisation(NamedTuple):
-    """How pixels in 0 to 1 become what the model takes: minus mean, divided by deviation, by channel."""
+NORMALISATIONS: Final[Mapping[str, tuple[Channels, Channels]]] = {
+    "CLIP's": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
+    "ImageNet's": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "none, values from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "none, values from 0 to 255": ((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)),
+}
+"""Mean and deviation by channel that processors in use apply to pixels from 0 to 1."""
 
-    name: str
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
 
-
-NORMALISATIONS: Final = (
-    Normalisation("CLIP's", (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
-    Normalisation("ImageNet's", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    Normalisation("mean and deviation 0.5", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
-    Normalisation("none, values from 0 to 1", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-    Normalisation("none, values from 0 to 255", (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)),
-)
-"""What processors in use apply: the constants of OpenAI's CLIP, of ImageNet, and of SigLIP."""
+def shift_text(by: int) -> str:
+    """Return a text such as "1 place(s) later"."""
+    return f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'}"
 
 
 class ChangedItem:
@@ -70,13 +69,7 @@ class ChangedItem:
 def image_variations(
     sample: TrainingSample, span: MediaSpan, others: Iterable[MediaItem]
 ) -> Iterator[Variation]:
-    """Yield what the sampler may have seen in place of one image.
-
-    Args:
-        sample: The sample.
-        span: The image.
-        others: Items that it may have been mistaken for.
-    """
+    """Yield what the sampler may have seen in place of one image, `others` among it."""
     item, place = span.item, described(span)
     for other in others:
         if other.identity != item.identity and other.grid == item.grid:
@@ -93,48 +86,39 @@ def image_variations(
 
 
 def _with_item(sample: TrainingSample, span: MediaSpan, item: MediaItem) -> TrainingSample:
-    entries = [
-        (
-            other.range,
-            item if (other.modality, other.position) == (span.modality, span.position) else other.item,
-        )
-        for other in sample.media_spans
-    ]
+    entries = [(one.range, item if one == span else one.item) for one in sample.media_spans]
     return replace(sample, multi_modal_data=MultiModalData.of(entries))
 
 
 def _moved_patches() -> Iterator[tuple[str, PixelChange]]:
-    def patches(by: int) -> PixelChange:
-        return lambda pixels, _: np.roll(pixels, by, 0 if pixels.ndim == 2 else pixels.ndim - 1)
+    def moved(pixels: Float32Array, _: tuple[int, ...], by: int) -> Float32Array:
+        return np.roll(pixels, by, 0 if pixels.ndim == 2 else pixels.ndim - 1)
 
-    def rows(by: int) -> PixelChange:
+    def lowered(pixels: Float32Array, grid: tuple[int, ...], by: int) -> Float32Array:
         # Patches come in merged squares, row of squares by row of squares: one such row is two of patches.
-        def change(pixels: Float32Array, grid: tuple[int, ...]) -> Float32Array:
-            flat = pixels.ndim == 2 and len(grid) == 3
-            return np.roll(pixels, by * 2 * grid[2], 0) if flat else np.roll(pixels, by, pixels.ndim - 2)
-
-        return change
+        flat = pixels.ndim == 2 and len(grid) == 3
+        return np.roll(pixels, by * 2 * grid[2], 0) if flat else np.roll(pixels, by, pixels.ndim - 2)
 
     for by in (1, -1, 4, -4):
-        way = "later" if by > 0 else "earlier"
-        yield f"the sampler saw every patch {abs(by)} place(s) {way}", patches(by)
+        yield f"the sampler saw every patch {shift_text(by)}", partial(moved, by=by)
     for by in (1, -1):
-        yield f"the sampler saw the image one row of patches {'lower' if by > 0 else 'higher'}", rows(by)
+        way = "lower" if by > 0 else "higher"
+        yield f"the sampler saw the image one row of patches {way}", partial(lowered, by=by)
 
 
 def _normalised(item: MediaItem) -> Iterator[tuple[str, PixelChange]]:
     arithmetic = getattr(item, "arithmetic", None)
-    candidates: Sequence[Normalisation] = NORMALISATIONS
+    candidates: Iterable[tuple[Channels, Channels]] = NORMALISATIONS.values()
     if arithmetic is not None:
-        candidates = [Normalisation("the processor's", tuple(arithmetic.mean), tuple(arithmetic.std))]
-    for used in candidates:
-        for other in NORMALISATIONS:
-            if (other.mean, other.std) != (used.mean, used.std):
-                offset = np.subtract(used.mean, other.mean) / np.array(other.std)
-                change = _by_channel(np.divide(used.std, other.std), offset)
-                yield f"the sampler's pixels were normalised by another rule ({other.name})", change
+        candidates = [(tuple(arithmetic.mean), tuple(arithmetic.std))]
+    for used_mean, used_std in candidates:
+        for name, (mean, std) in NORMALISATIONS.items():
+            if (mean, std) != (used_mean, used_std):
+                offset = np.subtract(used_mean, mean) / np.array(std)
+                change = _by_channel(np.divide(used_std, std), offset)
+                yield f"the sampler's pixels were normalised by another rule ({name})", change
         # A server that normalises raw bytes scales by 1/255 first, whatever it is given.
-        twice = _by_channel(1 / (255 * np.array(used.std)), -np.divide(used.mean, used.std))
+        twice = _by_channel(1 / (255 * np.array(used_std)), -np.divide(used_mean, used_std))
         yield "the sampler's pixels were normalised twice", twice
 
 
@@ -151,22 +135,16 @@ def _by_channel(scale: npt.NDArray[np.float64], offset: npt.NDArray[np.float64])
 
 
 def id_variations(sample: TrainingSample, position: int) -> Iterator[Variation]:
-    """Yield other orders of tokens that the sampler may have had.
-
-    Args:
-        sample: The sample.
-        position: The first token that departs; it and those after it are suspected.
-    """
+    """Yield other orders of tokens that the sampler may have had, changed from `position` on."""
     runs = [run for run in sampled_runs(sample.loss_mask) if run[1] > position]
     for by in (1, -1, 2, -2):
-        way = "later" if by > 0 else "earlier"
         for moved, which in ((runs[:1], "of one completion"), (runs, "of every completion from there on")):
             ids = sample.token_ids.copy()
             for start, stop in moved:
                 ids[start:stop] = np.roll(ids[start:stop], by)
             yield Variation(
                 "ids",
-                f"the sampled tokens {which} are shifted: the sampler's stood {abs(by)} place(s) {way}",
+                f"the sampled tokens {which} are shifted: the sampler's stood {shift_text(by)}",
                 replace(sample, token_ids=ids),
             )
 

@@ -118,8 +118,7 @@ def test_one_patch_off(samples, trainer):
     assert finding.cause == "pixels"
     assert finding.image == 1
     assert finding.statement.startswith("the sampler saw every patch 1 place(s) earlier in image 1 (tokens ")
-    (departing,) = report.departing
-    first = departing.first_departure(TOLERANCE)
+    ((departing, first),) = report.departing
     assert first == 12  # the second completion's first token; the first never saw that image
     assert [place.position for place in departing.suspects(first)] == [1]
 
@@ -167,7 +166,7 @@ def test_ranges_and_masks_that_do_not_fit(samples):
     )
     (finding,) = inspect_sample(shifted)
     assert finding.statement == (
-        "the placeholder range of image 0 covers other tokens; the run that fits begins 1 token(s) earlier"
+        "the placeholder range of image 0 covers other tokens; the run that fits begins 1 place(s) earlier"
     )
     outside = replace(sample, multi_modal_data=sidecar.shifted(10_000))
     (finding,) = inspect_sample(outside)
