@@ -6,12 +6,12 @@ was sampled in one piece or in many. Some of its tokens have no text, as real on
 
 import asyncio
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import xxhash
 
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Usage
 from mmrender.engines.interface import InferenceEngineInterface, NamedWeightsUpdate, PauseMode
 from mmrender.errors import (
     EngineConnectionError,
@@ -27,7 +27,6 @@ STOP, MUTE, FIRST_LETTER = 0, 1, 2
 FaultKind: TypeAlias = Literal[
     "abort", "drop_logprobs", "short_logprobs", "bad_logprob", "stall", "error", "refuse", "die"
 ]
-_SPOILS: Final = ("drop_logprobs", "short_logprobs", "bad_logprob")
 
 
 def next_token(ids: Sequence[int]) -> tuple[int, float]:
@@ -67,12 +66,10 @@ def letters(ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one request.
+    """What goes wrong with one request, `after` so many tokens.
 
-    Attributes:
-        kind: `abort` returns early; `..._logprob(s)` spoil a good reply; `stall` never answers; `error` is a
-            status 500; `refuse` a broken connection; `die` ends the engine with all it has.
-        after: Tokens sampled before.
+    `abort` returns early; `..._logprob(s)` spoil a good reply; `stall` never answers; `error` is a status
+    500; `refuse` a broken connection; `die` ends the engine with all it has.
     """
 
     kind: FaultKind
@@ -91,18 +88,12 @@ class Asked:
 
 @dataclass(eq=False)
 class _Running:
-    """A request in flight."""
-
-    request: EngineRequest
-    on_tokens: OnTokens | None
-    aborted: bool = False
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[WeightVersionSpan] = field(default_factory=list)
+    aborted: bool = False
 
 
 class ScriptedEngine(InferenceEngineInterface):
-    """An engine in memory.
+    """An engine in memory; it notes requests in `asked`, and control calls in `controls`.
 
     Args:
         name: Its name.
@@ -112,13 +103,6 @@ class ScriptedEngine(InferenceEngineInterface):
         journal: Where it notes `asked` and, for sound replies that are not aborts, `finished`; engines that
             share one share its order.
         limit: The longest prompt; None for no limit.
-
-    Attributes:
-        asked: Every request.
-        running: Requests in flight.
-        alive: Whether it answers.
-        version: Name of its weights.
-        controls: Control calls that it received.
     """
 
     def __init__(
@@ -140,7 +124,6 @@ class ScriptedEngine(InferenceEngineInterface):
         self.paused: PauseMode | None = None
         self.version: str | None = None
         self.controls: list[str] = []
-        self.torn_down = 0
         self._faults = faults
         self._travel = travel
         self._limit = limit
@@ -160,7 +143,7 @@ class ScriptedEngine(InferenceEngineInterface):
         self._check_alive()
         if request.sampling_params["max_tokens"] < 1:
             raise EngineStatusError("the server answered 400: max_tokens must be at least 1", status=400)
-        fault = self._faults() if self._faults is not None else None
+        fault = None if self._faults is None else self._faults()
         for _ in range(self._travel):
             await asyncio.sleep(0)
         self._check_alive()
@@ -168,79 +151,72 @@ class ScriptedEngine(InferenceEngineInterface):
         asked = Asked(tuple(request.prompt_ids), dict(request.sampling_params), images, session_id)
         self.asked.append(asked)
         self.journal.append(("asked", asked))
-        running = _Running(request, on_tokens)
+        running = _Running()
         self.running.append(running)
         try:
             while self.paused is not None and not running.aborted:  # it came behind a pause, and waits
                 await self._turn()
-            response = await self._run(running, fault)
+            response = await self._run(request, running, fault, on_tokens)
         finally:
             self.running.remove(running)
-        if response.finish_reason != "abort" and (fault is None or fault.kind not in _SPOILS):
+        if response.finish_reason != "abort" and (fault is None or "logprob" not in fault.kind):
             self.journal.append(("finished", asked))
         return response
 
-    async def _run(self, running: _Running, fault: Fault | None) -> EngineResponse:
-        params = running.request.sampling_params
-        whole = sampled(running.request.prompt_ids, params["max_tokens"], params.get("stop") or ())
+    async def _run(
+        self, request: EngineRequest, running: _Running, fault: Fault | None, on_tokens: OnTokens | None
+    ) -> EngineResponse:
+        params = request.sampling_params
+        whole = sampled(request.prompt_ids, params["max_tokens"], params.get("stop") or ())
+        spans: list[WeightVersionSpan] = []
+        kind, after = ("", -1) if fault is None else (fault.kind, fault.after)
         for position, token in enumerate(whole.completion_ids):
-            if fault is not None and fault.after == position:
-                await self._break(fault, running)
+            if after == position:
+                running.aborted |= kind == "abort"
+                self.alive &= kind != "die"
+                self._check_alive()
+                if kind == "stall":
+                    await asyncio.Event().wait()
+                elif kind == "error":
+                    raise EngineStatusError("the server answered 500", status=500, where=self.name)
+                elif kind == "refuse":
+                    raise EngineConnectionError("the connection broke", where=self.name)
             while self.paused == "keep" and not running.aborted:
                 await self._turn()
             if running.aborted:
-                return self._reply(running, "abort", None)
+                break
             running.ids.append(token)
-            running.logprobs.append(whole.logprobs[position])
-            if running.on_tokens is not None:
-                running.on_tokens([token], [whole.logprobs[position]], None)
+            if on_tokens is not None:
+                on_tokens([token], [whole.logprobs[position]], None)
             if self.version is not None:
-                running.spans.append(WeightVersionSpan(self.version, position, position + 1))
+                spans.append(WeightVersionSpan(self.version, position, position + 1))
             await self._turn()
-        late = fault is not None and fault.kind == "abort" and fault.after >= len(running.ids)
-        if late and whole.finish_reason == "length":  # it comes just as the budget is used up
-            return self._reply(running, "abort", None)
-        if running.on_tokens is not None:
-            running.on_tokens([], [], whole.finish_reason)
-        return self._reply(running, whole.finish_reason, whole.stop_reason, fault)
+        count = len(running.ids)
+        # It may come just as the budget is used up.
+        late = kind == "abort" and after >= count and whole.finish_reason == "length"
+        logprobs = whole.logprobs[:count]
+        reply = replace(
+            whole,
+            completion_ids=running.ids,
+            logprobs=logprobs,
+            usage=Usage(len(request.prompt_ids), count),
+            weight_versions=tuple(spans),
+            request_id=f"{self.name}-{len(self.asked)}",
+        )
+        if late or count < len(whole.completion_ids):
+            return replace(reply, finish_reason="abort", stop_reason=None)
+        if on_tokens is not None:
+            on_tokens([], [], whole.finish_reason)
+        spoilt: dict[str, list[float]] = {
+            "drop_logprobs": [],
+            "short_logprobs": logprobs[:-1],
+            "bad_logprob": [*logprobs[:-1], float("nan")],
+        }
+        return replace(reply, logprobs=spoilt.get(kind, logprobs))
 
     async def _turn(self) -> None:
         await asyncio.sleep(0)
         self._check_alive()
-
-    async def _break(self, fault: Fault, running: _Running) -> None:
-        if fault.kind == "abort":
-            running.aborted = True
-        elif fault.kind == "stall":
-            await asyncio.Event().wait()
-        elif fault.kind == "error":
-            raise EngineStatusError("the server answered 500", status=500, where=self.name)
-        elif fault.kind == "refuse":
-            raise EngineConnectionError("the connection broke", where=self.name)
-        elif fault.kind == "die":
-            self.alive = False
-            self._check_alive()
-
-    def _reply(
-        self, running: _Running, reason: FinishReason, stop: int | str | None, fault: Fault | None = None
-    ) -> EngineResponse:
-        logprobs = running.logprobs
-        kind = fault.kind if fault is not None else None
-        if kind == "drop_logprobs":
-            logprobs = []
-        elif kind == "short_logprobs":
-            logprobs = logprobs[:-1]
-        elif kind == "bad_logprob" and logprobs:
-            logprobs = [*logprobs[:-1], float("nan")]
-        return EngineResponse(
-            running.ids,
-            logprobs,
-            reason,
-            Usage(len(running.request.prompt_ids), len(running.ids)),
-            stop_reason=stop,
-            weight_versions=tuple(running.spans),
-            request_id=f"{self.name}-{len(self.asked)}",
-        )
 
     def _check_alive(self) -> None:
         if not self.alive:
@@ -261,7 +237,7 @@ class ScriptedEngine(InferenceEngineInterface):
             raise EngineStateError("the engine is paused already", where=self.name)
         self.paused = mode
         if mode == "abort":
-            self._abort()
+            await self.abort_generation(noted=False)
         while mode == "wait" and any(not each.aborted for each in self.running):
             await self._turn()
 
@@ -272,12 +248,10 @@ class ScriptedEngine(InferenceEngineInterface):
             raise EngineStateError("the engine is not paused", where=self.name)
         self.paused = None
 
-    async def abort_generation(self) -> None:
+    async def abort_generation(self, *, noted: bool = True) -> None:
         """Abort what has reached it."""
-        self._note("abort")
-        self._abort()
-
-    def _abort(self) -> None:
+        if noted:
+            self._note("abort")
         for running in self.running:
             running.aborted = True
 
@@ -321,5 +295,5 @@ class ScriptedEngine(InferenceEngineInterface):
         self._note("reset")
 
     async def teardown(self) -> None:
-        """Count the call."""
-        self.torn_down += 1
+        """Note the call."""
+        self.controls.append("teardown")

@@ -11,7 +11,6 @@ import pytest
 from engine_cases import patient, setup, sidecar, turns
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -47,14 +46,17 @@ def asked_by(case):
 # --- input ---
 
 
+BODY = "request_payload: the payload has no body - expected {'json': {...}, 'headers': {...}}, got keys ['messages']"
+FORMS = "prompts must be given in one form - expected exactly one of 'prompts' and 'prompt_token_ids', got "
+BUDGET = "sampling_params.max_tokens: the token budget is missing or unusable - expected an integer, 1 or more, got "
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({}, "prompts must be given in one form - expected exactly one of 'prompts' and 'prompt_token_ids', got neither"),
-        (
-            {"prompts": [[]], "prompt_token_ids": [[1]]},
-            "prompts must be given in one form - expected exactly one of 'prompts' and 'prompt_token_ids', got both",
-        ),
+        ({}, FORMS + "neither"),
+        ({"prompts": [[]], "prompt_token_ids": [[1]]}, FORMS + "both"),
+        ({"prompt_ids": [[1]]}, "prompt_ids: unknown field - expected one of multi_modal_data, "),
         ({"prompt_token_ids": [1, 2]}, "prompt_token_ids: expected a list of prompts, got a single one. Write [prompt]"),
         ({"prompt_token_ids": [[1]]}, "sampling_params: sampling parameters are missing. Give at least {'max_tokens': N}"),
         ({"prompt_token_ids": [[]], "sampling_params": PARAMS}, "prompt_token_ids[0]: the prompt is empty"),
@@ -66,58 +68,41 @@ def asked_by(case):
             {"prompts": [[{"role": "user", "content": "hi"}]], "sampling_params": PARAMS},
             "prompts: conversations need a renderer. Give one to the engine or client, or pass prompt_token_ids",
         ),
+        ({"prompt_token_ids": [[1]], "sampling_params": {}}, BUDGET + "none"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 0}}, BUDGET + "0"),
+        (
+            {"prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 5, "n": 2}},
+            "sampling_params.n: one prompt gives one completion - expected 1, got 2. Use sample(), or repeat the prompt",
+        ),
     ],
 )  # fmt: skip
-def test_input_that_is_not_understood(batch, message):
-    with pytest.raises(InputError) as caught:
-        run(setup().client.generate(batch))
-    assert str(caught.value) == message
-
-
-def test_a_field_that_does_not_exist_is_named():
-    with pytest.raises(InputError, match=r"^prompt_ids: unknown field - expected one of multi_modal_data, "):
-        run(setup().client.generate({"prompt_ids": [[1]]}))
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({}, "sampling_params.max_tokens: the token budget is missing or unusable - expected an integer, 1 or more, got none"),
-        ({"max_tokens": 0}, "sampling_params.max_tokens: the token budget is missing or unusable - expected an integer, 1 or more, got 0"),
-        ({"max_tokens": 5, "n": 2}, "sampling_params.n: one prompt gives one completion - expected 1, got 2. Use sample(), or repeat the prompt"),
-    ],
-)  # fmt: skip
-def test_budgets_that_cannot_be_kept(params, message):
+def test_input_that_is_refused(batch, message):
     case = setup()
-    with pytest.raises(SamplingParameterError) as caught:
-        run(case.client.generate({"prompt_token_ids": [[1]], "sampling_params": params}))
-    assert str(caught.value) == message
+    with pytest.raises((InputError, SamplingParameterError)) as caught:
+        run(case.client.generate(batch))
+    assert str(caught.value).startswith(message)
     assert not case.journal
 
 
-def test_a_payload_without_a_body():
-    with pytest.raises(InputError) as caught:
-        run(setup().client.chat_completion({"messages": []}))
-    assert str(caught.value) == (
-        "request_payload: the payload has no body - expected {'json': {...}, 'headers': {...}}, got keys ['messages']"
-    )
-
-
-def test_engines_need_names_of_their_own():
+def test_what_makes_no_client_and_no_payload():
     with pytest.raises(InputError, match=r"^engines: two engines have one name - got 'a'. Name them apart$"):
         InferenceEngineClient([ScriptedEngine("a"), ScriptedEngine("a")])
     with pytest.raises(InputError, match=r"^engines: there is no engine - expected one or more$"):
         InferenceEngineClient([])
-
-
-def test_clients_and_engines_have_one_interface():
-    case = setup()
-    assert isinstance(case.client, InferenceEngineInterface)
-    assert isinstance(case.engines[0], InferenceEngineInterface)
-    assert (case.client.tp_size(), case.client.pp_size(), case.client.dp_size()) == (1, 1, 3)
+    with pytest.raises(InputError) as caught:
+        run(setup().client.chat_completion({"messages": []}))
+    assert str(caught.value) == BODY
 
 
 # --- results ---
+
+
+def test_a_client_is_an_engine_so_clients_nest():
+    inner = setup([Fault("abort", 1)] * 3, count=2)
+    outer = InferenceEngineClient([inner.client], **patient())
+    output = run(outer.generate({"prompt_token_ids": [[2, 9]], "sampling_params": PARAMS}))
+    assert output["response_ids"] == [sampled([2, 9], 12).completion_ids]
+    assert (outer.tp_size(), outer.pp_size(), outer.dp_size()) == (1, 1, 2)
 
 
 def test_samples_of_one_prompt_have_seeds_of_their_own():
@@ -149,13 +134,6 @@ def test_a_client_with_a_renderer_renders_and_decodes_once():
     assert {asked.images for _, asked in case.journal} == {("one",)}
 
 
-def test_a_client_of_clients():
-    inner = setup([Fault("abort", 1)] * 3, count=2)
-    outer = InferenceEngineClient([inner.client], **patient())
-    output = run(outer.generate({"prompt_token_ids": [[2, 9]], "sampling_params": PARAMS}))
-    assert output["response_ids"] == [sampled([2, 9], 12).completion_ids]
-
-
 # --- failures ---
 
 
@@ -171,18 +149,12 @@ def test_what_an_engine_refuses_is_not_asked_again():
     assert sum(len(engine.asked) for engine in engines) == 1
 
 
-def test_attempts_are_bounded():
-    case = setup([Fault("error", 0)] * 50, policy=patient(attempts=4))
-    with pytest.raises(EngineStatusError):
-        run(case.client.generate({"prompt_token_ids": [[1, 2]], "sampling_params": PARAMS}))
-    assert len(case.journal) == 4
-
-
-def test_a_reply_without_logprobs_is_refused_in_the_end():
-    case = setup([Fault("drop_logprobs", 0)] * 50, policy=patient(attempts=3))
-    with pytest.raises(EngineReplyError) as caught:
+@pytest.mark.parametrize("kind", ["error", "drop_logprobs"])
+def test_attempts_are_bounded(kind):
+    case = setup([Fault(kind, 0)] * 50, policy=patient(attempts=4))
+    with pytest.raises((EngineStatusError, EngineReplyError)):
         run(case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS}))
-    assert str(caught.value) == "logprobs: tokens and logprobs differ in number - expected 12, got 0"
+    assert len(case.journal) == 4
 
 
 def test_aborts_without_end_are_an_error():
@@ -255,31 +227,6 @@ def test_a_hung_engine_is_found_out_and_its_work_is_done_elsewhere():
     run(scenario())
 
 
-def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
-    async def scenario():
-        case = setup(count=2)
-        case.engines[1].alive = False
-        await case.client.load_weights("step-1", weight_version="v1")
-        case.engines[1].alive = True
-        await case.client.check_health()
-        assert case.client.replicas[1].down == (
-            "engine1: the engine missed a weight update. Update the weights again"
-        )
-        batch = {"prompt_token_ids": [[2, n] for n in range(2, 8)], "sampling_params": PARAMS}
-        await case.client.generate(batch)
-        assert not case.engines[1].asked
-        with pytest.raises(
-            EngineUnavailableError, match=r"^weights are sent to all engines at once, and some are down"
-        ):
-            await case.client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
-        await case.client.load_weights("step-2", weight_version="v2")
-        await case.client.check_health()
-        assert case.client.replicas[1].down is None
-        assert await case.client.weight_version() == "v2"
-
-    run(scenario())
-
-
 @pytest.mark.parametrize("way", ["load", "transfer"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later_one(count, way):
@@ -324,6 +271,27 @@ def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later
     run(scenario())
 
 
+def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
+    async def scenario():
+        case = setup(count=2)
+        client, late = case.client, case.engines[1]
+        late.alive = False
+        await client.load_weights("step-1", weight_version="v1")
+        late.alive = True
+        await client.check_health()
+        missed = "engine1: the engine missed a weight update. Update the weights again"
+        assert client.replicas[1].down == missed
+        await client.generate({"prompt_token_ids": [[2, 5], [2, 6], [2, 7]], "sampling_params": PARAMS})
+        assert not late.asked
+        with pytest.raises(EngineUnavailableError, match=r"^weights are sent to all engines at once"):
+            await client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
+        await client.load_weights("step-2", weight_version="v2")
+        await client.check_health()
+        assert (client.replicas[1].down, await client.weight_version()) == (None, "v2")
+
+    run(scenario())
+
+
 def test_an_engine_that_came_back_with_other_weights_stays_out():
     async def scenario():
         case = setup(count=2)
@@ -340,12 +308,6 @@ def test_an_engine_that_came_back_with_other_weights_stays_out():
 
 
 # --- time ---
-
-
-def test_a_stalled_request_is_given_up_and_asked_elsewhere():
-    case = setup([Fault("stall", 3)])
-    output = run(case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS}))
-    assert output["response_ids"] == [sampled(LONG, 12).completion_ids]
 
 
 def test_deadlines_bound_everything():
@@ -455,21 +417,6 @@ def test_engines_that_cannot_be_paused_are_held_by_the_client_alone(modes, mode)
     run(scenario())
 
 
-def test_work_that_begins_under_a_pause_waits():
-    async def scenario():
-        case = setup()
-        await case.client.pause_generation("wait")
-        generating = asyncio.create_task(
-            case.client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
-        )
-        await turns(50)
-        assert not case.journal
-        await case.client.resume_generation()
-        await generating
-
-    run(scenario())
-
-
 def test_aborting_returns_what_there_is():
     async def scenario():
         case = setup(policy=patient(attempt_timeout=None))
@@ -543,20 +490,11 @@ def deaf_and_well(*deaf, **options):
     return engine, well, InferenceEngineClient([engine, well], **patient())
 
 
-def test_a_pause_that_failed_behind_its_effect_is_undone():
+@pytest.mark.parametrize("fault", ["pause", "slow pause"])
+def test_a_pause_that_fails_behind_its_effect_is_undone(fault):
     async def scenario():
-        engine, well, client = deaf_and_well("pause")
-        with pytest.raises(EngineStatusError):
-            await client.pause_generation("abort")
-        assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
-
-    run(scenario())
-
-
-def test_a_pause_that_is_given_up_is_undone():
-    async def scenario():
-        engine, well, client = deaf_and_well("slow pause")
-        with pytest.raises(TimeoutError):
+        engine, well, client = deaf_and_well(fault)
+        with pytest.raises((EngineStatusError, TimeoutError)):
             async with asyncio.timeout(0.01):
                 await client.pause_generation("keep")
         assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
@@ -564,25 +502,16 @@ def test_a_pause_that_is_given_up_is_undone():
     run(scenario())
 
 
-def test_an_engine_whose_pause_cannot_be_undone_is_ejected_until_it_resumes():
+@pytest.mark.parametrize("faults", [["pause", "resume"], ["resume"]])
+def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
     async def scenario():
-        engine, well, client = deaf_and_well("pause", "resume")
-        with pytest.raises(EngineStatusError):
-            await client.pause_generation("abort")
-        assert well.paused is None
-        assert client.replicas[0].down == "the server answered 500"
-        engine.deaf = frozenset()
-        await client.check_health()
-        assert (engine.paused, client.replicas[0].down) == (None, None)
-
-    run(scenario())
-
-
-def test_an_engine_that_does_not_resume_does_not_stop_the_others():
-    async def scenario():
-        engine, well, client = deaf_and_well("resume")
-        await client.pause_generation("keep")
-        await client.resume_generation()
+        engine, well, client = deaf_and_well(*faults)
+        if "pause" in faults:
+            with pytest.raises(EngineStatusError):
+                await client.pause_generation("abort")
+        else:
+            await client.pause_generation("keep")
+            await client.resume_generation()
         assert (client.is_paused, well.paused) == (False, None)
         assert client.replicas[0].down == "the server answered 500"
         await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
@@ -615,21 +544,15 @@ def test_where_no_engine_resumes_the_client_stays_paused():
     [
         (("abort", "keep"), "wait", True, ["reset", "pause keep"]),
         (("abort", "keep"), "wait", False, ["pause keep"]),
-        ((), "wait", True, ["reset"]),
         ((), "abort", True, ["reset"]),
         ((), "abort", False, []),
-        (("abort", "keep", "wait"), "abort", True, ["pause abort"]),
         (("abort", "keep", "wait"), "keep", True, ["pause keep"]),
     ],
 )
 def test_caches_are_cleared_where_the_pause_itself_does_not(modes, mode, clear_cache, told):
-    async def scenario():
-        engine = ScriptedEngine(pause_modes=modes)
-        client = InferenceEngineClient([engine], **patient())
-        await client.pause_generation(mode, clear_cache=clear_cache)
-        assert engine.controls == told
-
-    run(scenario())
+    engine = ScriptedEngine(pause_modes=modes)
+    run(InferenceEngineClient([engine], **patient()).pause_generation(mode, clear_cache=clear_cache))
+    assert engine.controls == told
 
 
 def test_a_cache_that_cannot_be_cleared_is_said():
@@ -692,7 +615,7 @@ def test_teardown_ends_everything_and_says_so():
             await generating
         assert not any(engine.running for engine in case.engines)
         await case.client.teardown()
-        assert [engine.torn_down for engine in case.engines] == [1, 1, 1]
+        assert [engine.controls for engine in case.engines] == [["teardown"]] * 3
         for call in (
             case.client.pause_generation(),
             case.client.generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}),

@@ -18,7 +18,7 @@ from mmrender.client.vllm import VLLMBackend
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import InferenceEngineInterface, new_request
-from mmrender.engines.routes import DYNAMO, SGLANG, TABLES, VLLM, Route, RouteTable
+from mmrender.engines.routes import Route, RouteTable
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -177,11 +177,6 @@ def test_what_each_server_is_told(kind, call):
     assert not (server if on_worker else worker).asked
 
 
-def test_every_table_says_what_it_has():
-    assert set(TABLES) == set(BACKENDS)
-    assert VLLM.controls.keys() == SGLANG.controls.keys() == DYNAMO.controls.keys() | {"abort_all"}
-
-
 @pytest.mark.parametrize(
     ("kind", "routes", "version"),
     [
@@ -195,66 +190,36 @@ def test_weight_versions_are_read(kind, routes, version):
     assert run(engine.weight_version()) == version
 
 
-def test_dynamos_worker_tells_its_version():
-    worker = MemoryTransport({"POST /engine/get_weight_version": {"status": "ok", "version": 12}})
-    engine, _ = engine_of("dynamo", worker=worker)
-    assert run(engine.weight_version()) == "12"
-
-
-def test_what_dynamos_frontend_lacks_is_said_with_the_way_out():
-    engine, transport = engine_of("dynamo")
-    assert engine.pause_modes == frozenset()
-    with pytest.raises(EngineUnsupportedError) as caught:
-        run(engine.pause_generation("keep"))
-    assert str(caught.value) == (
-        "e.pause: dynamo has this call on its worker only. "
-        "Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"
-    )
-    assert not transport.asked
-
-
-def test_closed_control_routes_are_said_with_the_way_out():
-    engine, _ = engine_of("vllm")
-    with pytest.raises(EngineUnsupportedError) as caught:
-        run(engine.pause_generation("abort"))
-    assert str(caught.value) == (
-        "e.pause: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"
-    )
+FLUSH = "POST /flush_cache"
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "message"),
+    ("kind", "routes", "call", "error", "message"),
     [
-        ("vllm", lambda e: e.sleep(tags=["weights"]), "e.sleep.tags: vllm does not know this argument of sleep - got ['weights']"),
-        ("sglang", lambda e: e.sleep(level=2), "e.sleep.level: sglang does not know this argument of sleep - got 2"),
+        ("vllm", {}, lambda e: e.sleep(tags=["weights"]), EngineUnsupportedError, "e.sleep.tags: vllm does not know this argument of sleep - got ['weights']"),
+        ("sglang", {}, lambda e: e.sleep(level=2), EngineUnsupportedError, "e.sleep.level: sglang does not know this argument of sleep - got 2"),
+        ("vllm", {"POST /reset_prefix_cache": {"success": False}}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: the engine refused - got {'success': False}. Pause first"),
+        ("sglang", {FLUSH: Answer("Flush cache failed.", status=400)}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: cached prefixes are in use - got Flush cache failed.. Pause first"),
+        ("vllm", {}, lambda e: e.pause_generation("abort"), EngineUnsupportedError, "e.pause: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"),
+        ("dynamo", {}, lambda e: e.pause_generation("keep"), EngineUnsupportedError, "e.pause: dynamo has this call on its worker only. Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"),
+        ("sglang", {}, lambda e: e.update_named_weights({"names": [], "dtypes": []}), InputError, "request.shapes: a part of the weight update is missing"),
     ],
 )  # fmt: skip
-def test_arguments_that_a_server_does_not_know(kind, call, message):
-    engine, transport = engine_of(kind)
-    with pytest.raises(EngineUnsupportedError) as caught:
+def test_calls_that_are_refused(kind, routes, call, error, message):
+    engine, _ = engine_of(kind, routes)
+    with pytest.raises(error) as caught:
         run(call(engine))
     assert str(caught.value) == message
-    assert not transport.asked
 
 
-def test_a_failure_with_status_200_is_a_failure():
-    engine, _ = engine_of("vllm", {"POST /reset_prefix_cache": {"success": False}})
-    with pytest.raises(EngineStateError) as caught:
-        run(engine.reset_prefix_cache())
-    assert (
-        str(caught.value) == "e.reset_prefix_cache: the engine refused - got {'success': False}. Pause first"
-    )
-    worker = MemoryTransport({"POST /engine/flush_cache": {"status": "error", "message": "boom"}})
-    engine, _ = engine_of("dynamo", worker=worker)
+def test_dynamos_worker_answers_in_its_own_way():
+    replies = {
+        "POST /engine/get_weight_version": {"status": "ok", "version": 12},
+        "POST /engine/flush_cache": {"status": "error", "message": "boom"},
+    }
+    engine, _ = engine_of("dynamo", worker=MemoryTransport(replies))
+    assert run(engine.weight_version()) == "12"
     with pytest.raises(EngineStateError, match=r"^e.reset_prefix_cache: the engine refused - got boom"):
-        run(engine.reset_prefix_cache())
-
-
-def test_a_busy_cache_of_sglang():
-    engine, _ = engine_of("sglang", {"POST /flush_cache": Answer("Flush cache failed.\n", status=400)})
-    with pytest.raises(
-        EngineStateError, match=r"^e.reset_prefix_cache: cached prefixes are in use - got Flush cache"
-    ):
         run(engine.reset_prefix_cache())
 
 
@@ -278,12 +243,6 @@ def test_pausing_twice_and_resuming_unpaused():
         assert len(transport.of_path("/resume")) == 3
 
     run(scenario())
-
-
-def test_parts_of_a_weight_update_that_are_missing():
-    engine, _ = engine_of("sglang")
-    with pytest.raises(InputError, match=r"^request.shapes: a part of the weight update is missing$"):
-        run(engine.update_named_weights({"names": [], "dtypes": []}))
 
 
 @dataclass(frozen=True)
@@ -375,18 +334,6 @@ def test_a_backend_without_routes_needs_some():
         run(engine.sleep())
 
 
-def test_an_engine_can_be_pickled():
-    engine = HTTPEngine(VLLMBackend(), "http://127.0.0.1:9", model="m", name="n")
-    engine._paused = True
-    copy = pickle.loads(pickle.dumps(engine))
-    assert (copy.name, copy.model, copy.transport.base_url, copy._paused) == (
-        "n",
-        "m",
-        "http://127.0.0.1:9",
-        False,
-    )
-
-
 # --- passing requests on, and streams ---
 
 
@@ -415,21 +362,6 @@ def test_streams_are_read_to_their_end():
     engine, transport = engine_of("vllm", {"POST /v1/chat/completions": text})
     assert run(gathered(engine.stream_chat_completion({"json": {"messages": []}}))) == [{"a": 1}, {"a": 2}]
     assert transport.asked[0].json["stream"] is True
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('data: {"a": 1}\n\n', "e/v1/completions: the stream broke off - expected [DONE] at its end"),
-        ("data: {a}\n\n", "e/v1/completions: an event is not a JSON object - got b'{a}'"),
-        ("data: 3\n\n", "e/v1/completions: an event is not a JSON object - got b'3'"),
-    ],
-)
-def test_streams_that_are_broken(text, message):
-    engine, _ = engine_of("vllm", {"POST /v1/completions": text})
-    with pytest.raises(EngineReplyError) as caught:
-        run(gathered(engine.stream_completion({"json": {}})))
-    assert str(caught.value) == message
 
 
 def entry(token, logprob):
@@ -494,31 +426,27 @@ def test_tokens_of_a_stream_are_checked_before_they_are_told_of(spoilt):
     assert seen == [5, 7]
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS[:3], [*CHUNKS[:2], chunk([7]), chunk([], "stop", stop_reason=7)]])
-@pytest.mark.parametrize("error", [b"", event_of({"error": {"message": "boom"}})])
-def test_a_stream_that_breaks_behind_its_end_is_not_asked_on(chunks, error):
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(chunks, done=False) + error})
+ERROR = event_of({"error": {"message": "boom"}})
+LATE = [*CHUNKS[:2], chunk([7]), chunk([], "stop", stop_reason=7)]
+CONTRADICTED = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "budget", "ids", "reason"),
+    [
+        (sse(CHUNKS[:3], done=False), 5, [5, 6, 7], "stop"),
+        (sse(CHUNKS[:3], done=False) + ERROR, 5, [5, 6, 7], "stop"),
+        (sse(LATE, done=False) + ERROR, 5, [5, 6, 7], "stop"),
+        (sse([*CHUNKS[:3], CONTRADICTED]), 5, [5, 6, 7], "stop"),
+        (sse(CHUNKS[:2], done=False), 2, [5, 6], "length"),
+    ],
+)
+def test_a_stream_that_breaks_behind_its_end_is_not_asked_on(answer, budget, ids, reason):
+    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": answer})
     client = InferenceEngineClient([engine], **patient())
-    response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda *_: None))
-    assert (response.completion_ids, response.finish_reason, response.stop_reason) == ([5, 6, 7], "stop", 7)
-    assert len(transport.asked) == 1
-
-
-def test_a_finished_stream_whose_reply_is_refused_is_not_asked_on():
-    """The usage contradicts the prompt, which is seen when all is read."""
-    wrong = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse([*CHUNKS[:3], wrong])})
-    client = InferenceEngineClient([engine], **patient())
-    response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda *_: None))
-    assert (response.completion_ids, response.finish_reason) == ([5, 6, 7], "stop")
-    assert len(transport.asked) == 1
-
-
-def test_a_stream_that_breaks_with_its_budget_used_up_has_ended():
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(CHUNKS[:2], done=False)})
-    client = InferenceEngineClient([engine], **patient())
-    response = run(client.complete(new_request([1, 2], {"max_tokens": 2}), on_tokens=lambda *_: None))
-    assert (response.completion_ids, response.finish_reason) == ([5, 6], "length")
+    request = new_request([1, 2], {"max_tokens": budget})
+    response = run(client.complete(request, on_tokens=lambda *_: None))
+    assert (response.completion_ids, response.finish_reason) == (ids, reason)
     assert len(transport.asked) == 1
 
 
