@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
@@ -126,7 +126,11 @@ def parity(
     _out.print(_parity_table(reports))
     for report in reports:
         if report.mismatch is not None:
-            _print_mismatch(report)
+            found = report.mismatch
+            heading = f"{report.model}, {report.image_backend}, case {found.case}: {found.what} differ"
+            _out.print(f"\n[red]{heading}[/]")
+            for name in ("ours", "reference", "options", "messages"):
+                _out.print(f"{name}:", getattr(found, name), markup=False, highlight=False)
             raise typer.Exit(1)
 
 
@@ -229,41 +233,26 @@ def audit(
 
 def _parity_table(reports: "list[Any]") -> Table:
     table = Table(show_edge=False, pad_edge=False)
-    for heading in (
-        "model",
-        "mode",
-        "cases",
-        "refused by both",
-        "tokens",
-        "images",
-        "pixel values",
-        "result",
-    ):
-        table.add_column(heading, justify="left" if heading in ("model", "mode", "result") else "right")
+    for heading in ("model", "mode", "result"):
+        table.add_column(heading)
+    for heading in ("cases", "refused by both", "tokens", "images", "pixel values"):
+        table.add_column(heading, justify="right")
     for report in reports:
         result = "[green]equal[/]" if report.mismatch is None else f"[red]{report.mismatch.what} differ[/]"
         if report.without_processor is not None and report.mismatch is None:
             result = f"[yellow]text and ids equal; no images: {report.without_processor}[/]"
-        table.add_row(
-            report.model, report.image_backend, str(report.cases), str(report.refused), f"{report.tokens:,}",
-            f"{report.images:,}", f"{report.pixel_values:,}", result,
-        )  # fmt: skip
+        counts = (report.cases, report.refused, report.tokens, report.images, report.pixel_values)
+        table.add_row(report.model, report.image_backend, result, *(f"{count:,}" for count in counts))
     return table
 
 
-def _print_mismatch(report: Any) -> None:
-    difference = report.mismatch
-    _out.print(
-        f"\n[red]{report.model}, {report.image_backend}, case {difference.case}: {difference.what} differ[/]"
-    )
-    for name, side in (("ours", difference.ours), ("reference", difference.reference)):
-        _out.print(f"{name}:", side, markup=False, highlight=False)
-    _out.print("options:", difference.options, markup=False)
-    _out.print("messages:", difference.messages, markup=False)
-
-
 def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool) -> "RenderedTokens":
-    document = _read(file)
+    try:
+        document = json.loads(sys.stdin.read() if file == "-" else Path(file).read_text("utf-8"))
+    except OSError as error:
+        raise InputError("cannot read the file", where=file, got=error.strerror) from error
+    except ValueError as error:
+        raise InputError("the file is not JSON", where=file, got=str(error)) from error
     options = document if isinstance(document, dict) else {"messages": document}
     if "messages" not in options:
         raise InputError(
@@ -275,16 +264,6 @@ def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool
         return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **options})
 
 
-def _read(file: str) -> Any:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-        return json.loads(text)
-    except OSError as error:
-        raise InputError("cannot read the file", where=file, got=error.strerror) from error
-    except ValueError as error:
-        raise InputError("the file is not JSON", where=file, got=str(error)) from error
-
-
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
     # Someone who names a file in the current folder on the command line means it; a remote caller must not.
     remote = MediaPolicy(schemes=frozenset({"data", "http", "https"}))
@@ -294,11 +273,9 @@ def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
 
 
 def _backend(name: str) -> ImageBackend:
-    if name == "torch":
-        return "torch"
-    if name == "pil":
-        return "pil"
-    raise InputError("there is no such image back end", expected="torch or pil", got=name)
+    if name not in (known := get_args(ImageBackend)):
+        raise InputError("there is no such image back end", expected=" or ".join(known), got=name)
+    return cast("ImageBackend", name)
 
 
 def main() -> None:

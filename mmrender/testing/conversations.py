@@ -74,7 +74,10 @@ class ConversationMaker:
             messages.append({"role": "system", "content": self._content(source, "system")})
         for _ in range(source.randint(1, self.max_turns)):
             messages.append({"role": "user", "content": self._content(source, "user")})
-            messages += self._answer(source)
+            if self.tools and "tool" in self.profile.roles and source.random() < 0.4:
+                for _ in range(source.randint(1, 2)):
+                    messages += self._tool_round(source)
+            messages.append(self._assistant(source))
         if messages[-1]["role"] == "assistant" and source.random() < 0.4:
             messages.append({"role": "user", "content": self._content(source, "user")})
         options: dict[str, Any] = {
@@ -88,14 +91,6 @@ class ConversationMaker:
             options["enable_thinking"] = source.random() < 0.5
         return messages, options
 
-    def _answer(self, source: random.Random) -> list[dict[str, Any]]:
-        """The assistant's turn, with tool rounds before it at times."""
-        rounds: list[dict[str, Any]] = []
-        if self.tools and "tool" in self.profile.roles and source.random() < 0.4:
-            for _ in range(source.randint(1, 2)):
-                rounds += self._tool_round(source)
-        return [*rounds, self._assistant(source)]
-
     def _assistant(self, source: random.Random) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._content(source, "assistant")}
         if source.random() < 0.4:
@@ -107,9 +102,13 @@ class ConversationMaker:
         if source.random() < 0.3:
             message["content"] = ""
         calls = [self._call(source) for _ in range(source.randint(1, 3))]
-        if not self.profile.prints_tool_calls:
-            return [message, *[self._result(source, call) for call in calls]]
-        return [{**message, "tool_calls": calls}, *[self._result(source, call) for call in calls]]
+        if self.profile.prints_tool_calls:
+            message["tool_calls"] = calls
+        results = []
+        for call in calls:
+            result = {"role": "tool", "content": self._content(source, "tool")}
+            results.append({**result, "tool_call_id": call["id"], "name": call["function"]["name"]})
+        return [message, *results]
 
     def _call(self, source: random.Random) -> dict[str, Any]:
         self._call_ids += 1
@@ -118,10 +117,6 @@ class ConversationMaker:
         arguments = {name: source.choice(_ARGUMENTS) for name in names}
         call_id = f"call{self._call_ids % 100000:05d}"
         return {"id": call_id, "type": "function", "function": {**function, "arguments": arguments}}
-
-    def _result(self, source: random.Random, call: dict[str, Any]) -> dict[str, Any]:
-        message = {"role": "tool", "content": self._content(source, "tool")}
-        return {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
 
     def _tool(self, source: random.Random) -> dict[str, Any]:
         properties = {
@@ -158,15 +153,13 @@ class ConversationMaker:
 
 def sample_images(source: random.Random, count: int, *, largest: int = 640) -> list[Image.Image]:
     """Pictures of many sizes: noise over a gradient, so that resampling errors show."""
-    return [_picture(source, source.randint(32, largest), source.randint(32, largest)) for _ in range(count)]
-
-
-def _picture(source: random.Random, width: int, height: int) -> Image.Image:
-    noise = Image.frombytes("RGB", (width, height), source.randbytes(width * height * 3))
-    gradient = Image.merge(
-        "RGB", [Image.linear_gradient("L").resize((width, height)).rotate(90 * k) for k in range(3)]
-    )
-    return Image.blend(gradient, noise, source.choice([0.1, 0.5, 1.0]))
+    pictures = []
+    for _ in range(count):
+        size = source.randint(32, largest), source.randint(32, largest)
+        noise = Image.frombytes("RGB", size, source.randbytes(size[0] * size[1] * 3))
+        bands = [Image.linear_gradient("L").resize(size).rotate(90 * quarter) for quarter in range(3)]
+        pictures.append(Image.blend(Image.merge("RGB", bands), noise, source.choice([0.1, 0.5, 1.0])))
+    return pictures
 
 
 def load_pictures(folder: Path) -> list[Image.Image]:

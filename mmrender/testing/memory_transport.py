@@ -123,7 +123,6 @@ class MemoryTransport:
     ) -> Reply:
         """Record the request and give the scripted answer; never repeats a call."""
         asked = self._record(method, path, json, headers, idempotent)
-        url = self._base_url + asked.path
         try:
             async with asyncio.timeout(timeout):
                 answer = await self._answer(asked)
@@ -133,37 +132,26 @@ class MemoryTransport:
             raise
         except TimeoutError as error:
             problem = f"the server did not answer within {timeout:g} s"
-            raise EngineTimeoutError(problem, where=f"{method} {url}") from error
-        if answer.error is not None:
-            raise answer.error
-        if answer.drop:
-            raise EngineConnectionError("the connection broke", where=f"{method} {url}")
-        body = _encoded(answer.body)
-        if not 200 <= answer.status < 300:
-            raise status_error(method, url, answer.status, body, answer.headers)
-        return Reply(answer.status, answer.headers, body)
+            raise EngineTimeoutError(problem, where=self._where(asked)) from error
+        if answer.drop and answer.error is None:
+            raise EngineConnectionError("the connection broke", where=self._where(asked))
+        return Reply(answer.status, answer.headers, self._body(answer, asked))
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
         """Record the request and yield the lines of the scripted answer."""
         asked = self._record(method, path, json, headers, idempotent=False)
-        url = self._base_url + asked.path
         try:
             answer = await self._answer(asked)
-            if answer.error is not None:
-                raise answer.error
-            body = _encoded(answer.body)
-            if not 200 <= answer.status < 300:
-                raise status_error(method, url, answer.status, body, answer.headers)
-            for line in body.splitlines():
+            for line in self._body(answer, asked).splitlines():
                 await asyncio.sleep(self._delay + answer.delay)
                 yield line
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.append(asked)
             raise
         if answer.drop:
-            raise EngineConnectionError("the connection broke", where=f"{method} {url}")
+            raise EngineConnectionError("the connection broke", where=self._where(asked))
 
     async def aclose(self) -> None:
         """Count the call; nothing is open."""
@@ -193,7 +181,7 @@ class MemoryTransport:
             if not script:
                 raise AssertionError(f"no answer is left for {key}")
             script = script.pop(0)
-        if _is_script(script):
+        if callable(script):
             script = script(asked)
         if inspect.isawaitable(script):
             script = await script
@@ -201,12 +189,19 @@ class MemoryTransport:
             return Answer(error=script)
         return script if isinstance(script, Answer) else Answer(script)
 
-
-def _is_script(value: Any) -> bool:
-    return callable(value) and not isinstance(value, Answer | BaseException)
-
-
-def _encoded(body: Any) -> bytes:
-    if isinstance(body, bytes | bytearray | memoryview):
+    def _body(self, answer: Answer, asked: Asked) -> bytes:
+        """The bytes of an answer; one that is an error is raised."""
+        if answer.error is not None:
+            raise answer.error
+        body = answer.body
+        if isinstance(body, str):
+            body = body.encode()
+        elif not isinstance(body, bytes | bytearray | memoryview):
+            body = msgspec.json.encode(body)
+        if not 200 <= answer.status < 300:
+            url = self._base_url + asked.path
+            raise status_error(asked.method, url, answer.status, bytes(body), answer.headers)
         return bytes(body)
-    return body.encode() if isinstance(body, str) else msgspec.json.encode(body)
+
+    def _where(self, asked: Asked) -> str:
+        return f"{asked.method} {self._base_url}{asked.path}"

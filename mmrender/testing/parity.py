@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,7 +56,6 @@ class ParityReport:
     pixel_values: int = 0
     without_processor: str | None = None
     mismatch: Mismatch | None = None
-    kinds: set[str] = field(default_factory=set)
 
 
 def check_parity(
@@ -87,7 +86,9 @@ def check_parity(
     source = random.Random(seed)
     has_images = renderer.media is not None and reference.processor is not None
     images = [*sample_images(source, 10), *pictures] if has_images else []
-    maker = ConversationMaker(renderer.profile, images, _literals(renderer))
+    media = renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
+    literals = sorted(set(renderer.tokenizer.added_ids) - media)
+    maker = ConversationMaker(renderer.profile, images, literals)
     for case in range(cases):
         messages, options = maker.make(source)
         report.mismatch = _compare(renderer, reference, messages, options, report=report, case=case)
@@ -96,11 +97,6 @@ def check_parity(
         if report.mismatch is not None:
             break
     return report
-
-
-def _literals(renderer: Renderer) -> list[str]:
-    media = renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
-    return sorted(set(renderer.tokenizer.added_ids) - media)
 
 
 def _compare(
@@ -112,7 +108,8 @@ def _compare(
     report: ParityReport,
     case: int,
 ) -> Mismatch | None:
-    pictures = [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    pictures = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
     try:
         expected: ReferenceRendering | str = reference.render(messages, pictures, **options)
     except Exception as error:  # noqa: BLE001 - whatever the reference raises, ours must refuse too
@@ -130,23 +127,11 @@ def _compare(
     difference = first_difference(renderer, ours, expected)
     if difference is not None:
         return Mismatch(case, *difference, messages, options)
-    _count(report, ours)
-    return None
-
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    return message["content"] if isinstance(message["content"], list) else []
-
-
-def _count(report: ParityReport, ours: RenderedTokens) -> None:
     report.tokens += len(ours)
-    for item in _items(ours):
+    for item in ours.multi_modal_data.mm_items.get("image", ()):
         report.images += 1
         report.pixel_values += item.tensors("float32")["pixel_values"].size
-
-
-def _items(rendered: RenderedTokens) -> list[MediaItem]:
-    return list(rendered.multi_modal_data.mm_items.get("image", ()))
+    return None
 
 
 def first_difference(
@@ -162,29 +147,22 @@ def first_difference(
         sides = (ids[start : start + 15] for ids in (ours.token_ids, expected.ids))
         left, right = (f"[{start}:] {ids} {renderer.decode(ids)!r}" for ids in sides)
         return "token ids", left, right
-    return _range_difference(renderer, ours) or _tensor_difference(_items(ours), expected.tensors)
+    # The ranges must name exactly the feature tokens that the reference's ids hold.
+    items = ours.multi_modal_data.mm_items.get("image", ())
+    pieces = [piece for item in items for piece in item.expansion if isinstance(piece, Repeat)]
+    feature_ids = {renderer.tokenizer.token_id(piece.token) for piece in pieces if piece.embeds}
+    in_ids = [index for index, token_id in enumerate(ours.token_ids) if token_id in feature_ids]
+    named: list[int] = []
+    for placeholder in ours.multi_modal_data.mm_placeholders.get("image", ()):
+        named += (np.flatnonzero(placeholder.is_embed) + placeholder.offset).tolist()
+    if named != in_ids:
+        return "placeholder ranges", str(named[:20]), str(in_ids[:20])
+    return _tensor_difference(items, expected.tensors)
 
 
 def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
     pairs = zip(left, right, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
-
-
-def _range_difference(renderer: Renderer, ours: RenderedTokens) -> tuple[str, str, str] | None:
-    """The ranges must name exactly the feature tokens that the reference's ids hold."""
-    items = _items(ours)
-    tokens = {
-        piece.token
-        for item in items
-        for piece in item.expansion
-        if isinstance(piece, Repeat) and piece.embeds
-    }
-    ids = {renderer.tokenizer.token_id(token) for token in tokens}
-    expected = [index for index, token_id in enumerate(ours.token_ids) if token_id in ids]
-    found: list[int] = []
-    for placeholder in ours.multi_modal_data.mm_placeholders.get("image", ()):
-        found += (np.flatnonzero(placeholder.is_embed) + placeholder.offset).tolist()
-    return None if found == expected else ("placeholder ranges", str(found[:20]), str(expected[:20]))
 
 
 def _tensor_difference(
@@ -204,9 +182,6 @@ def _tensor_difference(
             return f"shape of {key}", str(ours.shape), str(theirs.shape)
         if not np.array_equal(ours, theirs):
             worst = float(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max())
-            return (
-                key,
-                f"{ours.dtype}, first {ours.ravel()[:4]}",
-                f"{theirs.dtype}, largest difference {worst:g}",
-            )
+            left = f"{ours.dtype}, first {ours.ravel()[:4]}"
+            return key, left, f"{theirs.dtype}, largest difference {worst:g}"
     return None

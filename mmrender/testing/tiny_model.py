@@ -66,11 +66,26 @@ def build_tiny_model(directory: Path, *, seed: int = 0, weights: bool = True) ->
         MissingDependencyError: `weights` is true and an extra is missing. Nothing is written.
     """
     if weights:
-        _require_extras()
-    _claim(directory)
+        for package, extra in (("torch", "torch"), ("transformers", "hf")):
+            try:
+                __import__(package)
+            except ImportError as error:
+                raise MissingDependencyError.of_extra(
+                    package, extra, "building the tiny model's weights", otherwise="pass weights=False"
+                ) from error
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        # It may be somebody's model.
+        raise ModelError(
+            "cannot build a model here",
+            where=str(directory),
+            expected="a missing or empty directory",
+            got="one that holds files" if directory.is_dir() else "a file",
+            remedy="Name another directory, or remove it first",
+        )
+    directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer()
     for name, content in _settings(tokenizer).items():
-        _write_json(directory / name, content)
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(_data("chat_template.jinja"), encoding="utf-8")
     if weights:
@@ -101,45 +116,8 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _require_extras() -> None:
-    for package, extra in (("torch", "torch"), ("transformers", "hf")):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise MissingDependencyError.of_extra(
-                package, extra, "building the tiny model's weights", otherwise="pass weights=False"
-            ) from error
-
-
-def _claim(directory: Path) -> None:
-    """Create the directory; refuse one that holds files, which may be somebody's model."""
-    remedy = "Name another directory, or remove it first"
-    if directory.exists() and not directory.is_dir():
-        raise ModelError(
-            "cannot build a model here",
-            where=str(directory),
-            expected="a missing or empty directory",
-            got="a file",
-            remedy=remedy,
-        )
-    directory.mkdir(parents=True, exist_ok=True)
-    count = sum(1 for _ in directory.iterdir())
-    if count:
-        raise ModelError(
-            "cannot build a model here",
-            where=str(directory),
-            expected="a missing or empty directory",
-            got=f"one with {count} entries",
-            remedy=remedy,
-        )
-
-
 def _data(name: str) -> str:
     return files("mmrender.testing").joinpath("data", name).read_text(encoding="utf-8")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:

@@ -62,14 +62,6 @@ def test_render_prints_what_the_library_gives(run, folder, tiny_model):
     assert sampled == int(expected.sampled_mask.sum())
 
 
-def test_render_without_a_generation_prompt(run, folder, tiny_model):
-    lengths = []
-    for options in ([], ["--no-generation-prompt"]):
-        _, out, _ = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil", *options)
-        lengths.append(len(json.loads(out)["token_ids"]))
-    assert lengths[0] > lengths[1]
-
-
 def test_options_stand_beside_the_messages(run, folder, tiny_model):
     tool = {
         "type": "function",
@@ -80,6 +72,8 @@ def test_options_stand_beside_the_messages(run, folder, tiny_model):
     status, out, _ = run("view", "chat.json", "-m", tiny_model, "--image-backend", "pil")
     assert status == 0
     assert '"name": "zoom"' in out
+    assert "<|vision_start|>⟨image 4×6 = 24⟩<|vision_end|>What?<|im_end|>⏎" in out
+    assert "1 │ assistant │" in out
     assert out.count("<|im_start|>assistant") == 1
 
 
@@ -92,13 +86,6 @@ def test_messages_from_standard_input(run, folder, tiny_model, monkeypatch):
     assert json.loads(out)["mm_hashes"] == {}
 
 
-def test_view_shows_the_strip_and_the_table(run, folder, tiny_model):
-    status, out, _ = run("view", "chat.json", "-m", tiny_model, "--image-backend", "pil")
-    assert status == 0
-    assert "<|vision_start|>⟨image 4×6 = 24⟩<|vision_end|>What?<|im_end|>⏎" in out
-    assert "1 │ assistant │" in out
-
-
 def test_doctor_as_json(run, tiny_model):
     status, out, _ = run("doctor", tiny_model, "--json")
     findings = json.loads(out)
@@ -107,15 +94,10 @@ def test_doctor_as_json(run, tiny_model):
     assert findings["images"]["placeholders"]["image"] == "<|image_pad|>"
 
 
-def test_doctor_as_a_table(run, tiny_model):
-    status, out, _ = run("doctor", tiny_model)
-    assert status == 0
-    assert "prefix stable" in out
-    assert "stop tokens" in out
-
-
-def test_parity_of_an_honest_model(run, tiny_model):
-    status, out, _ = run("parity", tiny_model, "--cases", 3, "--image-backend", "pil")
+def test_parity_of_an_honest_model(run, folder, tiny_model):
+    """With photographs from a folder."""
+    options = ("--cases", 3, "--image-backend", "pil", "--images", folder)
+    status, out, _ = run("parity", tiny_model, *options)
     assert status == 0
     assert "equal" in out
     assert "differ" not in out
@@ -137,86 +119,58 @@ def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
     assert "messages:" in out
 
 
-def test_parity_with_photographs_from_a_folder(run, folder, tiny_model):
-    status, _, _ = run("parity", tiny_model, "--cases", 2, "--image-backend", "pil", "--images", folder)
-    assert status == 0
+def chat_about(source):
+    return json.dumps([{"role": "user", "content": [{"type": "image", "image": source}]}])
 
 
-def error_line(err):
-    (line,) = [line for line in err.splitlines() if line.strip()]
-    return line
-
-
-def test_a_missing_model(run, folder):
-    status, out, err = run("render", "chat.json", "-m", folder / "nothing", "--image-backend", "pil")
-    assert status == 2
-    assert out == ""
-    assert error_line(err).startswith("ModelNotFoundError: ")
-    assert str(folder / "nothing") in err
-
-
-def test_a_missing_file(run, folder, tiny_model):
-    status, _, err = run("render", "none.json", "-m", tiny_model)
-    assert status == 2
-    assert error_line(err) == "InputError: none.json: cannot read the file - got No such file or directory"
-
-
-def test_a_file_that_is_not_json(run, folder, tiny_model):
-    Path("chat.json").write_text("{")
-    status, _, err = run("render", "chat.json", "-m", tiny_model)
-    assert status == 2
-    assert error_line(err).startswith(
-        "InputError: chat.json: the file is not JSON - got Expecting property name"
-    )
-
-
-def test_an_object_without_messages(run, folder, tiny_model):
-    Path("chat.json").write_text('{"tools": []}')
-    status, _, err = run("render", "chat.json", "-m", tiny_model)
-    assert status == 2
-    assert error_line(err) == (
-        'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"'
-    )
-
-
-@pytest.mark.parametrize("document", ["3", '"text"', "[3]", "[]", '[{"role": "poet", "content": "a"}]'])
-def test_messages_that_are_none(run, folder, tiny_model, document):
-    Path("chat.json").write_text(document)
-    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
-    assert status == 2
-    assert error_line(err).startswith("MessageError: messages")
-
-
-def test_an_unknown_back_end(run, folder, tiny_model):
-    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "cuda")
-    assert status == 2
-    assert error_line(err) == "InputError: there is no such image back end - expected torch or pil, got cuda"
-
-
-def test_a_file_outside_the_current_folder_is_refused(run, folder, tiny_model, tmp_path_factory):
-    outside = tmp_path_factory.mktemp("outside") / "red.png"
-    Image.new("RGB", (64, 64), "red").save(outside)
-    part = {"type": "image", "image": str(outside)}
-    Path("chat.json").write_text(json.dumps([{"role": "user", "content": [part]}]))
-    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
-    assert status == 2
-    assert error_line(err).startswith(
-        "MediaBlockedError: messages[0].content[0]: the media policy forbids the local file"
-    )
-
-
-def test_a_broken_picture_names_its_part(run, folder, tiny_model):
-    data = Path("red.png").read_bytes()
-    Path("red.png").write_bytes(data[: len(data) // 2])
-    status, _, err = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
-    assert status == 2
-    assert error_line(err).startswith("MediaDecodeError: messages[0].content[0]: ")
-
-
-def test_photographs_from_a_missing_folder(run, folder, tiny_model):
-    status, _, err = run("parity", tiny_model, "--cases", 1, "--images", folder / "none")
-    assert status == 2
-    assert error_line(err) == f"InputError: {folder / 'none'}: no such folder"
+@pytest.mark.parametrize(
+    ("chat", "arguments", "line"),
+    [
+        (None, ("render", "chat.json", "-m", "nothing"), "ModelNotFoundError: "),
+        (None, ("render", "none.json"), "InputError: none.json: cannot read the file - got No such file"),
+        (
+            "{",
+            ("render", "chat.json"),
+            "InputError: chat.json: the file is not JSON - got Expecting property",
+        ),
+        (
+            '{"tools": []}',
+            ("render", "chat.json"),
+            'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"',
+        ),
+        ("3", ("render", "chat.json"), "MessageError: messages"),
+        ("[3]", ("view", "chat.json"), "MessageError: messages"),
+        (
+            None,
+            ("render", "chat.json", "--image-backend", "cuda"),
+            "InputError: there is no such image back end - expected torch or pil, got cuda",
+        ),
+        (
+            chat_about("/outside/red.png"),
+            ("render", "chat.json"),
+            "MediaBlockedError: messages[0].content[0]: the media policy forbids the local file",
+        ),
+        (chat_about("half.png"), ("render", "chat.json"), "MediaDecodeError: messages[0].content[0]: "),
+        (None, ("parity", "MODEL", "--images", "none"), "InputError: none: no such folder"),
+        (
+            None,
+            ("demo", "--server", "http://127.0.0.1:1"),
+            "InputError: --model: the server's model is not named - expected the name it is served by",
+        ),
+    ],
+)
+def test_an_error_is_one_line(run, folder, tiny_model, chat, arguments, line):
+    Path("half.png").write_bytes(Path("red.png").read_bytes()[:100])
+    if chat is not None:
+        Path("chat.json").write_text(chat)
+    arguments = [str(tiny_model) if argument == "MODEL" else argument for argument in arguments]
+    if arguments[0] in ("render", "view"):
+        arguments += [] if "-m" in arguments else ["-m", tiny_model]
+        arguments += [] if "--image-backend" in arguments else ["--image-backend", "pil"]
+    status, out, err = run(*arguments)
+    (found,) = [each for each in err.splitlines() if each.strip()]
+    assert (status, out) == (2, "")
+    assert found.startswith(line)
 
 
 def test_without_arguments_it_prints_help(run):
@@ -236,11 +190,3 @@ def test_demo_takes_a_server(run, monkeypatch):
         ((None,), {"backend": None, "model": None, "renderer_of": None}),
         (("http://127.0.0.1:1",), {"backend": "sglang", "model": "m", "renderer_of": None}),
     ]
-
-
-def test_demo_wants_the_name_of_a_servers_model(run):
-    status, _, err = run("demo", "--server", "http://127.0.0.1:1")
-    assert status == 2
-    assert err.strip() == (
-        "InputError: --model: the server's model is not named - expected the name it is served by"
-    )

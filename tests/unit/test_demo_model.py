@@ -207,7 +207,7 @@ def test_a_directory_that_holds_files_is_refused(tmp_path: Path) -> None:
         build_tiny_model(tmp_path, weights=False)
     assert str(refused.value) == (
         f"{tmp_path}: cannot build a model here - expected a missing or empty directory, "
-        "got one with 1 entries. Name another directory, or remove it first"
+        "got one that holds files. Name another directory, or remove it first"
     )
     assert contents(tmp_path) == {"model.safetensors": b"precious"}
 
