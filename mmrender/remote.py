@@ -17,7 +17,8 @@ import pybase64
 
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.generation import as_transport
-from mmrender.client.server_facts import ServedImage, model_cards, render_image
+from mmrender.client.server_facts import model_cards
+from mmrender.client.vllm_images import ServedImage, render_image
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,

@@ -38,11 +38,11 @@ from mmrender.client.reply import (
     read_reply,
 )
 from mmrender.client.sampling import spell
-from mmrender.client.server_facts import model_cards, wire_form
+from mmrender.client.server_facts import model_cards
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.client.vllm import GENERATE_PATH, GenerateCall, with_extra_body
-from mmrender.client.vllm_features import PixelDtype, features_of
+from mmrender.client.vllm_images import PixelDtype, features_of, wire_form
 from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,

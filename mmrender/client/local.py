@@ -10,11 +10,15 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+from msgspec import Meta
 
 from mmrender.client.placeholders import check_placeholders, check_prompt
 from mmrender.client.sampling import check_sampling_params, where
@@ -46,7 +50,6 @@ _KNOWN: Final = frozenset(
 )  # fmt: skip
 _GREEDY_BELOW: Final = 1e-5
 _PAD_SETTINGS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-_numbers = itertools.count(1)
 
 
 class LocalBackend:
@@ -106,7 +109,7 @@ class LocalBackend:
                 "a backend around a loaded model cannot be sent to another process",
                 remedy="Make it with the model's directory",
             )
-        return _reconstruct, (str(self._directory), self._options)
+        return partial(LocalBackend, str(self._directory), **self._options), ()
 
     # --- what `generate` asks of a backend ---
 
@@ -124,29 +127,17 @@ class LocalBackend:
         if request.request_id in self._running:
             raise EngineStateError("a request of this id is in flight", where=request.request_id)
         loop = asyncio.get_running_loop()
-        aborted, cancelled = threading.Event(), threading.Event()
+        stopped = threading.Event()
 
-        def tell(tokens: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None) -> None:
+        def tell(*sampled: Any) -> None:
             if on_tokens is not None:
-                loop.call_soon_threadsafe(on_tokens, tokens, logprobs, reason)
+                loop.call_soon_threadsafe(on_tokens, *sampled)
 
-        def sample() -> EngineResponse:
-            sampler, room = self._sampler(request)
-            return _sample(
-                self.model,
-                request,
-                sampler,
-                room,
-                is_aborted=lambda: aborted.is_set() or cancelled.is_set(),
-                weight_version=self._apply_updates,
-                on_tokens=tell,
-            )
-
-        self._running[request.request_id] = aborted
+        self._running[request.request_id] = stopped
         try:
-            return await loop.run_in_executor(self._worker, sample)
+            return await loop.run_in_executor(self._worker, self._sample, request, stopped, tell)
         except asyncio.CancelledError:
-            cancelled.set()
+            stopped.set()
             raise
         finally:
             del self._running[request.request_id]
@@ -238,8 +229,12 @@ class LocalBackend:
         if length >= limit:
             raise PromptTooLongError(length, limit - 1)
         check_placeholders(check_prompt(request.prompt_ids, vocab_size), request, only_images=False)
-        named = frozenset(params.get("stop_token_ids") or ())
-        stop_ids = named if params.get("ignore_eos") else named | _eos_token_ids(model)
+        stop_ids = set(params.get("stop_token_ids") or ())
+        if not params.get("ignore_eos"):
+            eos_ids = getattr(model.generation_config, "eos_token_id", None)
+            if eos_ids is None:
+                eos_ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+            stop_ids.update(eos_ids if isinstance(eos_ids, list | tuple) else [eos_ids])
         choices = None
         if "structured_outputs" in params:
             if self._tokenizer is None and self._directory is not None:
@@ -252,18 +247,91 @@ class LocalBackend:
                 )
             choices = [self._tokenizer.encode(text) for text in params["structured_outputs"]["choice"]]
         room = min(params["max_tokens"], limit - length)
-        return TokenSampler(params, request.prompt_ids, stop_ids, choices), room
+        return TokenSampler(params, request.prompt_ids, frozenset(stop_ids - {None}), choices), room
+
+    def _sample(self, request: EngineRequest, stopped: threading.Event, tell: OnTokens) -> EngineResponse:
+        """Sample one request to its end, on the worker's thread."""
+        import torch
+        from transformers import GenerationConfig
+
+        sampler, room = self._sampler(request)
+        model, prompt_len = self.model, len(request.prompt_ids)
+        reason: FinishReason | None = (
+            "stop" if sampler.allowed() == [] else "abort" if stopped.is_set() else None
+        )
+        versions = [self._apply_updates()]
+
+        def choose(_: Any, scores: Any) -> Any:
+            token = sampler.choose(scores[0].to("cpu", torch.float32, copy=True))
+            return torch.full_like(scores, -math.inf).index_fill_(
+                1, torch.tensor([token], device=scores.device), 0.0
+            )
+
+        def is_done(input_ids: Any, _: Any) -> Any:
+            nonlocal reason
+            if sampler.tokens[-1] in sampler.stop_ids or sampler.allowed() == []:
+                reason = "stop"
+            elif len(sampler.tokens) >= room:
+                reason = "length"
+            elif stopped.is_set():
+                reason = "abort"
+            tell(sampler.tokens[-1:], sampler.logprobs[-1:], reason)
+            versions.append(self._apply_updates())
+            return torch.full((1,), reason is not None, device=input_ids.device)
+
+        if reason is None:
+            ids = torch.tensor([list(request.prompt_ids)], device=model.device)
+            media = _media_arguments(model, request.multi_modal_data, prompt_len)
+            # The model's own generation config may set penalties and the like, which are undone here.
+            plain = GenerationConfig().to_dict()
+            changed = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
+            settings = {
+                name: plain[name] for name in changed if name in plain and name != "transformers_version"
+            }
+            settings |= {"use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            with torch.inference_mode(), _stray_pads(model, ids, request.multi_modal_data):
+                model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=room,
+                    logits_processor=[choose],
+                    stopping_criteria=[is_done],
+                    **settings,
+                    **media,
+                )
+        tokens, last = sampler.tokens, sampler.tokens[-1:]
+        spans: list[WeightVersionSpan] = []
+        for version, sampled in itertools.groupby(versions[: len(tokens)]):
+            start = spans[-1].stop if spans else 0
+            spans.append(WeightVersionSpan(version, start, start + len(list(sampled))))
+        named = request.sampling_params.get("stop_token_ids") or ()
+        return EngineResponse(
+            completion_ids=tokens,
+            logprobs=sampler.logprobs,
+            finish_reason=reason or "length",
+            usage=Usage(prompt_len, len(tokens), 0),
+            # As vLLM: nothing for the model's own end of turn.
+            stop_reason=last[0] if reason == "stop" and last and last[0] in named else None,
+            weight_versions=tuple(spans),
+            request_id=request.request_id,
+            top_logprobs=tuple(sampler.top) if request.sampling_params.get("logprobs") else None,
+        )
+
+
+class _Choices(msgspec.Struct):
+    """The one structured output that can be followed here."""
+
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 
 
 def _checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     params = check_sampling_params(given)
-    for name in params:
-        if name not in _KNOWN:
-            raise SamplingParameterError(
-                "the local backend has no such sampling parameter",
-                where=where(name),
-                remedy=f"It has: {', '.join(sorted(_KNOWN))}",
-            )
+    if unknown := params.keys() - _KNOWN:
+        raise SamplingParameterError(
+            "the local backend has no such sampling parameter",
+            where=where(min(unknown)),
+            remedy=f"It has: {', '.join(sorted(_KNOWN))}",
+        )
     if "max_tokens" not in params:
         raise SamplingParameterError("is missing", where=where("max_tokens"), expected="1 or more")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -275,19 +343,16 @@ def _checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]
                 expected=f"0 to {vocab_size - 1}",
                 got=str(outside[0]),
             )
-    structure = params.get("structured_outputs")
-    choices = None if structure is None else structure.get("choice")
-    if structure is not None and (
-        not isinstance(choices, list | tuple)
-        or not choices
-        or not all(isinstance(text, str) and text for text in choices)
-    ):
-        raise SamplingParameterError(
-            "the local backend has no such structured output",
-            where=where("structured_outputs"),
-            expected="{'choice': [text, ...]}",
-            got=repr(dict(structure))[:200],
-        )
+    if "structured_outputs" in params:
+        try:
+            msgspec.convert(params["structured_outputs"], _Choices)
+        except msgspec.ValidationError as error:
+            raise SamplingParameterError(
+                "the local backend has no such structured output",
+                where=where("structured_outputs"),
+                expected="{'choice': [text, ...]}",
+                got=repr(dict(params["structured_outputs"]))[:200],
+            ) from error
     return params
 
 
@@ -412,82 +477,6 @@ def _keep_only(logits: Any, tokens: Sequence[int]) -> None:
     logits[list(tokens)] = kept
 
 
-def _sample(
-    model: Any,
-    request: EngineRequest,
-    sampler: TokenSampler,
-    room: int,
-    *,
-    is_aborted: Callable[[], bool],
-    weight_version: Callable[[], str],
-    on_tokens: OnTokens,
-) -> EngineResponse:
-    """Sample one request to its end; all three functions are called between two tokens."""
-    import torch
-    from transformers import GenerationConfig
-
-    prompt_len = len(request.prompt_ids)
-    reason: FinishReason | None = "stop" if sampler.allowed() == [] else "abort" if is_aborted() else None
-    version = weight_version()
-    versions: list[str] = []
-
-    def choose(_: Any, scores: Any) -> Any:
-        token = sampler.choose(scores[0].to("cpu", torch.float32, copy=True))
-        versions.append(version)
-        return torch.full_like(scores, -math.inf).index_fill_(
-            1, torch.tensor([token], device=scores.device), 0.0
-        )
-
-    def is_done(input_ids: Any, _: Any) -> Any:
-        nonlocal reason, version
-        if sampler.tokens[-1] in sampler.stop_ids or sampler.allowed() == []:
-            reason = "stop"
-        elif len(sampler.tokens) >= room:
-            reason = "length"
-        elif is_aborted():
-            reason = "abort"
-        on_tokens(sampler.tokens[-1:], sampler.logprobs[-1:], reason)
-        version = weight_version()
-        return torch.full((1,), reason is not None, device=input_ids.device)
-
-    if reason is None:
-        ids = torch.tensor([list(request.prompt_ids)], device=model.device)
-        media = _media_arguments(model, request.multi_modal_data, prompt_len)
-        # The model's own generation config may set penalties and the like, which are undone here.
-        plain = GenerationConfig().to_dict()
-        changed = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
-        settings = {name: plain[name] for name in changed if name in plain and name != "transformers_version"}
-        settings |= {"use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with torch.inference_mode(), _stray_pads(model, ids, request.multi_modal_data):
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=room,
-                logits_processor=[choose],
-                stopping_criteria=[is_done],
-                **settings,
-                **media,
-            )
-    tokens, last = sampler.tokens, sampler.tokens[-1:]
-    bounds = [0, *(n for n in range(1, len(tokens)) if versions[n] != versions[n - 1]), len(tokens)]
-    named = request.sampling_params.get("stop_token_ids") or ()
-    return EngineResponse(
-        completion_ids=tokens,
-        logprobs=sampler.logprobs,
-        finish_reason=reason or "length",
-        usage=Usage(prompt_len, len(tokens), 0),
-        # As vLLM: nothing for the model's own end of turn.
-        stop_reason=last[0] if reason == "stop" and last and last[0] in named else None,
-        weight_versions=tuple(
-            WeightVersionSpan(versions[start], start, stop)
-            for start, stop in itertools.pairwise(bounds)
-            if start < stop
-        ),
-        request_id=request.request_id,
-        top_logprobs=tuple(sampler.top) if request.sampling_params.get("logprobs") else None,
-    )
-
-
 # --- the model ---
 
 
@@ -520,15 +509,6 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str) -> An
         if has_bar:
             logging.enable_progress_bar()
     return model.to(device).eval()
-
-
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Tokens on which the model's own files say that it stops."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config.get_text_config(), "eos_token_id", None)
-    listed = found if isinstance(found, list | tuple) else [found]
-    return frozenset(int(token) for token in listed if token is not None)
 
 
 def _load_weights(model: Any, weights: Iterable[tuple[str, Any]]) -> None:
@@ -619,7 +599,7 @@ class NullTransport:
 
     base_url: Final = "local:"
 
-    async def request(self, method: str, path: str, **options: Any) -> Reply:
+    def stream(self, method: str, path: str, **options: Any) -> Any:
         """Refuse.
 
         Raises:
@@ -627,13 +607,9 @@ class NullTransport:
         """
         raise EngineUnsupportedError("a model in this process has no server", where=f"{method} {path}")
 
-    def stream(self, method: str, path: str, **options: Any) -> Any:
-        """Refuse, as `request`."""
-        raise EngineUnsupportedError("a model in this process has no server", where=f"{method} {path}")
+    async def request(self, method: str, path: str, **options: Any) -> Reply:
+        """Refuse, as `stream`."""
+        return cast(Reply, self.stream(method, path))
 
     async def aclose(self) -> None:
         """Do nothing."""
-
-
-def _reconstruct(directory: str, options: dict[str, Any]) -> LocalBackend:
-    return LocalBackend(directory, **options)

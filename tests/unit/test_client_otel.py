@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from client_server import StubServer, stub_server
+from mmrender.client.hooks import OpenTelemetryHooks
 from mmrender.client.http import HTTPTransport
-from mmrender.client.otel import OpenTelemetryHooks
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.errors import EngineStatusError
 

@@ -16,11 +16,11 @@ from mmcodecs.vllm import (
     encode_mm_kwargs_item,
 )
 from mmcodecs.vllm_fields import collate_items, layout_of
-from mmrender.client import vllm_features
-from mmrender.client.server_facts import RENDER_PATH, facts_of
+from mmrender.client import vllm_images
+from mmrender.client.server_facts import facts_of
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
-from mmrender.client.vllm_features import PIXEL_DTYPES, WireForm, encode_item, item_tensors
+from mmrender.client.vllm_images import PIXEL_DTYPES, RENDER_PATH, WireForm, encode_item, item_tensors
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,
@@ -584,7 +584,7 @@ def test_an_image_is_encoded_once(image, monkeypatch):
         encoded.append(item.identity)
         return item_tensors(item, pixels)
 
-    monkeypatch.setattr(vllm_features, "item_tensors", counting)
+    monkeypatch.setattr(vllm_images, "item_tensors", counting)
     (item,) = image.multi_modal_data.mm_items["image"]
     (place,) = image.multi_modal_data.mm_placeholders["image"]
     fresh = MultiModalData.of([(place, dataclasses.replace(item, identity="d" * 64))])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmrender.client.types import EngineRequest, Usage
-from mmrender.client.vllm_reply import FailedInEngineError, parse_reply
+from mmrender.client.vllm import FailedInEngineError, parse_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import WeightVersionSpan

@@ -1,0 +1,497 @@
+"""Media items as vLLM takes them: the `features` of a generate request, and the handshake before the first.
+
+vLLM joins the tensors of many requests by the field layout of the model. Each item is encoded by itself, its
+slices naming itself alone, so its bytes are the same in every request, and are encoded once.
+
+The handshake verifies that a vLLM server preprocesses an image exactly as we do. Since 0.28 vLLM normalises
+pixels on the device by default and takes raw levels on the wire, for some model families since 0.32;
+normalised values are then normalised again, silently. So before the first image the server renders one.
+"""
+
+import asyncio
+import io
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from mmcodecs.arrays import RawTensor
+from mmcodecs.errors import CodecError
+from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_item_as_bytes
+from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
+from mmrender.caching import LRUCache
+from mmrender.client.reply import decode_as, read_reply
+from mmrender.client.server_facts import facts_of
+from mmrender.client.transport import JSONText, Transport
+from mmrender.errors import (
+    EngineMismatchError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineUnsupportedError,
+    PlaceholderError,
+)
+from mmrender.media.item import EncodedImage, PatchItem, ProcessedItem, encoded_image, tensor_specs
+from mmrender.media.levels import Levels, expanded
+from mmrender.spans import MediaItem, MediaSpan
+
+RENDER_PATH: Final = "/v1/chat/completions/render"
+INFO_PATH: Final = "/server_info?config_format=json"
+
+PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
+"""Pixels on the wire: `uint8` levels that the server normalises itself, or normalised values."""
+
+PIXEL_DTYPES: Final[tuple[PixelDtype, ...]] = get_args(PixelDtype)
+
+_encoded: LRUCache[tuple[str, type[MediaItem], str, PixelDtype], JSONText] = LRUCache(256 << 20, size_of=len)
+"""Encoded items as JSON text, by identity, class, layout and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """How a server takes the items of one processor.
+
+    Attributes:
+        layout: How fields are joined.
+        pixels: Dtype on the wire of what the reference processor gives as floating-point tensors.
+    """
+
+    layout: Layout
+    pixels: PixelDtype
+
+    def mm_hash(self, item: MediaItem) -> str:
+        """Name of an item's data on the server, which keeps the data that first came under a name.
+
+        It names the dtype too, so data of a wrong kind is never taken for that of the right one.
+        """
+        return f"{item.identity}-{self.pixels}"
+
+
+def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
+    """Expand one item to the tensors that go on the wire."""
+    if pixels != "uint8":
+        tensors = item.tensors(pixels)
+        if pixels != "bfloat16":
+            return tensors
+        # numpy has no bfloat16; its bit patterns are the only uint16 that items hold.
+        return {
+            name: RawTensor("bfloat16", array) if array.dtype == np.uint16 else array
+            for name, array in tensors.items()
+        }
+    if isinstance(item, PatchItem) and item.modality == "image":
+        return {"pixel_values": item.levels(), "image_grid_thw": np.array([item.grid], np.int64)}
+    if not isinstance(item, ProcessedItem) or not item.compact:
+        raise EngineUnsupportedError(
+            "the server normalises pixels itself, and this item holds normalised ones only",
+            where=f"item {item.identity[:12]}",
+            got=f"{type(item).__name__} of modality {item.modality!r}",
+            remedy="Start vLLM with --no-mm-device-do-normalize",
+        )
+    levels: dict[str, Any] = {}
+    for name, part in item.parts.items():
+        if not isinstance(part, Levels):
+            levels[name] = expanded(part, "float32")
+        elif part.values.size == np.prod(part.shape):
+            levels[name] = part.values.reshape(part.shape)
+        else:
+            raise EngineUnsupportedError(
+                "the server normalises pixels itself, and this item is padded with zeros that are not pixels",
+                where=name,
+                remedy="Start vLLM with --no-mm-device-do-normalize",
+            )
+    return levels
+
+
+def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] | None = None) -> Layout:
+    """Return the field layout of an item by the names of its tensors.
+
+    Args:
+        names: The item's tensors.
+        modality: The item's modality.
+        kinds: How the server says that each is joined: `batched`, `flat` or `shared`.
+    """
+
+    def takes(layout: Layout) -> bool:
+        for name in names:
+            spec = layout.fields.get(name)
+            if spec is None or spec.modality != modality:
+                return False
+            kind = type(spec).__name__.lower()
+            if (kinds or {}).get(name, kind) != kind:
+                return False
+            if isinstance(spec, Flat | Shared) and spec.sizes not in names:
+                return False
+        return True
+
+    found = [layout for layout in LAYOUTS if takes(layout)]
+    if not found or any(layout.fields[n] != found[0].fields[n] for layout in found for n in names):
+        raise EngineUnsupportedError(
+            "it is not known how vLLM joins these tensors",
+            where=f"{modality} items",
+            expected="the fields of one of the known layouts",
+            got=", ".join(sorted(names)),
+            remedy="Send encoded images: VLLMBackend(images='content_parts')",
+        )
+    return found[0]
+
+
+def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
+    """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered."""
+
+    def encode() -> JSONText:
+        tensors = item_tensors(span.item, form.pixels)
+        if isinstance(span.item, PatchItem):
+            _check_patches(span, span.item, tensors, form.pixels)
+        (item,) = collate_items(form.layout, [tensors])
+        return JSONText(b'"%b"' % encode_mm_kwargs_item_as_bytes(item))
+
+    key = (span.item.identity, type(span.item), form.layout.name, form.pixels)
+    return _encoded.get_or_compute(key, encode)
+
+
+def _check_patches(span: MediaSpan, item: PatchItem, tensors: Mapping[str, Any], dtype: PixelDtype) -> None:
+    """Check patches of the Qwen kind against their grid and range; an engine dies of what does not fit."""
+    pixels = tensors["pixel_values"]
+    array = pixels.bits if isinstance(pixels, RawTensor) else pixels
+    grid = tensors["image_grid_thw"]
+    sides = [int(side) for side in np.ravel(grid)]
+    if len(sides) != 3 or grid.dtype != np.int64 or any(side < 1 for side in sides):
+        raise PlaceholderError(
+            "the grid is malformed",
+            where=f"{span.where}.grid",
+            expected="three positive numbers of int64",
+            got=f"{sides} of {grid.dtype}",
+        )
+    patches = sides[0] * sides[1] * sides[2]
+    stored = "uint16" if dtype == "bfloat16" else dtype  # numpy holds its bits so
+    if array.shape != (patches, item.layout.features) or array.dtype.name != stored:
+        raise PlaceholderError(
+            "the patches do not fit their grid",
+            where=f"{span.where}.pixel_values",
+            expected=f"{stored} [{patches}, {item.layout.features}] for the grid {sides}",
+            got=f"{array.dtype.name} {list(array.shape)}",
+        )
+    expected = span.range.num_embeds * item.layout.merge**2
+    if patches != expected:
+        raise PlaceholderError(
+            "the grid does not fit its placeholder range",
+            where=f"{span.where}.grid",
+            expected=f"{expected} patches for {span.range.num_embeds} tokens",
+            got=f"{patches} of {sides}",
+        )
+
+
+def features_of(
+    spans: Sequence[MediaSpan],
+    forms: Mapping[str, WireForm],
+    left_out: Collection[str] = (),
+    *,
+    repeats_left_out: bool = False,
+) -> dict[str, Any]:
+    """Return the `features` of a request.
+
+    Args:
+        spans: Items in prompt order.
+        forms: How the server takes each, by identity.
+        left_out: Hashes whose data the server has; the data of these is not sent.
+        repeats_left_out: Send the data of an item once within the request. A server takes the second hash
+            for one whose data it has, so this is safe only where hashes without data are.
+    """
+    features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
+    sent: dict[str, JSONText] = {}
+    for span in spans:
+        form = forms[span.item.identity]
+        mm_hash = form.mm_hash(span.item)
+        is_repeat = mm_hash in sent
+        if mm_hash not in left_out and not is_repeat:
+            sent[mm_hash] = encode_item(span, form)
+        data = None if is_repeat and repeats_left_out else sent.get(mm_hash)
+        place = {"offset": span.range.offset, "length": span.range.length}
+        features["mm_hashes"].setdefault(span.modality, []).append(mm_hash)
+        features["mm_placeholders"].setdefault(span.modality, []).append(place)
+        features["kwargs_data"].setdefault(span.modality, []).append(data)
+    return features
+
+
+# --- images: what a server makes of one ---
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Range]]
+    kwargs_data: dict[str, list[str | None]] | None = None
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    features: _Features | None = None
+
+
+class ServedImage(msgspec.Struct, frozen=True):
+    """One image as a server processed it: its placeholder tokens, base64 item and hash."""
+
+    tokens: tuple[int, ...]
+    item: str
+    mm_hash: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it keeps alive, approximately."""
+        return len(self.item) + 8 * len(self.tokens)
+
+
+async def render_image(
+    transport: Transport, model: str, data_url: str, *, modality: str = "image"
+) -> ServedImage:
+    """Let a vLLM server process one image.
+
+    Args:
+        transport: The server.
+        model: The model as the server knows it.
+        data_url: The encoded image.
+        modality: Under which the server lists it.
+    """
+    where = f"{transport.base_url}{RENDER_PATH}"
+    part = {"type": "image_url", "image_url": {"url": data_url}}
+    body = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    try:
+        reply = await transport.request("POST", RENDER_PATH, json=body, idempotent=True)
+    except EngineStatusError as error:
+        lacks_route = error.status == 404 and "model" not in error.body
+        if error.status in (403, 405) or lacks_route:
+            raise EngineUnsupportedError(
+                "the server does not render images",
+                where=where,
+                got=f"status {error.status}: {error.body[:200]}",
+                remedy="Start vLLM with --enable-scale-out, or start `vllm launch render`",
+            ) from error
+        raise
+    rendered = await read_reply(reply.body, lambda body: decode_as(body, _Rendered, where=where))
+    features = rendered.features or _Features({}, {})
+    found: Mapping[str, Mapping[str, list[Any]]] = {
+        "mm_hashes": features.mm_hashes,
+        "mm_placeholders": features.mm_placeholders,
+        "kwargs_data": features.kwargs_data or {},
+    }
+    for name, by_modality in found.items():
+        counts = {kind: len(values) for kind, values in by_modality.items() if values}
+        if counts != {modality: 1} or by_modality[modality][0] is None:
+            raise EngineReplyError(
+                "the server did not render one image",
+                where=f"{where} features.{name}",
+                expected=f"one of {modality!r}, with its data",
+                got=str(counts),
+            )
+    place = features.mm_placeholders[modality][0]
+    stop = place.offset + place.length
+    if not 0 <= place.offset < stop <= len(rendered.token_ids):
+        raise EngineReplyError(
+            "the server rendered a placeholder outside the prompt",
+            where=f"{where} features.mm_placeholders",
+            expected=f"tokens within [0, {len(rendered.token_ids)})",
+            got=f"[{place.offset}, {stop})",
+        )
+    return ServedImage(
+        tuple(rendered.token_ids[place.offset : stop]),
+        found["kwargs_data"][modality][0],
+        features.mm_hashes[modality][0],
+    )
+
+
+# How far values may differ: back ends round differently, another mean or deviation is much further off.
+_TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+async def wire_form(
+    span: MediaSpan,
+    prompt_ids: npt.NDArray[Any],
+    model: str,
+    transport: Transport,
+    *,
+    pixels: PixelDtype | Literal["ask"] = "ask",
+) -> WireForm:
+    """Return how a vLLM server takes the items of one processor, found out once by a handshake.
+
+    The server renders one image, and its tensors tell what it takes. Where the item can be had as an encoded
+    image, the server's tensors must equal ours.
+
+    Args:
+        span: An item of the prompt and its place.
+        prompt_ids: The prompt, of shape `(n,)`.
+        model: The model as the server knows it.
+        transport: The server.
+        pixels: Which pixels the server takes, where that is known without a handshake.
+    """
+    item = span.item
+    settings: Hashable = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
+    key = ("form", pixels, model, type(item), item.modality, settings)
+
+    async def ask() -> WireForm:
+        if pixels != "ask":
+            return WireForm(layout_for(tensor_specs(item), item.modality), pixels)
+        where = f"{transport.base_url}{RENDER_PATH}"
+        image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
+        try:
+            served = await render_image(transport, model, image.data_url, modality=item.modality)
+            theirs = decode_mm_kwargs_item(served.item)
+        except EngineUnsupportedError as error:
+            error.remedy = (
+                f"{error.remedy}; or say which pixels it takes: VLLMBackend(pixels='uint8'), or 'float32' "
+                "for one that runs with --no-mm-device-do-normalize"
+            )
+            raise
+        except CodecError as error:
+            raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
+        ours = tuple(prompt_ids[span.start : span.stop].tolist())
+        if served.tokens != ours:
+            raise _mismatch("placeholder tokens", where, _describe_run(served.tokens), _describe_run(ours))
+        return await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
+
+    return cast(WireForm, await facts_of(transport).ask_once(key, ask))
+
+
+def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
+    """Return an image that the server widens as the item, and whether it has the item's own pixels."""
+    if isinstance(item, PatchItem) and item.modality == "image":
+        return encoded_image(item), True
+    height, width = item.size
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (127, 127, 127)).save(buffer, format="PNG")
+    return EncodedImage(buffer.getvalue(), "image/png"), False
+
+
+def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, where: str) -> WireForm:
+    """Compare the served tensors with ours, and return the form of both."""
+    specs = tensor_specs(item)
+    if served.keys() != specs.keys():
+        raise _mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(specs)))
+    data: dict[str, Any] = {name: elem.data for name, elem in served.items()}
+    for name, tensor in data.items():
+        if not hasattr(tensor, "dtype"):
+            raise _mismatch(name, where, type(tensor).__name__, "a tensor")
+    pixels = {_dtype_of(data[name]) for name, spec in specs.items() if spec.floating}
+    if len(pixels) != 1 or not pixels <= set(PIXEL_DTYPES):
+        raise _mismatch("pixel dtypes", where, ", ".join(sorted(pixels)), f"one of {', '.join(PIXEL_DTYPES)}")
+    (dtype,) = (name for name in PIXEL_DTYPES if name in pixels)
+    kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
+    layout = layout_for(specs, item.modality, kinds)
+    for name, ours in item_tensors(item, dtype).items():
+        theirs = data[name]
+        shape = list(ours.shape[1:] if kinds[name] == "batched" else ours.shape)
+        if list(theirs.shape) != shape or _dtype_of(theirs) != _dtype_of(ours):
+            got = f"{_dtype_of(theirs)} {list(theirs.shape)}"
+            raise _mismatch(name, where, got, f"{_dtype_of(ours)} {shape}")
+        if has_its_pixels:
+            apart = np.abs(_floats(theirs).reshape(-1) - _floats(ours).reshape(-1))
+            worst, tolerance = float(apart.max(initial=0.0)), _TOLERANCE[dtype]
+            if not worst <= tolerance:
+                count = int((apart > tolerance).sum())
+                here = f"{worst:.4g}, and {count} of {apart.size} values differ"
+                raise _mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", here)
+    return WireForm(layout, dtype)
+
+
+def _dtype_of(tensor: Any) -> str:
+    return tensor.dtype if isinstance(tensor, RawTensor) else str(tensor.dtype.name)
+
+
+def _floats(tensor: Any) -> npt.NDArray[np.float64]:
+    if isinstance(tensor, RawTensor):  # of bfloat16, the upper half of a float32
+        bits = tensor.bits.view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64)
+    return np.asarray(tensor).astype(np.float64)
+
+
+def _describe_run(run: tuple[int, ...]) -> str:
+    same = len(set(run)) == 1
+    return f"{len(run)} of the token {run[0]}" if same else f"{len(run)} tokens {str(run[:8])[:-1]}, ...)"
+
+
+def _mismatch(what: str, where: str, served: str, ours: str) -> EngineMismatchError:
+    return EngineMismatchError(
+        f"the server makes something else of an image than the renderer: {what}",
+        where=where,
+        expected=f"as the server has it: {served}",
+        got=f"here: {ours}",
+        remedy="Render with the files and processor settings of the model that the server runs",
+    )
+
+
+class _Multimodal(msgspec.Struct):
+    mm_processor_cache_gb: float | None = None
+    mm_processor_cache_type: str | None = None
+
+
+class _ModelConfig(msgspec.Struct):
+    multimodal_config: _Multimodal | None
+
+
+class _Parallel(msgspec.Struct):
+    api_processes: int = msgspec.field(name="_api_process_count")
+    data_parallel_size: int
+
+
+class _Config(msgspec.Struct):
+    model_config: _ModelConfig
+    parallel_config: _Parallel
+
+
+class _Info(msgspec.Struct):
+    vllm_config: _Config
+
+
+async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
+    """Require that a hash without data cannot kill a vLLM engine; asked once.
+
+    Such a hash hits vLLM's processor cache where that is of the kind `lru`, in one API process and one
+    data-parallel rank. With the cache off, of kind `shm`, or behind several API processes, the engine exits.
+
+    Args:
+        transport: The server.
+        trusted: Whether the caller vouches for a server that does not say.
+    """
+    where = f"{transport.base_url}{INFO_PATH}"
+
+    async def ask() -> str | None:
+        try:
+            reply = await transport.request("GET", INFO_PATH)
+        except EngineStatusError as error:
+            if error.status not in (403, 404, 405):
+                raise
+            if trusted:
+                return None
+            raise EngineUnsupportedError(
+                "the server does not say how it caches images, and a hash without data can be fatal",
+                where=where,
+                got=f"status {error.status}",
+                remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its cache (lru, one API "
+                "process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
+            ) from error
+        config = decode_as(reply.body, _Info, where=where).vllm_config
+        cache, parallel = config.model_config.multimodal_config, config.parallel_config
+        if cache is None or not cache.mm_processor_cache_gb:
+            return "its processor cache is off"
+        if cache.mm_processor_cache_type != "lru":
+            return f"its processor cache is of kind {cache.mm_processor_cache_type!r}"
+        if parallel.api_processes != 1:
+            return f"it runs {parallel.api_processes} API processes"
+        if parallel.data_parallel_size != 1:
+            return f"it runs {parallel.data_parallel_size} data-parallel ranks"
+        return None
+
+    refusal = await facts_of(transport).ask_once(("cache", trusted), ask)
+    if refusal is not None:
+        raise EngineUnsupportedError(
+            "the server's settings make a hash without data fatal to its engine",
+            where=transport.base_url,
+            got=refusal,
+            remedy="Send the data each time: VLLMBackend(images='features')",
+        )
