@@ -157,7 +157,7 @@ def collate_fields(
     Args:
         rows: The media of each sample of each row, as `media_of` gives them.
         family: How tensors are joined.
-        dtype: As in `ExpandOptions`, and so the following.
+        dtype: This and what follows are `ExpandOptions`.
         device: Where the tensors go.
         pin_memory: Whether to write into page-locked memory.
         executor: Threads that share the work.

@@ -90,6 +90,8 @@ def check_padding(batch: TrainingBatch, row: int, used: Any) -> None:
     assert (batch.input_ids[row][free] == PAD_ID).all()
     for name in ("loss_mask", "token_types", "logprobs"):
         assert not getattr(batch, name)[row][free].any()
+    if batch.routed_experts is not None:
+        assert (batch.routed_experts[row][free] == torch.arange(3)).all()
     assert int(batch.attention_mask[row][free].sum()) == (0 if used.any() else 1)
 
 

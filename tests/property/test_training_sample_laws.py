@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mmrender import Renderer
 from mmrender.errors import PlaceholderError, TemplateError
+from mmrender.spans import common_prefix
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.training import build_training_sample
 from mmrender.trajectory.sample import TrainingSample
@@ -105,10 +106,15 @@ def test_bodies_hold_what_was_said_and_nothing_else(renderer: Renderer, seed: in
 def test_a_step_joins_to_the_sample(renderer: Renderer, seed: int) -> None:
     messages, options = drawn(renderer, seed)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    options["on_rewritten"] = "skip"
     for first in turns[-2:]:
-        step = build_training_sample(renderer, messages, completion_start=first, **options)
-        sample = build_training_sample(renderer, messages, select=range(first, len(messages)), **options)
+        prompt = renderer.render_ids(messages[:first], add_generation_prompt=True, **options)
+        step = build_training_sample(
+            renderer, messages, completion_start=first, on_rewritten="skip", **options
+        )
+        assert step.prompt_length == common_prefix(prompt, step.token_ids)
+        sample = build_training_sample(
+            renderer, messages, select=range(first, len(messages)), on_rewritten="skip", **options
+        )
         np.testing.assert_array_equal(step.token_ids, sample.token_ids)
         np.testing.assert_array_equal(step.loss_mask, sample.loss_mask)
         assert step.rewritten == sample.rewritten

@@ -137,16 +137,6 @@ def test_items_of_other_classes_are_taken() -> None:
     assert batch.fields["image_grid_thw"][0].tolist() == [[1, 4, 4]] * 2
 
 
-def test_token_types_follow_from_ranges_alone() -> None:
-    # A family that does not say which token stands for images: nothing else tells a typed one apart.
-    typed = changed(
-        sample([ITEM], text=4), token_ids=[IMAGE_ID, 1, 2, IMAGE_ID, *[IMAGE_ID] * 4, IMAGE_ID, 3, 4, 5]
-    )
-    silent = replace(FAMILY, feature_token_ids={})
-    types = batch_of(typed, family=silent).token_types
-    assert types.tolist() == [[0] * 4 + [1] * 4 + [0] * 4]
-
-
 def test_text_only_batches_name_no_images() -> None:
     inputs = batch_of(sample(), sample(text=6)).model_inputs()
     assert sorted(inputs) == ["attention_mask", "input_ids", "mm_token_type_ids", "position_ids", "use_cache"]
@@ -155,22 +145,9 @@ def test_text_only_batches_name_no_images() -> None:
     assert "pixel_values" in mixed.rows(1, 2).model_inputs()
 
 
-def test_padding_rows() -> None:
-    batch = batch_of(sample([ITEM], experts=True)).with_padding_rows(2)
-    assert batch.attention_mask[1:].sum(1).tolist() == [1, 1]
-    assert batch.fields["pixel_values"].lengths == (16, 0, 0)
-    assert batch.routed_experts[1, 0].tolist() == [[0, 1, 2]] * 2
-    empty = collate([], FAMILY, pad_token_id=PAD_ID, rows=[[]])
-    assert empty.model_inputs()["input_ids"].tolist() == [[PAD_ID]]
-
-
-def test_router_choices_are_aligned_and_the_missing_row_filled() -> None:
+def test_router_choices_are_as_wide_as_they_need() -> None:
     one = sample(text=5, experts=True)
-    batch = batch_of(one, sample(text=3, experts=True, seed=1), padding_side="left")
-    assert batch.routed_experts.dtype == torch.uint8
-    assert batch.routed_experts[0, :4].tolist() == one.routed_experts.data.tolist()
-    assert batch.routed_experts[0, 4].tolist() == [[0, 1, 2]] * 2
-    assert batch.routed_experts[1, :2].tolist() == [[[0, 1, 2]] * 2] * 2
+    assert batch_of(one).routed_experts.dtype == torch.uint8
     wide = replace(one, routed_experts=RoutedExperts(one.routed_experts.data.astype(np.uint16) + 300))
     assert batch_of(wide).routed_experts.dtype == torch.int32
     assert int(batch_of(wide).routed_experts.max()) >= 300
@@ -213,21 +190,6 @@ def test_a_device_may_be_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     devices.clear()
     batch.to()
     assert set(devices) == {torch.device("cpu")}
-
-
-def test_whole_masks() -> None:
-    batch = batch_of(sample(text=2), sample(text=3), rows=[[0, 1]], multiple=6)
-    assert batch.block_diagonal_mask()[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
-    additive = batch.block_diagonal_mask(torch.bfloat16)
-    assert additive.dtype == torch.bfloat16
-    assert (additive == 0).equal(batch.block_diagonal_mask())
 
 
 def test_dummies() -> None:
@@ -352,10 +314,6 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
         (batch_of, "samples: a batch has one row or more - got none"),
         (lambda: batch_of(sample(text=0, name="none")), "none: a sample has no token"),
         (
-            lambda: batch_of(GOOD, sample(experts=True, name="b")),
-            "b.advantages: samples of one batch have the same fields - expected none, as a has, got some",
-        ),
-        (
             lambda: batch_of(experts_of("a", 3, 2), experts_of("b", 3, 4)),
             "b.routed_experts: router choices are of different models - "
             "expected (layers, top_k) = (1, 2), as the first sample has, got (1, 4)",
@@ -365,24 +323,12 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             "rows[0]: a row is longer than the batch is wide - expected at most 11 tokens, got 12. "
             "Truncate its samples, or leave the width open",
         ),
-        (
-            lambda: batch_of(GOOD, rows=[[0], [0]]),
-            "rows[1]: a sample is in two rows - expected each of 0..0 once, got 0",
-        ),
         (lambda: batch_of(GOOD, rows=[[0, 1]]), "rows[0]: there is no such sample - "),
         (
             lambda: batch_of(GOOD, padding_side="centre"),
             "padding_side: rows are filled on the left or right - got 'centre'",
         ),
         (lambda: batch_of(GOOD, multiple=0), "multiple: a width is a multiple of 1 or more - got 0"),
-        (
-            lambda: batch_of(
-                GOOD, GOOD, sample(), family=replace(FAMILY, recurrent=True), rows=[[2], [0, 1]]
-            ).model_inputs(),
-            "row 1: the recurrent layers of qwen3_vl would run from one sample into the next - expected a block "
-            "`with recurrent_segments(model, batch)` around this call and the forward. "
-            "Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds",
-        ),
         (
             lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
             "pad_token_id: the pad token stands for images - got 90",
@@ -416,10 +362,6 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             "batches[1].padding_side: batches differ - expected right, got left",
         ),
         (
-            lambda: TrainingBatch.cat([batch_of(sample()), batch_of(sample(experts=True))]),
-            "batches[1].advantages: batches differ - expected none, got given",
-        ),
-        (
             lambda: TrainingBatch.cat(
                 [
                     batch_of(sample([tiled_item((1, 3, size, size), 2)]), family=family_of("internvl"))
@@ -429,8 +371,6 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             "fields['pixel_values']: rows differ in dtype or trailing dimensions - ",
         ),
         (lambda: TrainingBatch.cat([]), "batches: no batches to join"),
-        (lambda: batch_of(GOOD).select([True]), "indices[0]: rows are taken by their numbers - "),
-        (lambda: batch_of(GOOD).trim(0), "multiple: a width is a multiple of 1 or more - got 0"),
         (lambda: batch_of(GOOD).chunk(0), "parts: a batch is cut into one part or more - got 0"),
         (
             lambda: batch_of(sample(), GOOD).micro_batches(11),

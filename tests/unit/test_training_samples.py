@@ -106,12 +106,6 @@ def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Ren
     assert len(sample) == len(sample.loss_mask) == len(sample.mm_token_type_ids)
 
 
-def test_what_the_generation_prompt_writes_is_not_trained_on(model: Path) -> None:
-    thinking = variant(model, FORGETS_REASONING)
-    sample = build_training_sample(thinking, [user(), assistant("This.", reasoning_content="Well")])
-    assert trained(thinking, sample.token_ids, sample.loss_mask) == ["Well\n</think>\n\nThis.<|im_end|>"]
-
-
 def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
     pad = "<|image_pad|>"
     sample = build_training_sample(renderer, [*CONVERSATION[:3], user(f"{pad}{pad}"), assistant(pad)])
@@ -120,11 +114,6 @@ def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
     assert types.dtype == np.int64
     assert types.sum() == placeholder.length > 0
     assert types[placeholder.offset : placeholder.offset + placeholder.length].all()
-
-
-def test_bodies_are_without_scaffold_and_media(renderer: Renderer) -> None:
-    sample = build_training_sample(renderer, CONVERSATION, roles=(), body_only_roles=("tool", "user"))
-    assert trained(renderer, sample.token_ids, sample.loss_mask) == ["Look.", "7 files"]
 
 
 def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Renderer) -> None:
@@ -290,43 +279,6 @@ def test_content_or_calls_that_the_template_drops(model: Path, template: str, dr
         build_training_sample(
             variant(model, template), [user(), assistant("Let me look.", tool_calls=[CALL])]
         )
-
-
-def test_a_step_is_the_prompt_and_what_the_whole_has_beyond_it(renderer: Renderer) -> None:
-    prompt, completion = CONVERSATION[:2], CONVERSATION[2:]
-    step = step_of(renderer, prompt, completion, tools=TOOLS)
-    assert step.token_ids[: step.prompt_length].tolist() == renderer.render_ids(
-        prompt, tools=TOOLS, add_generation_prompt=True
-    )
-    assert step.token_ids.tolist() == renderer.render_ids(CONVERSATION, tools=TOOLS)
-    assert trained(renderer, step.token_ids, step.loss_mask) == [
-        f"Zooming.\n{CALL_TEXT}<|im_end|>",
-        "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
-    ]
-    assert step.loss_mask[step.prompt_length]
-    assert not step.loss_mask[: step.prompt_length].any()
-    sample = build_training_sample(renderer, CONVERSATION, tools=TOOLS)
-    assert step.mm_token_type_ids.tolist() == sample.mm_token_type_ids.tolist()
-    assert step.multi_modal_data == sample.multi_modal_data
-
-
-def test_images_that_a_tool_returns_within_the_completion(renderer: Renderer) -> None:
-    answer = {**tool(), "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "zoomed"}]}
-    completion = [assistant("", tool_calls=[CALL]), answer, assistant("Now I see.")]
-    step = step_of(renderer, [user()], completion, tools=TOOLS)
-    (placeholder,) = step.multi_modal_data.mm_placeholders["image"]
-    assert placeholder.offset > step.prompt_length
-    assert step.mm_token_type_ids[step.prompt_length :].any()
-    assert not step.loss_mask[step.mm_token_type_ids != 0].any()
-    assert trained(renderer, step.token_ids, step.loss_mask)[-1] == "Now I see.<|im_end|>"
-
-
-def test_a_step_ends_in_the_stop_token(model: Path) -> None:
-    renderer = variant(model, OPENERS_CLOSE)
-    step = step_of(renderer, [user()], [assistant("This.")])
-    assert trained(renderer, step.token_ids, step.loss_mask) == ["This.<|im_start|>"]
-    step = step_of(renderer, [user()], [assistant("This.")], final_stop=False)
-    assert trained(renderer, step.token_ids, step.loss_mask) == ["This."]
 
 
 def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
