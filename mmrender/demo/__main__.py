@@ -105,41 +105,33 @@ def sample_and_ship(
 ) -> None:
     """Sample three turns with three pictures, bridging each to the next; save and ship the trajectory.
 
-    Args:
-        report: Shows the steps.
-        client: Samples with `renderer`.
-        renderer: The renderer of the model.
-        folder: Receives the file and the socket.
-        model: A Transformers model, whose plain forward must give the sampler's log-probabilities.
+    A plain forward of `model`, if given, must give the sampler's log-probabilities.
     """
     photo, chart = load_pictures()
     crop = chart.crop((0, 0, chart.width // 2, chart.height // 2))
     trajectory = Trajectory()
     with report.step("Sample three turns, bridging each to the next"):
         turns = [user_turn("Which animal?", photo), user_turn("Best month?", chart, crop), user_turn("Sure?")]
-        asyncio.run(converse(report, client, trajectory, turns))
+
+        async def converse() -> None:
+            conversation: list[Any] = [SYSTEM]
+            for seed, asked in enumerate(turns):
+                conversation.append(asked)
+                turn = await client.create_completion(
+                    conversation, trajectory=trajectory, sampling_params={"seed": seed, "max_tokens": 24}
+                )
+                conversation.append(turn.message)
+                step = trajectory.steps[-1]
+                sampled = len(step.completion_ids)
+                report.line(f"turn {seed + 1}: {step.prompt_length:,} tokens in, {sampled} sampled")
+
+        asyncio.run(converse())
         report.prove(*proofs.prove_rollout(renderer, trajectory, pictures=3))
         if model is not None:
             report.prove(proofs.prove_logprobs(model, trajectory))
     with report.step("Save the trajectory, and ship it to a second process"):
         report.prove(proofs.prove_saving(trajectory, folder))
         report.prove(*asyncio.run(proofs.prove_shipping(trajectory, folder)))
-
-
-async def converse(
-    report: Report, client: RendererClient, trajectory: Trajectory, turns: list[dict[str, Any]]
-) -> None:
-    """Sample one completion after each user turn."""
-    conversation: list[Any] = [SYSTEM]
-    for number, turn in enumerate(turns):
-        conversation.append(turn)
-        completion = await client.create_completion(
-            conversation, trajectory=trajectory, sampling_params={"seed": number, "max_tokens": 24}
-        )
-        conversation.append(completion.message)
-        step = trajectory.steps[-1]
-        sampled = len(step.completion_ids)
-        report.line(f"turn {number + 1}: {step.prompt_length:,} tokens in, {sampled} sampled")
 
 
 def main(

@@ -35,32 +35,24 @@ class Proof:
 
 
 def prove_parity(directory: Path, conversation: Conversation, rendered: RenderedTokens) -> list[Proof]:
-    """Compare text, ids and pixel values with `apply_chat_template` and the model's processor.
-
-    Args:
-        directory: The model directory.
-        conversation: The conversation.
-        rendered: Its rendering, with `image_backend="pil"`.
-    """
+    """Compare text, ids and pixels of a rendering by PIL with `apply_chat_template` and the processor."""
     reference = ReferenceRenderer(directory, "pil")
     expected = reference.render(conversation.messages, conversation.pictures, **conversation.options)
-    text = _equal("text equals apply_chat_template", rendered.text, expected.text, "characters")
+    text = _same_sequence("text equals apply_chat_template", rendered.text, expected.text, "characters")
     if reference.processor_missing is not None:
         # Without the processor nothing widens the reference's placeholders, so ids cannot be compared either.
         return [text, Proof("ids and pixels equal its processor's", None, reference.processor_missing)]
-    ids = _equal("ids equal its processor's", rendered.token_ids, expected.ids, "ids")
+    ids = _same_sequence("ids equal its processor's", rendered.token_ids, expected.ids, "ids")
     items = rendered.multi_modal_data.mm_items["image"]
     ours = np.concatenate([item.tensors("float32")["pixel_values"] for item in items])
-    theirs = expected.tensors["pixel_values"]
-    same = ours.shape == theirs.shape and np.array_equal(ours, theirs)
+    same = np.array_equal(ours, expected.tensors["pixel_values"])
     return [text, ids, Proof("pixels equal its processor's", same, f"{ours.size:,} values")]
 
 
-def _equal(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) -> Proof:
+def _same_sequence(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) -> Proof:
     if ours == theirs:
         return Proof(claim, True, f"{len(ours):,} {unit}")
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    first = next((index for index, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
     return Proof(claim, False, f"first difference at {first}")
 
 
@@ -168,7 +160,14 @@ async def prove_shipping(trajectory: Trajectory, folder: Path) -> list[Proof]:
     command = (sys.executable, "-m", "mmrender.demo.receiver", url)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     output = asyncio.create_task(process.communicate())
-    sending = asyncio.create_task(_send(url, trajectory))
+
+    async def send() -> int:
+        async with Sender(url) as sender:
+            await sender.send(trajectory)
+            await sender.flush(TIMEOUT)
+            return sender.stats.sent_bytes
+
+    sending = asyncio.create_task(send())
     try:
         await asyncio.wait({output, sending}, return_when=asyncio.FIRST_COMPLETED)
         if process.returncode:
@@ -187,11 +186,3 @@ async def prove_shipping(trajectory: Trajectory, folder: Path) -> list[Proof]:
         Proof("a second process has the same", same, f"{sent:,} bytes; step by step {plain:,}"),
         Proof("it needed no torch", "torch" not in received["modules"], "tokens, masks, logprobs and pixels"),
     ]
-
-
-async def _send(url: str, trajectory: Trajectory) -> int:
-    """Send a trajectory, and return how many bytes that took once it is acknowledged."""
-    async with Sender(url) as sender:
-        await sender.send(trajectory)
-        await sender.flush(TIMEOUT)
-        return sender.stats.sent_bytes

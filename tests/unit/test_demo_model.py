@@ -61,16 +61,6 @@ def test_another_process_builds_the_same_tokenizer() -> None:
     assert json.loads(other) == json.loads(TRAINED.to_str())
 
 
-def test_without_weights_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
-    code = (
-        "import pathlib, sys; from mmrender.testing.tiny_model import build_tiny_model\n"
-        f"build_tiny_model(pathlib.Path({str(tmp_path / 'model')!r}), weights=False)\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_vocabulary() -> None:
     vocabulary = TRAINED.get_vocab()
     assert sorted(vocabulary.values()) == list(range(VOCAB_SIZE))
@@ -166,17 +156,6 @@ def test_template_writes_a_whole_conversation(tiny_model: Path) -> None:
         "<|im_start|>assistant\nA cow.<|im_end|>\n"
         "<|im_start|>user\nSure?<|im_end|>\n"
         "<|im_start|>assistant\n"
-    )
-
-
-def test_template_numbers_the_pictures_on_request(tiny_model: Path) -> None:
-    content = [{"type": "image"}, {"type": "video"}, {"type": "image"}]
-    text = apply(tiny_model, [{"role": "user", "content": content}], add_vision_id=True)
-    assert text == (
-        "<|im_start|>user\n"
-        "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
-        "Video 1: <|vision_start|><|video_pad|><|vision_end|>"
-        "Picture 2: <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
     )
 
 

@@ -72,11 +72,6 @@ def test_the_strip_shows_every_token_once(rendered):
     assert token_strip(rendered).plain == STRIP.replace("\t", "⇥")
 
 
-def test_the_strip_is_the_prompt_with_pads_folded(renderer, rendered):
-    text = token_strip(rendered).plain.replace("⏎\n", "\n").replace("⇥", "\t")
-    assert text.replace("⟨image 4×6 = 24⟩", "<|image_pad|>" * 24) == renderer.decode(rendered.token_ids)
-
-
 def test_colours_tell_sampled_from_content_from_scaffold(rendered):
     strip = token_strip(rendered)
     styles = {strip.plain[span.start : span.end]: str(span.style) for span in strip.spans}
