@@ -136,20 +136,20 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     def tp_size(self) -> int:
         """Ranks that share each layer, equal on all engines."""
-        return self._common("tp_size", [engine.tp_size() for engine in self.engines])
+        return self._common("tp_size", {engine.tp_size() for engine in self.engines})
 
     def pp_size(self) -> int:
         """Pipeline stages, equal on all engines."""
-        return self._common("pp_size", [engine.pp_size() for engine in self.engines])
+        return self._common("pp_size", {engine.pp_size() for engine in self.engines})
 
     def dp_size(self) -> int:
         """Replicas, over all engines."""
         return sum(engine.dp_size() for engine in self.engines)
 
-    def _common(self, what: str, sizes: Sequence[int]) -> int:
-        if len(set(sizes)) > 1:
-            raise EngineStateError("engines differ", where=what, got=", ".join(map(str, sizes)))
-        return sizes[0]
+    def _common(self, what: str, sizes: set[int]) -> int:
+        if len(sizes) > 1:
+            raise EngineStateError("engines differ", where=what, got=", ".join(map(str, sorted(sizes))))
+        return sizes.pop()
 
     # --- sampling ---
 
@@ -353,13 +353,10 @@ class InferenceEngineClient(InferenceEngineInterface):
         self._pool.move("paused", "resuming", "the client is not paused")
         try:
             failed = await _results(self._paused, lambda engine: engine.resume_generation())
-            unreached = [each for each, error in failed if isinstance(error, EngineConnectionError)]
-            refused = {each: error for each, error in failed if each not in unreached}
-            unexpected = [error for error in refused.values() if not isinstance(error, EngineError)]
-            if unexpected:
-                raise unexpected[0]
-            if refused and not set(self._pool.healthy()) - refused.keys() - set(unreached):
-                raise next(iter(refused.values()))
+            serves = set(self._pool.healthy()) - dict(failed).keys()
+            refusals = [error for _, error in failed if not isinstance(error, EngineConnectionError)]
+            if refusals and not (serves and all(isinstance(error, EngineError) for error in refusals)):
+                raise refusals[0]
             self._paused = []
             for replica, error in failed:
                 self._pool.take_down(replica, str(error))
@@ -388,29 +385,28 @@ class InferenceEngineClient(InferenceEngineInterface):
         request that is on its way to it. Requests that run on after the timeout are cancelled, and return
         nothing.
         """
-        running = self._calls()
+        running = set(self._calls())
         deadline = time.monotonic() + self._pause_timeout
         pause = first_look
         while True:
             look_until = time.monotonic() + pause
             for target in self._pool.targets:
                 await target.wait_idle(running, max(0.0, look_until - time.monotonic()))
-            running = [call for call in self._calls() if call in running]
+            running &= set(self._calls())
             if not running:
                 return
-            holders = [each for each in self._pool.targets if each.calls.intersection(running)]
-            told = self._pool.healthy() if self.router is not None else holders
+            told = self._pool.healthy()
+            if self.router is None:
+                told = [each for each in self._pool.targets if each.calls & running]
             results = await asyncio.gather(
                 *[each.engine.abort_generation() for each in told], return_exceptions=True
             )
+            late = running if time.monotonic() > deadline else set()
             for replica, result in zip(told, results, strict=True):
-                unable = isinstance(result, EngineUnsupportedError)
-                for call in running:
-                    if unable and (self.router is not None or call in replica.calls):
-                        call.end(ending)
-            if time.monotonic() > deadline:
-                for call in running:
-                    call.end(ending)
+                if isinstance(result, EngineUnsupportedError):
+                    late = late | (running if self.router is not None else running & replica.calls)
+            for call in late:
+                call.end(ending)
             pause = min(2 * max(pause, 0.05), 1.0)
 
     async def _on_each(

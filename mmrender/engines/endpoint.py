@@ -75,15 +75,11 @@ class ServerSettings:
 
     Attributes:
         model: Name of the model; a request that names another one is refused.
-        aliases: Other names that requests may use.
         host: Address to listen on. Without a key only loopback is allowed.
         port: Port; 0 for any free one.
         api_key: Requests to `/v1/...` and `/metrics` must bring it as `Authorization: Bearer ...`.
         open_to_all: Allow any address without a key.
         max_body_bytes: A longer request is refused.
-        default_max_tokens: Budget of a chat request that names none; None: what is left of the context, or an
-            error where the engine does not report its length.
-        sampling_defaults: Sampling parameters of requests that do not name them, in vLLM's names.
         stop_seconds: How long running requests may go on when the server stops.
 
     Raises:
@@ -91,14 +87,11 @@ class ServerSettings:
     """
 
     model: str
-    aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str | None = field(default=None, repr=False)
     open_to_all: bool = False
     max_body_bytes: int = 64 << 20
-    default_max_tokens: int | None = None
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     stop_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -312,7 +305,6 @@ class Endpoint:
         self.client = client
         self.settings = settings
         self.metrics = ServerMetrics(client)
-        self._names = (settings.model, *settings.aliases)
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -360,22 +352,26 @@ class Endpoint:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _models(self, request: Request) -> Response:
-        return JSONReply({"object": "list", "data": [await self._card(name) for name in self._names]})
+        return JSONReply({"object": "list", "data": [await self._card()]})
 
     async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._check_model(name)
-        return JSONReply(await self._card(name))
+        self._check_model(request.path_params["name"])
+        return JSONReply(await self._card())
 
-    async def _card(self, name: str) -> dict[str, Any]:
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "mmrender"}
+    async def _card(self) -> dict[str, Any]:
+        card = {
+            "id": self.settings.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mmrender",
+        }
         limit = await self.client.max_prompt_len()
         return card if limit is None else {**card, "max_model_len": limit + 1}
 
     def _check_model(self, name: object) -> None:
-        if name not in self._names:
-            known = ", ".join(self._names)
-            message = f"the model {name!r} is not served here, only {known}"
+        served = self.settings.model
+        if name != served:
+            message = f"the model {name!r} is not served here, only {served}"
             raise RequestError(404, message, code="model_not_found", param="model")
 
     async def _chat(self, request: Request) -> Response:
@@ -395,7 +391,7 @@ class Endpoint:
         body = await read_body(request, settings.max_body_bytes)
         self._check_model(body.get("model"))
         given = {name: value for name, value in body.items() if value is not None}
-        body = {**settings.sampling_defaults, **given, "model": settings.model}
+        body = {**given, "model": settings.model}
         if session := request.headers.get("x-session-id"):
             body.setdefault("session_id", session)
         streams = body.pop("stream", False)
@@ -405,9 +401,6 @@ class Endpoint:
         ):
             if not isinstance(value, kinds):
                 raise RequestError(400, f"{name} has a wrong type", code="invalid_value", param=name)
-        budget = settings.default_max_tokens if route.endswith("/chat/completions") else None
-        if budget is not None and "max_completion_tokens" not in body:
-            body.setdefault("max_tokens", budget)
         if not streams:
             body.pop("stream_options", None)
             reply = await while_connected(request, whole({"json": body}))

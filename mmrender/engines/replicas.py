@@ -395,29 +395,20 @@ class ReplicaPool:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
                 await replica.engine.check_health()
                 if replica.down is not None:
-                    await self._check_current(replica)
+                    await self._bring_back(replica)
         except (EngineError, TimeoutError) as error:
             self.take_down(replica, str(error) or "it did not answer in time")
             return False
-        if replica.down is not None:
-            _log.info("engine %s is back", replica.name)
-        replica.down = None
         return True
 
-    async def _check_current(self, replica: Replica) -> None:
-        """Require of an engine that comes back the weights of the others, and resume it.
-
-        Raises:
-            EngineStateError: It has other weights, or the client is paused.
-        """
+    async def _bring_back(self, replica: Replica) -> None:
+        """Resume an engine that serves again; it must have the weights of the others, and the client run."""
         if replica in self.replicas and replica.updates != self.updates:
             raise EngineStateError(
                 "the engine missed a weight update", where=replica.name, remedy="Update the weights again"
             )
-        if self.version is not None:
-            version = None
-            with contextlib.suppress(EngineUnsupportedError):
-                version = await replica.engine.weight_version()
+        with contextlib.suppress(EngineUnsupportedError):
+            version = None if self.version is None else await replica.engine.weight_version()
             if version not in (None, self.version):
                 raise EngineStateError(
                     "the engine has other weights", where=replica.name, expected=self.version, got=version
@@ -426,6 +417,8 @@ class ReplicaPool:
             raise EngineStateError("the client is not running", got=self.state)
         with contextlib.suppress(EngineStateError, EngineUnsupportedError):
             await replica.engine.resume_generation()  # it may have missed the end of a pause
+        _log.info("engine %s is back", replica.name)
+        replica.down = None
 
 
 def is_transient(error: BaseException) -> bool:
