@@ -23,8 +23,7 @@ from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.protocols import RenderOptions
-from mmrender.rendering.memo import RenderMemo, conversation_key
-from mmrender.rendering.render import Rendering
+from mmrender.rendering import Rendering, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.text import Author, TracedStr
@@ -83,7 +82,7 @@ class Renderer:
             placeholder_tokens=processor.placeholder_tokens if processor is not None else (),
             rules=self.rules,
         )
-        self._memo = RenderMemo(memo_bytes) if memo_bytes else None
+        self._memo = new_memo(memo_bytes) if memo_bytes else None
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         self._tool_call_grammar = tool_call_grammar
@@ -209,11 +208,11 @@ class Renderer:
             key = conversation_key(conversation, fingerprints, *options)
             known = self._memo.get(key) if key is not None else None
             if known is not None:
-                return known
+                return copy_rendered(known)
         rendering = self._rendering(tools, documents, template_arguments)
         rendered = rendering.render(conversation, add_generation_prompt, fingerprints)
         if self._memo is not None and key is not None and not rendering.known.template.reads_clock:
-            self._memo.put(key, rendered)
+            self._memo.put(key, copy_rendered(rendered))
         return rendered
 
     def render_ids(
@@ -300,7 +299,8 @@ class Renderer:
         reason = None
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
-            messages = attach_media(messages, images, videos, where="new_messages")
+            if images is not None or videos is not None:
+                messages = attach_media(messages, images, videos, where="new_messages")
             known = self._known(tools is not None, template_arguments)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(known, self._writer, self.media))
             return bridge.extend(

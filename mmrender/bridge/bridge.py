@@ -8,22 +8,22 @@ does, the bridge is refused with a reason.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from mmrender.bridge.histories import MediaCount, Reads, shape_of, skeleton
+from mmrender.bridge.histories import Reads
 from mmrender.bridge.proof import Proof, TailProver
-from mmrender.bridge.tail import NotBridged, Tail, Tails
+from mmrender.bridge.tail import MediaCount, NotBridged, Tails, shape_of, skeleton
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Message
-from mmrender.model.tokenizer import Match
 from mmrender.probing.templates import KnownTemplate
-from mmrender.rendering.render import encode_with_media, media_places
+from mmrender.rendering import encode_with_media
 from mmrender.spans import MultiModalData
 from mmrender.template.text import TracedStr, plain
-from mmrender.tokens.encode import Layout, Placeholder, TokenWriter
+from mmrender.tokens.encode import TokenWriter
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 __all__ = ["Bridge", "History", "NotBridged", "TokenIds"]
@@ -53,8 +53,10 @@ class Bridge:
         self._writer = writer
         self._media = media
         self._counts_images = media is not None and media.processor.depends_on_image_count
-        self._reads = Reads.of(known.template.syntax_tree())
+        reads = Reads.of(known.template.syntax_tree())
+        self._marks = reads.marks
         self._tails = Tails(known, writer)
+        self._prover = TailProver(self._tails, reads)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
 
     def extend(
@@ -86,7 +88,7 @@ class Bridge:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in new_messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        if self._counts_images and media_places(new_messages):
+        if self._counts_images and any(any(message.media()) for message in new_messages):
             raise NotBridged("the processor treats an image differently when more of them follow")
         prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
@@ -96,7 +98,16 @@ class Bridge:
         try:
             media = self._proved(prompt, completion, new_messages, previous, history)
             tail = self._tails.find(skeleton(new_messages, self._profile, media), new_messages)
-            layout = self._appended(tail, prompt, completion, new_messages)
+            if completion and completion[-1] in self._profile.stop_ids:
+                # Where the close is the next turn's opener, only that opener can replace it.
+                keep = tail.is_opener and completion[-1] != tail.stop_id
+                close, start = "", tail.start if keep else tail.stop
+            else:
+                close, start = self._tails.closing(tail, new_messages, prompt, completion)
+            layout = tail.layout
+            if close or start:
+                rest = layout.text[start:]
+                layout = self._writer.lay_out(TracedStr(close) + rest if close else rest)
         except SpecialTokenError as error:
             found = re.match(r"messages\[(\d+)\]", error.where or "")
             if found is not None and error.where is not None:
@@ -104,73 +115,10 @@ class Bridge:
             raise
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error
-        return self._encoded(layout, prompt, completion, new_messages, previous)
-
-    def _proved(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        messages: Sequence[Message],
-        previous: MultiModalData,
-        history: History,
-    ) -> MediaCount:
-        """The media that the skeleton has to hold, once it is proved that nothing else matters.
-
-        Raises:
-            NotBridged: Something else does.
-        """
-        media = MediaCount()
-        key: tuple[Any, ...] = (shape_of(messages, self._reads.marks), history)
-        proof = self._proof(key, messages, history, None)
-        if proof.counts_media:
-            hashes = previous.mm_hashes
-            media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
-            if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
-                raise NotBridged(
-                    "the template counts media, and previous_multi_modal_data lacks those of the prompt"
-                )
-            # Not every count can be tried; what is tried is where that many media stand.
-            key = (*key, min(media.images, 2), min(media.videos, 2))
-            proof = self._proof(key, messages, history, media)
-        ended_alike = bool(completion) and completion[-1] == proof.stop_id
-        failure = proof.failure if ended_alike else proof.failure_otherwise
-        if failure is not None:
-            raise NotBridged(failure)
-        return media
-
-    def _proof(
-        self, key: tuple[Any, ...], messages: Sequence[Message], history: History, media: MediaCount | None
-    ) -> Proof:
-        def prove() -> Proof:
-            prover = TailProver(self._tails, self._reads)
-            return prover.prove(messages, against_rewriting=history == "template", media=media)
-
-        return self._findings.get_or_find(("bridge", self._setting, *key), Proof, prove)
-
-    def _appended(
-        self, tail: Tail, prompt: Sequence[int], completion: Sequence[int], messages: Sequence[Message]
-    ) -> Layout:
-        """What is to be written after the completion."""
-        if completion and completion[-1] in self._profile.stop_ids:
-            # Where the close is the next turn's opener, only that opener can replace it.
-            keep = tail.is_opener and completion[-1] != tail.stop_id
-            return _from(tail.layout, tail.start if keep else tail.stop)
-        close, start = self._tails.closing(tail, messages, prompt, completion)
-        rest = _from(tail.layout, start)
-        return self._writer.lay_out(TracedStr(close) + rest.text) if close else rest
-
-    def _encoded(
-        self,
-        layout: Layout,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        messages: Sequence[Message],
-        previous: MultiModalData,
-    ) -> RenderedTokens:
         sampled = [*prompt, *completion]
         encoded, sidecar = encode_with_media(
             layout,
-            messages,
+            new_messages,
             writer=self._writer,
             media=self._media,
             image_roles=self._profile.image_roles,
@@ -190,27 +138,45 @@ class Bridge:
         return RenderedTokens(
             token_ids=[*sampled, *encoded.ids],
             spans=tuple(spans),
-            roles=tuple([message.role for message in messages]),
-            tool_names=tuple([message.name if message.role == "tool" else None for message in messages]),
+            roles=tuple([message.role for message in new_messages]),
+            tool_names=tuple([message.name if message.role == "tool" else None for message in new_messages]),
             multi_modal_data=sidecar,
             text=plain(layout.text),
             _decode=self._writer.tokenizer.decode,
         )
 
+    def _proved(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        previous: MultiModalData,
+        history: History,
+    ) -> MediaCount:
+        """The media that the skeleton has to hold, once it is proved that nothing else matters.
 
-def _from(layout: Layout, start: int) -> Layout:
-    """The layout of the text from `start` on; no match may cross it."""
-    if not start:
-        return layout
-    return Layout(
-        layout.text[start:],
-        tuple(Match(low - start, high - start, token) for low, high, token in layout.matches if low >= start),
-        tuple(
-            Placeholder(found.start - start, found.stop - start, found.modality, found.message)
-            for found in layout.placeholders
-            if found.start >= start
-        ),
-    )
+        Raises:
+            NotBridged: Something else does.
+        """
+        media = MediaCount()
+        prove = partial(self._prover.prove, messages, against_rewriting=history == "template")
+        key: tuple[Any, ...] = ("bridge", self._setting, shape_of(messages, self._marks), history)
+        proof = self._findings.get_or_find(key, Proof, prove)
+        if proof.counts_media:
+            hashes = previous.mm_hashes
+            media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
+            if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
+                raise NotBridged(
+                    "the template counts media, and previous_multi_modal_data lacks those of the prompt"
+                )
+            # Not every count can be tried; what is tried is where that many media stand.
+            key = (*key, min(media.images, 2), min(media.videos, 2))
+            proof = self._findings.get_or_find(key, Proof, partial(prove, media=media))
+        ended_alike = bool(completion) and completion[-1] == proof.stop_id
+        failure = proof.failure if ended_alike else proof.failure_otherwise
+        if failure is not None:
+            raise NotBridged(failure)
+        return media
 
 
 def _as_list(ids: TokenIds, where: str) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Histories that a bridge's tail must not depend on, and the shape of an extension.
+"""Histories that a bridge's tail must not depend on.
 
 A proof renders the extension after a skeleton, the shortest history, and after histories that differ from it
 in a single respect each. It holds for every extension of the same shape: all of it that can decide what a
@@ -7,78 +7,23 @@ read from its source.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from jinja2 import nodes
 
+from mmrender.bridge.tail import MediaCount, ProbeHistory, skeleton
 from mmrender.messages import (
-    UNKNOWN_SOURCE,
-    ImagePart,
     Message,
-    Part,
     Role,
     TextPart,
     ThinkingPart,
     ToolCall,
-    VideoPart,
 )
 from mmrender.probing.probes import WORD, assistant, probe_call, tool_definition, tool_result, user
 from mmrender.probing.profile import TemplateProfile
-
-
-class MediaCount(NamedTuple):
-    """Number of images and videos in a conversation."""
-
-    images: int = 0
-    videos: int = 0
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """As many parts without a source."""
-        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
-
-
-NO_MEDIA = MediaCount()
-
-
-@dataclass(frozen=True)
-class ProbeHistory:
-    """A conversation up to and including the assistant turn that an extension follows.
-
-    Attributes:
-        user: The last user message.
-        assistant: The turn that the extension follows.
-        system: Messages before the first turn.
-        earlier: Turns before the last user message.
-        rounds: Tool rounds between it and the assistant's turn.
-        tools: Tool definitions, or None.
-        documents: Documents, or None.
-    """
-
-    user: Message
-    assistant: Message
-    system: tuple[Message, ...] = ()
-    earlier: tuple[Message, ...] = ()
-    rounds: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] | None = None
-    documents: tuple[Mapping[str, Any], ...] | None = None
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The conversation."""
-        return (*self.system, *self.earlier, self.user, *self.rounds, self.assistant)
-
-    def answering(self, **fields: Any) -> "ProbeHistory":
-        """The history with other fields in the assistant's turn."""
-        return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
-
-    def asking(self, **fields: Any) -> "ProbeHistory":
-        """The history with other fields in the last user message."""
-        return replace(self, user=msgspec.structs.replace(self.user, **fields))
-
 
 Change: TypeAlias = Callable[[ProbeHistory], ProbeHistory]
 
@@ -97,30 +42,6 @@ class Variation(NamedTuple):
     change: Change
     combines: bool = True
     in_parts: bool = False
-
-
-def skeleton(
-    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount = NO_MEDIA
-) -> ProbeHistory:
-    """The shortest history: one user turn with the conversation's media, one assistant turn.
-
-    The assistant calls the tools that the extension answers: one for each tool message that it begins with,
-    under the name and id that the answer states.
-    """
-    calls = _calls_for(extension)
-    text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
-    content: Any = f"{WORD}U" if media == NO_MEDIA else (*media.parts, TextPart(f"{WORD}U"))
-    return ProbeHistory(user(content), assistant(text, tool_calls=calls))
-
-
-def _calls_for(extension: Sequence[Message]) -> tuple[ToolCall, ...]:
-    calls = []
-    for index, message in enumerate(extension):
-        if message.role != "tool":
-            break
-        call = probe_call(index, name=message.name or "probe")
-        calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
-    return tuple(calls)
 
 
 def _tool_round(results: int, *, first: int, text: str = "") -> tuple[Message, ...]:
@@ -164,7 +85,7 @@ def _user_says(text: str) -> Change:
 
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:
     """Everything that can be different while the number of media stays as it is."""
-    calls = _calls_for(extension)
+    calls = skeleton(extension, profile).assistant.tool_calls
     thought = assistant(f"{WORD}H", reasoning_content=f"{WORD}G")
     begin, close = "<think>", "</think>\n\n"
     if (reasoning := profile.reasoning) is not None:
@@ -338,38 +259,3 @@ def _texts(node: nodes.Node) -> set[str]:
     if isinstance(node, nodes.Tuple | nodes.List):
         return {text for item in node.items for text in _texts(item)}
     return set()
-
-
-def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
-    """What extensions must share to share a proof; more than three alike in a row count as three."""
-    shapes = []
-    for message in messages:
-        content, text = message.content, text_in(message)
-        kinds = None
-        if isinstance(content, tuple):
-            kinds = _without_repeats([type(part).__name__ for part in content], 2)
-        found = tuple([mark for mark in marks if mark in text])
-        unnamed = message.name is None, message.tool_call_id is None
-        shapes.append(
-            (message.role, content is None, kinds, not text.strip(), found, *unnamed, *message.extra)
-        )
-    return _without_repeats(shapes, 3)
-
-
-def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
-    """The items, at most `most` equal ones in a row."""
-    return tuple(
-        [
-            item
-            for index, item in enumerate(items)
-            if index < most or any(other != item for other in items[index - most : index])
-        ]
-    )
-
-
-def text_in(message: Message) -> str:
-    """All text of a message's content."""
-    content = message.content
-    if isinstance(content, tuple):
-        return "\n".join([part.text for part in content if isinstance(part, TextPart)])
-    return content or ""

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from mmrender.bridge.histories import (
+from mmrender.bridge.histories import Reads, Variation, media_placements, variations
+from mmrender.bridge.tail import (
     NO_MEDIA,
     MediaCount,
+    NotBridged,
+    NotPrinted,
     ProbeHistory,
-    Reads,
-    Variation,
-    media_placements,
+    Tail,
+    Tails,
+    content_end,
     skeleton,
     text_in,
-    variations,
 )
-from mmrender.bridge.tail import NotBridged, NotPrinted, Tail, Tails, content_end
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
 from mmrender.template.text import plain

@@ -1,25 +1,135 @@
-"""The tail of a skeleton: what a template writes after the assistant's content, from the end of the turn on.
+"""A skeleton, and its tail: what a template writes from the end of the assistant's content on.
+
+A skeleton is the shortest conversation that an extension can follow. Extensions of one shape share a proof;
+texts count in it only in so far as the template tests them.
 
 Everything is read from provenance: which message each character belongs to, and which characters are
 content. A completion that was cut off, in its content or inside reasoning, is closed with what the template
 writes there.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from mmrender.bridge.histories import ProbeHistory, skeleton
+import msgspec
+
 from mmrender.errors import TemplateError
-from mmrender.messages import Message
-from mmrender.probing.probes import WORD, with_reasoning
-from mmrender.probing.profile import ReasoningFormat
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, TextPart, VideoPart
+from mmrender.probing.probes import WORD, probe_call, with_reasoning
+from mmrender.probing.profile import ReasoningFormat, TemplateProfile
 from mmrender.probing.templates import KnownTemplate
-from mmrender.template.attribution import disown_prompt
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 
 _PROMPT_TOKENS = 64
 """More than any generation prompt has."""
+
+
+class MediaCount(NamedTuple):
+    """Number of images and videos in a conversation."""
+
+    images: int = 0
+    videos: int = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """As many parts without a source."""
+        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
+
+
+NO_MEDIA = MediaCount()
+
+
+@dataclass(frozen=True)
+class ProbeHistory:
+    """A conversation up to and including the assistant turn that an extension follows.
+
+    Attributes:
+        user: The last user message.
+        assistant: The turn that the extension follows.
+        system: Messages before the first turn.
+        earlier: Turns before the last user message.
+        rounds: Tool rounds between it and the assistant's turn.
+        tools: Tool definitions, or None.
+        documents: Documents, or None.
+    """
+
+    user: Message
+    assistant: Message
+    system: tuple[Message, ...] = ()
+    earlier: tuple[Message, ...] = ()
+    rounds: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    documents: tuple[Mapping[str, Any], ...] | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation."""
+        return (*self.system, *self.earlier, self.user, *self.rounds, self.assistant)
+
+    def answering(self, **fields: Any) -> "ProbeHistory":
+        """The history with other fields in the assistant's turn."""
+        return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
+
+    def asking(self, **fields: Any) -> "ProbeHistory":
+        """The history with other fields in the last user message."""
+        return replace(self, user=msgspec.structs.replace(self.user, **fields))
+
+
+def skeleton(
+    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount = NO_MEDIA
+) -> ProbeHistory:
+    """The shortest history: one user turn with the conversation's media, one assistant turn.
+
+    The assistant calls the tools that the extension answers: one for each tool message that it begins with,
+    under the name and id that the answer states.
+    """
+    calls = []
+    for index, message in enumerate(extension):
+        if message.role != "tool":
+            break
+        call = probe_call(index, name=message.name or "probe")
+        calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
+    text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
+    content: Any = f"{WORD}U" if media == NO_MEDIA else (*media.parts, TextPart(f"{WORD}U"))
+    asked = Message(role="user", content=content)
+    return ProbeHistory(asked, Message(role="assistant", content=text, tool_calls=tuple(calls)))
+
+
+def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
+    """What extensions must share to share a proof; more than three alike in a row count as three."""
+    shapes = []
+    for message in messages:
+        content, text = message.content, text_in(message)
+        kinds = None
+        if isinstance(content, tuple):
+            kinds = _without_repeats([type(part).__name__ for part in content], 2)
+        found = tuple([mark for mark in marks if mark in text])
+        unnamed = message.name is None, message.tool_call_id is None
+        shapes.append(
+            (message.role, content is None, kinds, not text.strip(), found, *unnamed, *message.extra)
+        )
+    return _without_repeats(shapes, 3)
+
+
+def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
+    """The items, at most `most` equal ones in a row."""
+    return tuple(
+        [
+            item
+            for index, item in enumerate(items)
+            if index < most or any(other != item for other in items[index - most : index])
+        ]
+    )
+
+
+def text_in(message: Message) -> str:
+    """All text of a message's content."""
+    content = message.content
+    if isinstance(content, tuple):
+        return "\n".join([part.text for part in content if isinstance(part, TextPart)])
+    return content or ""
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -71,8 +181,7 @@ class Tails:
 
     def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
         self.profile = known.profile
-        self._template = known.template
-        self._arguments = known.arguments
+        self._known = known
         self._writer = writer
         self._tokenizer = writer.tokenizer
         end = self._tokenizer.find(self.profile.closes.get("end", ""), lambda _: True)
@@ -84,15 +193,9 @@ class Tails:
         Raises:
             TemplateError: The template refuses them.
         """
-        text = self._template.render(
-            messages,
-            tools=history.tools,
-            documents=history.documents,
-            add_generation_prompt=prompt,
-            form=self.profile.form,
-            arguments=self._arguments,
+        return self._known.render(
+            messages, tools=history.tools, documents=history.documents, add_generation_prompt=prompt
         )
-        return disown_prompt(text, self.profile.generation_prompts) if prompt else text
 
     def find(self, history: ProbeHistory, following: Sequence[Message]) -> Tail:
         """Render what follows a history, and cut it after the assistant's content.
@@ -139,7 +242,16 @@ class Tails:
             token_id = self._tokenizer.added_ids[match.token]
             if token_id not in self.profile.stop_ids:
                 continue
-            owner, opening = _owner(layout.text.spans, match.start, match.stop, last)
+            # The message that the token belongs to, -1 where unknown, and where text of later ones begins.
+            owner, opening = -1, match.start
+            for low, high, origin in layout.text.spans:
+                if low >= match.stop:
+                    break
+                if origin.message > last:
+                    opening = min(opening, low)
+                if high > match.start:
+                    owner = origin.message
+                    break
             if owner > last:
                 if layout.text[opening : match.start].strip():
                     break
@@ -206,19 +318,6 @@ def content_end(spans: Sequence[Span], last: int) -> int:
     if any(origin.message == last and origin.is_content for _, _, origin in spans):
         raise NotBridged("the template writes a new message before the assistant's turn")
     raise NotPrinted("the template does not print the assistant's content")
-
-
-def _owner(spans: Sequence[Span], start: int, stop: int, last: int) -> tuple[int, int]:
-    """Message that `[start, stop)` belongs to, -1 where unknown, and where text of later messages begins."""
-    opening = start
-    for low, high, origin in spans:
-        if low >= stop:
-            break
-        if origin.message > last:
-            opening = min(opening, low)
-        if high > start:
-            return origin.message, opening
-    return -1, opening
 
 
 def _without_calls(history: ProbeHistory) -> ProbeHistory:

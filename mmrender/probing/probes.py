@@ -14,9 +14,8 @@ import msgspec
 from mmrender.errors import TemplateError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.template.chat import ChatTemplate
+from mmrender.template.chat import ChatTemplate, ViewForm
 from mmrender.template.text import TracedStr, plain
-from mmrender.template.view import ViewForm
 
 WORD = "qwertz"
 """A word that no template writes by itself; every text of a probe holds it."""

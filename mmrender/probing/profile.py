@@ -27,8 +27,8 @@ from mmrender.probing.probes import (
     user,
     with_reasoning,
 )
+from mmrender.template.chat import ViewForm
 from mmrender.template.text import TracedStr, plain
-from mmrender.template.view import ViewForm
 
 _TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\u25c1\u25b7\s]+\u25b7"
 _TAG_BEFORE = re.compile(rf"(?:{_TAG})\w*\Z")

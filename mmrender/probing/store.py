@@ -32,7 +32,7 @@ _CODE = (
     "bridge/*.py",
     "probing/*.py",
     "tokens/*.py",
-    "rendering/*.py",
+    "rendering.py",
     "model/tokenizer.py",
 )
 _MEMORY_ENTRIES = 1024

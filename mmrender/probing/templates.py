@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from mmrender.caching import LRUCache
+from mmrender.messages import Message
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.probes import Probes
@@ -18,6 +19,7 @@ from mmrender.probing.store import Findings, cache_folder
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.sources import choose_template, load_templates
+from mmrender.template.text import TracedStr, clip, plain
 
 _MOST_SETTINGS = 256
 """Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
@@ -49,6 +51,35 @@ class KnownTemplate:
             return probe_template(Probes(self.template, self.tokenizer, self.arguments), self.model_stop_ids)
 
         return self.findings.get_or_find("profile", TemplateProfile, probe)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> TracedStr:
+        """Render with the arguments and in the form found; arguments and errors as for `ChatTemplate.render`.
+
+        A generation prompt that the template writes inside its loop belongs to the coming turn, so it is
+        attributed to no message.
+        """
+        text = self.template.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            form=self.profile.form,
+            arguments=self.arguments,
+        )
+        if not add_generation_prompt:
+            return text
+        prompts = self.profile.generation_prompts
+        cut = len(text) - max([len(prompt) for prompt in prompts if text.endswith(prompt)], default=0)
+        if cut == len(text) or any(stop > cut and origin.is_content for _, stop, origin in text.spans):
+            return text
+        return TracedStr(plain(text), clip(text.spans, 0, cut))
 
     @cached_property
     def probes(self) -> Probes:

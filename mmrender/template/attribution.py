@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jinja2 import nodes
 
 from mmrender.template.limits import BUDGET, PER_ELEMENT, grow
-from mmrender.template.text import Origin, Span, TracedStr, clip, plain
+from mmrender.template.text import Origin, Span, TracedStr
 
 MarkKind: TypeAlias = Literal["enter", "look", "leave"]
 Mark: TypeAlias = tuple[int, MarkKind, Origin | None]
@@ -24,16 +24,6 @@ class MessageDict(dict[str, Any]):
 
     __slots__ = ("_owner",)
     _owner: Origin
-
-
-def scaffold_origin(value: Any) -> Origin | None:
-    """The scaffold origin of a message, or of a dict with a message's role; None for anything else."""
-    if type(value) is MessageDict:
-        return value._owner
-    role = value.get("role") if isinstance(value, dict) else None
-    if not isinstance(role, TracedStr) or not role.spans:
-        return None
-    return role.spans[0][2].scaffold
 
 
 def instrument(tree: nodes.Template) -> nodes.Template:
@@ -92,10 +82,15 @@ class _Stretch(NamedTuple):
     looked_up: list[Origin]
 
 
-class _Joiner:
-    """Lays pieces out one after the other, each with the scaffold origin of the message being handled."""
+class Joiner:
+    """Joins what a macro, a block or (`root`) a whole template wrote, once.
 
-    def __init__(self, *, root: bool) -> None:
+    Scaffold between marks belongs to the message being handled. Templates often write the system turn before
+    their loop: in a whole template, a stretch outside any message loop that holds the values of exactly one
+    message is that message's turn; a stretch without any keeps no owner.
+    """
+
+    def __init__(self, *, root: bool = False) -> None:
         self._held: list[str] = []
         self._spans: list[Span] = []
         self._position = 0
@@ -107,6 +102,7 @@ class _Joiner:
         self._outside: tuple[int, int] | None = (0, 0) if root else None
 
     def join(self, pieces: Iterable[str | Mark]) -> TracedStr:
+        """Lay pieces out one after the other, each with the scaffold origin of its message."""
         budget = BUDGET.get()
         limit = budget.limits.max_characters if budget is not None else 1 << 60
         hold = self._held.append
@@ -118,7 +114,15 @@ class _Joiner:
                 self._mark(*piece)
             elif piece:
                 hold(piece)  # type: ignore[arg-type]
-                self._attribute(piece.spans)  # type: ignore[union-attr]
+                position, owner, laid = self._position, self._owner, self._spans
+                for low, high, origin in piece.spans:  # type: ignore[union-attr]
+                    start = low + position
+                    if owner is not None and self._gap < start:
+                        self._push(self._gap, start, owner)
+                    self._gap = high + position
+                    if laid and laid[-1][1] == start and laid[-1][2] is origin:
+                        start = laid.pop()[0]
+                    laid.append((start, self._gap, origin))
                 self._position += len(piece)
             if self._position > limit:
                 grow(self._position)
@@ -134,18 +138,6 @@ class _Joiner:
         if spans and spans[-1][1] == start and spans[-1][2] is origin:
             start = spans.pop()[0]
         spans.append((start, stop, origin))
-
-    def _attribute(self, spans: Iterable[Span]) -> None:
-        """Lay out the spans of a piece that begins at the current position."""
-        position, owner, laid = self._position, self._owner, self._spans
-        for low, high, origin in spans:
-            start = low + position
-            if owner is not None and self._gap < start:
-                self._push(self._gap, start, owner)
-            self._gap = high + position
-            if laid and laid[-1][1] == start and laid[-1][2] is origin:
-                start = laid.pop()[0]
-            laid.append((start, self._gap, origin))
 
     def _flush(self) -> None:
         if self._owner is not None and self._gap < self._position:
@@ -220,25 +212,3 @@ class _Joiner:
             start = high
         if start < stop:
             self._push(start, stop, owner)
-
-
-def concat(pieces: Iterable[str | Mark], *, root: bool = False) -> TracedStr:
-    """Join what a macro, a block or (`root`) a whole template wrote.
-
-    Scaffold between marks belongs to the message being handled. Templates often write the system turn before
-    their loop: in a whole template, a stretch outside any message loop that holds the values of exactly one
-    message is that message's turn; a stretch without any keeps no owner.
-    """
-    return _Joiner(root=root).join(pieces)
-
-
-def disown_prompt(text: TracedStr, prompts: Iterable[str]) -> TracedStr:
-    """Remove message attribution from the trailing generation prompt, the longest that fits.
-
-    A generation prompt that the template writes inside its loop belongs to the coming turn, not to the last.
-    """
-    length = max([len(prompt) for prompt in prompts if text.endswith(prompt)], default=0)
-    cut = len(text) - length
-    if length == 0 or any(stop > cut and origin.is_content for _, stop, origin in text.spans):
-        return text
-    return TracedStr(plain(text), clip(text.spans, 0, cut))

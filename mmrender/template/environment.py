@@ -190,7 +190,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = TracingCodeGenerator
     intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
-    concat = staticmethod(attribution.concat)
+    concat = staticmethod(lambda pieces: attribution.Joiner().join(pieces))
     hashed = staticmethod(weigh)
 
     def __init__(self) -> None:
@@ -240,12 +240,18 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     def marked(
         self, loop: int, kind: attribution.MarkKind, value: Any, buffered: int = 0
     ) -> attribution.Mark:
-        """Count a loop iteration; carry its message to `attribution.concat`."""
+        """Count a loop iteration; carry the scaffold origin of its message to `Joiner`."""
         if kind == "enter" and (budget := BUDGET.get()) is not None:
             budget.step()
             if buffered > budget.limits.max_steps:
                 grow(PER_ELEMENT * buffered)
-        return loop, kind, attribution.scaffold_origin(value)
+        origin = None
+        if type(value) is attribution.MessageDict:
+            origin = value._owner
+        elif isinstance(value, dict):
+            role = value.get("role")
+            origin = role.spans[0][2].scaffold if isinstance(role, TracedStr) and role.spans else None
+        return loop, kind, origin
 
     def joined(self, operands: tuple[Any, ...]) -> TracedStr:
         """Run the `~` operator."""
@@ -411,7 +417,8 @@ def run(
     budget = BUDGET.set(Budget(limits))
     time = CLOCK.set(clock)
     try:
-        return attribution.concat(template.root_render_func(template.new_context(dict(variables))), root=True)
+        pieces = template.root_render_func(template.new_context(dict(variables)))
+        return attribution.Joiner(root=True).join(pieces)
     finally:
         BUDGET.reset(budget)
         CLOCK.reset(time)

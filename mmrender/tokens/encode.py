@@ -194,7 +194,10 @@ class TokenWriter:
             placeholder, item = next(queue)
             expansion: Expansion = (Repeat(match.token, 1),) if item is None else item.expansion
             stream.media(match, expansion, placeholder.message, placeholder.modality)
-        return stream.finish()
+        stream.take(len(layout.text))
+        stream.flush()
+        stream.cut_here(len(layout.text))
+        return stream.out
 
 
 class _Edge(NamedTuple):
@@ -228,20 +231,20 @@ class _TokenStream:
         self._pieces: list[str] = []
         self._length = 0
         self._edges: list[_Edge] = []
-        self._out = Encoded()
+        self.out = Encoded()
 
     def special(self, match: Match) -> None:
         """Write a special token that counts as syntax."""
-        self._take(match.start)
-        self._flush()
+        self.take(match.start)
+        self.flush()
         message, kind, _ = self._origin(match.start, match.stop)
-        self._cut_here(match.start)
-        self._out.extend([self._tokenizer.added_ids[match.token]], message, kind)
+        self.cut_here(match.start)
+        self.out.extend([self._tokenizer.added_ids[match.token]], message, kind)
         self._position = match.stop
 
     def media(self, match: Match, expansion: Expansion, message: int, modality: Modality) -> None:
         """Write the expansion of a placeholder; its range runs from its first to its last special token."""
-        self._take(match.start)
+        self.take(match.start)
         self._position = match.stop
         start = stop = -1
         embeds: list[tuple[int, int]] = []
@@ -259,11 +262,11 @@ class _TokenStream:
                     got=f"a vocabulary of {self._tokenizer.vocab_size} tokens without it",
                     remedy="Tokenizer and processor settings must be of the same model",
                 )
-            self._flush()
-            begin = len(self._out.ids)
-            self._cut_here(match.start)
-            self._out.extend([token_id] * piece.count, message, modality)
-            stop = len(self._out.ids)
+            self.flush()
+            begin = len(self.out.ids)
+            self.cut_here(match.start)
+            self.out.extend([token_id] * piece.count, message, modality)
+            stop = len(self.out.ids)
             start = begin if start < 0 else start
             if piece.embeds:
                 if embeds and embeds[-1][1] == begin - start:
@@ -271,7 +274,7 @@ class _TokenStream:
                 else:
                     embeds.append((begin - start, stop - start))
         whole = embeds == [(0, stop - start)]
-        self._out.ranges.append(PlaceholderRange(start, stop - start, None if whole else tuple(embeds)))
+        self.out.ranges.append(PlaceholderRange(start, stop - start, None if whole else tuple(embeds)))
 
     def _parts(self, expansion: Expansion) -> Iterable[Text | Repeat]:
         """Yield the pieces of an expansion, its text cut at the added tokens that it holds."""
@@ -288,21 +291,14 @@ class _TokenStream:
             if position < len(piece.text):
                 yield Text(piece.text[position:])
 
-    def finish(self) -> Encoded:
-        """Write the rest and return everything."""
-        self._take(len(self._text))
-        self._flush()
-        self._cut_here(len(self._text))
-        return self._out
-
-    def _cut_here(self, position: int) -> None:
+    def cut_here(self, position: int) -> None:
         """Answer the wanted positions up to `position`, where a token is about to begin."""
         while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
             wanted = self._cuts[self._next_cut]
-            self._out.cuts[wanted] = Cut(len(self._out.ids), wanted == position)
+            self.out.cuts[wanted] = Cut(len(self.out.ids), wanted == position)
             self._next_cut += 1
 
-    def _take(self, stop: int) -> None:
+    def take(self, stop: int) -> None:
         """Move the characters up to `stop` into the run, with an edge wherever origin or cut asks for one."""
         position = self._position
         if stop <= position:
@@ -338,12 +334,12 @@ class _TokenStream:
             return -1, "template", min(low, stop)
         return origin.message, origin.kind, min(high, stop)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Encode the collected run."""
         if not self._length:
             return
-        run = self._tokenizer.encode_run("".join(self._pieces), first=self._begins and not self._out.ids)
-        base, edges = len(self._out.ids), self._edges
+        run = self._tokenizer.encode_run("".join(self._pieces), first=self._begins and not self.out.ids)
+        base, edges = len(self.out.ids), self._edges
         if len(edges) == 1:
             firsts = [0]
         else:
@@ -352,6 +348,6 @@ class _TokenStream:
         for edge, first, last in zip(edges, firsts, lasts, strict=True):
             if edge.cut >= 0:
                 begin = int(run.starts[first]) if first < len(run.ids) else self._length
-                self._out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
-            self._out.extend(run.ids[first:last], edge.message, edge.kind)
+                self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
+            self.out.extend(run.ids[first:last], edge.message, edge.kind)
         self._pieces, self._length, self._edges = [], 0, []

@@ -12,7 +12,7 @@ from PIL import Image
 from mmrender.content import attach_media, normalize_messages
 from mmrender.media.cache import source_fingerprint
 from mmrender.renderer import Renderer
-from mmrender.rendering.memo import RenderMemo, conversation_key
+from mmrender.rendering import conversation_key, new_memo
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
@@ -146,7 +146,7 @@ def rendering(count, text="x"):
 
 
 def test_the_least_recently_used_goes_first():
-    memo = RenderMemo(3 * 64 * 10 + 30)
+    memo = new_memo(3 * 64 * 10 + 30)
     for name in "abc":
         memo.put(name, rendering(10))
     memo.get("a")
@@ -155,7 +155,7 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_one_that_is_too_large_is_not_kept():
-    memo = RenderMemo(100)
+    memo = new_memo(100)
     memo.put("a", rendering(10))
     assert memo.get("a") is None
     memo.put("b", rendering(1))

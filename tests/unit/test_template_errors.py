@@ -12,9 +12,8 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall
-from mmrender.template.chat import ChatTemplate
+from mmrender.template.chat import ChatTemplate, ViewForm
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.view import ViewForm
 
 USER = [Message(role="user", content="hi")]
 REMEDY = "Pass a corrected one as chat_template=<Jinja text>"
@@ -140,7 +139,7 @@ def test_the_name_of_the_template_is_kept():
 )
 def test_a_template_that_fails_says_where_and_why(source, kind, message):
     with pytest.raises(kind) as error:
-        ChatTemplate(source).render(USER)
+        ChatTemplate(source, limits=TemplateLimits(max_seconds=60)).render(USER)
     assert type(error.value) is kind
     assert str(error.value).startswith(message), str(error.value)
 

@@ -1,15 +1,20 @@
-"""From canonical messages to attributed tokens with their sidecar.
+"""From canonical messages to attributed tokens with their sidecar, and a memo of whole renderings.
 
 `encode_with_media` puts the media items of messages in place of the placeholders that the template wrote, for
 a whole prompt and for the tail of a bridge alike. Placeholders and parts come in the same order; where the
 template's own loop says which message a placeholder belongs to, that must be the part's message.
+
+A conversation is often rendered again unchanged: for another sample of a group, for a count, for a retry.
+`conversation_key` and `new_memo` find it again. Images count by fingerprint; media that may change under the
+same name (a URL, an open file) are never memoised.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from mmrender.caching import LRUCache
 from mmrender.errors import (
     PlaceholderError,
     ProcessorError,
@@ -21,11 +26,13 @@ from mmrender.media.resolve import MediaResolver
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, VideoPart
 from mmrender.probing.templates import KnownTemplate
 from mmrender.spans import MediaItem, MultiModalData
-from mmrender.template.attribution import disown_prompt
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.tokens.sampled import assistant_turns, mark_sampled
+
+_MAX_DEPTH = 32
+_BYTES_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +56,24 @@ class Rendering:
     def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
         """Run the template; each character is attributed."""
         try:
-            text = self._run(messages, add_generation_prompt)
+            return self.known.render(
+                messages,
+                tools=self.tools,
+                documents=self.documents,
+                add_generation_prompt=add_generation_prompt,
+            )
         except (TemplateRefusedError, TemplateRuntimeError) as error:
             index = self._first_refused(messages)
             if index is not None:
                 error.where = f"messages[{index}], {error.where}"
             raise
-        return disown_prompt(text, self.known.profile.generation_prompts) if add_generation_prompt else text
-
-    def _run(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
-        return self.known.template.render(
-            messages,
-            tools=self.tools,
-            documents=self.documents,
-            add_generation_prompt=add_generation_prompt,
-            form=self.known.profile.form,
-            arguments=self.known.arguments,
-        )
 
     def _first_refused(self, messages: Sequence[Message]) -> int | None:
         """Index of the message with which the conversation stops being accepted, if there is one."""
         accepted = 0
         for count in range(1, len(messages) + 1):
             try:
-                self._run(messages[:count], False)
+                self.known.render(messages[:count], tools=self.tools, documents=self.documents)
             except TemplateError:
                 if accepted == count - 1 and (accepted or len(messages) == 1):
                     return count - 1
@@ -104,12 +105,18 @@ class Rendering:
             fingerprints=fingerprints,
             cuts=sorted({turn.prompt_stop for turn in turns}),
         )
+        calls = [call for message in messages for call in message.tool_calls]
+        called = {call.id: call.name for call in calls if call.id is not None}
+        tool_names = [
+            (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
+            for message in messages
+        ]
         spans, misaligned = mark_sampled(encoded, turns, self.known.profile.stop_ids)
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,
             roles=tuple([message.role for message in messages]),
-            tool_names=tool_names(messages),
+            tool_names=tuple(tool_names),
             multi_modal_data=sidecar,
             text=plain(layout.text),
             rewritten=tuple(sorted([*rewritten, *misaligned])),
@@ -117,28 +124,13 @@ class Rendering:
         )
 
 
-class MediaPlace(NamedTuple):
+class _MediaPlace(NamedTuple):
     """A media part of the conversation and its path."""
 
     where: str
     message: int
     modality: Modality
     part: ImagePart | VideoPart
-
-
-def media_places(messages: Sequence[Message], *, where: str = "messages") -> list[MediaPlace]:
-    """List every media part, in order, with paths that begin with `where`."""
-    return [
-        MediaPlace(
-            f"{where}[{index}].content[{position}]",
-            index,
-            "image" if isinstance(part, ImagePart) else "video",
-            part,
-        )
-        for index, message in enumerate(messages)
-        if type(message.content) is tuple
-        for position, part in message.media()
-    ]
 
 
 def encode_with_media(
@@ -180,7 +172,17 @@ def encode_with_media(
     """
     earlier = earlier or MultiModalData()
     items: Sequence[MediaItem | None] = ()
-    places = media_places(messages, where=where)
+    places = [
+        _MediaPlace(
+            f"{where}[{index}].content[{position}]",
+            index,
+            "image" if isinstance(part, ImagePart) else "video",
+            part,
+        )
+        for index, message in enumerate(messages)
+        if type(message.content) is tuple
+        for position, part in message.media()
+    ]
     if places or layout.placeholders:
         written = [
             replace(found, message=found.message - skipped if found.message >= skipped else -1)
@@ -218,7 +220,7 @@ def encode_with_media(
 
 
 def _check_placement(
-    places: Sequence[MediaPlace],
+    places: Sequence[_MediaPlace],
     placeholders: Sequence[Placeholder],
     image_roles: Iterable[str],
     *,
@@ -255,7 +257,7 @@ def _check_placement(
             )
 
 
-def _first_dropped(places: Sequence[MediaPlace], placeholders: Sequence[Placeholder]) -> MediaPlace:
+def _first_dropped(places: Sequence[_MediaPlace], placeholders: Sequence[Placeholder]) -> _MediaPlace:
     """Return the first part beyond what its message's placeholders cover."""
     written = Counter((placeholder.message, placeholder.modality) for placeholder in placeholders)
     if any(message < 0 for message, _ in written):
@@ -268,12 +270,88 @@ def _first_dropped(places: Sequence[MediaPlace], placeholders: Sequence[Placehol
     return places[-1]
 
 
-def tool_names(messages: Sequence[Message]) -> tuple[str | None, ...]:
-    """Name the tool that each tool message answers for: its own name, or that of the call it refers to."""
-    calls = {call.id: call.name for message in messages for call in message.tool_calls if call.id is not None}
-    return tuple(
-        [
-            (message.name or calls.get(message.tool_call_id or "")) if message.role == "tool" else None
-            for message in messages
-        ]
+class _NoKeyError(Exception):
+    """Some value has no key."""
+
+
+def conversation_key(
+    messages: Sequence[Message], fingerprints: Sequence[Hashable | None], *options: Any
+) -> Hashable | None:
+    """Return a hashable that equal conversations share, or None if some value has no key.
+
+    Args:
+        messages: The conversation.
+        fingerprints: That of each media part's source, in order; None for one that may change.
+        *options: Tool definitions and whatever else the rendering depends on.
+    """
+    if None in fingerprints:
+        return None
+    media = iter(fingerprints)
+    try:
+        return (
+            *[_message_key(message, media) for message in messages],
+            *[_key(option, 0) for option in options],
+        )
+    except _NoKeyError:
+        return None
+
+
+def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable:
+    content: Hashable = message.content
+    if type(content) is not tuple and not message.tool_calls and not message.extra:
+        return message.role, content, message.reasoning_content, message.name, message.tool_call_id
+    if type(message.content) is tuple:
+        content = tuple(
+            [
+                (type(part), next(fingerprints), getattr(part, "fps", None))
+                if isinstance(part, ImagePart | VideoPart)
+                else part
+                for part in message.content
+            ]
+        )
+    return (
+        message.role,
+        content,
+        message.reasoning_content,
+        tuple([(call.name, _key(call.arguments, 1), call.id) for call in message.tool_calls]),
+        message.name,
+        message.tool_call_id,
+        _key(message.extra, 1) if message.extra else None,
     )
+
+
+def _key(value: Any, depth: int) -> Hashable:
+    """Return a hashable that equal plain values of equal types share."""
+    kind = type(value)
+    if kind is str:
+        return str(value)
+    if kind is bool or kind is int or value is None:
+        return kind, value
+    if kind is float:
+        return float, str(value.hex())  # 0.0 and -0.0 are equal, but not printed alike
+    if depth < _MAX_DEPTH and kind is dict:
+        # 1, 1.0 and True are one dict key, but three texts.
+        return tuple([(_key(name, depth + 1), _key(item, depth + 1)) for name, item in value.items()])
+    if depth < _MAX_DEPTH and (kind is list or kind is tuple):
+        return kind, *[_key(item, depth + 1) for item in value]
+    raise _NoKeyError
+
+
+def new_memo(max_bytes: int) -> LRUCache[Hashable, RenderedTokens]:
+    """A cache of renderings, bounded by the estimated bytes of tokens and media items together."""
+    return LRUCache(
+        max_bytes,
+        size_of=lambda rendered: (
+            len(rendered.token_ids) * _BYTES_PER_TOKEN + len(rendered.text) + rendered.multi_modal_data.nbytes
+        ),
+    )
+
+
+def copy_rendered(rendered: RenderedTokens) -> RenderedTokens:
+    """Copy everything that can be changed, so that a caller may change his; items are shared."""
+    copy = object.__new__(RenderedTokens)  # five times as fast as `dataclasses.replace`
+    copy.__dict__.update(rendered.__dict__)
+    copy.__dict__["token_ids"] = rendered.token_ids.copy()
+    if rendered.multi_modal_data:
+        copy.__dict__["multi_modal_data"] = rendered.multi_modal_data.merged(MultiModalData())
+    return copy

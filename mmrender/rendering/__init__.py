@@ -1,1 +1,0 @@
-"""One rendering: template, tokens and media put together, and remembered."""
