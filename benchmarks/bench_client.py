@@ -162,7 +162,7 @@ class Scale:
             return Reply(200, {}, b'{"data": [{"id": "stub", "max_model_len": 1048576}]}')
         if method != "POST":
             raise EngineStatusError("no such route", status=404)
-        self.bytes.append(len(encode_json(json)))
+        self.bytes.append(sum(map(len, encode_json(json))))
         ids, placeholders = self.expected
         answer = generate_answer(len(ids), 32)
         if "content_parts" in json:

@@ -18,7 +18,7 @@ from `content`, where each must name the token that it belongs to. Present but e
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -78,16 +78,12 @@ class DynamoBackend:
         max_image_bytes: The largest body with images, which the frontend passes on in one message.
     """
 
+    name: ClassVar[str] = "dynamo"
     nvext: Mapping[str, Any] = field(default_factory=dict)
     pixels: PixelDtype | None = None
     eos_token_ids: tuple[int, ...] | None = None
     max_body_bytes: int = 45 << 20
     max_image_bytes: int = 32 << 20
-
-    @property
-    def name(self) -> str:
-        """`dynamo`."""
-        return "dynamo"
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None

@@ -111,7 +111,8 @@ async def generate(
         MMRenderError: The conversation cannot be rendered; see `Renderer.render`.
     """
     engine = resolve_backend(backend, transport, model)
-    server = _server_of(client, engine)
+    # A model in this process has a transport of its own.
+    server = as_transport(getattr(engine, "transport", None) if client is None else client)
     arguments = dict(template_arguments or {})
     if prompt_ids is None and prompt_attribution is None:
         prompt = await rendered_prompt(renderer, messages, tools, arguments)
@@ -208,21 +209,6 @@ def _new_backend(name: str, model: str | None) -> RendererBackend:
     return cast(RendererBackend, backend_class() if model is None else backend_class(model))
 
 
-def _server_of(client: Any, backend: RendererBackend) -> Transport:
-    """Resolve `client` to a transport; in-process backends have a null transport of their own."""
-    if client is not None:
-        return as_transport(client)
-    own = getattr(backend, "transport", None)
-    if own is None:
-        raise InputError(
-            "there is no server to ask",
-            where="client",
-            expected="a base URL, a transport, or an object with base_url and api_key",
-            got="None",
-        )
-    return cast(Transport, own)
-
-
 _shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)
 # Headers that an SDK always sends, beside those that its user set.
 _SDK_HEADERS: Final = (
@@ -248,8 +234,9 @@ def as_transport(client: Any) -> Transport:
         InputError: `client` is something else, or its URL cannot be used.
         MissingDependencyError: The HTTP client is not installed.
     """
-    if _is_transport(client):
-        return client
+    # `isinstance` of a protocol costs as much as the rest of a call's checks.
+    if all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url")):
+        return cast(Transport, client)
     if isinstance(client, TransportConfig):
         config = client
     elif isinstance(client, str):
@@ -276,11 +263,6 @@ def as_transport(client: Any) -> Transport:
     from mmrender.client.http import HTTPTransport
 
     return _shared.get_or_compute(config.key, lambda: HTTPTransport(config))
-
-
-def _is_transport(client: Any) -> TypeGuard[Transport]:
-    # `isinstance` of a protocol costs as much as the rest of a call's checks.
-    return all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url"))
 
 
 def server_root(url: str) -> str:

@@ -80,21 +80,19 @@ class ClientHooks:
 class ObservedCall:
     """One call and its progress, reported to hooks. `target` is the server and path, with query."""
 
-    def __init__(self, method: str, target: str, request_bytes: int, hooks: Sequence[ClientHooks]) -> None:
+    def __init__(self, method: str, target: str, body: list[bytes], hooks: Sequence[ClientHooks]) -> None:
         self.method = method
+        self.body = body
+        self.size = sum(map(len, body))
+        self.headers: dict[str, str] = {}
         self.target = target
         self.url = target.partition("?")[0]
+        self.where = f"{method} {self.url}"
         self.status: int | None = None
         self.attempt = 1
-        self._size = request_bytes
         self._hooks = hooks
         self._begun = time.perf_counter()
         self._id = next(_call_ids)
-
-    @property
-    def where(self) -> str:
-        """The call in errors."""
-        return f"{self.method} {self.url}"
 
     def report(
         self, moment: Moment, *, error: BaseException | None = None, reply_bytes: int | None = None
@@ -108,7 +106,7 @@ class ObservedCall:
             method=self.method,
             url=self.url,
             attempt=self.attempt,
-            request_bytes=self._size,
+            request_bytes=self.size,
             seconds=time.perf_counter() - self._begun,
             status=self.status,
             reply_bytes=reply_bytes,

@@ -5,8 +5,9 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -41,38 +42,23 @@ _SLICE: Final = 256 << 10
 """Larger bodies are written in slices, so that other tasks have their turn."""
 
 
-class Body:
-    """A JSON text in pieces that follow each other; large ones are the caller's own bytes, not copied."""
-
-    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
-        self.pieces = pieces
-        self._size = sum(map(len, pieces))
-
-    def __len__(self) -> int:
-        return self._size
-
-    def joined(self) -> bytes:
-        """Return the text in one piece."""
-        return b"".join(self.pieces)
-
-
 class _SlicedPayload(aiohttp.Payload):
     """Writes a body as slices of its pieces, so that the socket may drain between two."""
 
-    _value: Body
+    _value: list[bytes]
     _autoclose = True
 
-    def __init__(self, body: Body) -> None:
-        super().__init__(body, content_type="application/json")
-        self._size = len(body)
+    def __init__(self, pieces: list[bytes], size: int) -> None:
+        super().__init__(pieces, content_type="application/json")
+        self._size = size
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Return the body as text, for aiohttp's own diagnostics."""
-        return self._value.joined().decode(encoding, errors)
+        return b"".join(self._value).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Write all of it."""
-        for piece in self._value.pieces:
+        for piece in self._value:
             view = memoryview(piece)
             for start in range(0, len(view), _SLICE):
                 await writer.write(view[start : start + _SLICE])
@@ -80,8 +66,11 @@ class _SlicedPayload(aiohttp.Payload):
                 await asyncio.sleep(0)
 
 
-def encode_json(value: Any) -> Body:
-    """Encode a JSON value: what msgspec takes, and `JSONText`, which is not copied."""
+def encode_json(value: Any) -> list[bytes]:
+    """Encode a JSON value, of what msgspec takes and `JSONText`, as pieces that follow each other.
+
+    A `JSONText` is a piece of its own, not copied.
+    """
     texts: list[JSONText] = []
     # Random, so that no text of the request can hold it.
     mark = secrets.token_hex(16)
@@ -98,7 +87,7 @@ def encode_json(value: Any) -> Body:
         pieces = [first]
         for text, after in zip(texts, others, strict=True):
             pieces += [text.data, after]
-        return Body(pieces)
+        return pieces
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(
             "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
@@ -126,7 +115,7 @@ class HTTPTransport:
         self._sessions = _LoopSessions(self.config)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reconstruct, (self.config, self.hooks)
+        return partial(HTTPTransport, self.config, hooks=self.hooks), ()
 
     def __repr__(self) -> str:
         return f"HTTPTransport({self.config.base_url!r})"
@@ -164,14 +153,22 @@ class HTTPTransport:
         """
         repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
-        body = None if json is None else encode_json(json)
-        call = ObservedCall(method, self.base_url + path, 0 if body is None else len(body), self.hooks)
-        sent = _headers(call, body, headers)
+        call = self._begun(method, path, json, headers)
         policy = self.config.retries
+
+        def is_retried(error: Exception) -> bool | float:
+            """Whether to try again, or after how many seconds."""
+            if isinstance(error, EngineConnectionError):
+                cause = error.__cause__
+                return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
+            if not repeatable or not isinstance(error, EngineStatusError) or error.status not in _BUSY:
+                return False
+            return True if error.retry_after is None else min(error.retry_after, policy.wait_max)
+
         failure: EngineError | None = None
         try:
             async with asyncio.timeout(seconds):
-                async for attempt in policy.attempts_on(_retry_rule(repeatable, policy.wait_max)):
+                async for attempt in policy.attempts_on(is_retried):
                     with attempt:
                         if attempt.num > 1:
                             _log.debug("%s: attempt %d after: %s", call.where, attempt.num, failure)
@@ -179,7 +176,7 @@ class HTTPTransport:
                             call.report("on_retry", error=failure)
                             call.status = None
                         try:
-                            reply = await self._once(call, body, sent)
+                            reply = await self._once(call)
                         except EngineError as error:
                             failure = error
                             raise
@@ -193,8 +190,16 @@ class HTTPTransport:
         call.report("on_response", reply_bytes=len(reply.body))
         return reply
 
-    async def _once(self, call: ObservedCall, body: Body | None, headers: Mapping[str, str]) -> Reply:
-        async with self._opened(call, body, headers) as response:
+    def _begun(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> ObservedCall:
+        """Encode and report a call; the caller's headers override those of hooks."""
+        body = [] if json is None else encode_json(json)
+        call = ObservedCall(method, self.config.base_url + path, body, self.hooks)
+        content_type = {"Content-Type": "application/json"} if body else {}
+        call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
+        return call
+
+    async def _once(self, call: ObservedCall) -> Reply:
+        async with self._opened(call) as response:
             content = bytearray()
             async for chunk in response.content.iter_any():
                 content += chunk
@@ -213,12 +218,10 @@ class HTTPTransport:
         Raises:
             EngineError: As for `request`.
         """
-        body = None if json is None else encode_json(json)
-        call = ObservedCall(method, self.base_url + path, 0 if body is None else len(body), self.hooks)
-        sent = _headers(call, body, headers)
+        call = self._begun(method, path, json, headers)
         total = 0
         try:
-            async with self._opened(call, body, sent, silence=self.config.timeout) as response:
+            async with self._opened(call, silence=self.config.timeout) as response:
                 pending = bytearray()
                 async for chunk in response.content.iter_any():
                     total += len(chunk)
@@ -239,21 +242,22 @@ class HTTPTransport:
 
     @contextlib.asynccontextmanager
     async def _opened(
-        self,
-        call: ObservedCall,
-        body: Body | None,
-        headers: Mapping[str, str],
-        *,
-        silence: float | None = None,
+        self, call: ObservedCall, *, silence: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one attempt and yield its reply, of status 2xx; errors of aiohttp become ours."""
         with _engine_errors(call.where):
             session = await self._sessions.get()
             waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
             # aiohttp writes bytes with the headers in one piece.
-            data = None if body is None else body.joined() if len(body) <= _SLICE else _SlicedPayload(body)
+            large = call.size > _SLICE
+            data = _SlicedPayload(call.body, call.size) if large else b"".join(call.body) or None
             async with session.request(
-                call.method, call.target, data=data, headers=headers, timeout=waits, allow_redirects=False
+                call.method,
+                call.target,
+                data=data,
+                headers=call.headers,
+                timeout=waits,
+                allow_redirects=False,
             ) as response:
                 call.status = response.status
                 if 200 <= response.status < 300:
@@ -267,12 +271,6 @@ class HTTPTransport:
             raise status_error(call.method, call.url, response.status, start, response.headers)
 
 
-def _headers(call: ObservedCall, body: Body | None, given: Mapping[str, str] | None) -> dict[str, str]:
-    """Report the begin of a call and return its headers; the caller's override those of hooks."""
-    content_type = {} if body is None else {"Content-Type": "application/json"}
-    return {**call.report("on_request"), **content_type, **(given or {})}
-
-
 def _too_long(limit: int, where: str) -> EngineReplyError:
     return EngineReplyError(
         "the server's reply is too long",
@@ -280,20 +278,6 @@ def _too_long(limit: int, where: str) -> EngineReplyError:
         expected=f"at most {limit} bytes",
         remedy="Raise max_reply_bytes of the transport",
     )
-
-
-def _retry_rule(idempotent: bool, wait_max: float) -> Callable[[Exception], bool | float]:
-    """Decide whether an error is tried again, or after how many seconds."""
-
-    def decide(error: Exception) -> bool | float:
-        if isinstance(error, EngineConnectionError):
-            cause = error.__cause__
-            return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
-        if not idempotent or not isinstance(error, EngineStatusError) or error.status not in _BUSY:
-            return False
-        return True if error.retry_after is None else min(error.retry_after, wait_max)
-
-    return decide
 
 
 @contextmanager
@@ -381,7 +365,3 @@ async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, 
         yield
     finally:
         await session.close()
-
-
-def _reconstruct(config: TransportConfig, hooks: tuple[ClientHooks, ...]) -> HTTPTransport:
-    return HTTPTransport(config, hooks=hooks)

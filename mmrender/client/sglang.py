@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -64,14 +64,10 @@ class SGLangBackend:
             SGLang serves high values first, and the sign of a priority is turned.
     """
 
+    name: ClassVar[str] = "sglang"
     routed_experts_shape: tuple[int, int] | None = None
     deterministic: bool = False
     low_priority_values_first: bool = False
-
-    @property
-    def name(self) -> str:
-        """`sglang`."""
-        return "sglang"
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None

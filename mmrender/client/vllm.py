@@ -14,7 +14,7 @@ import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 import pybase64
@@ -86,6 +86,7 @@ class VLLMBackend:
         InputError: A setting has an unknown value.
     """
 
+    name: ClassVar[str] = "vllm"
     images: ImageMode = "features"
     pixels: Literal["ask"] | PixelDtype = "ask"
     trust_cache: bool = False
@@ -100,11 +101,6 @@ class VLLMBackend:
                     expected=", ".join(map(repr, known)),
                     got=repr(getattr(self, name)),
                 )
-
-    @property
-    def name(self) -> str:
-        """`vllm`."""
-        return "vllm"
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
@@ -157,7 +153,13 @@ class VLLMBackend:
 
     async def _by_features(self, call: "GenerateCall", spans: Sequence[MediaSpan]) -> EngineResponse:
         """Send tensors; with `hash_only` leave out those that the server has, and send them after a miss."""
-        forms = await self._forms(call, spans)
+        forms: dict[str, WireForm] = {}
+        # The smallest image of a kind is the one that the server is asked to render.
+        for span in sorted(spans, key=lambda span: span.range.length):
+            if span.item.identity not in forms:
+                forms[span.item.identity] = await wire_form(
+                    span, call.ids, call.request.model, call.transport, pixels=self.pixels
+                )
 
         async def send(left_out: Collection[str] = (), *, repeats: bool = True) -> EngineResponse:
             features = await asyncio.to_thread(
@@ -182,18 +184,6 @@ class VLLMBackend:
             response = await send()
         facts.remember(hashes)
         return response
-
-    async def _forms(self, call: "GenerateCall", spans: Sequence[MediaSpan]) -> dict[str, WireForm]:
-        """Find out how the server takes each item, by identity."""
-        forms: dict[str, WireForm] = {}
-        # The smallest image of a kind is the one that the server is asked to render.
-        for span in sorted(spans, key=lambda span: span.range.length):
-            if span.item.identity in forms:
-                continue
-            forms[span.item.identity] = await wire_form(
-                span, call.ids, call.request.model, call.transport, pixels=self.pixels
-            )
-        return forms
 
 
 @dataclass(frozen=True, slots=True)

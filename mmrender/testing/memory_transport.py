@@ -166,7 +166,7 @@ class MemoryTransport:
         idempotent: bool | None,
     ) -> Asked:
         path, _, query = path.partition("?")
-        body = b"" if json is None else encode_json(json).joined()
+        body = b"" if json is None else b"".join(encode_json(json))
         repeatable = method == "GET" if idempotent is None else idempotent
         asked = Asked(method, path, query, body, dict(headers or {}), repeatable)
         self.asked.append(asked)

@@ -82,7 +82,7 @@ class Counted:
 
     async def request(self, method: str, path: str, *, json: Any = None, **options: Any):
         if path == GENERATE_PATH:
-            self.sizes.append(len(encode_json(json)))
+            self.sizes.append(sum(map(len, encode_json(json))))
         return await self.transport.request(method, path, json=json, **options)
 
     def stream(self, *arguments: Any, **options: Any):

@@ -453,8 +453,8 @@ def test_a_server_has_to_be_named(renderer: Renderer) -> None:
     with pytest.raises(InputError) as caught:
         run(renderer, Scripted(), client=None)
     assert str(caught.value) == (
-        "client: there is no server to ask - expected a base URL, a transport, or an object with base_url and api_key, "
-        "got None"
+        "client: cannot build a transport from this - expected a base URL, a transport, or an object with base_url and "
+        "api_key, got NoneType"
     )
 
 
