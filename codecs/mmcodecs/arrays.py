@@ -126,8 +126,7 @@ class RawTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
-        shape: tuple[int, ...] = self.bits.shape
-        return shape
+        return tuple(self.bits.shape)
 
     def to_torch(self) -> Any:
         """Give a torch tensor with memory of its own.
@@ -223,16 +222,8 @@ def describe(value: Any) -> Source | None:
 def _numpy_row(dtype: np.dtype[Any]) -> DType:
     row = _BY_CODE.get(dtype.kind + str(dtype.itemsize))
     if row is None:
-        remedies = {
-            "O": "Give the objects as a list, or give the array a numeric dtype",
-            "V": "Give a structured array as a dict of its fields; view opaque items as uint8",
-            "f": "Convert it to float64",
-            "c": "Convert it to complex128",
-        }
-        raise UnsupportedTypeError(
-            f"dtype {dtype} has no form on the wire",
-            remedy=remedies.get(dtype.kind, "Give a list, or view the array as integers"),
-        )
+        remedy = "Give a list, a dict of a structured array's fields, or an array of a numeric dtype"
+        raise UnsupportedTypeError(f"dtype {dtype} has no form on the wire", remedy=remedy)
     return row
 
 
@@ -244,14 +235,10 @@ def _of_tensor(value: Any) -> Source:
             remedy="Give value.as_subclass(torch.Tensor)",
         )
     row = BY_NAME.get(str(value.dtype).removeprefix("torch."))
-    if row is None:
+    if row is None or value.layout is not torch.strided or value.is_nested or value.is_meta:
         raise UnsupportedTypeError(
-            f"dtype {value.dtype} has no form on the wire", remedy="Dequantize or view it as uint8"
-        )
-    if value.layout is not torch.strided or value.is_nested or value.is_meta:
-        form = "nested" if value.is_nested else "meta" if value.is_meta else str(value.layout)
-        raise UnsupportedTypeError(
-            f"a {form} tensor has no plain memory", remedy="Give its parts as dense tensors"
+            "only dense tensors of a dtype of the table have a form on the wire",
+            got=f"{value.dtype}, {value.layout}, on {value.device}",
         )
     plain = value.detach().cpu().resolve_conj().resolve_neg()
     if row.in_numpy:
@@ -290,8 +277,9 @@ def read_record(data: memoryview, max_ndim: int) -> Record:
         DecodeError: It is malformed.
         LimitError: It has more than `max_ndim` dimensions.
     """
-    if data.nbytes < _START.size:
-        raise DecodeError("array record too short", expected="at least 8 bytes", got=str(data.nbytes))
+    dims_end = _START.size + 8 * (data[2] if data.nbytes > 2 else 0)
+    if data.nbytes < dims_end:
+        raise DecodeError("array record too short", expected=f"{dims_end} bytes", got=str(data.nbytes))
     row_id, flags, ndim, zero, zeros = _START.unpack_from(data)
     row = BY_ID.get(row_id)
     if row is None:
@@ -300,9 +288,6 @@ def read_record(data: memoryview, max_ndim: int) -> Record:
         raise DecodeError("reserved bits of an array record are set", got=f"{bytes(data[:8]).hex()}")
     if ndim > max_ndim:
         raise limit_exceeded("max_ndim", max_ndim, ndim)
-    dims_end = _START.size + 8 * ndim
-    if data.nbytes < dims_end:
-        raise DecodeError("array record too short for its dimensions", got=f"{data.nbytes} bytes for {ndim}")
     shape = _DIMS[ndim].unpack_from(data, _START.size)
     nbytes = element_bytes(row, shape)
     kind, storage = flags & 3, flags >> 3
@@ -326,17 +311,10 @@ def element_bytes(row: DType, shape: tuple[int, ...]) -> int:
 
 
 def check_length(row: DType, shape: tuple[int, ...], expected: int, data: memoryview) -> None:
-    """Check that elements fill their bytes.
-
-    Raises:
-        DecodeError: They do not.
-    """
+    """Raise `DecodeError` where elements do not fill their bytes."""
     if data.nbytes != expected:
-        raise DecodeError(
-            f"{row.name} of shape {shape} does not fill its bytes",
-            expected=f"{expected} bytes",
-            got=str(data.nbytes),
-        )
+        problem = f"{row.name} of shape {shape} does not fill its bytes"
+        raise DecodeError(problem, expected=f"{expected} bytes", got=str(data.nbytes))
 
 
 def restore(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -156,9 +156,7 @@ class ValueWriter:
             return value
         if kind in _BYTE_KINDS:
             if kind is memoryview and (value.format != "B" or value.ndim != 1 or not value.c_contiguous):
-                raise UnsupportedTypeError(
-                    "a memoryview of other than contiguous bytes", remedy="Cast it to 'B'"
-                )
+                raise UnsupportedTypeError("a memoryview must be contiguous bytes", remedy="Cast it to 'B'")
             return self._data(_BYTE_KINDS[kind], value, value)
         if kind is Shared:
             return self._array(value.value, value.key)
@@ -196,9 +194,7 @@ class ValueWriter:
         try:
             for key, item in value.items():
                 if type(key) is not str:
-                    raise UnsupportedTypeError(
-                        "a key must be a string", got=repr(key)[:80], remedy="Convert the keys with str()"
-                    )
+                    raise UnsupportedTypeError("a key must be a string", remedy="Convert the keys with str()")
                 out[key] = item if type(item) in _NUMBERS else self._walk(item, depth)
         except CodecError as error:
             raise error.under(f".{key}") from error.__cause__
@@ -232,19 +228,21 @@ class ValueWriter:
         if key is None and self._share_from is not None and array.nbytes >= self._share_from:
             blake3 = require("blake3", "hashing arrays").blake3
             key = bytes(blake3(source.form()).update(source.contiguous()).digest())
-        record = self._keyed(source, key) if key else source.record(FRAME, self._add(source))
+        if key is None:
+            record = source.record(FRAME, self._add(source))
+        else:
+            form, storage, rest = self._keys.get(key) or self._enter_key(source, key)
+            if form != source.form():
+                raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
+            record = source.record(storage, rest)
         self._written[id(value)] = value, record
         return Ext(ARRAY_RECORD, record)
 
-    def _keyed(self, source: Source, key: bytes) -> bytes:
+    def _enter_key(self, source: Source, key: bytes) -> tuple[bytes, int, bytes]:
+        """Give the form of an array that is new in this message, and the storage and rest of its record."""
         if len(key) > self._limits.max_key_bytes:
             raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
-        nbytes, form = source.array.nbytes, source.form()
-        done = self._keys.get(key)
-        if done is not None:
-            if done[0] != form:
-                raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
-            return source.record(*done[1:])
+        nbytes = source.array.nbytes
         if self._table is None or nbytes > self._table.capacity_bytes:
             storage, rest = FRAME, self._add(source)
         elif key in self._table:
@@ -253,8 +251,8 @@ class ValueWriter:
         else:
             self.uses[key] = nbytes, True
             storage, rest = ENTER, self._add(source) + key
-        self._keys[key] = form, storage, rest
-        return source.record(storage, rest)
+        self._keys[key] = source.form(), storage, rest
+        return self._keys[key]
 
     def _add(self, payload: Payload) -> bytes:
         """Add a frame, and give its index as a record holds it."""
@@ -319,13 +317,9 @@ def _culprit(tree: Any) -> UnsupportedTypeError:
                 except (OverflowError, UnicodeEncodeError, TypeError):
                     return _culprit(part).under(path)
     if type(tree) is int:
-        return UnsupportedTypeError(
-            "an integer beyond 64 bits", got=repr(tree)[:80], remedy="Give it as text"
-        )
+        return UnsupportedTypeError("an integer beyond 64 bits", got=repr(tree)[:80])
     if type(tree) is str:
-        return UnsupportedTypeError(
-            "a lone surrogate is not text", got=ascii(tree)[:80], remedy="Give the bytes"
-        )
+        return UnsupportedTypeError("a lone surrogate is not text", got=ascii(tree)[:80])
     return unsupported(tree)
 
 
@@ -465,67 +459,53 @@ class ValueReader:
             return flat
         self._spend(LEAF_COST)
         if code == ARRAY_RECORD:
-            return self._array(payload)
+            # The same record twice is one object sent twice: it comes out as one object, too.
+            key = bytes(payload[:1024])
+            if payload.nbytes <= 1024 and key in self._seen:
+                return self._seen[key]
+            record = read_record(payload, self._limits.max_ndim)
+            value = self._array(record)
+            if record.storage != INLINE:
+                self._seen[key] = value
+            return value
         if code == DATA:
             return self._data(payload)
-        raise DecodeError(
-            "unknown extension type",
-            expected="1 (array), 2 (list), 3 (tuple) or 7 (bytes, text)",
-            got=str(code),
-        )
+        expected = "1 (array), 2 (list), 3 (tuple) or 7 (bytes, text)"
+        raise DecodeError("unknown extension type", expected=expected, got=str(code))
 
-    def _array(self, payload: memoryview) -> Any:
-        # The same record twice is one object sent twice: it comes out as one object, too.
-        key = bytes(payload[:1024])
-        if payload.nbytes <= 1024 and key in self._seen:
-            return self._seen[key]
-        record = read_record(payload, self._limits.max_ndim)
-        if record.storage == INLINE:
-            check_length(record.row, record.shape, record.nbytes, record.rest)
+    def _array(self, record: Record) -> Any:
+        row, dtype, shape, rest = record.row, record.dtype, record.shape, record.rest
+        if record.storage == REFER:
+            key = self._key(rest)
+            found = self._turn.find(key) if self._turn is not None else None
+            if found is None:
+                self._missing[key] = None
+                return None
+            kept, data = found
+            if (kept.row, kept.dtype, kept.shape) != (row, dtype, shape):
+                raise DecodeError(
+                    "a shared array is not what its reference says",
+                    expected=f"{row.name} of shape {shape}",
+                    got=f"{kept.row.name} of shape {kept.shape}",
+                )
+        elif record.storage == INLINE:
+            check_length(row, shape, record.nbytes, rest)
             # Elements in the head lie at any address, so they get aligned memory of their own.
-            return self._restored(record, memoryview(bytearray(record.rest)))
-        value = self._referred(record) if record.storage == REFER else self._framed(record)
-        self._seen[key] = value
-        return value
-
-    def _framed(self, record: Record) -> Any:
-        data = self._frame(record.rest[: INDEX.size])
-        check_length(record.row, record.shape, record.nbytes, data)
-        if record.storage == ENTER:
-            key = self._key(record.rest[INDEX.size :])
-            if self._turn is not None:
-                data = self._turn.enter(key, record, data)
-        elif record.rest.nbytes != INDEX.size:
-            raise DecodeError("bytes follow a frame index", got=f"{record.rest.nbytes} bytes")
-        return self._restored(record, data)
-
-    def _referred(self, record: Record) -> Any:
-        key = self._key(record.rest)
-        found = self._turn.find(key) if self._turn is not None else None
-        if found is None:
-            self._missing[key] = None
-            return None
-        kept, data = found
-        if (kept.row, kept.dtype, kept.shape) != (record.row, record.dtype, record.shape):
-            raise DecodeError(
-                "a shared array is not what its reference says",
-                expected=f"{record.row.name} of shape {record.shape}",
-                got=f"{kept.row.name} of shape {kept.shape}",
-            )
-        return self._restored(record, data)
+            data = memoryview(bytearray(rest))
+        else:
+            data = self._frame(rest[: INDEX.size] if record.storage == ENTER else rest)
+            check_length(row, shape, record.nbytes, data)
+            if record.storage == ENTER:
+                key = self._key(rest[INDEX.size :])
+                data = data if self._turn is None else self._turn.enter(key, record, data)
+        if record.scalar:
+            return np.frombuffer(data, dtype)[0]
+        return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
 
     def _key(self, data: memoryview) -> bytes:
-        if not data.nbytes:
-            raise DecodeError("the key of a shared array is empty")
-        if data.nbytes > self._limits.max_key_bytes:
+        if not 1 <= data.nbytes <= self._limits.max_key_bytes:
             raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, data.nbytes)
         return bytes(data)
-
-    def _restored(self, record: Record, data: memoryview) -> Any:
-        if record.scalar:
-            return np.frombuffer(data, record.dtype)[0]
-        row, dtype, shape = record.row, record.dtype, record.shape
-        return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
 
     def _frame(self, index_bytes: memoryview) -> memoryview:
         if index_bytes.nbytes != INDEX.size:
@@ -545,10 +525,7 @@ class ValueReader:
         if kind == MEMORYVIEW:
             return memoryview(bytes(data)) if self._copy else data.toreadonly()
         if kind == TEXT:
-            try:
-                return str(data, "utf-8")
-            except UnicodeDecodeError as error:
-                raise DecodeError("text is not UTF-8", got=str(error)) from error
+            return str(data, "utf-8")
         return bytes(data) if kind == BYTES else bytearray(data)
 
 
@@ -561,12 +538,7 @@ def convert(value: Any, target: Any) -> Any:
 
     def fill(kind: Any, item: Any) -> Any:
         """Fill a type that msgspec does not know: an array as it is, a model by pydantic."""
-        if isinstance(kind, type) and isinstance(item, kind):
-            return item
-        validate: Callable[[Any], Any] | None = getattr(kind, "model_validate", None)
-        if validate is None:
-            raise NotImplementedError(f"no way to build {kind} from {type(item).__name__}")
-        return validate(item)
+        return item if isinstance(kind, type) and isinstance(item, kind) else kind.model_validate(item)
 
     try:
         return msgspec.convert(value, target, dec_hook=fill)

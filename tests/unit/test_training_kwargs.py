@@ -104,7 +104,7 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
     [
         (
             lambda: {"image": [*of_qwen(patch_item(16, 16)), None]},
-            "kwargs_data.image[1]: each item of a batch must have data for the same fields. "
+            "kwargs_data.image[1]: an item has no data, only its hash. "
             "Ask the server to process the image anew, or turn its cache of processed images off",
         ),
         (
