@@ -174,13 +174,7 @@ class TrainingBatch:
         Raises:
             BatchError: The tensor is not aligned to the batch.
         """
-        if tuple(values.shape[:2]) != (len(self), self.width):
-            raise BatchError(
-                "a tensor is not aligned to the batch",
-                where="values",
-                expected=f"{[len(self), self.width]} first",
-                got=str(list(values.shape)),
-            )
+        self._check_aligned(values)
         return [values[row, s.start : s.stop] for row, segments in enumerate(self.segments) for s in segments]
 
     def rows(self, start: int, stop: int) -> TrainingBatch:
@@ -191,12 +185,7 @@ class TrainingBatch:
         return replace(self, segments=self.segments[taken], fields=fields, **views)
 
     def select(self, indices: Sequence[int]) -> TrainingBatch:
-        """Return the rows of these indices, in their order; a copy.
-
-        Raises:
-            BatchError: An index is not an integer, such as one of a mask.
-            IndexError: There is no such row.
-        """
+        """Return the rows of these indices, in their order; a copy. Raises as `TensorList.select`."""
         places = row_places(indices, len(self))
         gather = torch.tensor(places, dtype=torch.int64, device=self.input_ids.device)
         segments = tuple(self.segments[place] for place in places)
@@ -225,11 +214,7 @@ class TrainingBatch:
         return replace(self, segments=_shifted(self.segments, 0 if right else extra), **grown)
 
     def trim(self, multiple: int = 1) -> TrainingBatch:
-        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`.
-
-        Raises:
-            BatchError: `multiple` is not positive.
-        """
+        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`."""
         if multiple < 1:
             raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
         used = max((self._used(row) for row in range(len(self))), default=0)
@@ -239,13 +224,7 @@ class TrainingBatch:
         return replace(self, segments=_shifted(self.segments, -cut.start), **views)
 
     def chunk(self, parts: int) -> list[TrainingBatch]:
-        """Cut into that many batches of equal numbers of rows, one for each data-parallel rank.
-
-        Padding rows fill up the last ones.
-
-        Raises:
-            BatchError: `parts` is not positive.
-        """
+        """Cut into batches of equally many rows, one for each rank; padding rows fill up the last."""
         if parts < 1:
             raise BatchError("a batch is cut into one part or more", where="parts", got=str(parts))
         size = -(-len(self) // parts)
@@ -323,6 +302,12 @@ class TrainingBatch:
         fields = {name: rows.pin_memory() for name, rows in self.fields.items()}
         return replace(self, fields=fields, **self._map(lambda t, _: t.pin_memory()))
 
+    def _check_aligned(self, values: Any) -> None:
+        expected = [len(self), self.width]
+        if [*values.shape[:2]] != expected:
+            got = str(list(values.shape))
+            raise BatchError("a tensor is not aligned to the batch", expected=f"{expected} first", got=got)
+
     def _tensors(self) -> Iterator[tuple[str, Any, int]]:
         """Yield the tensors that the batch has: name, value and which dimension is that of the rows."""
         for name in ("input_ids", *PER_TOKEN, "routed_experts"):
@@ -374,13 +359,7 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
     Raises:
         BatchError: The logits are not those of this batch.
     """
-    if tuple(logits.shape[:2]) != (len(batch), batch.width):
-        raise BatchError(
-            "the logits are not those of this batch",
-            where="logits",
-            expected=f"{[len(batch), batch.width, 'vocabulary']}",
-            got=str(list(logits.shape)),
-        )
+    batch._check_aligned(logits)
     scaled = logits[:, :-1].float() / temperature
     targets = batch.input_ids[:, 1:, None]
     found = scaled.gather(-1, targets)[..., 0] - scaled.logsumexp(-1)

@@ -37,12 +37,8 @@ def collate_mm_kwargs(
         **options: See `ExpandOptions`.
 
     Returns:
-        Such as `pixel_values` `(patches, features)` and `image_grid_thw` int64 `(images, 3)`; empty where no
-        sample has an image.
-
-    Raises:
-        BatchError: An item is by reference only, or tensors of two images cannot be joined.
-        PlaceholderError: Placeholders and items of a sample do not match.
+        Such as `pixel_values` `(patches, features)` and `image_grid_thw` int64 `(images, 3)`; empty without
+        images. Raises as `collate`.
     """
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     by_row = [[media_of(samples, index) for index in row] for row in rows]

@@ -13,7 +13,7 @@ the model. The micro-batches of a step cost about the same, since the slowest of
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias, Unpack
+from typing import Any, Final, NamedTuple, TypeAlias, Unpack
 
 import numpy as np
 
@@ -127,8 +127,7 @@ StepPlan: TypeAlias = tuple[MicroBatch, ...]
 """One micro-batch for each rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Bin:
+class _Bin(NamedTuple):
     samples: tuple[int, ...]
     tokens: int
     cost: float
@@ -209,14 +208,14 @@ def _steps(bins: Sequence[_Bin], ranks: int, room: int) -> list[list[tuple[_Bin,
     """Group bins of like cost, those with images apart; the flag marks those that need a dummy."""
     empty = _Bin((), 0, 0.0, False)
     ordered = sorted(bins, key=lambda one: -one.cost)
-    with_images, without = [b for b in ordered if b.images], [b for b in ordered if not b.images]
+    with_images = [(one, False) for one in ordered if one.images]
     missing = -len(with_images) % ranks
-    joining = [one for one in reversed(without) if one.tokens <= room][:missing]
+    # The cheapest bins without images fill up the last step that has images.
+    joining = [one for one in reversed(ordered) if not one.images and one.tokens <= room][:missing]
+    without = [(one, False) for one in ordered if not one.images and one not in joining]
     joining += [empty] * (missing - len(joining))
-    without = [one for one in without if not any(one is other for other in joining)]
-    without += [empty] * (-len(without) % ranks)
-    whole = [(one, False) for one in with_images] + [(one, True) for one in joining]
-    whole += [(one, False) for one in without]
+    without += [(empty, False)] * (-len(without) % ranks)
+    whole = [*with_images, *((one, True) for one in joining), *without]
     return [whole[start : start + ranks] for start in range(0, len(whole), ranks)]
 
 

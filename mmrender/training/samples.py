@@ -74,8 +74,8 @@ def build_training_sample(
         final_stop: Whether to end a last assistant turn that the template leaves open with the stop token
             that the model would sample there. In formats whose close is the next turn's opener, nothing
             else teaches the model to stop; it is the one token that a plain rendering does not have.
-        images: Sources for the image parts that have none.
-        videos: The same for video parts.
+        images: Sources for the image parts that have none; `videos` likewise.
+        videos: See `images`.
         sample_id: Names the sample in errors and batches.
         **template_arguments: Further template variables.
 

@@ -23,12 +23,9 @@ torch: Any = _torch  # type checkers do not follow torch; other modules of this 
 
 
 def row_places(indices: Iterable[Any], count: int) -> list[int]:
-    """Return which of `count` rows are meant, counted from the first one.
+    """Return which of `count` rows are meant; raises as `TensorList.select`.
 
-    Raises:
-        BatchError: An index is not an integer. Booleans are refused too: Python counts them as 0 and 1, so a
-            mask would silently name the first two rows.
-        IndexError: There is no such row.
+    Booleans are refused: Python counts them as 0 and 1, so a mask would silently name the first two rows.
     """
     places = []
     for number, index in enumerate(indices):

@@ -352,10 +352,10 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             "expected {'pixel_values': [16, 96], 'image_grid_thw': [1, 3]}, "
             "got {'pixel_values': [64, 96], 'image_grid_thw': [1, 3]}",
         ),
-        (lambda: batch_of(GOOD).split(torch.zeros(1, 11)), "values: a tensor is not aligned to the batch - "),
+        (lambda: batch_of(GOOD).split(torch.zeros(1, 11)), "a tensor is not aligned to the batch - "),
         (
             lambda: token_logprobs(torch.zeros(1, 11, 5), batch_of(GOOD)),
-            "logits: the logits are not those of this batch - expected [1, 12, 'vocabulary'], got [1, 11, 5]",
+            "a tensor is not aligned to the batch - expected [1, 12] first, got [1, 11, 5]",
         ),
         (
             lambda: TrainingBatch.cat([batch_of(GOOD), batch_of(GOOD, padding_side="left")]),
