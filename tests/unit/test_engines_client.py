@@ -235,15 +235,10 @@ def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later
     class Failing(ScriptedEngine):
         fails = True
 
-        async def load_weights(self, path, *, weight_version=None):
+        def _note(self, control):
+            super()._note(control)
             if self.fails:
                 raise EngineStatusError("the server answered 500", status=500)
-            await super().load_weights(path, weight_version=weight_version)
-
-        async def update_named_weights(self, request):
-            if self.fails:
-                raise EngineStatusError("the server answered 500", status=500)
-            await super().update_named_weights(request)
 
     update = {"names": [], "dtypes": [], "shapes": []}
     carry_out = {
