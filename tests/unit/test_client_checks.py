@@ -58,22 +58,12 @@ def test_a_prompt_becomes_an_array() -> None:
         ([-7], None, "prompt_ids[0]: a token id is outside the vocabulary - expected 0 or more, got -7"),
         ([], 100, "prompt_ids: a prompt is a list of token ids - expected one or more integers, got nothing"),
         (
-            [1.0],
-            100,
-            "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [1] of float64",
-        ),
-        (
-            [1, None],
-            100,
-            "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [2] of object",
-        ),
-        (
             [[1], [2]],
             100,
             "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [2, 1] of int64",
         ),
     ],
-    ids=["too large", "negative", "negative without vocabulary", "empty", "float", "none", "nested"],
+    ids=["too large", "negative", "negative without vocabulary", "empty", "nested"],
 )
 def test_ids_that_kill_an_engine_are_refused(ids: Any, vocab: int | None, message: str) -> None:
     with pytest.raises(InputError) as caught:
@@ -124,36 +114,15 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - expected the token 90 from 4 "
         "to 7, got the token 92 at 7",
     ),
-    "one too short": (
-        lambda s: with_ranges(s, PlaceholderRange(3, 3), R1),
-        "multi_modal_data.mm_placeholders['image'][0]: a placeholder range is not as long as its item - expected 4 tokens that stand "
-        "for features, got 3",
-    ),
-    "one too long": (
-        lambda s: with_ranges(s, PlaceholderRange(3, 5), R1),
-        "multi_modal_data.mm_placeholders['image'][0]: a placeholder range is not as long as its item - expected 4 tokens that stand "
-        "for features, got 5",
-    ),
     "swapped": (
         lambda s: with_ranges(s, R1, R0),
-        "multi_modal_data.mm_placeholders['image'][1]: placeholder ranges are out of order - expected an offset of 10 or more, got 3",
+        "multi_modal_data.mm_placeholders['image'][1]: placeholder ranges are out of order - expected an offset of "
+        "10 or more, got 3",
     ),
-    "overlapping": (
-        lambda s: with_ranges(s, R0, PlaceholderRange(5, 6)),
-        "multi_modal_data.mm_placeholders['image'][1]: a placeholder range overlaps another or leaves the sequence",
-    ),
-    "outside": (
-        lambda s: with_ranges(s, R0, PlaceholderRange(16, 6)),
-        "multi_modal_data.mm_placeholders['image'][1]: a placeholder range overlaps another or leaves the sequence",
-    ),
-    "negative": (
-        lambda s: with_ranges(s, PlaceholderRange(-1, 4), R1),
-        "multi_modal_data.mm_placeholders['image'][0]: a placeholder range",
-    ),
-    "one missing": (
-        lambda s: with_ranges(s, R0),
-        "multi_modal_data.image: hashes, placeholders and items must be equally many - got 2 hashes, 1 placeholders, "
-        "2 items",
+    "runs out of order": (
+        lambda s: with_ranges(s, PlaceholderRange(3, 4, ((2, 4), (0, 2))), R1),
+        "multi_modal_data.mm_placeholders['image'][0].embed_spans: the runs of features within a range are out of "
+        "order - expected rising runs within [0, 4), got ((2, 4), (0, 2))",
     ),
     "an image lost": (
         lambda s: MultiModalData(
@@ -162,16 +131,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "prompt_ids[10:16]: an image of the prompt has no placeholder range - expected a range and an item for each "
         "image, got a run of the token 90 between 91 and 92, as images have it. Pass the sidecar of the whole prompt "
         "as multi_modal_data",
-    ),
-    "another's hash": (
-        lambda s: MultiModalData({"image": ["qwen-4", "qwen-4"]}, s.mm_placeholders, s.mm_items),
-        "multi_modal_data.mm_hashes['image'][1]: the hash is not the item's - expected qwen-6, got 'qwen-4'. A server that knows the "
-        "hash would take its own pixels in place of these",
-    ),
-    "runs out of order": (
-        lambda s: with_ranges(s, PlaceholderRange(3, 4, ((2, 4), (0, 2))), R1),
-        "multi_modal_data.mm_placeholders['image'][0].embed_spans: the runs of features within a range are out of order - expected "
-        "rising runs within [0, 4), got ((2, 4), (0, 2))",
     ),
 }
 

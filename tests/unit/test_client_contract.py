@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from client_prompts import PromptMaker, qwen_item, video_item
+from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
 from mmrender.client import dynamo, sglang, vllm
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.sglang import SGLangBackend
@@ -299,6 +299,15 @@ def test_videos_are_refused(engine: Engine) -> None:
     prompt = PromptMaker().text([1]).framed(video_item(4)).text([2])
     problem = refused(engine, EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
     assert problem == "mm_placeholders['video'][0]: only images can be sent to this engine - got video"
+
+
+@pytest.mark.parametrize("name", ["vllm", "dynamo"])
+def test_ranges_that_the_engine_would_forget_are_refused(name: str) -> None:
+    prompt = PromptMaker().text([1]).framed(tiled_item(2, 2)).text([2])
+    problem = refused(
+        ENGINES[name], EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar
+    )
+    assert "loses which tokens of this range stand for the image" in problem
 
 
 @pytest.mark.parametrize(

@@ -119,20 +119,6 @@ def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> Non
     gc.collect()
 
 
-def test_one_transport_serves_one_loop_after_another() -> None:
-    config = TransportConfig("http://127.0.0.1:1", retries=ONCE)
-    transport = HTTPTransport(config)
-
-    async def fail() -> None:
-        with pytest.raises(EngineConnectionError):
-            await transport.request("GET", "/")
-
-    asyncio.run(fail())
-    asyncio.run(fail())
-    # Only the loop that ended last is still held, until the next one opens its session.
-    assert len(transport._sessions._entries) <= 1
-
-
 def test_a_loop_that_was_closed_by_hand_is_let_go() -> None:
     transport = way("http://127.0.0.1:1", retries=ONCE)
 
@@ -466,21 +452,8 @@ def test_raw_members_go_out_as_they_are() -> None:
             "base_url: the address of the server is not usable - expected http://HOST[:PORT][/PATH] or "
             "https://..., got '127.0.0.1:8000'",
         ),
-        (
-            {"base_url": "http://host?x=1"},
-            "base_url: the address of the server is not usable - expected http://HOST[:PORT][/PATH] or "
-            "https://..., got 'http://host?x=1'",
-        ),
         ({"timeout": 0}, "timeout: a setting is out of range - expected more than 0, got 0"),
         ({"keepalive": float("nan")}, "keepalive: a setting is out of range - expected 0 or more, got nan"),
-        (
-            {"max_connections": True},
-            "max_connections: a setting is out of range - expected 0 or more, got True",
-        ),
-        (
-            {"headers": {"a": "b\nc"}},
-            "headers['a']: a header is not usable - expected text without line breaks, got str",
-        ),
         (
             {"api_key": "a\nb"},
             "headers['Authorization']: a header is not usable - expected text without line breaks, got str",
@@ -491,17 +464,10 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         TransportConfig(**{"base_url": "http://127.0.0.1:1", **settings})
     assert str(caught.value) == message
-
-
-def test_retry_policies_are_checked() -> None:
     with pytest.raises(
         InputError, match=r"^attempts: a setting is out of range - expected more than 0, got 0$"
     ):
         RetryPolicy(attempts=0)
-    with pytest.raises(
-        InputError, match=r"^wait_max: a setting is out of range - expected 0 or more, got -1$"
-    ):
-        RetryPolicy(wait_max=-1)
 
 
 def test_a_reply_that_is_compressed_all_the_same_is_read() -> None:

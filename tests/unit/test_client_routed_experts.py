@@ -66,21 +66,6 @@ def test_dynamo_sends_shape_start_and_dtype(dtype: str) -> None:
     assert of_mapping({**value, "start": 4}) == RoutedExperts(array, 4)
 
 
-def test_the_last_token_has_no_row() -> None:
-    experts = experts_from_npy(npy(CHOICES.astype(np.uint8)), where="x")
-    assert len(experts.data) == PROMPT + COMPLETION - 1
-    assert experts.stop == PROMPT + COMPLETION - 1
-
-
-def test_prompt_rows_are_trimmed_only_when_asked() -> None:
-    array = CHOICES.astype(np.uint8)
-    experts = experts_from_npy(npy(array), where="x")
-    assert len(experts.data) == ROWS
-    trimmed = experts.from_position(PROMPT - 1)
-    assert trimmed == RoutedExperts(array[PROMPT - 1 :], PROMPT - 1)
-    assert np.shares_memory(trimmed.data, experts.data)
-
-
 def malformed(where: str, expected: str, got: str) -> str:
     return f"{where}: the routed experts of the reply are malformed - expected {expected}, got {got}"
 
@@ -127,15 +112,11 @@ GOOD = {"data": base64(bytes(48)), "shape": [8, 3, 2], "start": 0, "dtype": "uin
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "x: the server's reply is malformed"),
         ({"data": ""}, "x: the server's reply is malformed - got Object missing required field shape"),
-        ({**GOOD, "shape": [8, 6]}, "x shape: the server's reply is malformed"),
-        ({**GOOD, "data": 3}, "x data: the server's reply is malformed - expected str, got int"),
         ({**GOOD, "shape": [8, 3, -2]}, "x: the routed experts of the reply are malformed"),
         ({**GOOD, "shape": [8, 3, 3]}, malformed("x", "72 bytes for uint8 [8, 3, 3]", "48 bytes")),
         ({**GOOD, "shape": [2**40, 2**40, 2**40]}, "x: the routed experts of the reply are malformed"),
         ({**GOOD, "dtype": "float32"}, malformed("x.dtype", "the name of an integer type", "'float32'")),
-        ({**GOOD, "dtype": "object"}, malformed("x.dtype", "the name of an integer type", "'object'")),
         ({**GOOD, "start": -1}, "x: the routed experts of the reply are malformed"),
     ],
 )

@@ -106,7 +106,8 @@ def test_one_who_gives_up_takes_the_answer_from_nobody() -> None:
 def test_when_all_give_up_the_question_is_withdrawn() -> None:
     async def work(single: Any, ask: Any) -> None:
         tasks = [asyncio.create_task(single.run("key", ask)) for _ in range(2)]
-        await asyncio.sleep(0.001)
+        for _ in range(3):
+            await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

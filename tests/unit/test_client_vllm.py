@@ -24,7 +24,6 @@ from mmrender.client.vllm_images import PIXEL_DTYPES, RENDER_PATH, WireForm, enc
 from mmrender.errors import (
     EngineConnectionError,
     EngineMismatchError,
-    EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
     InputError,
@@ -339,16 +338,6 @@ def test_a_server_with_other_placeholders(image):
     )
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [b"<html>", {}, {"token_ids": [1], "features": None}, {"token_ids": [1], "features": {"mm_hashes": {}}}],
-    ids=["html", "empty", "no features", "half"],
-)
-def test_a_rendering_that_cannot_be_read(image, answer):
-    with pytest.raises(EngineReplyError, match=RENDER_PATH):
-        run(server(**{RENDER: answer}), image)
-
-
 def test_how_fields_are_joined_must_be_known(image):
     batched = served(image, pixel_values=lambda elem: FieldElem(elem.data, BatchedField()))
     with pytest.raises(EngineUnsupportedError) as caught:
@@ -485,50 +474,7 @@ def test_a_server_that_does_not_say_may_be_vouched_for(image):
     assert data_sent(transport) == [[True], [False]]
 
 
-def test_settings_that_cannot_be_read(image):
-    with pytest.raises(EngineReplyError, match="server_info"):
-        run(hashing(image, **{INFO: {"vllm_config": "text"}}), image, VLLMBackend(images="hash_only"))
-
-
 # Refused first
-
-
-def moved(image, offset, length=None):
-    data = image.multi_modal_data
-    (place,) = data.mm_placeholders["image"]
-    places = {"image": [PlaceholderRange(place.offset + offset, length or place.length)]}
-    return dataclasses.replace(data, mm_placeholders=places)
-
-
-@pytest.mark.parametrize("mode", ["features", "hash_only", "content_parts"])
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 1)}),
-        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 0, 17)}),
-        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 0, 15)}),
-        (PlaceholderError, lambda image: {"multi_modal_data": moved(image, 900)}),
-        (PlaceholderError, lambda image: {"prompt_ids": image.token_ids[:6] + image.token_ids[7:]}),
-        (InputError, lambda image: {"prompt_ids": [*image.token_ids, 1024]}),
-        (InputError, lambda image: {"prompt_ids": [-1, *image.token_ids]}),
-        (InputError, lambda _: {"prompt_ids": [], "multi_modal_data": MultiModalData()}),
-    ],
-    ids=[
-        "offset",
-        "long",
-        "short",
-        "outside",
-        "pad",
-        "vocabulary",
-        "negative",
-        "empty",
-    ],
-)
-def test_what_kills_or_passes_silently_is_not_sent(image, kind, changes, mode):
-    transport = hashing(image)
-    with pytest.raises(kind):
-        run(transport, image, VLLMBackend(images=mode), **changes(image))
-    assert sent(transport) == []
 
 
 def test_a_grid_that_does_not_fit_its_patches_is_not_sent(image):
@@ -539,17 +485,6 @@ def test_a_grid_that_does_not_fit_its_patches_is_not_sent(image):
     transport = server()
     with pytest.raises((PlaceholderError, ValueError)):
         run(transport, image, VLLMBackend(pixels="uint8"), multi_modal_data=data)
-    assert sent(transport) == []
-
-
-def test_ranges_that_the_server_would_forget_are_not_sent_as_features(image):
-    (item,) = image.multi_modal_data.mm_items["image"]
-    (place,) = image.multi_modal_data.mm_placeholders["image"]
-    item = dataclasses.replace(item, expansion=(Repeat("a", 8), Repeat("b", 8, embeds=False)))
-    sparse = PlaceholderRange(place.offset, place.length, ((0, 8),))
-    transport = server()
-    with pytest.raises(EngineUnsupportedError, match="loses which tokens of this range stand for the image"):
-        run(transport, image, multi_modal_data=MultiModalData.of([(sparse, item)]))
     assert sent(transport) == []
 
 

@@ -10,7 +10,6 @@ from mmrender.client.types import EngineRequest, Usage
 from mmrender.client.vllm import FailedInEngineError, parse_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.spans import MultiModalData, PlaceholderRange
-from mmrender.trajectory.engine_data import WeightVersionSpan
 
 WHERE = "http://server/inference/v1/generate"
 
@@ -88,14 +87,6 @@ def test_a_failure_with_status_200():
     )
 
 
-def test_weight_versions():
-    spans = [{"version": "step-7", "start": 0, "end": 1}, {"version": "step-8", "start": 1, "end": 2}]
-    assert read(reply(weight_versions=spans)).weight_versions == (
-        WeightVersionSpan("step-7", 0, 1),
-        WeightVersionSpan("step-8", 1, 2),
-    )
-
-
 def test_usage():
     details = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     assert read(reply(usage=details)).usage == Usage(3, 2, 2)
@@ -153,23 +144,9 @@ def test_what_is_large_is_left_out_of_the_raw_reply():
     ("answer", "message"),
     [
         (
-            reply([entry(7, -1.5)]),
-            "token_ids: tokens and logprobs are not equally many - expected 2 logprobs, one for each token, got 1",
-        ),
-        (
             reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}]),
             "logprobs[1]: a logprob is that of another token - "
             "expected the token 8, as token_id or token 'token_id:8', got LogprobEntry(",
-        ),
-        (
-            reply([entry(7, "x"), entry(8, -0.25)]),
-            "choices[0].logprobs.content[0].logprob: the server's reply is malformed - "
-            "expected float | null, got str",
-        ),
-        (
-            reply(finish_reason="tired"),
-            "finish_reason: the completion ended for an unknown reason - "
-            "expected stop, length, abort, repetition, got 'tired'",
         ),
         (
             reply(weight_versions=[{"version": "a", "start": 0, "end": 3}]),
@@ -177,7 +154,7 @@ def test_what_is_large_is_left_out_of_the_raw_reply():
             "expected start and end within [0, 2], got",
         ),
     ],
-    ids=["few", "nameless", "text", "reason", "versions"],
+    ids=["nameless", "versions"],
 )
 def test_malformed(answer, message):
     assert error_of(EngineReplyError, answer).startswith(f"{WHERE} {message}")

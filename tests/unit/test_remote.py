@@ -116,15 +116,6 @@ def test_an_image_is_sent_once_for_all_samples_and_calls():
     assert all(rendered == again[0] for rendered in first)
 
 
-def test_a_cache_without_room_asks_again():
-    server = Server()
-    renderer = server.renderer(cache_bytes=0)
-    image = ModelInput([ImageChunk(png(), "png")])
-    render(renderer, image)
-    render(renderer, image)
-    assert len(server.renders) == 2
-
-
 def test_the_least_recently_used_image_goes_first():
     server = Server()
     largest = max(len(pybase64.b64encode(png(2, colour))) + 8 * 2 for colour in range(3))
