@@ -31,7 +31,7 @@ refused.
 import importlib
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,14 +44,13 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import FORMATS, describe, read_source, sniff
 
 _PLUGINS = {
-    "PNG": ("PngImagePlugin", "PngImageFile"),
-    # Not `jpeg_factory`: the first picture of an MPO file is the JPEG itself.
-    "JPEG": ("JpegImagePlugin", "JpegImageFile"),
-    "WebP": ("WebPImagePlugin", "WebPImageFile"),
-    "AVIF": ("AvifImagePlugin", "AvifImageFile"),
-    "GIF": ("GifImagePlugin", "GifImageFile"),
-    "TIFF": ("TiffImagePlugin", "TiffImageFile"),
-    "BMP": ("BmpImagePlugin", "BmpImageFile"),
+    "PNG": "Png",
+    "JPEG": "Jpeg",
+    "WebP": "WebP",
+    "AVIF": "Avif",
+    "GIF": "Gif",
+    "TIFF": "Tiff",
+    "BMP": "Bmp",
 }
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -82,12 +81,7 @@ class LoadedImage:
     ) -> None:
         self._image = image
         self._array = array
-        if array is not None:
-            self.height, self.width = array.shape[:2]
-        elif image is not None:
-            self.width, self.height = image.size
-        else:
-            raise TypeError("LoadedImage needs an image or an array")
+        self.height, self.width = self.array.shape[:2] if image is None else (image.height, image.width)
 
     def __repr__(self) -> str:
         return f"LoadedImage(height={self.height}, width={self.width})"
@@ -146,14 +140,23 @@ def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) ->
     """
     name = sniff(data[:64])
     if name is None:
-        raise _not_an_image(data, where)
-    _refuse_lenient_pillow(where)
-    plugin, opener = _PLUGINS[name]
-    with _named_errors(name, where):
-        factory: Callable[..., ImageFile.ImageFile] = getattr(
-            importlib.import_module(f"PIL.{plugin}"), opener
+        got = describe(data)
+        remedy = "Pillow may read other formats: open it yourself and pass the PIL.Image."
+        if got.endswith("video"):
+            remedy = "Decode it first, and pass its frames as images."
+        raise MediaDecodeError(
+            "this is not an image that can be decoded",
+            where=where,
+            expected=f"one of {', '.join(FORMATS)}",
+            got=got,
+            remedy=remedy if data else "Check that the file or field is filled.",
         )
-        image = factory(io.BytesIO(data), "")
+    _refuse_lenient_pillow(where)
+    plugin = name if name == "WebP" else name.capitalize()
+    with _named_errors(name, where):
+        # Not `jpeg_factory`: the first picture of an MPO file is the JPEG itself.
+        opener = getattr(importlib.import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
+        image: ImageFile.ImageFile = opener(io.BytesIO(data), "")
     _check_pixels(image.size, policy, where)
     return image
 
@@ -224,12 +227,19 @@ def _onto_white(image: Image.Image) -> Image.Image:
 def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy, where: str | None) -> npt.NDArray[np.uint8]:
     """Return a read-only C-contiguous uint8 array of shape (H, W, 3), a view if `array` is one already."""
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
+        remedy = "Convert it to uint8 with values in 0..255 yourself."
+        if array.ndim == 4:
+            remedy = "Four dimensions are a video: pass its frames as images, array[i]."
+        elif array.ndim == 3 and array.shape[2] not in (1, 3, 4):
+            remedy = "Channels go last: array.transpose(1, 2, 0)."
+        elif array.dtype.kind == "f":
+            remedy = "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8')."
         raise MediaDecodeError(
             "this array is not an image",
             where=where,
             expected="uint8 of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4)",
             got=f"{array.dtype} of shape {array.shape}",
-            remedy=_conversion_of(array),
+            remedy=remedy,
         )
     _check_pixels((array.shape[1], array.shape[0]), policy, where)
     if array.ndim == 2 or array.shape[2] == 1:
@@ -239,21 +249,6 @@ def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy, where: str | Non
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view
-
-
-def _conversion_of(array: npt.NDArray[Any]) -> str | None:
-    """Return how the caller can make an image of an array that is refused, if that can be guessed."""
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
-        return "Channels go last: array.transpose(1, 2, 0)."
-    if array.ndim == 4:
-        return "Four dimensions are a video: pass its frames as images, array[i]."
-    if array.dtype == np.bool_:
-        return "Convert it yourself: array.astype('uint8') * 255."
-    if array.dtype.kind == "f":
-        return "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8')."
-    if array.dtype == np.uint16:
-        return "Convert it yourself, for values in 0..65535: (array >> 8).astype('uint8')."
-    return "Convert it to uint8 with values in 0..255 yourself." if array.dtype != np.uint8 else None
 
 
 def _check_pixels(size: tuple[int, int], policy: MediaPolicy, where: str | None) -> None:
@@ -296,20 +291,3 @@ def _named_errors(name: str, where: str | None) -> Iterator[None]:
             where=where,
             remedy="Check that the file was written and transferred whole.",
         ) from error
-
-
-def _not_an_image(data: bytes, where: str | None) -> MediaDecodeError:
-    got = describe(data)
-    if got.endswith("video"):
-        remedy = "Decode it first, and pass its frames as images."
-    elif not data:
-        remedy = "Check that the file or field is filled."
-    else:
-        remedy = "Pillow may read other formats: open it yourself and pass the PIL.Image."
-    return MediaDecodeError(
-        "this is not an image that can be decoded",
-        where=where,
-        expected=f"one of {', '.join(FORMATS)}",
-        got=got,
-        remedy=remedy,
-    )

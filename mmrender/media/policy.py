@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 from mmrender.errors import InputError, MediaBlockedError, MediaLimitError
 
-Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 SCHEMES = frozenset({"data", "file", "http", "https"})
 
+_NOT_PUBLIC = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -35,8 +35,6 @@ class MediaPolicy:
         deny_networks: Networks that are never reached; stronger than both of the above.
         max_bytes: Largest encoded image or video, in bytes.
         max_pixels: Largest image or frame, in pixels, read from the header before anything is decoded.
-        max_frames: Most frames of one video.
-        max_video_pixels: Most pixels of all frames of one video together.
         connect_timeout: Seconds for one name resolution, connection or TLS handshake.
         read_timeout: Seconds that a server may stay silent.
         total_timeout: Seconds for one source in all, redirects included.
@@ -54,8 +52,6 @@ class MediaPolicy:
     max_bytes: int = 64 * 2**20
     # Pillow warns above this figure, so no warning can escape under the default.
     max_pixels: int = 89_478_485
-    max_frames: int = 1024
-    max_video_pixels: int = 2**29
     connect_timeout: float = 5.0
     read_timeout: float = 10.0
     total_timeout: float = 30.0
@@ -77,13 +73,10 @@ class MediaPolicy:
             _parse_networks(name, getattr(self, name))
         for field in fields(self):
             if field.name.startswith("max_") or field.name.endswith("_timeout"):
-                self._check_positive(field.name)
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        least = 0 if name == "max_redirects" else 1e-3
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            raise _bad_field(name, "a positive number", repr(value))
+                value = getattr(self, field.name)
+                # Not `value < ...`: NaN is refused too.
+                if not value >= (0 if field.name == "max_redirects" else 1e-3):
+                    raise _bad_field(field.name, "a positive number", repr(value))
 
     def check_scheme(self, scheme: str, where: str | None) -> None:
         """Raise MediaBlockedError unless URLs of `scheme` may be read."""
@@ -110,7 +103,12 @@ class MediaPolicy:
     def refusal_of(self, address: str) -> str | None:
         """Say why `address` (an IP address as text) may not be reached, or return None if it may."""
         parsed = ipaddress.ip_address(address.partition("%")[0])
-        candidates = (parsed, embedded) if (embedded := _embedded_ipv4(parsed)) else (parsed,)
+        embedded = None
+        if isinstance(parsed, ipaddress.IPv6Address):  # IPv4-mapped, 6to4 (RFC 3056) or NAT64 (RFC 6052)
+            embedded = parsed.ipv4_mapped or parsed.sixtofour
+            if parsed in _NAT64:
+                embedded = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        candidates = (parsed, embedded) if embedded else (parsed,)
         for network in _parse_networks("deny_networks", self.deny_networks):
             if any(candidate in network for candidate in candidates):
                 return f"in {network}, which MediaPolicy.deny_networks holds"
@@ -119,7 +117,20 @@ class MediaPolicy:
         for network in _parse_networks("allow_networks", self.allow_networks):
             if any(candidate in network for candidate in candidates):
                 return None
-        return _kind_if_not_public(embedded or parsed)
+        reached = embedded or parsed
+        for kind in (
+            "unspecified",
+            "loopback",
+            "link_local",
+            "site_local",
+            "multicast",
+            "private",
+            "reserved",
+        ):
+            # Only IPv6 knows site-local addresses.
+            if getattr(reached, f"is_{kind}", False):
+                return f"{kind.replace('_', '-')}, not public"
+        return None if reached.is_global else "not public"
 
 
 def _bad_field(name: str, expected: str, got: str) -> InputError:
@@ -131,20 +142,3 @@ def _parse_networks(name: str, networks: tuple[str, ...]) -> list[Network]:
         return [ipaddress.ip_network(network) for network in networks]
     except ValueError as error:
         raise _bad_field(name, "IP networks such as '10.2.0.0/16'", str(error)) from None
-
-
-def _embedded_ipv4(address: Address) -> ipaddress.IPv4Address | None:
-    """Return the IPv4 address that `address` stands for: IPv4-mapped, NAT64 (RFC 6052) or 6to4 (RFC 3056)."""
-    if isinstance(address, ipaddress.IPv4Address):
-        return None
-    if address in _NAT64:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address.ipv4_mapped or address.sixtofour
-
-
-def _kind_if_not_public(address: Address) -> str | None:
-    for kind in ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved"):
-        # Only IPv6 knows site-local addresses.
-        if getattr(address, f"is_{kind}", False):
-            return f"{kind.replace('_', '-')}, not public"
-    return None if address.is_global else "not public"

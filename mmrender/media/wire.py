@@ -92,8 +92,9 @@ def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str 
             expected = ", ".join(held.__name__ for held in _KINDS)
             problem = "items of this class have no form on the wire"
             _refuse(problem, f"{where}[{index}]", expected, type(item).__name__)
+        held: Any = type(item)
         key = item.identity if share else None
-        fields = {name: _plain(getattr(item, name), key, name) for name in type(item).__slots__}
+        fields = {name: _plain(getattr(item, name), key, name) for name in held.__slots__}
         written.append({"kind": _KINDS[type(item)], **fields})
     return {"version": WIRE_VERSION, "items": written}
 

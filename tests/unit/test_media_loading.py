@@ -137,13 +137,6 @@ def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> No
     assert load_image(str(root / "in.png"), policy).width == 9
 
 
-def test_relative_paths_are_taken_from_the_current_folder(
-    png_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(png_file.parent)
-    assert load_image(png_file.name, MediaPolicy(local_roots=(Path(),))).width == 9
-
-
 def test_unreadable_files(tmp_path: Path) -> None:
     import os
 
@@ -368,19 +361,9 @@ def test_array_channels() -> None:
             "Four dimensions are a video: pass its frames as images, array[i].",
         ),
         (
-            np.zeros((5, 6), np.bool_),
-            "bool of shape (5, 6)",
-            "Convert it yourself: array.astype('uint8') * 255.",
-        ),
-        (
             np.zeros((5, 6, 3), np.float32),
             "float32 of shape (5, 6, 3)",
             "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8').",
-        ),
-        (
-            np.zeros((5, 6, 3), np.uint16),
-            "uint16 of shape (5, 6, 3)",
-            "Convert it yourself, for values in 0..65535: (array >> 8).astype('uint8').",
         ),
         (
             np.zeros((5, 6, 3), np.int64),
