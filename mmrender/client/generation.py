@@ -111,8 +111,9 @@ async def generate(
         MMRenderError: The conversation cannot be rendered; see `Renderer.render`.
     """
     engine = resolve_backend(backend, transport, model)
-    # A model in this process has a transport of its own.
-    server = as_transport(getattr(engine, "transport", None) if client is None else client)
+    # A backend that has a transport of its own, such as a model in this process, needs no server.
+    own: Transport | None = getattr(engine, "transport", None) if client is None else None
+    server = as_transport(client) if own is None else own
     arguments = dict(template_arguments or {})
     if prompt_ids is None and prompt_attribution is None:
         prompt = await rendered_prompt(renderer, messages, tools, arguments)
