@@ -1,7 +1,5 @@
 from .arrays import RawTensor as RawTensor
 from .buffers import BufferPool as BufferPool
-from .connection import Decoder as Decoder
-from .connection import Encoder as Encoder
 from .errors import CodecError as CodecError
 from .errors import LimitError as LimitError
 from .errors import MissingKeyError as MissingKeyError
@@ -14,6 +12,8 @@ from .tagged import encode_tagged as encode_tagged
 from .values import Limits as Limits
 from .vllm import decode_mm_kwargs_item as decode_mm_kwargs_item
 from .vllm import encode_mm_kwargs_item as encode_mm_kwargs_item
+from .wire import Decoder as Decoder
+from .wire import Encoder as Encoder
 from .wire import decode as decode
 from .wire import encode as encode
 from .wire import encode_frames as encode_frames

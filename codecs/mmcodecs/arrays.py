@@ -28,13 +28,15 @@ import math
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from mmcodecs.errors import DecodeError, UnsupportedTypeError, limit_exceeded, require
 
 Framework: TypeAlias = Literal["numpy", "torch"]
+Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 # What the sender held. A reader distinguishes scalars only.

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from mmcodecs.arrays import check_length, describe, dtype_named, element_bytes, restore
+from mmcodecs.arrays import Dimension, Framework, check_length, describe, dtype_named, element_bytes, restore
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
 from mmcodecs.values import DEFAULT_LIMITS, Limits, neutral_form, pack
 from mmcodecs.wire import as_bytes
@@ -50,18 +50,16 @@ def decode_tensor_payload(
     """
     if not is_tensor_payload(payload):
         return payload
-    row = dtype_named(payload["dtype"])
-    shape, data = payload["shape"], payload["data"]
-    if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
-        raise DecodeError("a shape is a list of integers, none negative", got=repr(shape)[:80])
+    row, data = dtype_named(payload["dtype"]), as_bytes(payload["data"], None)
+    try:
+        shape = tuple(msgspec.convert(payload["shape"], list[Dimension]))
+    except msgspec.ValidationError as error:
+        raise DecodeError(f"malformed shape: {error}") from error
     if len(shape) > limits.max_ndim:
         raise limit_exceeded("max_ndim", limits.max_ndim, len(shape))
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise DecodeError("the data of a tensor is bytes", got=type(data).__name__)
-    view = as_bytes(data, "data")
-    check_length(row, tuple(shape), element_bytes(row, tuple(shape)), view)
-    dtype = np.dtype("<" + row.carrier)
-    return restore(row, dtype, tuple(shape), view, framework="torch" if to_torch else "numpy", copy=copy)
+    check_length(row, shape, element_bytes(row, shape), data)
+    framework: Framework = "torch" if to_torch else "numpy"
+    return restore(row, np.dtype("<" + row.carrier), shape, data, framework=framework, copy=copy)
 
 
 def walk_decode_tensors(
@@ -69,15 +67,8 @@ def walk_decode_tensors(
 ) -> Any:
     """Give the tree with each tagged dict in it decoded; dicts, lists and tuples are made anew.
 
-    Args:
-        value: The tree. Subclasses of dict become dicts; those of list and tuple are left as they are.
-        to_torch: As in `decode_tensor_payload`.
-        copy: As in `decode_tensor_payload`.
-        limits: Bounds to enforce.
-
-    Raises:
-        DecodeError: Some tagged dict is malformed; the message names its path.
-        LimitError: The tree is too deep.
+    Arguments and errors are those of `decode_tensor_payload`, and a tree too deep is a `LimitError`. Errors
+    name the path. Subclasses of dict become dicts; those of list and tuple are left as they are.
     """
 
     def leaf(item: Any, depth: int) -> Any:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import binascii
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ import pybase64
 from msgspec.msgpack import Ext
 
 from mmcodecs.arrays import (
+    Dimension,
     Framework,
     RawTensor,
     Source,
@@ -188,9 +189,6 @@ def _bounds(slices: Slices) -> list[Any]:
     return [_bounds(part) for part in slices]
 
 
-_Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-
-
 class _Elem(msgspec.Struct, forbid_unknown_fields=True):
     data: msgspec.Raw
     field: tuple[str, msgspec.Raw]
@@ -303,7 +301,7 @@ class _ItemReader:
         ndim = _array_length(memoryview(parts[1])) or 0
         if ndim > self._limits.max_ndim:
             raise limit_exceeded("max_ndim", self._limits.max_ndim, ndim).at(where)
-        name, shape = _converted(parts[0], str, where), tuple(_converted(parts[1], list[_Dimension], where))
+        name, shape = _converted(parts[0], str, where), tuple(_converted(parts[1], list[Dimension], where))
         ext = _converted(parts[2], Any, where)
         if not isinstance(ext, Ext) or ext.code != RAW_VIEW:
             raise DecodeError(

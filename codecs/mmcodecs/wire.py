@@ -1,4 +1,4 @@
-r"""The wire, version 1, and one message at a time: `encode`, `encode_frames`, `encode_parts` and `decode`.
+r"""The wire, version 1, and its readers and writers: `encode`, `decode`, `Encoder`, `Decoder`.
 
 All integers are little-endian and unsigned. A message is a **head** and **payload frames**:
 
@@ -52,23 +52,24 @@ enters the array under its key, 3 refers to the array that was entered.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from mmcodecs.arrays import Framework, Source
-from mmcodecs.buffers import Buffer, BufferPool, aligned_empty
-from mmcodecs.errors import BufferTooSmallError, DecodeError, EncodeError, limit_exceeded
+from mmcodecs.arrays import Framework, Record, Source
+from mmcodecs.buffers import ALIGNMENT, Buffer, BufferPool, aligned_empty
+from mmcodecs.errors import BufferTooSmallError, CodecError, DecodeError, EncodeError, limit_exceeded
 from mmcodecs.shared import ReaderTurn, SharedTable
 from mmcodecs.values import DEFAULT_LIMITS, Limits, Payload, ValueReader, ValueWriter, convert, pack
 
 MAGIC = b"\x89mmcodec"
 VERSION = 1
-ALIGNMENT = 64
 SINGLE = 1
 
 Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray[Any, Any]
+TABLE_BYTES = 2 << 30
+T = TypeVar("T")
 _PREAMBLE = struct.Struct("<8sHHIQQQ24s")
 _ENTRY = struct.Struct("<QQQ")
 
@@ -98,11 +99,8 @@ def encode(
 def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytearray | memoryview]:
     """Write a value as `[head, payload, ...]` without copying a C-contiguous array.
 
-    Payloads are views of the arrays' own memory: do not write to an array before its frames are sent.
-
-    Raises:
-        EncodeError: Some value cannot be kept.
-        LimitError: A bound is exceeded.
+    Payloads are views of the arrays' own memory: do not write to an array before its frames are sent. Errors
+    are those of `encode`.
     """
     return Message(value, limits).separate()
 
@@ -110,11 +108,7 @@ def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytear
 def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:
     """Write a value as pieces that, joined, equal what `encode` gives, without copying a C-contiguous array.
 
-    For `sendmsg` and `writev`, towards a reader that receives into one buffer.
-
-    Raises:
-        EncodeError: Some value cannot be kept.
-        LimitError: A bound is exceeded.
+    For `sendmsg` and `writev`, towards a reader that receives into one buffer. Errors are those of `encode`.
     """
     return Message(value, limits).parts()
 
@@ -197,10 +191,6 @@ class Message:
 
     Attributes:
         uses: What the table has to note once the message is written.
-
-    Raises:
-        EncodeError: Some value cannot be kept.
-        LimitError: A bound is exceeded.
     """
 
     def __init__(
@@ -221,7 +211,7 @@ class Message:
 
     def single(self, buffer: BufferPool | Buffer | None) -> memoryview:
         """Write the message into one buffer; see `encode`."""
-        *offsets, total = self._fill(self._payloads, single=True)
+        *offsets, total = self._fill(single=True)
         out = _writable(buffer, total)
         end = len(self._head)
         out[:end] = self._head
@@ -235,45 +225,43 @@ class Message:
         return out
 
     def separate(self) -> list[bytearray | memoryview]:
-        """Give head and payloads as frames."""
-        payloads = self._contiguous()
-        self._fill(payloads, single=False)
-        return [self._head, *payloads]
+        """Give head and payloads as frames; see `encode_frames`."""
+        self._fill(single=False)
+        return [self._head, *map(_contiguous, self._payloads)]
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
-        """Give the pieces of the single form."""
-        payloads = self._contiguous()
-        *offsets, _ = self._fill(payloads, single=True)
+        """Give the pieces of the single form; see `encode_parts`."""
+        *offsets, _ = self._fill(single=True)
         parts: list[bytes | bytearray | memoryview] = [self._head]
         end = len(self._head)
-        for offset, payload in zip(offsets, payloads, strict=True):
-            if offset > end:
-                parts.append(bytes(offset - end))
-            parts.append(payload)
-            end = offset + payload.nbytes
+        for offset, payload in zip(offsets, self._payloads, strict=True):
+            parts += [bytes(offset - end)] * (offset > end) + [_contiguous(payload)]
+            end = offset + _nbytes(payload)
         return parts
 
-    def _contiguous(self) -> list[memoryview]:
-        return [item.contiguous() if isinstance(item, Source) else item for item in self._payloads]
-
-    def _fill(self, payloads: Sequence[Payload], *, single: bool) -> list[int]:
-        lengths = [_nbytes(payload) for payload in payloads]
+    def _fill(self, *, single: bool) -> list[int]:
+        lengths = [_nbytes(payload) for payload in self._payloads]
         out = fill_head(self._head, lengths, single=single, table_bytes=self._table_bytes)
-        limits = self._limits
-        for name, value, bound, remedy in (
-            ("max_frames", len(lengths), limits.max_frames, "Stack arrays of one shape"),
-            (
-                "max_head_bytes",
-                len(self._head),
-                limits.max_head_bytes,
-                "Give long lists of numbers as arrays",
-            ),
-            ("max_bytes", out[-1], limits.max_bytes, "Send several messages"),
-        ):
-            if value > bound:
-                either = f"{remedy}, or raise the limit on both sides"
-                raise limit_exceeded(name, bound, value, either).at("head")
+        _check_limits(self._limits, len(lengths), len(self._head), out[-1])
         return out
+
+
+def _contiguous(payload: Payload) -> memoryview:
+    return payload.contiguous() if isinstance(payload, Source) else payload
+
+
+def _nbytes(payload: Payload) -> int:
+    return payload.array.nbytes if isinstance(payload, Source) else payload.nbytes
+
+
+def _check_limits(limits: Limits, frames: int, head_bytes: int, total: int) -> None:
+    for name, value, bound in (
+        ("max_frames", frames, limits.max_frames),
+        ("max_head_bytes", head_bytes, limits.max_head_bytes),
+        ("max_bytes", total, limits.max_bytes),
+    ):
+        if value > bound:
+            raise limit_exceeded(name, bound, value, "Raise the limit on both sides").at("head")
 
 
 class _Preamble(NamedTuple):
@@ -295,13 +283,7 @@ def _read_preamble(view: memoryview, limits: Limits) -> _Preamble:
     if flags & ~SINGLE or rest != bytes(24):
         raise DecodeError("reserved bits of the preamble are set", where="head", got=f"flags {flags:#06x}")
     head_bytes = head_room(count) + body
-    for name, value, bound in (
-        ("max_frames", count, limits.max_frames),
-        ("max_head_bytes", head_bytes, limits.max_head_bytes),
-        ("max_bytes", total, limits.max_bytes),
-    ):
-        if value > bound:
-            raise limit_exceeded(name, bound, value).at("head")
+    _check_limits(limits, count, head_bytes, total)
     return _Preamble(bool(flags & SINGLE), count, head_bytes, total, table_bytes)
 
 
@@ -369,21 +351,13 @@ def _read_payloads(head: memoryview, preamble: _Preamble, frames: list[memoryvie
     return payloads
 
 
-def as_bytes(data: Any, where: str) -> memoryview:
-    """View a buffer as bytes.
-
-    Raises:
-        DecodeError: It is not contiguous memory.
-    """
+def as_bytes(data: Any, where: str | None, error: type[CodecError] = DecodeError) -> memoryview:
+    """View a buffer as bytes, or raise `error` if it is not contiguous memory."""
     try:
         view = memoryview(data)
         return view.cast("B") if view.ndim != 1 or view.format != "B" else view[:]
-    except (TypeError, ValueError, BufferError) as error:
-        raise DecodeError("not contiguous bytes", where=where, got=type(data).__name__) from error
-
-
-def _nbytes(payload: Payload) -> int:
-    return payload.array.nbytes if isinstance(payload, Source) else payload.nbytes
+    except (TypeError, ValueError, BufferError) as cause:
+        raise error("not contiguous bytes", where=where, got=type(data).__name__) from cause
 
 
 def _writable(buffer: BufferPool | Buffer | None, total: int) -> memoryview:
@@ -391,12 +365,100 @@ def _writable(buffer: BufferPool | Buffer | None, total: int) -> memoryview:
         return aligned_empty(total).data
     if isinstance(buffer, BufferPool):
         return buffer.acquire(total)
-    try:
-        view = as_bytes(buffer, "buffer")
-    except DecodeError as error:
-        raise EncodeError(error.problem, where="buffer", got=error.got) from error
+    view = as_bytes(buffer, "buffer", EncodeError)
     if view.readonly:
         raise EncodeError("the buffer is read-only", where="buffer")
     if view.nbytes < total:
         raise BufferTooSmallError(total, view.nbytes)
     return view[:total]
+
+
+class Encoder:
+    """The writing end of a connection that sends each array once, by the rule of `mmcodecs.shared`.
+
+    The messages must be decoded in order, all by one `Decoder`. After a lost message both ends `reset()`.
+    Neither end may be used from two threads at once.
+
+    Args:
+        table_bytes: Capacity of the table; the reader must allow at least as much.
+        share_from: Hash arrays of at least this many bytes (blake3, about 5 GB/s) and share them without a
+            declared key. None shares only arrays in `Shared`.
+        limits: Bounds to stay within.
+    """
+
+    def __init__(
+        self,
+        *,
+        table_bytes: int = TABLE_BYTES,
+        share_from: int | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.table_bytes = table_bytes
+        self.share_from = share_from
+        self.limits = limits
+        self._table: SharedTable[bool] = SharedTable(table_bytes)
+
+    def encode(self, value: Any, *, buffer: BufferPool | Buffer | None = None) -> memoryview:
+        """Write a value as one buffer; see `mmcodecs.encode`."""
+        return self._write(value, lambda message: message.single(buffer))
+
+    def encode_frames(self, value: Any) -> list[bytearray | memoryview]:
+        """Write a value as frames; see `mmcodecs.encode_frames`."""
+        return self._write(value, Message.separate)
+
+    def reset(self) -> None:
+        """Empty the table, as towards a new reader."""
+        self._table.clear()
+
+    def _write(self, value: Any, form: Callable[[Message], T]) -> T:
+        message = Message(value, self.limits, self._table, self.share_from)
+        out = form(message)
+        uses = ((key, nbytes, new) for key, (nbytes, new) in message.uses.items())
+        self._table.commit(uses, self.table_bytes)
+        return out
+
+
+class Decoder:
+    """The reading end of a connection; see `Encoder`.
+
+    Args:
+        table_bytes: The largest capacity to accept from a writer.
+        copy: As in `decode`.
+        framework: As in `decode`; a torch tensor of an array in the table is always a copy.
+        keep_views: Let the table hold views of a message that consists of shared arrays for at least a half,
+            instead of copies. For a caller that never writes to the memory of a message again: one that
+            receives each message into a buffer of a `BufferPool`, or hands over `bytes`.
+        limits: Bounds to enforce.
+    """
+
+    def __init__(
+        self,
+        *,
+        table_bytes: int = TABLE_BYTES,
+        copy: bool = False,
+        framework: Framework = "numpy",
+        keep_views: bool = False,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.table_bytes = table_bytes
+        self.copy = copy
+        self.framework: Framework = framework
+        self.keep_views = keep_views
+        self.limits = limits
+        self._table: SharedTable[tuple[Record, memoryview]] = SharedTable(table_bytes)
+
+    def decode(self, data: Readable | Sequence[Readable], *, type: Any = None) -> Any:
+        """Read a message; see `mmcodecs.decode`.
+
+        Raises:
+            MissingKeyError: It refers to arrays that are not in the table.
+            CodecError: Anything else. The table is then as it was.
+        """
+        turn = ReaderTurn(self._table, keep_views=self.keep_views)
+        value = read_message(data, copy=self.copy, framework=self.framework, limits=self.limits, turn=turn)
+        turn.commit()
+        return value if type is None else convert(value, type)
+
+    def reset(self) -> None:
+        """Empty the table, as towards a new writer."""
+        self._table.clear()

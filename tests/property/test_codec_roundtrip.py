@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmcodecs
-from codec_values import arrays, as_seen, identical, leaves, tensors, texts, values
+from codec_values import as_seen, identical, leaves, texts, values
 
 # torch says so once whenever a complex32 tensor is made, here by the test itself.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -29,23 +28,8 @@ frameworks = st.sampled_from(["numpy", "torch"])
 def test_a_value_comes_back(value: Any, form: str, framework: Any, copy: bool) -> None:
     got = mmcodecs.decode(FORMS[form](value), framework=framework, copy=copy)
     assert identical(as_seen(value, framework), got)
-
-
-@settings(max_examples=150)
-@given(arrays(), forms)
-def test_an_array_comes_back_in_its_byte_order(array: np.ndarray[Any, Any], form: str) -> None:
-    got = mmcodecs.decode(FORMS[form]([array] * 2))
-    assert identical(array, got[0])
-    assert identical(array, got[1])
-    assert array.nbytes <= 256 or got[1] is got[0]
-
-
-@settings(max_examples=100)
-@given(tensors(), forms)
-def test_a_tensor_comes_back_with_its_dtype(tensor: Any, form: str) -> None:
-    got = mmcodecs.decode(FORMS[form](tensor), framework="torch")
-    assert identical(tensor, got)
-    assert got.stride() == torch.empty(tensor.shape).stride()
+    if isinstance(value, torch.Tensor) and framework == "torch":
+        assert got.stride() == torch.empty(value.shape).stride()
 
 
 @settings(max_examples=100)
@@ -54,10 +38,6 @@ def test_all_forms_say_the_same_bytes(value: dict[str, Any]) -> None:
     single = bytes(mmcodecs.encode(value))
     assert single == b"".join(mmcodecs.encode_parts(value))
     assert single == bytes(mmcodecs.encode(value, buffer=mmcodecs.BufferPool()))
-    body = single[64 + 24 * int.from_bytes(single[12:16], "little") :]
-    assert body.startswith(
-        bytes(mmcodecs.encode_frames(value)[0])[64 + 24 * int.from_bytes(single[12:16], "little") :]
-    )
 
 
 @settings(max_examples=100)

