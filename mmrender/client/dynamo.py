@@ -35,6 +35,7 @@ from mmrender.client.reply import (
     convert,
     decode_json,
     experts_from_mapping,
+    finish_reason_in,
     read_reply,
 )
 from mmrender.client.sampling import spell
@@ -322,14 +323,7 @@ def _finish_reason(
     reported: str | None, ids: Sequence[int], request: EngineRequest, ends: frozenset[int]
 ) -> FinishReason:
     """Return why sampling ended: a frontend says `stop` also of a completion that was aborted."""
-    reason = _REASONS.get(reported or "")
-    if reason is None:
-        raise EngineReplyError(
-            "the completion ended for an unknown reason",
-            where="choices[0].finish_reason",
-            expected=", ".join(_REASONS),
-            got=repr(reported),
-        )
+    reason = finish_reason_in(_REASONS, reported, where="choices[0].finish_reason")
     ended = bool(ids) and ids[-1] in ends
     # A stop string may end it at any token.
     return "abort" if reason == "stop" and not ended and not request.sampling_params.get("stop") else reason
@@ -377,7 +371,4 @@ def _experts(nvext: _Nvext, data: _EngineData, request: EngineRequest) -> Routed
             where="nvext.routed_experts",
             remedy="Start the workers with --enable-return-routed-experts, with a mixture-of-experts model",
         )
-    experts = experts_from_mapping(reported, where="nvext.routed_experts")
-    start = request.routed_experts_prompt_start
-    # A worker may have left out the rows by itself.
-    return experts if start is None or experts.start >= start else experts.from_position(start)
+    return experts_from_mapping(reported, request.routed_experts_prompt_start, where="nvext.routed_experts")

@@ -7,7 +7,7 @@ A reply is foreign: whatever a server answers gives an `EngineResponse` that can
 import asyncio
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from mmrender.client.types import EngineRequest, TopLogprobs
+from mmrender.client.types import EngineRequest, FinishReason, TopLogprobs
 from mmrender.errors import EngineMismatchError, EngineReplyError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
@@ -129,6 +129,21 @@ def check_completion(
                 got=repr(logprob),
             )
     raise RuntimeError("unreachable: what is not plausible has a first fault")
+
+
+def finish_reason_in(
+    reasons: Mapping[str, FinishReason], reported: str | None, *, where: str
+) -> FinishReason:
+    """Return why sampling ended, by an engine's names of reasons."""
+    reason = reasons.get(reported or "")
+    if reason is None:
+        raise EngineReplyError(
+            "the completion ended for an unknown reason",
+            where=where,
+            expected=", ".join(reasons),
+            got=repr(reported),
+        )
+    return reason
 
 
 def check_count(rows: Sequence[Any] | None, count: int, *, what: str, where: str) -> None:
@@ -310,12 +325,16 @@ class ReportedExperts(msgspec.Struct):
     start: int = 0
 
 
-def experts_from_mapping(value: ReportedExperts, *, where: str) -> RoutedExperts:
-    """Read Dynamo's form."""
+def experts_from_mapping(
+    value: ReportedExperts, asked_from: int | None = None, *, where: str
+) -> RoutedExperts:
+    """Read Dynamo's form, without the rows before `asked_from`, which a worker may have left out already."""
     if value.dtype not in _DTYPES:
         raise _malformed_experts(f"{where}.dtype", "the name of an integer type", repr(value.dtype)[:100])
     raw = _decode_base64(value.data, f"{where}.data")
-    return _experts(raw, np.dtype(value.dtype).newbyteorder("<"), value.shape, value.start, where)
+    dtype = np.dtype(value.dtype).newbyteorder("<")
+    experts = _experts(raw, dtype, value.shape, value.start, where)
+    return experts.from_position(max(asked_from or 0, experts.start))
 
 
 def _decode_base64(data: Base64, where: str) -> bytes:

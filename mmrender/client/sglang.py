@@ -16,13 +16,16 @@ import msgspec
 
 from mmrender.client.placeholders import check_placeholders, check_prompt, check_prompt_seen, collapse
 from mmrender.client.reply import (
+    LogprobEntry,
     ReportedVersion,
     check_completion,
     check_count,
+    check_named,
     convert,
     decode_as,
     decode_json,
     experts_from_int32,
+    finish_reason_in,
     read_reply,
     version_spans,
 )
@@ -30,9 +33,8 @@ from mmrender.client.sampling import spell
 from mmrender.client.sampling import where as parameter
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, TopLogprobs, Usage
-from mmrender.client.vllm import check_data_url, send_abort, with_extra_body
+from mmrender.client.vllm import data_urls, send_abort, with_extra_body
 from mmrender.errors import (
-    EngineReplyError,
     EngineStatusError,
     EngineTimeoutError,
     EngineUnsupportedError,
@@ -40,7 +42,6 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.media.item import encoded_image
 from mmrender.spans import MediaSpan
 from mmrender.trajectory.engine_data import RoutedExperts
 
@@ -167,8 +168,7 @@ class SGLangBackend:
             body["routed_experts_start_len"] = request.routed_experts_prompt_start or 0
         if spans:
             body["input_ids"] = _collapsed_ids(request, spans)
-            # Encoding takes tens of milliseconds for an image that was not sent before.
-            body["image_data"] = await asyncio.to_thread(_image_data, spans)
+            body["image_data"] = await asyncio.to_thread(data_urls, spans)
         return with_extra_body(body, request)
 
 
@@ -186,13 +186,6 @@ def _collapsed_ids(request: EngineRequest, spans: Sequence[MediaSpan]) -> list[i
             remedy="A placeholder that the model itself sampled cannot be sent along with images",
         )
     return collapsed
-
-
-def _image_data(spans: Sequence[MediaSpan]) -> list[str]:
-    return [
-        check_data_url(encoded_image(span.item).data_url, where=f"image_data[{index}]")
-        for index, span in enumerate(spans)
-    ]
 
 
 # --- replies ---
@@ -262,26 +255,13 @@ def parse_reply(body: bytes, request: EngineRequest, experts_shape: tuple[int, i
             body=str(decoded["meta_info"]["finish_reason"]),
             where="finish_reason",
         )
-    if finish.type not in _REASONS:
-        raise EngineReplyError(
-            "the completion ended for an unknown reason",
-            where="finish_reason.type",
-            expected=", ".join(_REASONS),
-            got=repr(finish.type),
-        )
+    reason = finish_reason_in(_REASONS, finish.type, where="finish_reason.type")
     check_prompt_seen(reply.prompt_token_ids, request, where="prompt_token_ids")
-    entries = meta.output_token_logprobs or []
+    entries = [LogprobEntry(pair.logprob, pair.token_id) for pair in meta.output_token_logprobs or ()]
     ids, logprobs = check_completion(
         reply.output_ids, [entry.logprob for entry in entries], request, where="output_ids"
     )
-    for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
-        if entry.token_id != token:
-            raise EngineReplyError(
-                "a logprob is that of another token",
-                where=f"output_token_logprobs[{index}]",
-                expected=f"the token {token}",
-                got=f"the token {entry.token_id}",
-            )
+    check_named(entries, ids, where="output_token_logprobs", required=True)
     versions = meta.weight_versions
     if versions is None and meta.weight_version is not None:  # servers before 0.5.23 name the last one only
         versions = [ReportedVersion(meta.weight_version, 0, len(ids))]
@@ -300,7 +280,7 @@ def parse_reply(body: bytes, request: EngineRequest, experts_shape: tuple[int, i
     return EngineResponse(
         completion_ids=ids,
         logprobs=logprobs,
-        finish_reason=_REASONS[finish.type],
+        finish_reason=reason,
         stop_reason=finish.matched if isinstance(finish.matched, int | str) else None,
         usage=Usage(len(request.prompt_ids), len(ids), meta.cached_tokens),
         routed_experts=_experts(meta, request, len(ids), experts_shape) if request.routed_experts else None,

@@ -10,6 +10,7 @@ normalised values are then normalised again, silently. So before the first image
 
 import asyncio
 import io
+import itertools
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
@@ -352,7 +353,11 @@ async def wire_form(
             raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
         ours = tuple(prompt_ids[span.start : span.stop].tolist())
         if served.tokens != ours:
-            raise _mismatch("placeholder tokens", where, _describe_run(served.tokens), _describe_run(ours))
+            runs = [
+                ", ".join(f"{len(list(run))} of the token {token}" for token, run in itertools.groupby(ids))
+                for ids in (served.tokens, ours)
+            ]
+            raise _mismatch("placeholder tokens", where, *runs)
         return await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
 
     return cast(WireForm, await facts_of(transport).ask_once(key, ask))
@@ -408,11 +413,6 @@ def _floats(tensor: Any) -> npt.NDArray[np.float64]:
         bits = tensor.bits.view(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)
     return np.asarray(tensor).astype(np.float64)
-
-
-def _describe_run(run: tuple[int, ...]) -> str:
-    same = len(set(run)) == 1
-    return f"{len(run)} of the token {run[0]}" if same else f"{len(run)} tokens {str(run[:8])[:-1]}, ...)"
 
 
 def _mismatch(what: str, where: str, served: str, ours: str) -> EngineMismatchError:
