@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from blake3 import blake3
 
@@ -205,17 +205,10 @@ class UnavailableProcessor:
         named = (decoder.get(str(index), {}).get("content", "") for index in ids)
         return frozenset((*self.placeholder.values(), *named)) - {""}
 
-    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Raise the error."""
+    def _unavailable(self, *_: object, num_images: int = 1) -> NoReturn:
         raise copy.copy(self.error)
 
-    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
-        """Raise the error."""
-        raise copy.copy(self.error)
-
-    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> MediaItem:
-        """Raise the error."""
-        raise copy.copy(self.error)
+    geometry = prepare = process = _unavailable
 
 
 def digest_settings(settings: Mapping[str, Any]) -> bytes:
