@@ -109,16 +109,12 @@ class Mutator:
     def __init__(self, rng: random.Random, corpus: list[bytes]) -> None:
         self.rng = rng
         self.corpus = corpus
-        self.ways = (
-            self.flip, self.token, self.cut, self.drop, self.double, self.splice, self.number, self.nest,
-            self.noise,
-        )  # fmt: skip
 
     def mutate(self, data: bytes) -> bytes:
         """Give the data with one to four things done to it."""
         out = bytearray(data)
         for _ in range(self.rng.choice((1, 1, 1, 2, 4))):
-            self.rng.choice(self.ways)(out)
+            self._damage(out)
         return bytes(out)
 
     def _at(self, data: bytearray) -> int:
@@ -126,46 +122,33 @@ class Mutator:
         size = len(data) or 1
         return self.rng.randrange(min(size, 160)) if self.rng.random() < 0.5 else self.rng.randrange(size)
 
-    def flip(self, data: bytearray) -> None:
-        for _ in range(self.rng.choice((1, 1, 3, 8))):
-            if data:
-                data[self._at(data)] ^= 1 << self.rng.randrange(8)
-
-    def token(self, data: bytearray) -> None:
-        at = self._at(data)
-        data[at : at + self.rng.randrange(2)] = self.rng.choice(_TOKENS)
-
-    def cut(self, data: bytearray) -> None:
-        del data[self._at(data) :]
-
-    def drop(self, data: bytearray) -> None:
-        at = self._at(data)
-        del data[at : at + self.rng.randrange(1, 40)]
-
-    def double(self, data: bytearray) -> None:
-        at, size = self._at(data), self.rng.randrange(1, 60)
-        data[at:at] = data[at : at + size] * self.rng.choice((1, 1, 2, 50))
-
-    def splice(self, data: bytearray) -> None:
-        other = self.rng.choice(self.corpus)
-        start = self.rng.randrange(len(other) or 1)
-        at = self._at(data)
-        data[at : at + self.rng.randrange(30)] = other[start : start + self.rng.randrange(200)]
-
-    def number(self, data: bytearray) -> None:
-        size = self.rng.choice((1, 2, 4, 8))
-        value = self.rng.choice(_NUMBERS) & ((1 << 8 * size) - 1)
-        at = self._at(data)
-        data[at : at + size] = value.to_bytes(size, self.rng.choice(("little", "big")))
-
-    def nest(self, data: bytearray) -> None:
-        at = self._at(data)
-        opener = self.rng.choice((b"\x91", b"\x81\xa1a", b"\xd4\x03\x91", b"\x92\x01", b"\x81\x91"))
-        data[at:at] = opener * self.rng.choice((1, 5, 62, 70, 3000))
-
-    def noise(self, data: bytearray) -> None:
-        at = self._at(data)
-        data[at : at + self.rng.randrange(20)] = self.rng.randbytes(self.rng.randrange(40))
+    def _damage(self, data: bytearray) -> None:
+        rng, at = self.rng, self._at(data)
+        match rng.randrange(9):
+            case 0:
+                for _ in range(rng.choice((1, 1, 3, 8)) if data else 0):
+                    data[self._at(data)] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at : at + rng.randrange(2)] = rng.choice(_TOKENS)
+            case 2:
+                del data[at:]
+            case 3:
+                del data[at : at + rng.randrange(1, 40)]
+            case 4:
+                data[at:at] = data[at : at + rng.randrange(1, 60)] * rng.choice((1, 1, 2, 50))
+            case 5:
+                other = rng.choice(self.corpus)
+                start = rng.randrange(len(other) or 1)
+                data[at : at + rng.randrange(30)] = other[start : start + rng.randrange(200)]
+            case 6:
+                size = rng.choice((1, 2, 4, 8))
+                value = rng.choice(_NUMBERS) & ((1 << 8 * size) - 1)
+                data[at : at + size] = value.to_bytes(size, rng.choice(("little", "big")))
+            case 7:
+                opener = rng.choice((b"\x91", b"\x81\xa1a", b"\xd4\x03\x91", b"\x92\x01", b"\x81\x91"))
+                data[at:at] = opener * rng.choice((1, 5, 62, 70, 3000))
+            case _:
+                data[at : at + rng.randrange(20)] = rng.randbytes(rng.randrange(40))
 
     def grammar(self, depth: int = 0) -> bytes:
         """Make msgpack that is well-formed and asks for trouble."""
@@ -229,7 +212,6 @@ class Decoders:
         self.vllm: dict[str, Decode] = {
             "vLLM item": lambda data: decode_mm_kwargs_item(base64.b64encode(data).decode()),
             "vLLM item, torch": lambda data: decode_mm_kwargs_item(base64.b64encode(data), framework="torch"),
-            "vLLM item, text": decode_mm_kwargs_item,
         }
         self.files: dict[str, Decode] = {"RecordReader": lambda data: _read_file(data, folder)}
 
@@ -248,17 +230,13 @@ class Report:
 
 def touch(value: Any) -> None:
     """Use what was decoded: a view that lies about its memory would show here."""
-    if isinstance(value, dict):
-        for item in value.values():
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             touch(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            touch(item)
-    elif isinstance(value, np.ndarray):
-        value.tobytes()
-        value.reshape(-1)[:4].tolist()
     elif isinstance(value, mmcodecs.RawTensor):
         value.bits.tobytes()
+    elif isinstance(value, np.ndarray):
+        value.tobytes()
     elif hasattr(value, "numel"):
         value.clone()
 
@@ -309,7 +287,7 @@ class Fuzzer:
         kind = self.rng.choices(
             ("frames", "bytes", "grammar", "tagged", "vllm", "text", "file"), (8, 4, 5, 3, 2, 1, 1)
         )[0]
-        name, decode, message = getattr(self, f"_{kind}")()
+        name, decode, message = self._message(kind)
         self.run(name, decode, message, trace=self.rng.random() < 0.1)
 
     def run(self, name: str, decode: Decode, message: Message, *, trace: bool) -> None:
@@ -359,43 +337,38 @@ class Fuzzer:
         name = self.rng.choice(list(decoders))
         return name, decoders[name]
 
-    def _bytes(self) -> tuple[str, Decode, Message]:
-        return *self._pick(self.decoders.codec), self.mutator.mutate(self.rng.choice(self.messages))
-
-    def _frames(self) -> tuple[str, Decode, Message]:
-        """Mutate body and payloads, and lay a head around them that fits; or leave it as it was."""
-        head, *payloads = self.rng.choice(self.frames)
-        body = self.mutator.mutate(head[head_room(len(payloads)) :])
-        if payloads and self.rng.random() < 0.2:
-            at = self.rng.randrange(len(payloads))
-            payloads[at] = self.mutator.mutate(payloads[at])
-        if self.rng.random() < 0.1:
-            self.rng.shuffle(payloads)
-        laid: Message = lay(body, payloads, single=self.rng.random() < 0.5)
-        if isinstance(laid, list) and self.rng.random() < 0.1:
-            laid = [self.mutator.mutate(head), *payloads]
-        return *self._pick(self.decoders.codec), laid
-
-    def _grammar(self) -> tuple[str, Decode, Message]:
-        body = self.mutator.grammar()
-        if self.rng.random() < 0.3:
-            return *self._pick(self.decoders.tagged), body
-        payloads = [bytes(self.rng.choice((0, 4, 8, 24))) for _ in range(self.rng.choice((0, 0, 1, 2)))]
-        return *self._pick(self.decoders.codec), lay(body, payloads, single=True)
-
-    def _tagged(self) -> tuple[str, Decode, Message]:
-        return *self._pick(self.decoders.tagged), self.mutator.mutate(self.rng.choice(self.tagged))
-
-    def _vllm(self) -> tuple[str, Decode, Message]:
-        decoders = {name: self.decoders.vllm[name] for name in ("vLLM item", "vLLM item, torch")}
-        return *self._pick(decoders), self.mutator.mutate(self.rng.choice(self.vllm))
-
-    def _text(self) -> tuple[str, Decode, Message]:
-        message = self.mutator.mutate(self.rng.choice(self.vllm_text))
-        return "vLLM item, text", self.decoders.vllm["vLLM item, text"], message
-
-    def _file(self) -> tuple[str, Decode, Message]:
-        return *self._pick(self.decoders.files), self.mutator.mutate(self.file)
+    def _message(self, kind: str) -> tuple[str, Decode, Message]:
+        """Make a message of one kind, and choose who reads it."""
+        decoders, mutate, rng = self.decoders, self.mutator.mutate, self.rng
+        match kind:
+            case "bytes":
+                return *self._pick(decoders.codec), mutate(rng.choice(self.messages))
+            case "tagged":
+                return *self._pick(decoders.tagged), mutate(rng.choice(self.tagged))
+            case "vllm":
+                return *self._pick(decoders.vllm), mutate(rng.choice(self.vllm))
+            case "text":
+                return "vLLM item, text", decode_mm_kwargs_item, mutate(rng.choice(self.vllm_text))
+            case "file":
+                return *self._pick(decoders.files), mutate(self.file)
+            case "grammar":
+                body = self.mutator.grammar()
+                if rng.random() < 0.3:
+                    return *self._pick(decoders.tagged), body
+                payloads = [bytes(rng.choice((0, 4, 8, 24))) for _ in range(rng.choice((0, 0, 1, 2)))]
+                return *self._pick(decoders.codec), lay(body, payloads, single=True)
+        # Mutate body and payloads, and lay a head around them that fits; or leave it as it was.
+        head, *payloads = rng.choice(self.frames)
+        body = mutate(head[head_room(len(payloads)) :])
+        if payloads and rng.random() < 0.2:
+            at = rng.randrange(len(payloads))
+            payloads[at] = mutate(payloads[at])
+        if rng.random() < 0.1:
+            rng.shuffle(payloads)
+        laid: Message = lay(body, payloads, single=rng.random() < 0.5)
+        if isinstance(laid, list) and rng.random() < 0.1:
+            laid = [mutate(head), *payloads]
+        return *self._pick(decoders.codec), laid
 
     def bombs(self) -> None:
         """Read what is made to be as expensive as it can be, by each decoder that takes it."""

@@ -86,11 +86,7 @@ _BY_CODE: dict[str, DType] = {row.carrier: row for row in _ROWS if row.in_numpy}
 
 
 def dtype_named(name: object) -> DType:
-    """Look a dtype up by its name, with or without a leading `torch.`.
-
-    Raises:
-        DecodeError: The table has no such name.
-    """
+    """Look a dtype up by its name, with or without a leading `torch.`, or raise `DecodeError`."""
     row = BY_NAME.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if row is None:
         raise DecodeError("unknown dtype", expected="a name of the dtype table", got=repr(name)[:80])
@@ -131,11 +127,7 @@ class RawTensor:
         return tuple(self.bits.shape)
 
     def to_torch(self) -> Any:
-        """Give a torch tensor with memory of its own.
-
-        Raises:
-            MissingPackageError: torch is not installed.
-        """
+        """Give a torch tensor with memory of its own."""
         return _tensor_over(self.bits.copy(), BY_NAME[self.dtype])
 
     def __eq__(self, other: object) -> bool:
@@ -164,31 +156,20 @@ class Source:
     @property
     def big_endian(self) -> bool:
         """Whether the elements lie in memory most significant byte first."""
-        order = self.array.dtype.byteorder
-        return order == ">" or (order == "=" and sys.byteorder == "big")
+        return self.array.dtype.str.startswith(">")
 
     def contiguous(self) -> memoryview:
         """Give the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
         flat = np.ascontiguousarray(self.array).reshape(-1)
         return flat.view(np.uint8).data.toreadonly()
 
-    def write_into(self, target: memoryview) -> None:
-        """Write the elements in C order into `target`, which is exactly as long."""
-        np.copyto(np.ndarray(self.array.shape, self.array.dtype, buffer=target), self.array)
-
     def little_endian(self) -> Source:
         """Give the same elements least significant byte first, copied if they are not."""
-        if not self.big_endian:
-            return self
-        return Source(self.row, self.kind, self.array.astype(self.array.dtype.newbyteorder("<")))
+        little = self.array.dtype.newbyteorder("<")
+        return Source(self.row, self.kind, self.array.astype(little, copy=False))
 
     def record(self, storage: int, rest: bytes) -> bytes:
-        """Write the array record.
-
-        Args:
-            storage: Where the elements are.
-            rest: What the storage needs after the dimensions: a frame index, a key, or the elements.
-        """
+        """Write the array record; `rest` is what the storage needs: a frame index, a key, or the elements."""
         shape = self.array.shape
         flags = self.kind | (self.big_endian << 2) | storage << 3
         start = _START.pack(self.row.id, flags, len(shape), 0, 0)
@@ -273,12 +254,7 @@ class Record(NamedTuple):
 
 
 def read_record(data: memoryview, max_ndim: int) -> Record:
-    """Read and check a record, except for what its storage needs.
-
-    Raises:
-        DecodeError: It is malformed.
-        LimitError: It has more than `max_ndim` dimensions.
-    """
+    """Read and check a record, except for what its storage needs."""
     dims_end = _START.size + 8 * (data[2] if data.nbytes > 2 else 0)
     if data.nbytes < dims_end:
         raise DecodeError("array record too short", expected=f"{dims_end} bytes", got=str(data.nbytes))
@@ -300,11 +276,7 @@ def read_record(data: memoryview, max_ndim: int) -> Record:
 
 
 def element_bytes(row: DType, shape: tuple[int, ...]) -> int:
-    """Give the length of an array's elements, in Python integers, which do not overflow.
-
-    Raises:
-        DecodeError: numpy can hold no array of this shape, even where it is empty.
-    """
+    """Give the length of an array's elements; `DecodeError` if numpy can hold no array of this shape."""
     nbytes = math.prod(shape) * row.itemsize
     # numpy multiplies the dimensions that are not zero, and refuses a product beyond its index type.
     if not nbytes and math.prod(n for n in shape if n) * row.itemsize >= 1 << 63:
@@ -328,19 +300,9 @@ def restore(
     framework: Framework,
     copy: bool,
 ) -> Any:
-    """Build an array, tensor or `RawTensor` over `data`, whose length the caller has checked.
+    """Build an array, tensor or `RawTensor` over `data`, the elements in C order, whose length is checked.
 
-    Args:
-        row: Dtype of the elements.
-        dtype: numpy dtype of the elements or their bits, byte order included.
-        shape: Shape of the array.
-        data: Its bytes, in C order.
-        framework: What to build.
-        copy: Whether to give memory of its own, writable.
-
-    Raises:
-        MissingPackageError: torch is asked for and not installed.
-        DecodeError: torch is asked for and too old for the dtype.
+    `dtype` is that of the elements or their bits, byte order included; `copy` gives writable memory of its own.
     """
     # frombuffer keeps the memoryview itself alive, which BufferPool relies on. ndarray(buffer=...) does not:
     # it looks through a memoryview and holds the owner of the memory.

@@ -142,11 +142,7 @@ def limit_exceeded(name: str, bound: int, got: int | None = None, remedy: str | 
 
 
 def require(name: str, purpose: str) -> Any:
-    """Import an optional package.
-
-    Raises:
-        MissingPackageError: It is not installed.
-    """
+    """Import an optional package, or raise `MissingPackageError`."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -216,11 +216,7 @@ def _end(blocks: list[_Block]) -> int:
 
 
 def _sound_blocks(view: memoryview) -> list[_Block]:
-    """Follow the headers from the start of the file to the first that does not hold.
-
-    Raises:
-        DecodeError: The file is not a record file, or of another version.
-    """
+    """Follow the headers from the start of the file to the first that does not hold."""
     if view.nbytes >= BLOCK and view[:8] != MAGIC:
         raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
     blocks: list[_Block] = []

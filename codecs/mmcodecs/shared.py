@@ -69,12 +69,7 @@ class SharedTable(Generic[T]):
         return None if entry is None else entry[1]
 
     def commit(self, uses: Iterable[tuple[bytes, int, T | None]], capacity: int) -> None:
-        """Apply one message.
-
-        Args:
-            uses: Key, length and content of each record in order; the content is None for a reference.
-            capacity: The capacity that the message holds.
-        """
+        """Apply a message with this capacity: key, length and content (None: a reference) of each record."""
         for key, nbytes, content in uses:
             if content is None:
                 if key in self._entries:
@@ -133,9 +128,7 @@ class ReaderTurn:
     def enter(self, key: bytes, record: Record, data: memoryview) -> memoryview:
         """Note an array that came with its key, and give the memory that the reader may hand out."""
         if data.nbytes > self._capacity:
-            raise DecodeError(
-                "an array longer than the table", got=f"{data.nbytes} bytes of {self._capacity}"
-            )
+            raise DecodeError("an array longer than the table", got=str(data.nbytes))
         if self._keep_views:
             data = data.toreadonly()
         self._uses.setdefault(key, (data.nbytes, (record._replace(rest=memoryview(b"")), data)))

@@ -82,9 +82,7 @@ def walk_decode_tensors(
 def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
     """Give the value as a plain tree with arrays as tagged dicts, their data as views of their memory.
 
-    Raises:
-        UnsupportedTypeError: Some value has no form in this dialect; the message names its path.
-        LimitError: The tree is too deep.
+    Errors are those of `mmcodecs.encode`.
     """
 
     def leaf(item: Any, depth: int) -> Any:
@@ -102,12 +100,7 @@ def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
 
 def encode_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """Write a value as plain msgpack with tagged dicts.
-
-    Raises:
-        UnsupportedTypeError: Some value has no form in this dialect.
-        LimitError: The tree is too deep.
-    """
+    """Write a value as plain msgpack with tagged dicts; errors are those of `mmcodecs.encode`."""
     return pack(to_tagged(value, limits=limits))
 
 

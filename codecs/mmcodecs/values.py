@@ -121,12 +121,7 @@ class ValueWriter:
         self._keys: dict[bytes, tuple[bytes, int, bytes]] = {}
 
     def write(self, value: Any) -> Any:
-        """Give the body as a tree for `pack`.
-
-        Raises:
-            EncodeError: The wire cannot keep some value; the message names its path.
-            LimitError: A bound is exceeded.
-        """
+        """Give the body as a tree for `pack`; errors name the path of the value."""
         try:
             return self._walk(value, 0)
         except CodecError as error:
@@ -291,11 +286,7 @@ def pack_flat(items: list[Any]) -> bytes | None:
 
 
 def pack(tree: Any, head: bytearray | None = None) -> bytes:
-    """Write a tree of scalars, lists, dicts and extensions as msgpack, behind a head if there is one.
-
-    Raises:
-        UnsupportedTypeError: An integer beyond 64 bits, a lone surrogate, a subclass of int in a flat list.
-    """
+    """Write a tree of scalars, lists, dicts and extensions as msgpack, behind a head if there is one."""
     try:
         if head is None:
             return _ENCODER.encode(tree)
@@ -340,11 +331,7 @@ def unsupported(value: Any) -> UnsupportedTypeError:
 
 
 def neutral_form(value: Any) -> Any:
-    """Give the neutral form of a typed object, one level deep.
-
-    Raises:
-        UnsupportedTypeError: It is not a typed object.
-    """
+    """Give the neutral form of a typed object, one level deep, or raise `UnsupportedTypeError`."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, msgspec.Struct):
@@ -399,12 +386,7 @@ class ValueReader:
         self._flat: dict[int, list[Any]] = {}
 
     def read(self, body: memoryview) -> Any:
-        """Give the value.
-
-        Raises:
-            MissingKeyError: The body refers to shared arrays that the table lacks.
-            CodecError: Anything else that is wrong.
-        """
+        """Give the value, or raise nothing but `CodecError`."""
         try:
             value = self._decode(body)
         except CodecError as error:

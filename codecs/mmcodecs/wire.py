@@ -219,7 +219,8 @@ class Message:
             out[end:offset] = bytes(offset - end)
             end = offset + _nbytes(payload)
             if isinstance(payload, Source):
-                payload.write_into(out[offset:end])
+                array = payload.array
+                np.copyto(np.ndarray(array.shape, array.dtype, buffer=out[offset:end]), array)
             else:
                 np.copyto(np.frombuffer(out[offset:end], np.uint8), np.frombuffer(payload, np.uint8))
         return out
