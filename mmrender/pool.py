@@ -134,10 +134,6 @@ class RendererPool:
         """Return what was found out about the template for conversations with or without tools."""
         return self.renderer.template_profile(has_tools=has_tools, **template_arguments)
 
-    def is_prefix_stable(self, **template_arguments: Any) -> bool:
-        """Whether history stays as it was prompted and written, for these template arguments."""
-        return self.renderer.is_prefix_stable(**template_arguments)
-
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn."""
         return self.renderer.get_stop_token_ids()

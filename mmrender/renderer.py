@@ -307,7 +307,7 @@ class Renderer:
                 previous_prompt_ids,
                 previous_completion_ids,
                 messages,
-                previous=previous_multi_modal_data or MultiModalData(),
+                previous=MultiModalData() if previous_multi_modal_data is None else previous_multi_modal_data,
                 history=history,
             )
         except NotBridged as refusal:
@@ -376,10 +376,6 @@ class Renderer:
         """Return the findings about the template for conversations with or without tools."""
         arguments = {**(chat_template_kwargs or {}), **template_arguments}
         return self._known(has_tools, arguments).profile
-
-    def is_prefix_stable(self, **template_arguments: Any) -> bool:
-        """Whether history stays as it was prompted and written, for these template arguments."""
-        return self._known(False, template_arguments).profile.prefix_stable
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn: those of the model's files, and those of its template."""

@@ -170,7 +170,7 @@ def encode_with_media(
         ProcessorError: The model takes no media.
         MediaError: A part has no source, or cannot be loaded or processed.
     """
-    earlier = earlier or MultiModalData()
+    earlier = MultiModalData() if earlier is None else earlier
     items: Sequence[MediaItem | None] = ()
     places = [
         _MediaPlace(

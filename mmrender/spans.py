@@ -280,7 +280,7 @@ class MultiModalData:
 
 def _check_embeds(span: MediaSpan, where: str) -> None:
     """Require that the runs of features lie in order inside the range and are as long as the item says."""
-    last = 0
+    last, count = 0, span.range.length if span.range.embed_spans is None else 0
     for start, stop in span.range.embed_spans or ():
         if not last <= start < stop <= span.range.length:
             raise PlaceholderError(
@@ -289,15 +289,15 @@ def _check_embeds(span: MediaSpan, where: str) -> None:
                 expected=f"rising runs within [0, {span.range.length})",
                 got=str(span.range.embed_spans),
             )
-        last = stop
+        last, count = stop, count + stop - start
     repeats = (piece for piece in span.item.expansion if isinstance(piece, Repeat) and piece.embeds)
     expected = sum(piece.count for piece in repeats)
-    if span.range.num_embeds != expected:
+    if count != expected:
         raise PlaceholderError(
             "a placeholder range is not as long as its item",
             where=f"{where}.{span.where}",
             expected=f"{expected} tokens that stand for features",
-            got=str(span.range.num_embeds),
+            got=str(count),
             remedy="Renderer, sampler and trainer must process images with the same settings",
         )
 

@@ -25,11 +25,10 @@ from mmrender.bridge.tail import (
     Tails,
     content_end,
     skeleton,
-    text_in,
 )
 from mmrender.errors import TemplateError
-from mmrender.messages import Message
-from mmrender.template.text import plain
+from mmrender.messages import Message, TextPart
+from mmrender.template.text import TracedStr, plain
 
 _COMBINATIONS = 24
 """Histories that differ in many respects at once. Any two respects meet in one of four."""
@@ -121,7 +120,7 @@ class TailProver:
             if variation.in_parts:
                 changed = variation.change(history)
                 try:
-                    shown = self._tails.text(changed, changed.messages, prompt=False)
+                    shown = _rendered(self._tails, changed, changed.messages, prompt=False)
                 except TemplateError:
                     continue
                 if "'type'" in shown:
@@ -160,7 +159,7 @@ class TailProver:
         except TemplateError:
             return None
         except NotPrinted:
-            text = self._tails.text(history, [*history.messages, *extension], prompt=True)
+            text = _rendered(self._tails, history, [*history.messages, *extension], prompt=True)
             return "the same" if text.endswith(wanted) else "another tail"
         except NotBridged:
             return "another tail"
@@ -173,12 +172,10 @@ class TailProver:
     def _dropped(self, history: ProbeHistory, extension: Sequence[Message]) -> int | None:
         """Index of a new message whose text the template leaves out, or None."""
         first = len(history.messages)
-        text = self._tails.text(history, [*history.messages, *extension], prompt=True)
+        text = _rendered(self._tails, history, [*history.messages, *extension], prompt=True)
         printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
         missing = (
-            index
-            for index, message in enumerate(extension)
-            if index not in printed and text_in(message).strip()
+            index for index, message in enumerate(extension) if index not in printed and _holds_text(message)
         )
         return next(missing, None)
 
@@ -191,9 +188,9 @@ class TailProver:
             changed = variation.change(history)
             messages = changed.messages
             try:
-                prompt = plain(self._tails.text(changed, messages[:-1], prompt=True))
-                alone = self._tails.text(changed, messages, prompt=False)
-                full = plain(self._tails.text(changed, [*messages, *extension], prompt=True))
+                prompt = plain(_rendered(self._tails, changed, messages[:-1], prompt=True))
+                alone = _rendered(self._tails, changed, messages, prompt=False)
+                full = plain(_rendered(self._tails, changed, [*messages, *extension], prompt=True))
                 written = plain(alone)[: content_end(alone.spans, len(messages) - 1)]
             except (TemplateError, NotBridged):
                 continue
@@ -210,3 +207,16 @@ def _failed(reason: str) -> Proof:
 def _named(found: Sequence[Variation]) -> str:
     names = " together with ".join(dict.fromkeys(variation.looks_at for variation in found))
     return f"what the template writes for this extension depends on {names}"
+
+
+def _rendered(tails: Tails, history: ProbeHistory, messages: Sequence[Message], *, prompt: bool) -> TracedStr:
+    """Messages rendered with the tools and documents of a history."""
+    return tails.known.render(
+        messages, tools=history.tools, documents=history.documents, add_generation_prompt=prompt
+    )
+
+
+def _holds_text(message: Message) -> bool:
+    content = message.content
+    parts = [TextPart(content)] if isinstance(content, str) else content or ()
+    return any(isinstance(part, TextPart) and part.text.strip() for part in parts)

@@ -19,7 +19,7 @@ from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, TextPart
 from mmrender.probing.probes import WORD, probe_call, with_reasoning
 from mmrender.probing.profile import ReasoningFormat, TemplateProfile
 from mmrender.probing.templates import KnownTemplate
-from mmrender.template.text import Span, TracedStr, plain
+from mmrender.template.text import Span, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 
 _PROMPT_TOKENS = 64
@@ -101,10 +101,11 @@ def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ..
     """What extensions must share to share a proof; more than three alike in a row count as three."""
     shapes = []
     for message in messages:
-        content, text = message.content, text_in(message)
-        kinds = None
+        content, kinds = message.content, None
+        text = content if isinstance(content, str) else ""
         if isinstance(content, tuple):
             kinds = _without_repeats([type(part).__name__ for part in content], 2)
+            text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
         found = tuple([mark for mark in marks if mark in text])
         unnamed = message.name is None, message.tool_call_id is None
         shapes.append(
@@ -122,14 +123,6 @@ def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
             if index < most or any(other != item for other in items[index - most : index])
         ]
     )
-
-
-def text_in(message: Message) -> str:
-    """All text of a message's content."""
-    content = message.content
-    if isinstance(content, tuple):
-        return "\n".join([part.text for part in content if isinstance(part, TextPart)])
-    return content or ""
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -181,21 +174,11 @@ class Tails:
 
     def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
         self.profile = known.profile
-        self._known = known
+        self.known = known
         self._writer = writer
         self._tokenizer = writer.tokenizer
         end = self._tokenizer.find(self.profile.closes.get("end", ""), lambda _: True)
         self._end_ids = frozenset(self._tokenizer.added_ids[match.token] for match in end)
-
-    def text(self, history: ProbeHistory, messages: Sequence[Message], *, prompt: bool) -> TracedStr:
-        """Render messages with the tools and documents of a history.
-
-        Raises:
-            TemplateError: The template refuses them.
-        """
-        return self._known.render(
-            messages, tools=history.tools, documents=history.documents, add_generation_prompt=prompt
-        )
 
     def find(self, history: ProbeHistory, following: Sequence[Message]) -> Tail:
         """Render what follows a history, and cut it after the assistant's content.
@@ -208,7 +191,12 @@ class Tails:
         """
         messages = history.messages
         last = len(messages) - 1
-        text = self.text(history, [*messages, *following], prompt=bool(following))
+        text = self.known.render(
+            [*messages, *following],
+            tools=history.tools,
+            documents=history.documents,
+            add_generation_prompt=bool(following),
+        )
         tail = text[content_end(text.spans, last) :]
         # Where the first new content begins.
         limit = len(tail)

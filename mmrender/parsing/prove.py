@@ -7,7 +7,6 @@ and none is chosen.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.messages import Message, ToolCall
@@ -33,7 +32,6 @@ from mmrender.probing.probes import (
     user,
     with_reasoning,
 )
-from mmrender.probing.profile import ReasoningFormat, TemplateProfile
 from mmrender.probing.templates import KnownTemplate
 
 _ARGUMENTS: dict[str, Any] = {
@@ -87,38 +85,29 @@ class _Probe(NamedTuple):
     token_ids: list[int]
 
 
-def build_parser(
-    known: KnownTemplate, *, grammar: str | None = None, reasoning: ReasoningFormat | None = None
-) -> ResponseParser:
+def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> ResponseParser:
     """Build the parser for one template with one set of template arguments.
 
     Args:
         known: The template, and what is known about it.
         grammar: Name of the tool-call grammar, for a model whose template prints no calls or an unknown kind;
             None to have it proved. `choice` of the parser says what was found.
-        reasoning: How the model writes reasoning, where its template does not show it.
 
     Raises:
         InputError: There is no grammar of that name.
     """
-    profile = known.profile if reasoning is None else replace(known.profile, reasoning=reasoning)
-    prover = GrammarProver(known, profile)
+    prover = GrammarProver(known)
     choice = prover.choose(grammar)
-    return ResponseParser(known.tokenizer, profile, choice, prover.edges(choice.grammar))
+    return ResponseParser(known.tokenizer, known.profile, choice, prover.edges(choice.grammar))
 
 
 class GrammarProver:
-    """Tries grammars on what a template prints.
+    """Tries grammars on what a template prints."""
 
-    Args:
-        known: The template.
-        profile: What is known about it.
-    """
-
-    def __init__(self, known: KnownTemplate, profile: TemplateProfile) -> None:
+    def __init__(self, known: KnownTemplate) -> None:
         self._probes = known.probes
         self._tokenizer = known.tokenizer
-        self._profile = profile
+        self._profile = known.profile
         self._speller = TokenSpeller(known.tokenizer)
         # The richest definitions that the template takes: some fail on a type, others without tools.
         taken = (tools for tools in (PROBE_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))

@@ -109,7 +109,7 @@ def test_bridge_of_canonical_turns_equals_rendering(subject: Subject, source: ra
         base = len(case.prompt) + len(case.completion)
         assert bridge.token_ids[:base] == case.prompt.token_ids + case.completion
         assert_tail_equals(bridge, case.full, base, case.turn + 1)
-        if renderer.is_prefix_stable(**_arguments(options)) and not case.full.rewritten:
+        if renderer.template_profile(**_arguments(options)).prefix_stable and not case.full.rewritten:
             assert_same_rendering(bridge, case.full)
 
 
@@ -145,7 +145,7 @@ def test_chain_of_bridges_equals_rendering(subject: Subject, source: random.Rand
         current = bridge
     whole = cases[-1].full
     adjacent = all(first.stop == second.turn for first, second in pairwise(cases))
-    if renderer.is_prefix_stable(**_arguments(options)) and not whole.rewritten and adjacent:
+    if renderer.template_profile(**_arguments(options)).prefix_stable and not whole.rewritten and adjacent:
         assert_same_rendering(current, whole)
 
 
@@ -218,7 +218,7 @@ def test_sampled_is_full_minus_prompt(subject: Subject, source: random.Random) -
         if full.token_ids[: len(prompt)] == prompt.token_ids:
             assert start == len(prompt)
         else:
-            assert not renderer.is_prefix_stable(**_arguments(options))
+            assert not renderer.template_profile(**_arguments(options)).prefix_stable
 
 
 def test_empty_extension_and_assistant_in_it_are_refused(subject: Subject) -> None:

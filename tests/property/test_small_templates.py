@@ -6,7 +6,6 @@ sampled, with the definition: full minus prompt, found by rendering each prompt 
 
 import random
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers.utils import chat_template_utils
 
 from mmrender.errors import MMRenderError, PlaceholderError, TemplateError
 from mmrender.spans import Repeat
-from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
+from mmrender.testing.conversations import conversations, sample_images
 from small_models import MODELS, NOW, TEMPLATES
 
 NAMES = sorted(MODELS)
@@ -337,43 +336,6 @@ def test_sampled_is_full_minus_prompt(name):
         assert full.loss_mask().sum() == sum(s.stop - s.start for spans in sampled.values() for s in spans)
 
     check()
-
-
-@every_model
-def test_renderings_of_many_threads_are_equal(name):
-    maker = ConversationMaker(
-        renderer_of(name).profile,
-        IMAGES if MODELS[name].processor else (),
-        (),
-        3,
-        not MODELS[name].spec.alternating,
-    )
-    source = random.Random(7)
-    cases = [maker.make(source) for _ in range(12)]
-    fresh = MODELS[name].renderer(content_special_tokens="parse")
-
-    def one(case):
-        try:
-            ours = fresh.render(case[0], **case[1])
-        except MMRenderError as error:
-            return str(error)
-        return ours.text, ours.token_ids, ours.spans, ours.rewritten, ours.multi_modal_data.mm_hashes
-
-    expected = [render(name, *case) for case in cases]
-    with ThreadPoolExecutor(16) as pool:
-        results = list(pool.map(one, cases * 6))
-    for case, result in enumerate(results):
-        ours = expected[case % len(cases)]
-        if isinstance(ours, MMRenderError):
-            assert result == str(ours)
-        else:
-            assert result == (
-                ours.text,
-                ours.token_ids,
-                ours.spans,
-                ours.rewritten,
-                ours.multi_modal_data.mm_hashes,
-            )
 
 
 @every_model

@@ -88,6 +88,7 @@ ARGUMENTS = {
     "wordcount": [""],
     "wordwrap": ["", "(3)", "(4, false)", "(3, true, b)", "(5, wrapstring='|')"],
 }  # fmt: skip
+VALUES = ("a", "b", "n", "f", "t", "z", "x", "d", "y", "u", "(a ~ b)", "'lit<'", "d.k", "x[0]", "y[0]")
 NAMES = sorted(name for name in ARGUMENTS if name != "random")
 
 
@@ -105,27 +106,7 @@ def check(source, variables):
 @pytest.mark.parametrize("name", NAMES)
 def test_filters_give_what_those_of_jinja_give(name):
     # One rendering for each value and arguments: what fails must fail alone.
-    sources = [
-        f"{{{{ {value}|{name}{arguments} }}}}"
-        for value in (
-            "a",
-            "b",
-            "n",
-            "f",
-            "t",
-            "z",
-            "x",
-            "d",
-            "y",
-            "u",
-            "(a ~ b)",
-            "'lit<'",
-            "d.k",
-            "x[0]",
-            "y[0]",
-        )
-        for arguments in ARGUMENTS[name]
-    ]
+    sources = [f"{{{{ {value}|{name}{arguments} }}}}" for value in VALUES for arguments in ARGUMENTS[name]]
 
     @settings(max_examples=8)
     @given(VARIABLES)

@@ -140,17 +140,6 @@ def test_tool_results_after_a_cut_off_call(chatml: Renderer) -> None:
     assert after(chatml, "<tool_call>\nzoom({})\n</tool_call><|im_end|>", results) == "\n" + following
 
 
-def test_completion_cut_inside_a_character(chatml: Renderer) -> None:
-    prompt = chatml.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    whole = chatml.tokenizer.encode("日本")
-    assert len(whole) > 2
-    for length in range(1, len(whole)):
-        bridge = chatml.bridge_to_next_turn(prompt, whole[:length], USER)
-        assert bridge is not None
-        assert bridge.token_ids[: len(prompt) + length] == prompt + whole[:length]
-        assert bridge.decode(len(prompt) + length) == "<|im_end|>" + NEXT
-
-
 @pytest.mark.parametrize(
     ("completion", "extension", "written"),
     [

@@ -78,16 +78,6 @@ def test_shapes_of_content_are_told_apart(left, right):
     assert keys[0] != keys[1]
 
 
-def test_options_are_told_apart():
-    messages = [{"role": "user", "content": "hi"}]
-    keys = [
-        key_of(messages, prompt, arguments)
-        for prompt in (True, False)
-        for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": 1})
-    ]
-    assert len(set(keys)) == len(keys)
-
-
 @pytest.mark.parametrize("source", ["https://example.org/a.png", "photo.jpg", "file:///tmp/photo.jpg"])
 def test_what_may_change_under_its_name_has_no_key(source):
     assert key_of(user({"type": "image_url", "image_url": {"url": source}})) is None
@@ -145,15 +135,6 @@ def rendering(count, text="x"):
     return RenderedTokens(list(range(count)), spans, ("user",), (None,), MultiModalData(), text)
 
 
-def test_the_least_recently_used_goes_first():
-    memo = new_memo(3 * 64 * 10 + 30)
-    for name in "abc":
-        memo.put(name, rendering(10))
-    memo.get("a")
-    memo.put("d", rendering(10))
-    assert [name for name in "abcd" if memo.get(name) is not None] == ["a", "c", "d"]
-
-
 def test_one_that_is_too_large_is_not_kept():
     memo = new_memo(100)
     memo.put("a", rendering(10))
@@ -193,17 +174,6 @@ def test_results_share_nothing_that_can_be_changed(renderer):
         for mapping in (rendered.multi_modal_data.mm_items, rendered.multi_modal_data.mm_hashes):
             mapping["image"].clear()
             mapping.clear()
-
-
-def test_minus_zero_is_not_taken_for_zero(renderer):
-    def rendered(number):
-        call = {"name": "f", "arguments": {"x": number}}
-        return renderer.render(
-            [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
-        ).text
-
-    assert '"x": 0.0' in rendered(0.0)
-    assert '"x": -0.0' in rendered(-0.0)
 
 
 def test_a_file_that_changes_is_read_again(renderer, tmp_path: Path):

@@ -50,14 +50,6 @@ def outcome(attempt: ToolCallAttempt) -> tuple[str, str | None, dict[str, Any] |
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_call_of_each_format(name: str) -> None:
-    parsed = parse(name, OK[name], TOOLS)
-    assert [outcome(attempt) for attempt in parsed.tool_calls] == [("ok", "f", {"a": 1})]
-    assert parsed.content == ""
-    assert parsed.reasoning_content is None
-
-
-@pytest.mark.parametrize("name", BODIES)
 def test_a_tool_that_was_not_offered(name: str) -> None:
     parsed = parse(name, OK[name], TOOLS_OF_G)
     assert [attempt.status for attempt in parsed.tool_calls] == ["unknown_tool"]
@@ -219,14 +211,6 @@ def test_delimiters_that_are_tokens_count_only_as_tokens() -> None:
     assert (parsed.content, parsed.tool_calls) == (OK["json_tags"], ())
 
 
-def test_delimiters_that_are_text_count_as_text() -> None:
-    case = written_case("json_tags", added_tokens=False)
-    spelled = case.tokenizer.encode_run("Look: " + OK["json_tags"]).ids
-    parsed = case.parser.parse(spelled)
-    assert parsed.content == "Look: "
-    assert [attempt.status for attempt in parsed.tool_calls] == ["ok"]
-
-
 def test_a_delimiter_may_hold_a_token() -> None:
     case = written_case("gemma")
     ids = case.tokenizer.encode("<|channel>thought\nHm.\n<channel|>Yes.")
@@ -298,11 +282,3 @@ def test_ids_outside_the_vocabulary_are_no_text() -> None:
     case = written_case("json_tags")
     parsed = case.parser.parse([-1, *case.tokenizer.encode("a"), 10**9, 2**40])
     assert parsed.content == "a"
-
-
-def test_numpy_ids() -> None:
-    import numpy as np
-
-    case = written_case("json_tags")
-    ids = np.array(case.tokenizer.encode(OK["json_tags"]), np.int32)
-    assert case.parser.parse(ids).tool_calls[0].span == (0, len(ids))

@@ -5,10 +5,6 @@ import pytest
 from mmrender.errors import InputError
 from mmrender.messages import Message, TextPart, ThinkingPart
 from mmrender.parsing import ParsedResponse
-from mmrender.parsing.prove import build_parser
-from mmrender.probing.profile import ReasoningFormat
-from mmrender.probing.templates import KnownTemplate
-from mmrender.template.chat import ChatTemplate
 from parsing_cases import ADDED, BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
 OPENED = TAIL.replace("assistant\\n'", "assistant\\n<think>\\n'")
@@ -135,14 +131,6 @@ def test_a_block_that_the_prompt_opens_and_the_template_does_not_know_is_text() 
     case = case_of("unknown", HEAD + "{{- m.content }}" + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
     assert case.parser.profile.reasoning is None
     assert read(parse(case, "Hm.\n</think>\n\nYes.")) == (None, True, "Hm.\n</think>\n\nYes.")
-
-
-def test_reasoning_that_the_caller_names() -> None:
-    tokenizer = byte_level(THINKING)
-    template = ChatTemplate(HEAD + "{{- m.content }}" + TAIL)
-    format_ = ReasoningFormat("<think>", "</think>", after_begin="\n", before_end="\n")
-    parser = build_parser(KnownTemplate(template, tokenizer, {}), reasoning=format_)
-    assert read(parser.parse(tokenizer.encode("<think>\nHm.\n</think>Yes."))) == ("Hm.", True, "Yes.")
 
 
 def test_stop_tokens_are_taken_from_the_end_only() -> None:

@@ -3,7 +3,6 @@ import contextvars
 import pickle
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from mmrender.pool import RendererPool
 from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.training import build_training_sample
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 MESSAGES = [
@@ -93,7 +91,6 @@ def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:
         assert pool.render_text(MESSAGES) == renderer.render_text(MESSAGES)
         assert pool.decode(rendered.token_ids) == renderer.decode(rendered.token_ids)
         assert pool.get_stop_token_ids() == renderer.get_stop_token_ids()
-        assert pool.is_prefix_stable() == renderer.is_prefix_stable()
         assert (pool.profile, pool.tokenizer) == (renderer.profile, renderer.tokenizer)
 
 
@@ -107,25 +104,6 @@ def test_a_pool_of_a_text_model_is_none_that_takes_images(model: Path, tmp_path:
         assert pool.media is None
         assert not is_multimodal(pool)
         assert pool.render(MESSAGES[1:]).token_ids
-
-
-def test_a_pool_serves_where_a_renderer_does(renderer: Renderer) -> None:
-    with RendererPool(renderer) as pool:
-        through_pool = build_training_sample(pool, MESSAGES[:2])
-        assert (
-            through_pool.labels().tolist() == build_training_sample(renderer, MESSAGES[:2]).labels().tolist()
-        )
-        assert through_pool.mm_token_type_ids.any()
-
-
-def test_work_runs_on_workers_and_gives_the_same(renderer: Renderer) -> None:
-    async def main(pool: RendererPool) -> list[RenderedTokens]:
-        return await asyncio.gather(*[pool.arender(MESSAGES, add_generation_prompt=True) for _ in range(20)])
-
-    expected = renderer.render(MESSAGES, add_generation_prompt=True)
-    with RendererPool(renderer, workers=2, queue_size=1) as pool:
-        for rendered in run(main(pool)):
-            same(rendered, expected)
 
 
 def test_work_leaves_the_event_loop(gated: Any) -> None:
@@ -207,12 +185,14 @@ def test_a_worker_sees_the_callers_context(model: Path) -> None:
             seen.append(request.get())
             return super().render(messages, **options)
 
-    async def main(pool: RendererPool) -> None:
+    async def main() -> None:
         request.set("number 7")
-        await pool.arender(MESSAGES)
+        async with RendererPool(Noting.from_pretrained(model, image_backend="pil")) as pool:
+            await pool.arender(MESSAGES)
+        with pytest.raises(PoolClosedError):
+            pool.get_stop_token_ids()
 
-    with RendererPool(Noting.from_pretrained(model, image_backend="pil")) as pool:
-        run(main(pool))
+    run(main())
     assert seen == ["number 7"]
 
 
@@ -318,38 +298,15 @@ def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any)
     pool.close()
 
 
-def test_pools_close_at_the_end_of_their_block(renderer: Renderer) -> None:
-    async def main() -> RendererPool:
-        async with RendererPool(renderer) as pool:
-            await pool.arender(MESSAGES)
-        return pool
-
-    with RendererPool(renderer) as plain:
-        pass
-    for pool in (plain, run(main())):
-        with pytest.raises(PoolClosedError):
-            pool.get_stop_token_ids()
-
-
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"workers": 0}, "workers: not a size of a pool - expected a whole number, 1 at least, got 0"),
-        (
-            {"queue_size": -1},
-            "queue_size: not a size of a pool - expected a whole number, 0 at least, got -1",
-        ),
-        (
-            {"media_threads": True},
-            "media_threads: not a size of a pool - expected a whole number, 0 at least, got True",
-        ),
-        ({"workers": 2.0}, "workers: not a size of a pool - expected a whole number, 1 at least, got 2.0"),
-    ],
+    ("name", "size", "least"),
+    [("workers", 0, 1), ("queue_size", -1, 0), ("media_threads", True, 0), ("workers", 2.0, 1)],
 )
-def test_sizes(renderer: Renderer, sizes: Any, message: str) -> None:
+def test_sizes(renderer: Renderer, name: str, size: Any, least: int) -> None:
     with pytest.raises(InputError) as caught:
-        RendererPool(renderer, **sizes)
-    assert str(caught.value) == message
+        RendererPool(renderer, **{name: size})
+    expected = f"not a size of a pool - expected a whole number, {least} at least, got {size!r}"
+    assert str(caught.value) == f"{name}: {expected}"
 
 
 def test_a_pool_does_not_go_to_another_process(renderer: Renderer) -> None:
@@ -358,14 +315,3 @@ def test_a_pool_does_not_go_to_another_process(renderer: Renderer) -> None:
     assert str(caught.value) == (
         "a pool cannot be sent to another process. Send the model's name, and make a pool there"
     )
-
-
-def test_calls_from_several_event_loops(renderer: Renderer) -> None:
-    expected = renderer.render(MESSAGES)
-
-    def work(_: int) -> RenderedTokens:
-        return run(pool.arender(MESSAGES))
-
-    with RendererPool(renderer, workers=1, queue_size=0) as pool, ThreadPoolExecutor(4) as threads:
-        for rendered in threads.map(work, range(8)):
-            same(rendered, expected)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mmrender.bridge.proof import TailProver
-from mmrender.probing import store, templates
+from mmrender.probing import templates
 from mmrender.probing.profile import TemplateProfile, probe_template
-from mmrender.probing.store import Findings, cache_folder
+from mmrender.probing.templates import Findings, cache_folder
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
@@ -101,9 +101,9 @@ def test_anything_that_matters_makes_another_entry(
     load(directory).profile  # noqa: B018 - a property that probes
     load(directory, TEMPLATE.replace("@", " " + PROMPT)).profile  # noqa: B018
     source = TEMPLATE.replace("@", PROMPT + "{{ thinking }}")
-    load(directory, source).is_prefix_stable(thinking=False)
-    load(directory, source).is_prefix_stable(thinking=True)
-    monkeypatch.setattr(store, "code_digest", lambda: "other code")
+    load(directory, source).template_profile(thinking=False)
+    load(directory, source).template_profile(thinking=True)
+    monkeypatch.setattr(templates, "code_digest", lambda: "other code")
     load(directory).profile  # noqa: B018
     assert probed == ["profile"] * 5
     assert len(list(folder.iterdir())) == 5
@@ -140,7 +140,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_probed_each_time(directory: Path, folder: Path, probed: list[str]) -> None:
     for _ in range(2):
         load(directory, TEMPLATE.replace("@", "{{ strftime_now('%Y') }}")).profile  # noqa: B018
-        load(directory, TEMPLATE.replace("@", "{{ helper }}")).is_prefix_stable(helper=object())
+        load(directory, TEMPLATE.replace("@", "{{ helper }}")).template_profile(helper=object())
     assert probed == ["profile"] * 4
     assert not folder.exists()
 

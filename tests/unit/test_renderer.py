@@ -75,7 +75,7 @@ def test_bridges_and_parsers_check_their_arguments_too(printing):
     for call in (
         lambda: printing.bridge_to_next_turn([1], [2], USER, persoan="x"),
         lambda: printing.parse_response([1], persoan="x"),
-        lambda: printing.is_prefix_stable(persoan="x"),
+        lambda: printing.template_profile(persoan="x").prefix_stable,
     ):
         with pytest.raises(InputError, match="Did you mean 'persona'"):
             call()

@@ -40,11 +40,6 @@ def test_a_template_that_does_not_compile_says_where(source, message):
     assert str(error.value).endswith(REMEDY)
 
 
-def test_the_name_of_the_template_is_kept():
-    with pytest.raises(TemplateSyntaxError, match="the chat template 'tool_use' does not compile"):
-        ChatTemplate("{{", name="tool_use")
-
-
 @pytest.mark.parametrize(
     ("source", "kind", "message"),
     [
@@ -59,7 +54,6 @@ def test_the_name_of_the_template_is_kept():
             TemplateRefusedError,
             "chat template 'default', line 3: No users, hi",
         ),
-        ("{{ raise_exception(3) }}", TemplateRefusedError, "chat template 'default', line 1: 3"),
         (
             "{{ 'ok' }}\n\n{{ messages[0].content + 1 }}",
             TemplateRuntimeError,
@@ -73,32 +67,9 @@ def test_the_name_of_the_template_is_kept():
             "'dict object' has no attribute 'y'",
         ),
         (
-            "{{ messages[0].content.nothing() }}",
-            TemplateRuntimeError,
-            "chat template 'default', line 1: the chat template failed on these messages - got UndefinedError: "
-            "'str object' has no attribute 'nothing'",
-        ),
-        (
-            "{{ messages[9].content }}",
-            TemplateRuntimeError,
-            "chat template 'default', line 1: the chat template failed on these messages - got UndefinedError: "
-            "list object has no element 9",
-        ),
-        (
-            "{{ 1 // 0 }}",
-            TemplateRuntimeError,
-            "chat template 'default', line 1: the chat template failed on these messages - got ZeroDivisionError: "
-            "integer division or modulo by zero",
-        ),
-        (
             "{{ ''.__class__.mro() }}",
             TemplateSecurityError,
             "chat template 'default', line 1: access to attribute '__class__' of 'str' object is unsafe.",
-        ),
-        (
-            "\n{{ messages.append(1) }}",
-            TemplateSecurityError,
-            "chat template 'default', line 2: access to attribute 'append' of 'list' object is unsafe.",
         ),
         (
             "{% set ns = namespace() %}{% set ns._x = 1 %}",
@@ -116,12 +87,6 @@ def test_the_name_of_the_template_is_kept():
             TemplateLimitError,
             "chat template 'default', line 1: the chat template used too much: text - expected at most 8,000,000 "
             "characters, got 100,000,000. If you trust the template, pass larger TemplateLimits",
-        ),
-        (
-            "{{ [0] * 10**8 }}",
-            TemplateLimitError,
-            "chat template 'default', line 1: the chat template used too much: text - expected at most 8,000,000 "
-            "characters, got 6,400,000,000. If you trust the template, pass larger TemplateLimits",
         ),
         (
             "{{ 10 ** (10 ** 6) }}",
@@ -159,12 +124,6 @@ def test_limits_can_be_raised_and_lowered():
         len(ChatTemplate("{{ 'x' * 9000000 }}", limits=TemplateLimits(max_characters=9_000_000)).render(USER))
         == 9_000_000
     )
-
-
-def test_errors_name_what_caused_them():
-    with pytest.raises(TemplateRuntimeError) as error:
-        ChatTemplate("{{ 1 + 'a' }}").render(USER)
-    assert isinstance(error.value.__cause__, TypeError)
 
 
 def test_variables_that_a_caller_may_set_are_those_looked_up():
