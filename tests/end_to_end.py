@@ -13,30 +13,13 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image, ImageDraw
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "zoom",
-            "description": "Show one cell larger.",
-            "parameters": {
-                "type": "object",
-                "properties": {"row": {"type": "integer"}, "column": {"type": "integer"}},
-                "required": ["row", "column"],
-            },
-        },
-    }
-]
+CELL = {"type": "object", "properties": {name: {"type": "integer"} for name in ("row", "column")}}
+TOOLS = [{"type": "function", "function": {"name": "zoom", "description": "Enlarge.", "parameters": CELL}}]
+ZOOM = {"name": "zoom", "arguments": {"row": 1, "column": 2}}
 CALL = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [
-        {
-            "id": "call_1",
-            "type": "function",
-            "function": {"name": "zoom", "arguments": {"row": 1, "column": 2}},
-        }
-    ],
+    "tool_calls": [{"id": "call_1", "type": "function", "function": ZOOM}],
 }
 MAX_NEW_TOKENS = 8
 
@@ -251,17 +234,18 @@ def report_fault(trainer, samples, fault, tolerance):
     from mmrender.audit import audit
 
     found = {}
-    donors = {
-        item.grid: item for sample in samples for item in sample.multi_modal_data.mm_items.get("image", ())
-    }
+    shown = [sample for sample in samples if sample.multi_modal_data.mm_items.get("image")]
+    donors = {item.grid: item for sample in shown for item in sample.multi_modal_data.mm_items["image"]}
     for name in FAULTS if fault == "all" else (fault,):
-        index = _victim(samples, donors, name)
-        item = samples[index].multi_modal_data.mm_items["image"][0]
-        donor = donors[item.grid]
-        pad = trainer.family.feature_token_ids["image"]
-        faulty = plant(name, samples[index], donor, pad)
+        stale = name == "stale image for a hash"
+        for sample in shown:
+            item = sample.multi_modal_data.mm_items["image"][0]
+            donor = donors[item.grid]
+            if not stale or donor.identity != item.identity:
+                break
+        faulty = plant(name, sample, donor, trainer.family.feature_token_ids["image"])
         # The image that the sampler saw is another sample's too, as it would be in a group.
-        others = [replace(item, identity="0" * 64)] if name == "stale image for a hash" else []
+        others = [replace(item, identity="0" * 64)] if stale else []
         report = audit([faulty], trainer, tolerance=tolerance, others=others)
         found[name] = [[finding.cause, finding.statement] for finding in report.findings]
     return found
@@ -274,17 +258,6 @@ FAULTS = (
     "stale image for a hash",
     "sampled pad token",
 )
-
-
-def _victim(samples, donors, name):
-    """A sample whose first image can take the fault, which a flat or lone image cannot."""
-    for index, sample in enumerate(samples):
-        items = sample.multi_modal_data.mm_items.get("image", ())
-        if items and (
-            name != "stale image for a hash" or donors[items[0].grid].identity != items[0].identity
-        ):
-            return index
-    raise RuntimeError(f"no sample to plant {name!r} in")
 
 
 def main():

@@ -102,8 +102,3 @@ def test_the_strip_of_the_readme_is_what_view_prints(run_page, shared_models):
     shown = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
     (block,) = [block for block in blocks("README.md", "text") if "⟨image" in block]
     assert [line for line in block.splitlines() if line.strip()] == shown
-
-
-def test_the_readme_shows_code_at_once():
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    assert lines.index("```python") < 10

@@ -288,10 +288,6 @@ def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
     assert set(out["loss_masks"][1]) == {0}
     assert [record.message for record in caplog.records] == [f"rollout 1_0 failed: {out['errors'][1]}"]
     assert len(load_trajectories(tmp_path / "train-0.mmc")) == 2
-    strict, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path / "strict", failures="raise")
-    batch["batch_metadata"] = BatchMetadata(weight_version="v1")
-    with pytest.raises(TrajectoryError, match="a trajectory cannot be stored"):
-        generate(strict, batch)
 
 
 def test_an_empty_batch(renderer):
@@ -322,12 +318,8 @@ def test_batches_that_are_refused(renderer, batch, message):
     with pytest.raises(InputError) as refused:
         generate(generator, batch)
     assert str(refused.value) == message
-
-
-def test_sizes_that_are_refused(renderer):
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match=r"^max_concurrency: is too small - expected 1 or more, got 0$"):
         scripted(renderer, max_concurrency=0)
-    assert str(refused.value) == "max_concurrency: is too small - expected 1 or more, got 0"
 
 
 def test_a_game_end_to_end(tiny_model, renderer):

@@ -2,14 +2,11 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from mmrender import rollout
 from mmrender.client.local import LocalBackend
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
@@ -69,17 +66,3 @@ def test_turn_by_turn(blocks, client):
     turn, trajectory = asyncio.run(names["talk"](client, opening, None, more))
     assert turn.why_rendered is None
     assert len(trajectory) == 2
-
-
-def test_its_names_are_imported_at_first_use():
-    code = (
-        "import sys, mmrender.rollout as rollout\n"
-        "early = sorted({'torch', 'transformers', 'aiohttp', 'PIL', 'mmrender.renderer'} & set(sys.modules))\n"
-        "found = [getattr(rollout, name).__name__ for name in rollout.__all__]\n"
-        "print(early, found == list(rollout.__all__), set(rollout.__all__) <= set(dir(rollout)))\n"
-        "print(sorted({'torch', 'transformers', 'aiohttp', 'stamina'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[] True True\n[]\n"
-    with pytest.raises(AttributeError, match="attribute nothing"):
-        _ = rollout.nothing
