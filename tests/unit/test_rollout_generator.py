@@ -403,17 +403,26 @@ def test_step_wise_keeps_the_reward_of_an_empty_completion(empty):
 
 
 def test_trajectories_come_as_they_finish_with_ids_of_their_own(renderer):
-    scripts = [(asks("Again?"),) * turns + (ends(float(turns)),) for turns in (6, 0, 3)]
-    generator, batch, *_ = scripted(renderer, scripts=scripts)
+    generator, batch, *_ = scripted(renderer, scripts=[(), (ends(1.0),)])
+
+    class Waiting(ScriptedEnvironment):
+        async def step(self, action):
+            await another_came.wait()
+            return await super().step(action)
+
+    batch["env_classes"][0] = lambda: Waiting([ends(1.0)])
     seen = []
 
     async def run():
-        for _ in range(2):  # two epochs with the same names
-            seen.extend([trajectory async for trajectory in generator.stream(batch)])
+        async for trajectory in generator.stream(batch):
+            seen.append(trajectory)
+            another_came.set()
 
-    asyncio.run(run())
-    assert [trajectory.extra["name"] for trajectory in seen] == ["1_0", "2_0", "0_0"] * 2
-    assert len({trajectory.trajectory_id for trajectory in seen}) == 6
+    for _ in range(2):  # two epochs with the same names
+        another_came = asyncio.Event()
+        asyncio.run(run())
+    assert [trajectory.extra["name"] for trajectory in seen] == ["1_0", "0_0"] * 2
+    assert len({trajectory.trajectory_id for trajectory in seen}) == 4
 
 
 def test_leaving_the_stream_cancels_the_rest(renderer):
