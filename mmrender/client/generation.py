@@ -36,17 +36,13 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 BackendName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
 RouteName: TypeAlias = Literal["vllm_generate", "sglang_generate", "dynamo_chat"]
 
-_CLASSES: Final[dict[str, tuple[str, str]]] = {
-    "vllm": ("mmrender.client.vllm", "VLLMBackend"),
-    "sglang": ("mmrender.client.sglang", "SGLangBackend"),
-    "dynamo": ("mmrender.client.dynamo", "DynamoBackend"),
-    "local": ("mmrender.client.local", "LocalBackend"),
+_BACKENDS: Final[dict[str, tuple[str, str | None]]] = {
+    "vllm": ("VLLMBackend", "vllm_generate"),
+    "sglang": ("SGLangBackend", "sglang_generate"),
+    "dynamo": ("DynamoBackend", "dynamo_chat"),
+    "local": ("LocalBackend", None),
 }
-_ROUTES: Final[dict[str, str]] = {
-    "vllm_generate": "vllm",
-    "sglang_generate": "sglang",
-    "dynamo_chat": "dynamo",
-}
+"""By an engine's name its backend, in the module of that name, and its route."""
 
 
 async def generate(
@@ -180,10 +176,11 @@ def resolve_backend(
         route: Its route.
         model: The model, which for `"local"` is its directory.
     """
-    if route is not None and route not in _ROUTES:
-        raise InputError("unknown route", where="transport", expected=", ".join(_ROUTES), got=repr(route))
+    routes = {route: name for name, (_, route) in _BACKENDS.items() if route is not None}
+    if route is not None and route not in routes:
+        raise InputError("unknown route", where="transport", expected=", ".join(routes), got=repr(route))
     name = backend if isinstance(backend, str) or backend is None else backend.name
-    if route is not None and name is not None and name != _ROUTES[route]:
+    if route is not None and name is not None and name != routes[route]:
         raise InputError(
             "backend and transport name different engines",
             where="transport",
@@ -192,22 +189,21 @@ def resolve_backend(
         )
     if backend is not None and not isinstance(backend, str):
         return backend
-    chosen = name or (_ROUTES[route] if route is not None else "vllm")
-    if chosen not in _CLASSES:
+    chosen = name or (routes[route] if route is not None else "vllm")
+    if chosen not in _BACKENDS:
         raise InputError(
             "unknown backend",
             where="backend",
-            expected=f"{', '.join(_CLASSES)}, or an object such as VLLMBackend()",
+            expected=f"{', '.join(_BACKENDS)}, or an object such as VLLMBackend()",
             got=repr(chosen),
         )
-    return _new_backend(chosen, model if chosen == "local" else None)
+    return _new_backend(chosen, *([model] if chosen == "local" else []))
 
 
 @lru_cache(maxsize=16)
-def _new_backend(name: str, model: str | None) -> RendererBackend:
-    module, attribute = _CLASSES[name]
-    backend_class = getattr(import_module(module), attribute)
-    return cast(RendererBackend, backend_class() if model is None else backend_class(model))
+def _new_backend(name: str, *arguments: str) -> RendererBackend:
+    backend_class = getattr(import_module(f"mmrender.client.{name}"), _BACKENDS[name][0])
+    return cast(RendererBackend, backend_class(*arguments))
 
 
 _shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)

@@ -143,46 +143,21 @@ def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
     """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered."""
 
     def encode() -> JSONText:
-        tensors = item_tensors(span.item, form.pixels)
         if isinstance(span.item, PatchItem):
-            _check_patches(span, span.item, tensors, form.pixels)
-        (item,) = collate_items(form.layout, [tensors])
+            patches = span.item.pixel_shape[0]
+            expected = span.range.num_embeds * span.item.layout.merge**2
+            if patches != expected:  # an engine dies of it
+                raise PlaceholderError(
+                    "the grid does not fit its placeholder range",
+                    where=f"{span.where}.grid",
+                    expected=f"{expected} patches for {span.range.num_embeds} tokens",
+                    got=f"{patches} of {list(span.item.grid)}",
+                )
+        (item,) = collate_items(form.layout, [item_tensors(span.item, form.pixels)])
         return JSONText(b'"%b"' % encode_mm_kwargs_item_as_bytes(item))
 
     key = (span.item.identity, type(span.item), form.layout.name, form.pixels)
     return _encoded.get_or_compute(key, encode)
-
-
-def _check_patches(span: MediaSpan, item: PatchItem, tensors: Mapping[str, Any], dtype: PixelDtype) -> None:
-    """Check patches of the Qwen kind against their grid and range; an engine dies of what does not fit."""
-    pixels = tensors["pixel_values"]
-    array = pixels.bits if isinstance(pixels, RawTensor) else pixels
-    grid = tensors["image_grid_thw"]
-    sides = [int(side) for side in np.ravel(grid)]
-    if len(sides) != 3 or grid.dtype != np.int64 or any(side < 1 for side in sides):
-        raise PlaceholderError(
-            "the grid is malformed",
-            where=f"{span.where}.grid",
-            expected="three positive numbers of int64",
-            got=f"{sides} of {grid.dtype}",
-        )
-    patches = sides[0] * sides[1] * sides[2]
-    stored = "uint16" if dtype == "bfloat16" else dtype  # numpy holds its bits so
-    if array.shape != (patches, item.layout.features) or array.dtype.name != stored:
-        raise PlaceholderError(
-            "the patches do not fit their grid",
-            where=f"{span.where}.pixel_values",
-            expected=f"{stored} [{patches}, {item.layout.features}] for the grid {sides}",
-            got=f"{array.dtype.name} {list(array.shape)}",
-        )
-    expected = span.range.num_embeds * item.layout.merge**2
-    if patches != expected:
-        raise PlaceholderError(
-            "the grid does not fit its placeholder range",
-            where=f"{span.where}.grid",
-            expected=f"{expected} patches for {span.range.num_embeds} tokens",
-            got=f"{patches} of {sides}",
-        )
 
 
 def features_of(
