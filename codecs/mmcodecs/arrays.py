@@ -302,7 +302,7 @@ def restore(
 ) -> Any:
     """Build an array, tensor or `RawTensor` over `data`, the elements in C order, whose length is checked.
 
-    `dtype` is that of the elements or their bits, byte order included; `copy` gives writable memory of its own.
+    `dtype` is that of the elements or their bits, byte order included; `copy` gives writable memory.
     """
     # frombuffer keeps the memoryview itself alive, which BufferPool relies on. ndarray(buffer=...) does not:
     # it looks through a memoryview and holds the owner of the memory.

@@ -84,12 +84,7 @@ class UnsupportedTypeError(EncodeError):
 
 
 class BufferTooSmallError(EncodeError):
-    """The buffer that the caller gave is shorter than the message.
-
-    Args:
-        needed: Length of the whole message, in bytes.
-        available: Length of the buffer, in bytes.
-    """
+    """The caller's buffer is shorter than the message; `needed` and `available` are in bytes."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(
@@ -107,11 +102,7 @@ class DecodeError(CodecError):
 
 
 class MissingKeyError(DecodeError):
-    """The message refers to shared arrays that this decoder does not hold.
-
-    Args:
-        keys: The missing keys, in the order of the message, each once.
-    """
+    """The message refers to shared arrays that this decoder does not hold: `keys`, each once, in order."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self.keys = tuple(keys)

@@ -103,11 +103,7 @@ class ReaderTurn:
         self._uses: dict[bytes, tuple[int, tuple[Record, memoryview] | None]] = {}
 
     def begin(self, capacity: int, message_bytes: int) -> None:
-        """Take the writer's capacity (0 if it keeps no table) and the length of the message from the head.
-
-        Raises:
-            DecodeError: The writer's table is larger than the reader's.
-        """
+        """Take the writer's capacity (0 if it keeps no table) and the length of the message from the head."""
         if capacity > self._table.capacity_bytes:
             raise DecodeError(
                 "the writer's table is larger than this reader allows",
@@ -115,8 +111,7 @@ class ReaderTurn:
                 expected=f"at most {self._table.capacity_bytes} bytes",
                 got=str(capacity),
             )
-        self._capacity = capacity
-        self._message_bytes = message_bytes
+        self._capacity, self._message_bytes = capacity, message_bytes
 
     def find(self, key: bytes) -> tuple[Record, memoryview] | None:
         """Give the entry of a key, and count it as used."""
@@ -136,19 +131,17 @@ class ReaderTurn:
 
     def commit(self) -> None:
         """Apply the rule."""
+        if not self._capacity:
+            return
         entered = sum(nbytes for nbytes, content in self._uses.values() if content is not None)
         # A view keeps its whole message alive, which must not be much more than the table accounts for.
         views = self._keep_views and 2 * entered >= self._message_bytes
-        uses = [
-            (key, nbytes, content and (content[0], content[1] if views else _copied(content[1])))
-            for key, (nbytes, content) in self._uses.items()
-        ]
-        if self._capacity:
-            self._table.commit(uses, self._capacity)
-
-
-def _copied(data: memoryview) -> memoryview:
-    target = aligned_empty(data.nbytes)
-    np.copyto(target, np.frombuffer(data, np.uint8))
-    target.flags.writeable = False
-    return target.data
+        uses = []
+        for key, (nbytes, new) in self._uses.items():
+            content = new
+            if new is not None and not views:
+                copied = aligned_empty(nbytes)
+                copied[:] = np.frombuffer(new[1], np.uint8)
+                content = new[0], copied.data.toreadonly()
+            uses.append((key, nbytes, content))
+        self._table.commit(uses, self._capacity)

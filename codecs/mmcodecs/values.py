@@ -95,12 +95,7 @@ DEFAULT_LIMITS = Limits()
 
 
 class ValueWriter:
-    """Turn one value into msgpack and payload frames.
-
-    Args:
-        limits: Bounds to stay within.
-        table: The table of shared arrays of this connection, if there is one.
-        share_from: Hash and share arrays from this many bytes on; None for arrays in `Shared` only.
+    """Turn one value into msgpack and payload frames; the arguments are those of `mmcodecs.wire.Message`.
 
     Attributes:
         frames: The payloads that the body names, in the order of their indices.
@@ -353,15 +348,7 @@ def neutral_form(value: Any) -> Any:
 
 
 class ValueReader:
-    """Read one body, each frame viewed once.
-
-    Args:
-        frames: The payload frames, contiguous bytes.
-        framework: What arrays become.
-        copy: Whether arrays get memory of their own.
-        limits: Bounds to enforce.
-        turn: What this message does to the table of shared arrays of the connection, if there is one.
-    """
+    """Read one body over its payload frames; `turn` is what the message does to its connection's table."""
 
     def __init__(
         self,

@@ -93,9 +93,7 @@ KwargsItem: TypeAlias = dict[str, FieldElem]
 
 
 def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS) -> str:
-    """Write an item as vLLM's base64 text.
-
-    Tuples are written as lists, and arrays of the other byte order in little-endian.
+    """Write an item as vLLM's base64 text, arrays of the other byte order in little-endian.
 
     Raises:
         UnsupportedTypeError: A value or dtype that the format does not have.

@@ -142,9 +142,7 @@ def decode(
 def message_length(start: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> int:
     """Read from the first 64 bytes how long the message is, to receive it into one buffer.
 
-    Raises:
-        DecodeError: These are not the first bytes of a message.
-        LimitError: It is longer than `limits.max_bytes`.
+    Errors are those of `decode`.
     """
     return _read_preamble(as_bytes(start, "head"), limits).total
 
@@ -162,11 +160,7 @@ def head_room(frames: int) -> int:
 def fill_head(head: bytearray, lengths: Sequence[int], *, single: bool, table_bytes: int = 0) -> list[int]:
     """Write preamble and frame table, and give the offset of each payload and the length of the message.
 
-    Args:
-        head: `head_room(len(lengths))` bytes, then the body.
-        lengths: Length of each payload.
-        single: Whether the payloads follow in the same byte string; otherwise offsets are 0.
-        table_bytes: Capacity of the writer's table of shared arrays.
+    `head` is `head_room(len(lengths))` bytes, then the body; `lengths` are those of the payloads.
     """
     body_bytes = len(head) - head_room(len(lengths))
     offsets, end = [], len(head)
