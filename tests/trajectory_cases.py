@@ -96,21 +96,6 @@ def as_mapping(node: Any) -> Any:
     return [as_mapping(entry) for entry in node] if isinstance(node, list) else node
 
 
-def equal(first: Any, second: Any) -> bool:
-    """Equality that looks into arrays and distinguishes list from tuple, and array from list."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(equal, first, second))
-    if isinstance(first, np.ndarray):
-        return first.dtype == second.dtype and np.array_equal(first, second)
-    if isinstance(first, MultiModalData):
-        return all(equal(getattr(first, f.name), getattr(second, f.name)) for f in fields(first))
-    return bool(first == second)
-
-
 Segment = int | tuple[str, int]
 """A run of a conversation: a text token, or an image by name and number of placeholder tokens."""
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ssl import SSLContext
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, TypedDict
@@ -75,7 +75,7 @@ class Received:
         self._acknowledge()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceiverStats:
     """Figures since a receiver was opened.
 
@@ -88,12 +88,12 @@ class ReceiverStats:
         refused: Connections that ended because of something that the peer sent.
     """
 
-    messages: int
-    duplicates: int
-    received_bytes: int
-    queued: int
-    connections: int
-    refused: int
+    messages: int = 0
+    duplicates: int = 0
+    received_bytes: int = 0
+    queued: int = 0
+    connections: int = 0
+    refused: int = 0
 
 
 class ReceiverOptions(TypedDict, total=False):
@@ -200,9 +200,8 @@ class Receiver:
         self._changed = Notifier()
         self._listener: Listener | None = None
         self._tasks: dict[asyncio.Task[None], Connection] = {}
-        self._sessions: dict[bytes, tuple[_Session, asyncio.Task[None]]] = {}
-        self._past = [0, 0]
-        self._duplicates = self._refused = 0
+        self._sessions: dict[bytes, _Session] = {}
+        self._stats = ReceiverStats()
         self._closed = False
 
     @property
@@ -213,15 +212,7 @@ class Receiver:
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far."""
-        sessions = [session for session, _ in self._sessions.values()]
-        return ReceiverStats(
-            self._past[0] + sum(session.received_messages for session in sessions),
-            self._duplicates,
-            self._past[1] + sum(session.received_bytes for session in sessions),
-            len(self._queue),
-            len(sessions),
-            self._refused,
-        )
+        return replace(self._stats, queued=len(self._queue), connections=len(self._sessions))
 
     async def open(self) -> None:
         """Start to listen.
@@ -308,6 +299,8 @@ class Receiver:
         Raises:
             ShippingProtocolError: Its key was used for other content.
         """
+        self._stats.messages += 1
+        self._stats.received_bytes += num_bytes
         entry = self._open.get(name)
         known = self._seen.get(name) if entry is None else entry.digest
         if known is None:
@@ -321,7 +314,7 @@ class Receiver:
                 where=f"id {name!r}",
                 remedy="Give each message a key of its own, or none",
             )
-        self._duplicates += 1
+        self._stats.duplicates += 1
         session, seq = origin
         session.took(seq)
         if entry is None:
@@ -348,82 +341,73 @@ class Receiver:
             session.finished(seq)
 
     def _accept(self, connection: Connection) -> None:
-        task = asyncio.get_running_loop().create_task(self._converse(connection))
+        async def converse() -> None:
+            await self._converse(connection, task)
+
+        task = asyncio.get_running_loop().create_task(converse())
         self._tasks[task] = connection
         task.add_done_callback(self._tasks.pop)
 
-    async def _converse(self, connection: Connection) -> None:
+    async def _converse(self, connection: Connection, task: asyncio.Task[None]) -> None:
         """Serve one connection; an error ends that one only."""
         try:
-            if self._closed or len(self._tasks) > self._max_connections:
-                raise ShippingConnectionError("too many connections", where=connection.peer)
-            await self._serve(connection)
+            await self._serve(connection, task)
         except ShippingConnectionError as error:
             _log.debug("%s", error)
         except MMRenderError as error:
-            self._refused += 1
+            self._stats.refused += 1
             self.errors.append(error)
             _log.warning("a connection was closed: %s", error)
-            denied = isinstance(error, ShippingSecurityError)
+            bye = Bye(str(error)[:1000], isinstance(error, ShippingSecurityError))
             with contextlib.suppress(MMRenderError, TimeoutError):
                 async with asyncio.timeout(self.timing.goodbye):
-                    await connection.send(Bye(str(error)[:1000], denied))
+                    await connection.send(bye)
         finally:
             await connection.aclose()
 
-    async def _serve(self, connection: Connection) -> None:
+    async def _serve(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        def may_grow() -> bool:
+            # No window bounds what lost connections have left in the queue.
+            orphaned = [entry.num_bytes for entry in self._queue if entry.origins[0][0].closed]
+            few = len(orphaned) < _ORPHANED_MESSAGES
+            return few and sum(orphaned) < _ORPHANED_WINDOWS * self.window_bytes
+
+        if self._closed or len(self._tasks) > self._max_connections:
+            raise ShippingConnectionError("too many connections", where=connection.peer)
         try:
             async with asyncio.timeout(self.timing.handshake):
                 hello, _ = await connection.receive(lambda: 0)
                 if not isinstance(hello, Hello):
                     raise out_of_turn(hello, connection.peer)
                 check_version(hello.version, connection.peer)
-                await self._end_earlier(hello.sender)
-                await self._changed.wait_until(self._may_grow)
+                earlier = self._sessions.get(hello.sender)
+                if earlier is not None:
+                    # A sender that comes again has lost its earlier connection, however that looks from here.
+                    earlier.closed = True
+                    earlier.task.cancel()
+                    await asyncio.wait([earlier.task])
+                await self._changed.wait_until(may_grow)
         except TimeoutError as error:
             raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
-        session = _Session(self, connection, hello.sender.hex())
-        task = asyncio.current_task()
-        if task is not None:
-            self._sessions[hello.sender] = session, task
+        session = self._sessions[hello.sender] = _Session(self, connection, task, hello.sender.hex())
         try:
             await session.run(min(hello.table_bytes, self.table_bytes))
         finally:
-            if self._sessions.get(hello.sender, (None,))[0] is session:
+            if self._sessions.get(hello.sender) is session:
                 del self._sessions[hello.sender]
-            self._past = [self._past[0] + session.received_messages, self._past[1] + session.received_bytes]
             session.closed = True
             self._changed.notify()
 
-    async def _end_earlier(self, sender: bytes) -> None:
-        """A sender that comes again has lost its earlier connection, however that looks from here."""
-        earlier = self._sessions.get(sender)
-        if earlier is not None:
-            earlier[0].closed = True
-            earlier[1].cancel()
-            await asyncio.wait([earlier[1]])
-
-    def _may_grow(self) -> bool:
-        """Whether the queue holds so little of lost connections, which no window bounds, that it may grow."""
-        orphaned = [entry.num_bytes for entry in self._queue if entry.origins[0][0].closed]
-        few = len(orphaned) < _ORPHANED_MESSAGES
-        return few and sum(orphaned) < _ORPHANED_WINDOWS * self.window_bytes
-
 
 class _Session:
-    """One connection of a sender: takes in its messages, and answers.
+    """One connection of a sender, after its Hello: takes in its messages, and answers."""
 
-    Args:
-        receiver: Whose connection it is.
-        connection: After the Hello.
-        sender: Id of the sender.
-    """
-
-    def __init__(self, receiver: Receiver, connection: Connection, sender: str) -> None:
+    def __init__(
+        self, receiver: Receiver, connection: Connection, task: "asyncio.Task[None]", sender: str
+    ) -> None:
+        self.task = task
         self.connection = connection
         self.closed = False
-        self.received_bytes = 0
-        self.received_messages = 0
         self._receiver = receiver
         self._sender = sender
         # Long frames have buffers of their own, which the table may hold; segments go back to their sender.
@@ -443,12 +427,11 @@ class _Session:
             ShippingError: Why it ended; it always does so by an error.
         """
         owner = self._receiver
+        welcome = Welcome(
+            VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes
+        )
         try:
-            await self.connection.send(
-                Welcome(
-                    VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes
-                )
-            )
+            await self.connection.send(welcome)
             await run_until_error(self._read(), self._answer(), self.connection.keep_alive(owner.timing))
         except asyncio.CancelledError:
             if not self.closed:
@@ -469,15 +452,16 @@ class _Session:
         self._acked.append(seq)
         self._changed.notify()
 
-    def _allowance(self) -> int:
-        """Bytes that the next message may have."""
-        if not self._in_window:
-            return self._receiver.limits.max_bytes
-        return max(0, self._receiver.window_bytes - sum(self._in_window.values()))
-
     async def _read(self) -> None:
+        owner = self._receiver
+
+        def allowance() -> int:
+            if not self._in_window:
+                return owner.limits.max_bytes
+            return max(0, owner.window_bytes - sum(self._in_window.values()))
+
         while True:
-            message, frames = await self.connection.receive(self._allowance)
+            message, frames = await self.connection.receive(allowance)
             if isinstance(message, Data):
                 await self._take_in(message, frames)
             elif not isinstance(message, Ping):
@@ -486,19 +470,18 @@ class _Session:
             del message, frames
 
     async def _take_in(self, data: Data, frames: list[memoryview]) -> None:
-        peer = self.connection.peer
-        num_bytes = sum(frame.nbytes for frame in frames)
+        owner, peer = self._receiver, self.connection.peer
         name = data.key or f"{self._sender}:{data.seq}"
-        full = len(self._in_window) >= self._receiver.window_messages
+        full = len(self._in_window) >= owner.window_messages
         if full or data.seq in self._in_window or not name.isprintable():
             raise ShippingProtocolError(
                 "a message beyond the window",
                 where=peer,
-                expected=f"{self._receiver.window_messages} messages, each number once, and a printable key",
+                expected=f"{owner.window_messages} messages, each number once, and a printable key",
                 got=f"message {data.seq} with key {data.key!r}"[:200],
             )
         try:
-            self._decoder.framework = self._receiver.framework if data.kind == PLAIN else "numpy"
+            self._decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
             value = from_wire(data.kind, self._decoder.decode(frames))
         except Exception as error:
             # The sender is told, or it would come back with the same message again and again.
@@ -507,11 +490,10 @@ class _Session:
             raise ShippingProtocolError(
                 "a message that cannot be used", where=f"message {name!r} from {peer}", got=str(error)
             ) from error
-        self.received_messages += 1
-        self.received_bytes += num_bytes
+        num_bytes = sum(frame.nbytes for frame in frames)
         self._in_window[data.seq] = num_bytes
         try:
-            self._receiver.put(name, data.digest, value, num_bytes, (self, data.seq))
+            owner.put(name, data.digest, value, num_bytes, (self, data.seq))
         except ShippingProtocolError as error:
             self._in_window.pop(data.seq)
             await self.connection.send(Refused(data.seq, str(error)[:1000]))

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ssl import SSLContext
 from types import TracebackType
 from typing import Any, Self, TypedDict
@@ -59,29 +59,24 @@ class Delivery:
         id: The idempotency key that was given, or else sender and sequence number.
         error: Why it failed.
         reported: Whether awaiting it has raised the error, which `Sender.flush` then leaves out.
+        settled: Set once it was acknowledged or has failed.
     """
 
     def __init__(self, id: str) -> None:
         self.id = id
         self.error: ShippingError | None = None
         self.reported = False
-        self._done = asyncio.Event()
+        self.settled = asyncio.Event()
 
     @property
     def done(self) -> bool:
-        """Whether it is settled."""
-        return self._done.is_set()
+        """Whether it was acknowledged or has failed."""
+        return self.settled.is_set()
 
     @property
     def acknowledged(self) -> bool:
         """Whether the receiver has acknowledged it."""
         return self.done and self.error is None
-
-    def settle(self, error: ShippingError | None = None) -> None:
-        """Note how it ended; only the first call counts."""
-        if not self.done:
-            self.error = error
-            self._done.set()
 
     def check(self) -> None:
         """Raise the error of a message that has failed."""
@@ -89,15 +84,12 @@ class Delivery:
             self.reported = True
             raise self.error
 
-    async def _wait(self) -> None:
-        await self._done.wait()
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from self.settled.wait().__await__()
         self.check()
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._wait().__await__()
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SenderStats:
     """Figures since a sender was made.
 
@@ -110,12 +102,12 @@ class SenderStats:
         sent_bytes: Bytes written, headers included.
     """
 
-    acknowledged: int
-    unacked: int
-    resent: int
-    refused: int
-    connections: int
-    sent_bytes: int
+    acknowledged: int = 0
+    unacked: int = 0
+    resent: int = 0
+    refused: int = 0
+    connections: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +204,7 @@ class Sender:
         self._fatal: ShippingSecurityError | None = None
         self._last_error: ShippingError | None = None
         self._failures: list[Delivery] = []
-        self._acknowledged = self._resent = self._refused = self._connections = self._past_bytes = 0
+        self._stats = SenderStats()
         self._closed = False
 
     @property
@@ -223,15 +215,8 @@ class Sender:
     @property
     def stats(self) -> SenderStats:
         """Figures so far."""
-        sent_bytes = self._past_bytes + (self._connection.sent_bytes if self._connection else 0)
-        return SenderStats(
-            self._acknowledged,
-            len(self._entries),
-            self._resent,
-            self._refused,
-            self._connections,
-            sent_bytes,
-        )
+        sent_bytes = self._stats.sent_bytes + (self._connection.sent_bytes if self._connection else 0)
+        return replace(self._stats, unacked=len(self._entries), sent_bytes=sent_bytes)
 
     async def connect(self, timeout: float | None = 30.0) -> None:
         """Start connecting, and wait for the first connection.
@@ -249,7 +234,7 @@ class Sender:
             return
         try:
             async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: self.connected or self._over())
+                await self._changed.wait_until(lambda: bool(self.connected or self._closed or self._fatal))
         except TimeoutError as error:
             raise self._unreached(f"for {timeout:g} s") from (self._last_error or error)
         self._check()
@@ -278,7 +263,6 @@ class Sender:
             ShippingClosedError: The sender is closed.
         """
         self._start()
-        self._check()
         if id is not None and not (id.isprintable() and 1 <= len(id.encode()) <= MAX_KEY_BYTES):
             raise ShippingError(
                 "malformed idempotency key",
@@ -288,7 +272,13 @@ class Sender:
             )
         kind, wire = to_wire(value)
         digest = b"" if id is None else content_digest(wire, self._limits)
-        await self._changed.wait_until(lambda: self._has_room() or self._over())
+
+        def may_go_on() -> bool:
+            few = len(self._entries) < self._max_unacked_messages
+            room = not self._entries or (few and self._unacked_bytes < self._max_unacked_bytes)
+            return room or self._closed or self._fatal is not None
+
+        await self._changed.wait_until(may_go_on)
         self._check()
         # Messages are encoded in the order in which they are sent. So while some wait to be encoded for the
         # next connection, this one is encoded without a table, to see that it can be.
@@ -321,7 +311,7 @@ class Sender:
         """
         try:
             async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: not self._entries or self._over())
+                await self._changed.wait_until(lambda: bool(not self._entries or self._closed or self._fatal))
         except TimeoutError as error:
             got = f"{len(self._entries)} messages after {timeout:g} s"
             raise self._unreached(got) from (self._last_error or error)
@@ -374,23 +364,16 @@ class Sender:
             await self.aclose(self._timing.goodbye)
 
     def _start(self) -> None:
-        if self._closed:
-            raise ShippingClosedError("the sender is closed")
+        """Connect in the background, if that has not begun."""
+        self._check()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def _over(self) -> bool:
-        return self._closed or self._fatal is not None
 
     def _check(self) -> None:
         if self._fatal is not None:
             raise self._fatal
         if self._closed:
             raise ShippingClosedError("the sender is closed")
-
-    def _has_room(self) -> bool:
-        few = len(self._entries) < self._max_unacked_messages
-        return not self._entries or (few and self._unacked_bytes < self._max_unacked_bytes)
 
     def _unreached(self, got: str) -> ShippingConnectionError:
         last = f"; last: {self._last_error}" if self._last_error else ""
@@ -454,7 +437,7 @@ class Sender:
 
     async def _serve(self, connection: Connection, welcome: Welcome) -> None:
         """Use a connection until it ends."""
-        self._connections += 1
+        self._stats.connections += 1
         self._connection = connection
         self._encoder = Encoder(
             table_bytes=min(self._table_bytes, welcome.table_bytes),
@@ -480,15 +463,10 @@ class Sender:
         finally:
             self._connection = None
             self._encoder = None
-            self._past_bytes += connection.sent_bytes
+            self._stats.sent_bytes += connection.sent_bytes
             await connection.aclose()
 
     async def _write(self, connection: Connection, welcome: Welcome, encoder: Encoder) -> None:
-        def may_send(num_bytes: int) -> bool:
-            in_flight = sum(self._window.values())
-            few = len(self._window) < welcome.window_messages
-            return not self._window or (few and in_flight + num_bytes <= welcome.window_bytes)
-
         while True:
             await self._changed.wait_until(lambda: bool(self._waiting))
             entry = self._waiting[0]
@@ -499,22 +477,38 @@ class Sender:
                 if entry.encoder is not encoder:
                     entry.frames, entry.encoder = self._encoded(entry.wire, encoder), encoder
             except mmcodecs.CodecError as error:
-                self._fail(entry, _changed(entry, error))
+                problem = ShippingProtocolError(
+                    "the message could be encoded when it was given, and cannot be any more",
+                    where=f"message {entry.delivery.id!r}",
+                    got=str(error),
+                    remedy="Leave a value alone until it is acknowledged",
+                )
+                self._fail(entry, problem)
                 continue
             wire_bytes = sum(frame.nbytes for frame in entry.frames)
             if wire_bytes > welcome.max_bytes:
-                self._fail(entry, _too_long(entry, wire_bytes, welcome.max_bytes, connection.peer))
+                problem = ShippingProtocolError(
+                    "the message is longer than the receiver takes",
+                    where=f"message {entry.delivery.id!r} to {connection.peer}",
+                    expected=f"at most {welcome.max_bytes} bytes",
+                    got=str(wire_bytes),
+                    remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
+                )
+                self._fail(entry, problem)
                 # The arrays that it would have brought are in no table of the receiver's.
                 encoder.reset()
                 for each in self._waiting:
                     each.encoder = None
                 continue
-            while not may_send(wire_bytes):
+            while self._window and (
+                len(self._window) >= welcome.window_messages
+                or sum(self._window.values()) + wire_bytes > welcome.window_bytes
+            ):
                 await self._changed.wait()
             self._waiting.popleft()
             self._window[entry.seq] = wire_bytes
             entry.attempts += 1
-            self._resent += entry.attempts > 1
+            self._stats.resent += entry.attempts > 1
             await connection.send(Data(entry.seq, entry.key, entry.digest, entry.kind), entry.frames)
 
     async def _read(self, connection: Connection) -> None:
@@ -525,18 +519,23 @@ class Sender:
                     self._window.pop(seq, None)
                 for seq in message.acked:
                     if seq in self._entries:
-                        self._acknowledged += 1
+                        self._stats.acknowledged += 1
                         self._settle(self._entries[seq], None)
                 self._changed.notify()
             elif isinstance(message, Refused):
                 entry = self._entries.get(message.seq)
                 if entry is not None:
-                    self._fail(entry, _refused(entry, message.reason, connection.peer))
+                    problem = ShippingProtocolError(
+                        "the receiver cannot use this message",
+                        where=f"message {entry.delivery.id!r} to {connection.peer}",
+                        got=message.reason,
+                    )
+                    self._fail(entry, problem)
             elif not isinstance(message, Ping):
                 raise out_of_turn(message, connection.peer)
 
     def _fail(self, entry: _Outgoing, error: ShippingError) -> None:
-        self._refused += 1
+        self._stats.refused += 1
         self._settle(entry, error)
         if len(self._failures) >= _MAX_FAILURES:
             self._failures = [each for each in self._failures if not each.reported]
@@ -547,30 +546,6 @@ class Sender:
         del self._entries[entry.seq]
         self._unacked_bytes -= entry.num_bytes
         self._window.pop(entry.seq, None)
-        entry.delivery.settle(error)
+        entry.delivery.error = error
+        entry.delivery.settled.set()
         self._changed.notify()
-
-
-def _refused(entry: _Outgoing, reason: str, peer: str) -> ShippingProtocolError:
-    return ShippingProtocolError(
-        "the receiver cannot use this message", where=f"message {entry.delivery.id!r} to {peer}", got=reason
-    )
-
-
-def _too_long(entry: _Outgoing, got: int, bound: int, peer: str) -> ShippingProtocolError:
-    return ShippingProtocolError(
-        "the message is longer than the receiver takes",
-        where=f"message {entry.delivery.id!r} to {peer}",
-        expected=f"at most {bound} bytes",
-        got=str(got),
-        remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
-    )
-
-
-def _changed(entry: _Outgoing, error: Exception) -> ShippingProtocolError:
-    return ShippingProtocolError(
-        "the message could be encoded when it was given, and cannot be any more",
-        where=f"message {entry.delivery.id!r}",
-        got=str(error),
-        remedy="Leave a value alone until it is acknowledged",
-    )

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from ssl import CERT_REQUIRED, SSLContext, SSLEOFError, SSLError
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from mmcodecs import BufferPool
@@ -115,30 +115,12 @@ class Address:
         return str(runtime_folder() / f"{self.path}.sock") if self.scheme == "shm" else self.path
 
 
-class Stream(Protocol):
-    """Bytes in both directions. One task may read while another writes.
+class SocketStream:
+    """A connected socket. One task may read while another writes.
 
     Attributes:
         heard: When the last bytes came, by `time.monotonic`.
     """
-
-    heard: float
-
-    async def read_into(self, view: memoryview, *, whole: bool) -> int:
-        """Read some bytes, or with `whole` until the view is full; return fewer than that only at the end."""
-        ...
-
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write all bytes."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close; no task may be reading or writing any more."""
-        ...
-
-
-class SocketStream:
-    """A connected socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -191,12 +173,12 @@ class SocketStream:
         await self._loop.sock_sendall(self.sock, data)
 
     async def aclose(self) -> None:
-        """Close the socket; the system still delivers what it has taken."""
+        """Close the socket; no task may be reading or writing."""
         self.sock.close()
 
 
 class TLSStream:
-    """A TLS connection of asyncio."""
+    """A TLS connection of asyncio; otherwise as `SocketStream`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.heard = time.monotonic()
@@ -240,7 +222,7 @@ class Connection:
         sent_bytes: Bytes written so far.
     """
 
-    def __init__(self, stream: Stream, peer: str, pool: BufferPool) -> None:
+    def __init__(self, stream: SocketStream | TLSStream, peer: str, pool: BufferPool) -> None:
         self.peer = peer
         self.sent_bytes = 0
         self._stream = stream
@@ -267,7 +249,8 @@ class Connection:
             ShippingProtocolError: The peer sent something else, or too much.
         """
         while True:
-            prefix = await self._read(_PREFIX.size)
+            prefix = memoryview(bytearray(_PREFIX.size))
+            await self._fill(prefix)
             magic, version, kind, reserved, header_bytes, count = _PREFIX.unpack(prefix)
             if magic != MAGIC or version != VERSION or reserved:
                 raise ShippingProtocolError(
@@ -283,7 +266,8 @@ class Connection:
                     expected=f"at most {MAX_HEADER_BYTES} bytes, {MAX_FRAMES} frames",
                     got=f"{header_bytes} bytes, {count} frames",
                 )
-            rest = await self._read(8 * count + header_bytes)
+            rest = memoryview(bytearray(8 * count + header_bytes))
+            await self._fill(rest)
             lengths = list(struct.unpack_from(f"<{count}Q", rest))
             parcel = await self.read_parcel(kind, rest[8 * count :], lengths, limit)
             if parcel is None:
@@ -360,11 +344,6 @@ class Connection:
             frames.append(frame)
         return header, frames
 
-    async def _read(self, count: int) -> memoryview:
-        view = memoryview(bytearray(count))
-        await self._fill(view)
-        return view
-
     async def _fill(self, view: memoryview) -> None:
         """Read until the view is full; for a short one, what has come beyond it is kept for the next."""
         while view.nbytes:
@@ -430,45 +409,42 @@ async def dial(
             TLS failed.
     """
     url = str(address)
-    _check_tls(address, ssl)
-    if address.scheme != "tcp":
-        return make(await _connect(socket.AF_UNIX, address.socket_path, url), url)
-    if ssl is not None:
-        try:
+    found = await _resolve(address, ssl)
+    try:
+        if ssl is not None:
             limit = _SOCKET_BUFFER_BYTES
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=ssl, limit=limit)
-        except SSLEOFError as error:
-            raise broken(url, error) from error
-        except SSLError as error:
-            raise ShippingSecurityError("TLS failed", where=url, got=str(error)) from error
-        except OSError as error:
-            raise ShippingConnectionError("nobody answers", where=url, got=str(error)) from error
-        return Connection(TLSStream(reader, writer), url, pool)
-    errors: list[ShippingConnectionError] = []
-    found = await _resolve(address)
-    _check_loopback(address, [where[0] for _, where in found])
-    for family, where in found:
-        try:
-            return make(await _connect(family, where, url), url)
-        except ShippingConnectionError as error:
-            errors.append(error)
-    raise errors[-1]
+            return Connection(TLSStream(reader, writer), url, pool)
+        for number, (family, where) in enumerate(found, 1):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(sock, where)
+                return make(sock, url)
+            except BaseException as error:
+                sock.close()
+                if number == len(found) or not isinstance(error, OSError):
+                    raise
+    except SSLEOFError as error:
+        raise broken(url, error) from error
+    except SSLError as error:
+        raise ShippingSecurityError("TLS failed", where=url, got=str(error)) from error
+    except OSError as error:
+        raise ShippingConnectionError("nobody answers", where=url, got=str(error)) from error
+    raise ShippingConnectionError("unknown host", where=url)
 
 
+@dataclass(frozen=True, slots=True)
 class Listener:
     """Accepts connections until it is closed.
 
     Attributes:
         url: The address with the port that was chosen.
+        close: Takes no more connections.
     """
 
-    def __init__(self, url: str, close: Callable[[], None]) -> None:
-        self.url = url
-        self._close = close
-
-    def close(self) -> None:
-        """Take no more connections."""
-        self._close()
+    url: str
+    close: Callable[[], None]
 
 
 async def listen(
@@ -485,107 +461,92 @@ async def listen(
         ShippingConnectionError: The address cannot be bound.
         ShippingSecurityError: Other machines could reach it, and TLS does not identify them.
     """
-    _check_tls(address, ssl)
-    if address.scheme != "tcp":
-        path = address.socket_path
-        sock = await _bind_path(path, str(address))
-        inode = os.stat(path).st_ino
+    sock, where = await _bind(address, ssl)
+    if address.scheme == "tcp":
+        address = replace(address, port=sock.getsockname()[1])
+    url = str(address)
 
-        def remove() -> None:
-            with contextlib.suppress(OSError):
-                if os.stat(path).st_ino == inode:  # not one that another receiver has put in place
-                    os.unlink(path)
+    def named(peer: Any) -> str:
+        return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else url
 
-        return _accept(sock, str(address), lambda each, _: on_connection(make(each, str(address))), remove)
-    found = await _resolve(address)
-    if ssl is None:
-        _check_loopback(address, [where[0] for _, where in found])
+    if ssl is not None:
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            stream = TLSStream(reader, writer)
+            on_connection(Connection(stream, named(writer.get_extra_info("peername")), pool))
+
+        server = await asyncio.start_server(accepted, sock=sock, ssl=ssl, limit=_SOCKET_BUFFER_BYTES)
+        return Listener(url, server.close)
+
+    loop = asyncio.get_running_loop()
+
+    async def accept() -> None:
+        while True:
+            try:
+                connected, peer = await loop.sock_accept(sock)
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # most likely out of descriptors: neither stop nor try without pause
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            on_connection(make(connected, named(peer)))
+
+    task = loop.create_task(accept())
+    inode = os.stat(where).st_ino if isinstance(where, str) else None
+
+    def close() -> None:
+        task.cancel()
+        loop.remove_reader(sock.fileno())
+        sock.close()
+        with contextlib.suppress(OSError):
+            # A file that another receiver has put in place stays.
+            if isinstance(where, str) and os.stat(where).st_ino == inode:
+                os.unlink(where)
+
+    return Listener(url, close)
+
+
+async def _bind(address: Address, ssl: SSLContext | None) -> tuple[socket.socket, str | tuple[str, int]]:
+    found = await _resolve(address, ssl)
     family, where = found[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if isinstance(where, str):
+            _remove_stale(where, str(address))
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
+        if isinstance(where, str):
+            # Nobody can connect before listen(), so nobody comes in with other rights than these.
+            os.chmod(where, 0o600)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise ShippingConnectionError("cannot bind", where=str(address), got=str(error)) from error
-    url = str(replace(address, port=sock.getsockname()[1]))
-    if ssl is None:
-        return _accept(sock, url, lambda each, peer: on_connection(make(each, peer)), lambda: None)
-
-    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port = writer.get_extra_info("peername")[:2]
-        on_connection(Connection(TLSStream(reader, writer), f"{host}:{port}", pool))
-
-    server = await asyncio.start_server(accepted, sock=sock, ssl=ssl, limit=_SOCKET_BUFFER_BYTES)
-    return Listener(url, server.close)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, where
 
 
-def _accept(
-    sock: socket.socket,
-    url: str,
-    on_socket: Callable[[socket.socket, str], None],
-    after: Callable[[], None],
-) -> Listener:
-    loop = asyncio.get_running_loop()
-
-    def accept() -> None:
-        try:
-            accepted, where = sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError:
-            # Most likely out of descriptors: neither stop accepting nor try without pause.
-            loop.remove_reader(sock.fileno())
-            loop.call_later(_PAUSE_S, resume)
-            return
-        on_socket(accepted, f"{where[0]}:{where[1]}" if isinstance(where, tuple) else url)
-
-    def resume() -> None:
-        if sock.fileno() >= 0:
-            loop.add_reader(sock.fileno(), accept)
-
-    def close() -> None:
-        if sock.fileno() >= 0:
-            loop.remove_reader(sock.fileno())
-            sock.close()
-        after()
-
-    resume()
-    return Listener(url, close)
-
-
-def _check_tls(address: Address, ssl: SSLContext | None) -> None:
-    if ssl is None:
-        return
-    if address.scheme != "tcp":
+async def _resolve(
+    address: Address, ssl: SSLContext | None
+) -> list[tuple[socket.AddressFamily, str | tuple[str, int]]]:
+    """Return the numeric addresses or the socket file, if this TLS context guards them well enough."""
+    if ssl is not None and address.scheme != "tcp":
         raise ShippingError(
             "TLS is for tcp:// only; socket files are for their owner", where="ssl", got=str(address)
         )
-    if ssl.verify_mode != CERT_REQUIRED:
+    if ssl is not None and ssl.verify_mode != CERT_REQUIRED:
         raise ShippingSecurityError(
             "the TLS context does not ask the peer for a certificate, so anyone could be there",
             where=str(address),
             expected="verify_mode=ssl.CERT_REQUIRED and the CA of the peers' certificates",
             got=ssl.verify_mode.name,
         )
-
-
-def _check_loopback(address: Address, hosts: list[str]) -> None:
-    for host in hosts:
-        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            raise ShippingSecurityError(
-                "other machines can reach this address, and nothing guards it",
-                where=str(address),
-                expected="a loopback address, or TLS",
-                got=host,
-                remedy="Give ssl=, an ssl.SSLContext with a certificate and verify_mode=ssl.CERT_REQUIRED",
-            )
-
-
-async def _resolve(address: Address) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """Return the numeric addresses of a host name, in the system's order."""
+    if address.scheme != "tcp":
+        return [(socket.AF_UNIX, address.socket_path)]
     host = None if address.host == "*" else address.host
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
@@ -593,43 +554,20 @@ async def _resolve(address: Address) -> list[tuple[socket.AddressFamily, tuple[s
         )
     except OSError as error:
         raise ShippingConnectionError("unknown host", where=str(address), got=str(error)) from error
+    for *_, where in found if ssl is None else ():
+        if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
+            raise ShippingSecurityError(
+                "other machines can reach this address, and nothing guards it",
+                where=str(address),
+                expected="a loopback address, or TLS",
+                got=str(where[0]),
+                remedy="Give ssl=, an ssl.SSLContext with a certificate and verify_mode=ssl.CERT_REQUIRED",
+            )
     return [(family, (str(where[0]), int(where[1]))) for family, _, _, _, where in found]
 
 
-async def _connect(family: int, where: str | tuple[str, int], url: str) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, where)
-    except OSError as error:
-        sock.close()
-        raise ShippingConnectionError("nobody answers", where=url, got=str(error)) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-async def _bind_path(path: str, url: str) -> socket.socket:
-    """Listen on a socket file for its owner alone; one that a dead process left behind is replaced."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await _remove_stale(path, url)
-        sock.bind(path)
-        # Nobody can connect before listen(), so nobody comes in with other rights than these.
-        os.chmod(path, 0o600)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ShippingConnectionError("cannot bind", where=url, got=str(error)) from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-async def _remove_stale(path: str, url: str) -> None:
+def _remove_stale(path: str, url: str) -> None:
+    """Remove a socket file that a dead process left behind."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -641,12 +579,12 @@ async def _remove_stale(path: str, url: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
-            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(probe, path), 1.0)
+            probe.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             return
-        except (OSError, TimeoutError):
+        except BlockingIOError:  # its backlog is full, so somebody listens
             pass
     raise ShippingConnectionError("another receiver listens there", where=url)
 

@@ -11,12 +11,11 @@ TrajectoryReader("run.mmc")[5]     # the trajectories of one record; nothing els
 """
 
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -25,8 +24,6 @@ from mmrender.errors import TrajectoryError
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.wire import MediaSources, plain_message
-
-_DEPTH: Final = 100
 
 
 class TrajectoryWriter:
@@ -191,12 +188,12 @@ def write_jsonl(
             text.
 
     Raises:
-        TrajectoryError: Something in `extra`, a reward or a message is not JSON; the message names its path.
-            Lines before it stay in the file.
+        TrajectoryError: Something in `extra`, a reward or a message is not JSON. Lines before it stay in the
+            file.
         OSError: The file cannot be written.
     """
     count = 0
-    with Path(path).open(mode, encoding="utf-8", newline="\n") as file:
+    with Path(path).open(f"{mode}b") as file:
         for trajectory in trajectories:
             plain = {
                 "trajectory_id": trajectory.trajectory_id,
@@ -205,10 +202,18 @@ def write_jsonl(
                 "extra": trajectory.extra,
                 "steps": [_plain_step(step, media_sources) for step in trajectory.steps],
             }
-            _check_json(plain, trajectory.trajectory_id or "trajectory", 0)
-            line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            try:
+                line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise TrajectoryError(
+                    "this trajectory cannot be written as JSON",
+                    where=trajectory.trajectory_id or "trajectory",
+                    expected="null, booleans, finite numbers, text, lists and objects",
+                    got=str(error)[:200],
+                    remedy="Use save_trajectories, which keeps arrays and bytes as they are",
+                ) from error
             # One write, so that a line is whole or absent unless the machine fails.
-            file.write(line + "\n")
+            file.write(line + b"\n")
             file.flush()
             count += 1
     return count
@@ -241,41 +246,3 @@ def _plain_step(step: Step, media_sources: MediaSources) -> dict[str, Any]:
         "messages": [plain_message(message, media_sources) for message in step.new_messages],
         "extra": step.extra,
     }
-
-
-def _check_json(value: Any, where: str, depth: int) -> None:
-    """Refuse by its path what JSON has no form for: arrays, bytes, NaN, other keys than text."""
-    odd = None
-    if depth > _DEPTH:
-        odd = f"more than {_DEPTH} levels"
-    elif isinstance(value, float):
-        odd = None if math.isfinite(value) else str(value)
-    elif isinstance(value, str):
-        odd = None if _is_unicode(value) else "text with a lone surrogate"
-    elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            _check_json(entry, f"{where}[{index}]", depth + 1)
-    elif isinstance(value, dict):
-        odd = next(
-            (f"the key {key!r}" for key in value if not isinstance(key, str) or not _is_unicode(key)), None
-        )
-        for key, entry in value.items() if odd is None else ():
-            _check_json(entry, f"{where}.{key}", depth + 1)
-    elif value is not None and not isinstance(value, bool | int):
-        odd = type(value).__qualname__
-    if odd is not None:
-        raise TrajectoryError(
-            "this cannot be written as JSON",
-            where=where,
-            expected="null, booleans, finite numbers, text, lists and objects",
-            got=odd,
-            remedy="Use save_trajectories, which keeps arrays and bytes as they are",
-        )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -20,6 +20,7 @@ Messages travel without the sources of their media by default, since the pixels 
 bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -184,13 +185,24 @@ class _Writer:
             parent = base = first + step.parent.index
             keep = step.keep
         else:
-            parent = -1
-            base, keep = self._base(step, first)
+            # The root of an earlier trajectory that shares the longest prefix lends its first tokens.
+            parent, base, found = -1, -1, NOTHING_SHARED
+            for row, other in self._roots:
+                if row < first:
+                    known = other.own_ids, other.own_media
+                    shared = shared_prefix(0, *known, step.prompt_delta, step.own_media)
+                    if shared.length > found.length:
+                        base, found = row, shared
+            keep = found.length
             self._roots.append((index, step))
         skipped = keep - step.keep
         media = media_from(step.own_media, keep)
         self.tokens.append(step.own_ids[skipped:])
-        self.media += [(self._item_row(span.item), span.range) for span in media]
+        for span in media:
+            row = self._item_rows.setdefault((span.item.identity, type(span.item)), len(self.items))
+            if row == len(self.items):
+                self.items.append(span.item)
+            self.media.append((row, span.range))
         if step.logprobs is not None:
             self.logprobs.append(step.logprobs)
         reward = step.reward
@@ -215,22 +227,6 @@ class _Writer:
             self.experts.append([index, step.own_experts.start, step.own_experts.data])
         if step.extra:
             self.extras.append([index, step.extra])
-
-    def _base(self, root: Step, first: int) -> tuple[int, int]:
-        """Return the root of an earlier trajectory that shares the longest prefix with this one's prompt."""
-        best, found = -1, NOTHING_SHARED
-        for index, other in self._roots:
-            if index < first:
-                shared = shared_prefix(0, other.own_ids, other.own_media, root.prompt_delta, root.own_media)
-                if shared.length > found.length:
-                    best, found = index, shared
-        return best, found.length
-
-    def _item_row(self, item: MediaItem) -> int:
-        row = self._item_rows.setdefault((item.identity, type(item)), len(self.items))
-        if row == len(self.items):
-            self.items.append(item)
-        return row
 
     def _message(self, message: Any, where: str) -> int:
         known = self._known_messages.get(id(message))
@@ -375,17 +371,16 @@ class _Pool:
         self._taken = 0
 
     def take(self, count: int, where: str) -> Any:
-        """Return the next `count` entries."""
         left = len(self._values) - self._taken
-        if not 0 <= count <= left:
-            raise _damaged(f"more {self._name} are taken than there are", where, f"0..{left}", count)
+        _require(
+            0 <= count <= left, f"more {self._name} are taken than there are", where, f"0..{left}", count
+        )
         self._taken += count
         return self._values[self._taken - count : self._taken]
 
     def finish(self) -> None:
-        """Require that nothing is left."""
-        if self._taken != len(self._values):
-            raise _damaged("entries are left over", f"wire.{self._name}", self._taken, len(self._values))
+        count = len(self._values)
+        _require(self._taken == count, "entries are left over", f"wire.{self._name}", self._taken, count)
 
 
 class _Reader:
@@ -394,18 +389,26 @@ class _Reader:
     def __init__(self, form: _Form) -> None:
         for name, (dtype, rest) in _ARRAYS.items():
             value = getattr(form, name)
-            if not (
-                isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1 + len(rest)
-            ) or (value.shape[1:] != rest):
-                shape = ", ".join(["n", *map(str, rest)])
-                raise _damaged("an array is malformed", f"wire.{name}", f"{np.dtype(dtype)} [{shape}]", value)
+            right = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1 + len(rest)
+            shape = ", ".join(["n", *map(str, rest)])
+            _require(
+                right and value.shape[1:] == rest,
+                "an array is malformed",
+                f"wire.{name}",
+                f"{np.dtype(dtype)} [{shape}]",
+                value,
+            )
         self._form = form
         try:
             self._rows = msgspec.msgpack.decode(form.steps.tobytes(), type=list[StepRecord])
         except msgspec.DecodeError as error:
             raise TrajectoryError("steps are malformed", where="wire.steps", got=str(error)) from error
-        self._experts = self._by_step([(row[0], row) for row in form.experts], "experts")
-        self._extras = self._by_step([(row[0], row[1]) for row in form.extras], "extras")
+        self._experts = {row[0]: row for row in form.experts}
+        self._extras = dict(form.extras)
+        for name, table in (("experts", form.experts), ("extras", form.extras)):
+            numbers = [row[0] for row in table]
+            right = numbers == sorted(set(numbers)) and set(numbers) <= set(range(len(self._rows)))
+            _require(right, "rows must belong to steps, in order", f"wire.{name}", "each step once", numbers)
         self._messages = list(self._read_messages())
         self._items = items_from_wire(form.items, where="wire.items")
         ranges = ranges_from_array(form.placeholders, form.spans, len(self._items), "wire.placeholders")
@@ -419,55 +422,64 @@ class _Reader:
     def records(self) -> list[Record]:
         """Return the trajectories."""
         records = []
+        steps = _Pool(self._rows, "steps")
         for index, each in enumerate(self._form.trajectories):
             where = f"wire.trajectories[{index}]"
-            left = len(self._rows) - len(self._steps)
-            if not 0 <= each.steps <= left:
-                raise _damaged("a number of steps is malformed", f"{where}.steps", f"0..{left}", each.steps)
             check_reward(each.reward, None, f"{where}.reward")
             first = len(self._steps)
             form: RoutedExperts | None = None
-            for number in range(first, first + each.steps):
-                step = self._step(self._rows[number], first, number, form)
+            for number, row in enumerate(steps.take(each.steps, f"{where}.steps"), first):
+                step = self._step(row, first, number, form)
                 self._steps.append(step)
                 form = form or step.own_experts
             records.append(Record(each.id, self._steps[first:], each.reward, each.error, each.extra))
-        if len(self._steps) != len(self._rows):
-            raise _damaged("entries are left over", "wire.steps", len(self._steps), len(self._rows))
-        for pool in (self._tokens, self._logprobs, self._new_media):
+        for pool in (steps, self._tokens, self._logprobs, self._new_media):
             pool.finish()
         return records
 
     def _step(self, row: StepRecord, first: int, number: int, form: RoutedExperts | None) -> Step:
         where = f"wire.steps[{number}]"
-        base = self._base(row, first, number, where)
-        parent = self._steps[row.parent] if row.parent >= 0 else None
-        keep = row.keep if parent is not None else 0
-        own_ids, added = self._own_ids(row, None if parent is not None else base, where)
+        is_root = row.parent < 0
+        # A root may take its first tokens from the root of an earlier trajectory.
+        right = row.base < first if is_root else first <= row.parent == row.base < number
+        base = self._steps[row.base] if right and row.base >= 0 else None
+        right = right and not (is_root and base is not None and base.parent is not None)
+        expected = f"a step before {number}, the base of a root in an earlier trajectory"
+        _require(right, "parent or base is malformed", where, expected, (row.parent, row.base))
+        available = 0 if base is None else len(base)
+        right = 0 <= row.keep <= available
+        _require(right, "more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
+        own_ids = check_ids(self._tokens.take(row.added + row.sampled, where), f"{where}.tokens")
+        shared = row.keep if is_root else 0
+        self._total += shared + len(own_ids)
+        right = self._total <= _MAX_TOKENS
+        _require(right, "there are too many tokens", where, f"at most {_MAX_TOKENS} in all", self._total)
+        if base is not None and shared:
+            own_ids = np.concatenate([base.own_ids[:shared], own_ids])
+        own_ids.flags.writeable = False
+        parent = None if is_root else base
+        keep = row.keep - shared
         logprobs = self._logprobs.take(row.sampled, f"{where}.logprobs") if row.has_logprobs else None
         table, known = len(self._messages), 0 if parent is None else parent.message_count
-        if not 0 <= row.messages_keep <= known or any(not 0 <= each < table for each in row.messages):
-            expected = f"at most {known} kept, and rows below {table}"
-            raise _damaged(
-                "messages are not in the table",
-                f"{where}.messages",
-                expected,
-                [row.messages_keep, *row.messages],
-            )
+        right = 0 <= row.messages_keep <= known and all(0 <= each < table for each in row.messages)
+        expected, got = f"at most {known} kept, and rows below {table}", [row.messages_keep, *row.messages]
+        _require(right, "messages are not in the table", f"{where}.messages", expected, got)
         experts = None
         if number in self._experts:
             _, start, data = self._experts[number]
             try:
                 experts = check_experts(RoutedExperts(data, start), keep + len(own_ids), form, "")
             except (TrajectoryError, AttributeError) as error:
-                raise _damaged("routed experts are malformed", f"{where}.experts", error, data) from error
+                raise TrajectoryError(
+                    "routed experts are malformed", where=f"{where}.experts", got=str(error)
+                ) from error
         return Step(
             index=number - first,
             parent=parent,
             keep=keep,
             own_ids=own_ids,
-            added=added,
-            own_media=self._own_media(row, base, keep + added, where),
+            added=shared + row.added,
+            own_media=self._own_media(row, keep + shared + row.added, where),
             logprobs=check_logprobs(logprobs, row.sampled, f"{where}.logprobs"),
             finish_reason=row.finish_reason,
             own_experts=experts,
@@ -478,60 +490,21 @@ class _Reader:
             extra=dict(self._extras.get(number, {})),
         )
 
-    def _base(self, row: StepRecord, first: int, number: int, where: str) -> Step | None:
-        """Return the step whose first tokens are kept: the parent, or for a root that of another tree."""
-        base: Step | None = None
-        if row.parent >= 0:
-            if not first <= row.parent < number or row.base != row.parent:
-                expected = f"an earlier step of its trajectory, {first}..{number - 1}"
-                raise _damaged("a parent is malformed", f"{where}.parent", expected, row.parent)
-            base = self._steps[row.parent]
-        elif row.base >= 0:
-            base = self._steps[row.base] if row.base < first else None
-            if base is None or base.parent is not None:
-                expected = "-1 or the root of an earlier trajectory"
-                raise _damaged("a base is malformed", f"{where}.base", expected, row.base)
-        available = 0 if base is None else len(base)
-        if not 0 <= row.keep <= available:
-            raise _damaged("more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
-        return base
-
-    def _own_ids(self, row: StepRecord, base: Step | None, where: str) -> tuple[Int32Array, int]:
-        """Return a step's own tokens, and how many of them belong to the prompt."""
-        own = check_ids(self._tokens.take(row.added + row.sampled, where), f"{where}.tokens")
-        kept = row.keep if base is not None else 0
-        self._total += kept + len(own)
-        if self._total > _MAX_TOKENS:
-            raise _damaged("there are too many tokens", where, f"at most {_MAX_TOKENS} in all", self._total)
-        if base is not None and kept:
-            own = np.concatenate([base.own_ids[:kept], own])
-        own.flags.writeable = False
-        return own, kept + row.added
-
-    def _own_media(
-        self, row: StepRecord, base: Step | None, prompt_length: int, where: str
-    ) -> tuple[MediaSpan, ...]:
-        known = [] if base is None else media_before(self._media[row.base], row.keep)
-        if known and known[-1].stop > row.keep:
-            span = f"[{known[-1].start}, {known[-1].stop})"
-            raise _damaged(
-                "a medium is kept in part", f"{where}.keep", f"no position within {span}", row.keep
-            )
+    def _own_media(self, row: StepRecord, prompt_length: int, where: str) -> tuple[MediaSpan, ...]:
+        """Return the media that a step adds, and for a root those that it takes from another tree, too."""
+        known = media_before(self._media[row.base], row.keep) if row.base >= 0 else []
+        right = not known or known[-1].stop <= row.keep
+        expected = "no position within the range of a medium"
+        _require(right, "a medium is kept in part", f"{where}.keep", expected, row.keep)
         taken = self._new_media.take(row.media, where)
-        if not taken:
-            self._media.append(list(known))
-            return () if row.parent >= 0 else tuple(known)
         spans = MultiModalData.of((found, self._items[index]) for index, found in taken).spans(
             prompt_length, where=f"{where}.media"
         )
-        if spans and spans[0].start < row.keep:
-            raise _damaged(
-                "a medium begins before the step's own tokens", where, f"{row.keep} or more", spans[0].start
-            )
-        counts: dict[str, int] = {}
-        for each in known:
-            counts[each.modality] = counts.get(each.modality, 0) + 1
-        spans = [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
+        starts = [span.start for span in spans]
+        right = not starts or starts[0] >= row.keep
+        _require(right, "a medium begins before the step's own tokens", where, f"{row.keep} or more", starts)
+        counts = Counter(each.modality for each in known)
+        spans = [span._replace(position=span.position + counts[span.modality]) for span in spans]
         self._media.append([*known, *spans])
         return tuple(self._media[-1] if row.parent < 0 else spans)
 
@@ -539,30 +512,19 @@ class _Reader:
         data, start = self._form.messages, 0
         for index, end in enumerate(self._form.message_ends.tolist()):
             where = f"wire.messages[{index}]"
-            if not start < end <= len(data):
-                raise _damaged("the end of a message is malformed", where, f"{start + 1}..{len(data)}", end)
+            right = start < end <= len(data)
+            _require(right, "the end of a message is malformed", where, f"{start + 1}..{len(data)}", end)
             try:
-                is_message, plain = mmcodecs.decode(
-                    np.ascontiguousarray(data[start:end]).data, type=tuple[bool, Any]
-                )
+                encoded = np.ascontiguousarray(data[start:end]).data
+                is_message, plain = mmcodecs.decode(encoded, type=tuple[bool, Any])
                 yield msgspec.convert(plain, Message) if is_message else plain
             except (mmcodecs.CodecError, msgspec.ValidationError) as error:
                 raise TrajectoryError("a message is damaged", where=where, got=str(error)) from error
             start = end
-        if start != len(data):
-            raise _damaged("entries are left over", "wire.messages", start, len(data))
-
-    def _by_step(self, rows: Sequence[tuple[int, Any]], name: str) -> dict[int, Any]:
-        """Return the rows of a table by step; steps must rise."""
-        last = -1
-        for index, (number, _) in enumerate(rows):
-            if not last < number < len(self._rows):
-                expected = f"{last + 1}..{len(self._rows) - 1}"
-                raise _damaged("a row belongs to no later step", f"wire.{name}[{index}]", expected, number)
-            last = number
-        return dict(rows)
+        _require(start == len(data), "entries are left over", "wire.messages", start, len(data))
 
 
-def _damaged(problem: str, where: str, expected: Any, got: Any) -> TrajectoryError:
-    text = f"{got.dtype} {list(got.shape)}" if isinstance(got, np.ndarray) else repr(got)[:80]
-    return TrajectoryError(problem, where=where, expected=str(expected), got=text)
+def _require(right: bool, problem: str, where: str, expected: Any, got: Any) -> None:
+    if not right:
+        text = f"{got.dtype} {list(got.shape)}" if isinstance(got, np.ndarray) else repr(got)[:80]
+        raise TrajectoryError(problem, where=where, expected=str(expected), got=text)

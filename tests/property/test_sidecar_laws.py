@@ -6,8 +6,9 @@ from hypothesis import given, settings
 
 from mmrender.spans import MultiModalData
 from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
+from mmrender.trajectory.prefix import same_value
 from mmrender.trajectory.sidecars import _sidecar_of
-from trajectory_cases import PAD, as_mapping, conversations, equal, rendered, step, trajectories
+from trajectory_cases import PAD, as_mapping, conversations, rendered, step, trajectories
 
 
 @given(trajectories())
@@ -15,10 +16,10 @@ from trajectory_cases import PAD, as_mapping, conversations, equal, rendered, st
 def test_stripping_changes_nothing_but_sidecars_and_not_its_input(trajectory):
     before = copy.deepcopy(trajectory)
     stripped = strip_intermediate_mm_data(trajectory)
-    assert equal(as_mapping(trajectory), as_mapping(before))
+    assert same_value(as_mapping(trajectory), as_mapping(before))
     assert [type(entry) for entry in stripped] == [type(entry) for entry in trajectory]
     for old, new in zip(as_mapping(trajectory), as_mapping(stripped), strict=True):
-        assert equal(_without_sidecars(old), _without_sidecars(new))
+        assert same_value(_without_sidecars(old), _without_sidecars(new))
 
 
 @given(conversations())
@@ -40,7 +41,7 @@ def _recovered(steps: list, index: int, mm: MultiModalData) -> bool:
     own = _sidecar_of(steps[index])
     sequence = steps[index]["tokens"]["prompt_ids"] + steps[index]["tokens"]["completion_ids"]
     if own is not None:
-        return equal(own, mm)
+        return same_value(own, mm)
     for later in range(index + 1, len(steps)):
         extends = (
             steps[later]["parent"] == index
@@ -74,4 +75,4 @@ def test_restoring_undoes_stripping(tree):
         prompt, mm = rendered(segments)
         steps.append(step(prompt, completion, mm if mm else None, parent=parent))
     restored = restore_intermediate_mm_data(strip_intermediate_mm_data(steps))
-    assert equal(as_mapping(restored), as_mapping(steps))
+    assert same_value(as_mapping(restored), as_mapping(steps))

@@ -141,20 +141,6 @@ def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
                 assert isinstance(first, ReferenceItem) or same_tensors(first, second)
 
 
-@given(st.lists(calls(), min_size=1, max_size=4))
-@settings(max_examples=50)
-def test_a_connection_sends_each_item_once(rollouts):
-    encoder, decoder = mmcodecs.Encoder(), mmcodecs.Decoder()
-    sent: set[str] = set()
-    for number, rollout in enumerate(rollouts):
-        trajectory = grown(rollout, f"t{number}")
-        frames = encoder.encode_frames(trajectories_to_wire([trajectory]))
-        large = {i.identity: i for i in trajectory.items if i.identity not in sent}
-        assert sum(len(memoryview(frame)) for frame in frames) <= bound([trajectory], large)
-        sent |= set(large)
-        assert_same(trajectory, trajectories_from_wire(decoder.decode(frames))[0])
-
-
 def bound(group, items):
     """Bytes that a group may take: linear in its distinct items, tokens, messages and number of steps."""
     tokens = sum(len(step.own_ids) + len(step.completion_ids) for t in group for step in t.steps)

@@ -31,21 +31,6 @@ def rollout(name, *turns):
     return trajectory
 
 
-def test_rollouts_of_one_name_all_arrive(url):
-    async def run():
-        async with Receiver(url) as receiver, Sender(url) as sender:
-            deliveries = [await sender.send(rollout("task-17", number)) for number in range(4)]
-            got = [await receiver.receive(5) for _ in range(4)]
-            await sender.flush(5)
-            assert [each.value.steps[0].reward for each in got] == [0.0, 1.0, 2.0, 3.0]
-            assert [each.value.trajectory_id for each in got] == ["task-17"] * 4
-            assert [each.id for each in got] == [delivery.id for delivery in deliveries]
-            assert len({each.id for each in got}) == 4
-            assert receiver.stats.duplicates == 0
-
-    asyncio.run(run())
-
-
 def test_a_trajectory_that_grew_arrives_again(url):
     async def run():
         async with Receiver(url) as receiver, Sender(url) as sender:
@@ -106,25 +91,6 @@ def test_one_key_with_other_content_is_an_error_and_stops_nothing(url, acknowled
     asyncio.run(run())
 
 
-def test_the_consumers_checkpoint_is_believed_after_a_restart(url):
-    async def run():
-        sender = Sender(url, timing=PATIENT)
-        checkpoint = []
-        async with Receiver(url, ack="explicit", timing=PATIENT) as receiver:
-            await sender.connect()
-            for number in range(4):
-                await sender.send(number, id="keyed" if number == 3 else None)
-            # Stored by the trainer, which dies here.
-            checkpoint += [(await receiver.receive(5)).id for _ in range(4)]
-        async with Receiver(url, seen=checkpoint[:1] + checkpoint[3:], timing=PATIENT) as receiver:
-            assert [(await receiver.receive(5)).value for _ in range(2)] == [1, 2]
-            await sender.flush(5)
-            assert (sender.stats.acknowledged, receiver.stats.duplicates) == (4, 2)
-        await sender.aclose()
-
-    asyncio.run(run())
-
-
 def test_remembered_ids_are_bounded(url):
     async def run():
         async with Receiver(url, dedup_window=2, seen=["x"]) as receiver, Sender(url) as sender:
@@ -160,30 +126,6 @@ def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url):
             assert (await successor.receive(5)).value == "late"
             await asyncio.wait_for(late, 5)
         await sender.aclose()
-
-    asyncio.run(run())
-
-
-def test_a_consumer_whose_disk_is_full_goes_on_when_there_is_room(url, tmp_path):
-    """The receiver keeps no notes of its own: a message that the consumer cannot store is acknowledged later."""
-
-    async def run():
-        async with Receiver(url, ack="explicit") as receiver, Sender(url) as sender:
-            delivery = await sender.send("x")
-            message = await receiver.receive(5)
-            for full in (True, False):
-                try:
-                    if full:
-                        raise OSError(errno.ENOSPC, "no space left on device")
-                    (tmp_path / "kept").write_text(message.value)
-                    message.ack()
-                except OSError:
-                    await sender.send("others go on")
-                    other = await receiver.receive(5)
-                    assert other.value == "others go on"
-                    other.ack()
-                    assert not delivery.done
-            await asyncio.wait_for(delivery, 5)
 
     asyncio.run(run())
 

@@ -84,19 +84,6 @@ def test_values_arrive_whole_and_in_order(pair):
     assert asyncio.run(run()) == []
 
 
-def test_an_array_that_several_messages_share_travels_once(pair):
-    async def run():
-        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
-            for number in range(10):
-                await sender.send(message(number, [1, 2], 300_000))
-            got = await take(receiver, 10)
-            assert all(is_message(each.value, n, [1, 2], 300_000) for n, each in enumerate(got))
-            await sender.flush(10)
-            assert 600_000 < receiver.stats.received_bytes < 620_000
-
-    asyncio.run(run())
-
-
 def test_large_arrays_are_read_only_views_of_aligned_memory(pair):
     async def run():
         async with pair.receiver() as receiver, pair.sender(receiver) as sender:
@@ -245,50 +232,6 @@ def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
                 (await take(receiver, 1))[0].ack()
 
     asyncio.run(run())
-
-
-def test_many_senders_are_served_at_once_and_each_keeps_its_order(pair):
-    async def run():
-        async with pair.receiver() as receiver:
-
-            async def work(name: int) -> None:
-                async with pair.sender(receiver) as sender:
-                    for number in range(15):
-                        await sender.send(message(number, [number % 3]), id=f"{name}/{number}")
-
-            workers = [asyncio.ensure_future(work(name)) for name in range(5)]
-            got = await take(receiver, 75)
-            await asyncio.gather(*workers)
-            for name in range(5):
-                mine = [each.id for each in got if each.id.startswith(f"{name}/")]
-                assert mine == [f"{name}/{number}" for number in range(15)]
-
-    asyncio.run(run())
-
-
-def test_a_receiver_that_comes_back_gets_what_it_had_not_acknowledged(pair):
-    async def run():
-        async with pair.receiver(ack="explicit") as receiver:
-            pair.url = receiver.url
-            sender = pair.sender(receiver)
-            await sender.connect()
-            for number in range(6):
-                await sender.send(message(number, [1]), id=str(number))
-            for each in await take(receiver, 4):
-                if each.id in "02":
-                    each.ack()
-            await until(lambda: sender.stats.acknowledged == 2)
-        await until(lambda: not sender.connected)
-        async with pair.receiver() as receiver:
-            got = await take(receiver, 4)
-            assert [each.id for each in got] == ["1", "3", "4", "5"]
-            assert all(is_message(each.value, int(each.id), [1]) for each in got)
-            await sender.flush(10)
-            assert sender.stats.connections == 2
-            await sender.aclose()
-        return await leftovers()
-
-    assert asyncio.run(run()) == []
 
 
 def test_a_sender_may_be_there_before_its_receiver(pair):

@@ -39,14 +39,6 @@ def test_what_fits_is_returned_as_it_is():
     assert truncate(prompt, 18) is prompt
 
 
-def test_modalities_are_cut_together():
-    from item_cases import video_item
-
-    mixed = MultiModalData.of([(PlaceholderRange(0, 6), A), (PlaceholderRange(6, 4), video_item())])
-    cut = truncate(RenderedTokens([9] * 10, (), multi_modal_data=mixed), 9)
-    assert (len(cut), list(cut.multi_modal_data.mm_items)) == (6, ["image"])
-
-
 def test_rendered_prompts_keep_their_attribution():
     spans = (
         TokenSpan(0, 2, 0, "content", False),
