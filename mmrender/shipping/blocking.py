@@ -6,13 +6,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 from mmrender.errors import ShippingClosedError, ShippingConnectionError
 from mmrender.shipping.receiver import Received, Receiver, ReceiverOptions, ReceiverStats
 from mmrender.shipping.sender import Delivery, Sender, SenderOptions, SenderStats
 
 T = TypeVar("T")
+E = TypeVar("E", Sender, Receiver)
 
 
 class LoopThread:
@@ -26,6 +27,10 @@ class LoopThread:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        with self._runner:
+            self._runner.run(self._closing.wait())
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine there and wait for it; one that takes too long is cancelled.
@@ -63,9 +68,50 @@ class LoopThread:
                 self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
-    def _serve(self) -> None:
-        with self._runner:
-            self._runner.run(self._closing.wait())
+
+class _End(Generic[E]):
+    """A sender or a receiver on an event loop in a thread of its own."""
+
+    def __init__(self, name: str, make: Callable[[], E]) -> None:
+        self._thread = LoopThread(name)
+        try:
+            self._end = self._thread.call(make)
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def _read(self, read: Callable[[], T]) -> T:
+        try:
+            return self._thread.call(read)
+        except ShippingClosedError:  # no thread changes it any more
+            return read()
+
+    def _close(self, timeout: float | None = None) -> None:
+        end = self._end
+        try:
+            self._thread.run(end.aclose() if isinstance(end, Receiver) else end.aclose(timeout))
+        except ShippingClosedError:
+            return
+        finally:
+            self._thread.close()
+
+    def open(self) -> None:
+        """As `Sender.connect` or `Receiver.open`."""
+        end = self._end
+        self._thread.run(end.open() if isinstance(end, Receiver) else end.connect())
+
+    def __enter__(self) -> Self:
+        try:
+            self.open()
+        except BaseException:
+            self._close(0)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(30.0 if error is None else 1.0)
 
 
 class BlockingDelivery:
@@ -106,7 +152,7 @@ class BlockingDelivery:
         self._delivery.check()
 
 
-class BlockingSender:
+class BlockingSender(_End[Sender]):
     """`Sender` for threads; any number of them may use one.
 
     Args:
@@ -115,17 +161,16 @@ class BlockingSender:
     """
 
     def __init__(self, url: str, **options: Unpack[SenderOptions]) -> None:
-        self._thread = LoopThread("mmrender-sender")
-        self._sender = _made(self._thread, lambda: Sender(url, **options))
+        super().__init__("mmrender-sender", lambda: Sender(url, **options))
 
     @property
     def stats(self) -> SenderStats:
         """Figures so far, also once it is closed."""
-        return _read(self._thread, lambda: self._sender.stats)
+        return self._read(lambda: self._end.stats)
 
     def open(self, timeout: float | None = 30.0) -> None:
         """As `Sender.connect`."""
-        self._thread.run(self._sender.connect(timeout))
+        self._thread.run(self._end.connect(timeout))
 
     def send(self, value: Any, *, id: str | None = None, timeout: float | None = None) -> BlockingDelivery:
         """As `Sender.send`.
@@ -136,40 +181,27 @@ class BlockingSender:
 
         async def send() -> Delivery:
             async with asyncio.timeout(timeout):
-                return await self._sender.send(value, id=id)
+                return await self._end.send(value, id=id)
 
         try:
             return BlockingDelivery(self._thread.run(send()), self._thread)
         except TimeoutError as error:
             raise ShippingConnectionError(
                 "too much is unacknowledged",
-                where=str(self._sender.address),
+                where=str(self._end.address),
                 got=f"no room for {timeout:g} s",
             ) from error
 
     def flush(self, timeout: float | None = None) -> None:
         """As `Sender.flush`."""
-        self._thread.run(self._sender.flush(timeout))
+        self._thread.run(self._end.flush(timeout))
 
     def close(self, timeout: float | None = 30.0) -> None:
         """As `Sender.aclose`; the thread ends in any case."""
-        _close(self._thread, lambda: self._sender.aclose(timeout))
-
-    def __enter__(self) -> Self:
-        try:
-            self.open()
-        except BaseException:
-            self.close(0)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(30.0 if error is None else 1.0)
+        self._close(timeout)
 
 
-class BlockingReceiver:
+class BlockingReceiver(_End[Receiver]):
     """`Receiver` for a thread, such as a trainer's.
 
     Args:
@@ -178,22 +210,17 @@ class BlockingReceiver:
     """
 
     def __init__(self, url: str, **options: Unpack[ReceiverOptions]) -> None:
-        self._thread = LoopThread("mmrender-receiver")
-        self._receiver = _made(self._thread, lambda: Receiver(url, **options))
+        super().__init__("mmrender-receiver", lambda: Receiver(url, **options))
 
     @property
     def url(self) -> str:
         """The address, with the port that was chosen."""
-        return self._receiver.url
+        return self._end.url
 
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far, also once it is closed."""
-        return _read(self._thread, lambda: self._receiver.stats)
-
-    def open(self) -> None:
-        """As `Receiver.open`."""
-        self._thread.run(self._receiver.open())
+        return self._read(lambda: self._end.stats)
 
     def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
@@ -205,7 +232,7 @@ class BlockingReceiver:
             TimeoutError: None came in time; none is lost.
             ShippingClosedError: The receiver is closed.
         """
-        message = self._thread.run(self._receiver.receive(timeout))
+        message = self._thread.run(self._end.receive(timeout))
         return replace(message, _acknowledge=lambda: self._thread.call(message.ack))
 
     def __iter__(self) -> Iterator[Received]:
@@ -218,41 +245,4 @@ class BlockingReceiver:
 
     def close(self) -> None:
         """As `Receiver.aclose`."""
-        _close(self._thread, self._receiver.aclose)
-
-    def __enter__(self) -> Self:
-        try:
-            self.open()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _made(thread: LoopThread, make: Callable[[], T]) -> T:
-    try:
-        return thread.call(make)
-    except BaseException:
-        thread.close()
-        raise
-
-
-def _read(thread: LoopThread, read: Callable[[], T]) -> T:
-    try:
-        return thread.call(read)
-    except ShippingClosedError:  # no thread changes it any more
-        return read()
-
-
-def _close(thread: LoopThread, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    try:
-        thread.run(close())
-    except ShippingClosedError:
-        return
-    finally:
-        thread.close()
+        self._close()

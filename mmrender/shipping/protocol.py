@@ -194,14 +194,11 @@ def from_wire(kind: str, value: Any) -> Any:
     """
     if kind == PLAIN:
         return value
-    if kind not in (TRAJECTORY, GROUP):
-        raise ShippingProtocolError("a value of unknown kind", expected="trajectory or group", got=repr(kind))
-    group = trajectories_from_wire(value)
-    if kind == GROUP:
-        return group
-    if len(group) != 1:
-        raise ShippingProtocolError("there is not one trajectory", got=str(len(group)))
-    return group[0]
+    group = trajectories_from_wire(value) if kind in (TRAJECTORY, GROUP) else None
+    if group is None or (kind == TRAJECTORY and len(group) != 1):
+        got = f"{kind!r} of {0 if group is None else len(group)}"
+        raise ShippingProtocolError("a value of unknown kind", expected="a trajectory or a group", got=got)
+    return group if kind == GROUP else group[0]
 
 
 def content_digest(wire: Any, limits: Limits) -> bytes:
@@ -222,27 +219,17 @@ class Notifier:
     """Wakes the tasks of one event loop that wait for a condition; it may be notified from any function."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._event = asyncio.Event()
 
     def notify(self) -> None:
         """Have every waiter look at its condition again."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Wait for the next notification."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
+        self._event.set()
+        self._event = asyncio.Event()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds."""
         while not condition():
-            await self.wait()
+            await self._event.wait()
 
 
 async def run_until_error(*work: Coroutine[Any, Any, None]) -> None:

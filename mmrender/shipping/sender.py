@@ -500,11 +500,13 @@ class Sender:
                 for each in self._waiting:
                     each.encoder = None
                 continue
-            while self._window and (
-                len(self._window) >= welcome.window_messages
-                or sum(self._window.values()) + wire_bytes > welcome.window_bytes
-            ):
-                await self._changed.wait()
+
+            def may_send(wire_bytes: int = wire_bytes) -> bool:
+                few = len(self._window) < welcome.window_messages
+                fits = sum(self._window.values()) + wire_bytes <= welcome.window_bytes
+                return not self._window or (few and fits)
+
+            await self._changed.wait_until(may_send)
             self._waiting.popleft()
             self._window[entry.seq] = wire_bytes
             entry.attempts += 1

@@ -37,19 +37,12 @@ class RoutedExperts:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.data.ndim != 3 or self.data.dtype.kind not in "iu":
+        if self.data.ndim != 3 or self.data.dtype.kind not in "iu" or self.start < 0:
             raise TrajectoryError(
                 "routed experts have the wrong form",
-                where="routed_experts.data",
-                expected="integers of shape (rows, layers, top_k)",
-                got=f"{self.data.dtype} {list(self.data.shape)}",
-            )
-        if self.start < 0:
-            raise TrajectoryError(
-                "routed experts start before the first token",
-                where="routed_experts.start",
-                expected="0 or more",
-                got=str(self.start),
+                where="routed_experts",
+                expected="integers of shape (rows, layers, top_k), from position 0 or later",
+                got=f"{self.data.dtype} {list(self.data.shape)} from {self.start}",
             )
 
     @property
@@ -164,28 +157,19 @@ def check_experts(value: Any, length: int, form: RoutedExperts | None, where: st
     if value is None:
         return None
     if not isinstance(value, RoutedExperts):
-        raise TrajectoryError(
-            "router choices have the wrong type",
-            where=where,
-            expected="RoutedExperts",
-            got=type(value).__name__,
-        )
-    # The last token is never fed back, so an engine need not have a row for it.
-    if not max(0, length - 1) <= value.stop <= length or value.start > length:
-        raise TrajectoryError(
-            "the rows of routed experts do not fit the tokens",
-            where=where,
-            expected=f"rows to position {max(0, length - 1)} or {length}",
-            got=f"positions [{value.start}, {value.stop})",
-        )
-    if form is not None and (form.shape[1:] != value.shape[1:] or form.dtype != value.dtype):
-        raise TrajectoryError(
-            "routed experts have another form than in earlier steps",
-            where=where,
-            expected=f"{form.dtype} [rows, {form.shape[1]}, {form.shape[2]}]",
-            got=f"{value.dtype} [rows, {value.shape[1]}, {value.shape[2]}]",
-        )
-    return value
+        problem, expected, got = "router choices have the wrong type", "RoutedExperts", type(value).__name__
+    elif not max(0, length - 1) <= value.stop <= length or value.start > length:
+        # The last token is never fed back, so an engine need not have a row for it.
+        problem = "the rows of routed experts do not fit the tokens"
+        expected = f"rows to position {max(0, length - 1)} or {length}"
+        got = f"positions [{value.start}, {value.stop})"
+    elif form is not None and (form.shape[1:] != value.shape[1:] or form.dtype != value.dtype):
+        problem = "routed experts have another form than in earlier steps"
+        expected = f"{form.dtype} [rows, {form.shape[1]}, {form.shape[2]}]"
+        got = f"{value.dtype} [rows, {value.shape[1]}, {value.shape[2]}]"
+    else:
+        return value
+    raise TrajectoryError(problem, where=where, expected=expected, got=got)
 
 
 def check_versions(value: Sequence[Any], count: int, where: str) -> tuple[WeightVersionSpan, ...]:

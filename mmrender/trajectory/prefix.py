@@ -96,52 +96,35 @@ def check_ids(value: Any, where: str, *, start: int = 0) -> Int32Array:
     """
     if value is None:
         return NO_IDS
-    array = None
-    if isinstance(value, list | tuple | np.ndarray):
-        try:
-            array = np.asarray(value)
-        except (ValueError, OverflowError):  # a ragged list, or an integer beyond 64 bits
-            array = None
-    if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise _malformed_ids(value, where)
-    if not len(array):
+    try:
+        array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
+    except (ValueError, OverflowError):  # a ragged list, or an integer beyond 64 bits
+        array = None
+    if array is not None and array.shape == (0,):
         return NO_IDS
-    if array.dtype != np.int32 and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
-        raise _malformed_ids(value, where)
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.max() > _INT32.max:
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)[:80]
+        raise TrajectoryError(
+            "token ids must be a flat list, tuple or numpy array of integers of 32 bits", where=where, got=got
+        )
     if array.min() < 0:
         at = int(np.argmax(array < 0))
         raise TrajectoryError("a token id is negative", where=f"{where}[{start + at}]", got=str(array[at]))
     return array.astype(np.int32)
 
 
-def _malformed_ids(value: Any, where: str) -> TrajectoryError:
-    got = type(value).__name__
-    if isinstance(value, np.ndarray):
-        got = f"{value.dtype} {list(value.shape)}"
-    elif isinstance(value, list | tuple):
-        fits = (type(entry) is int and _INT32.min <= entry <= _INT32.max for entry in value)
-        odd = next((entry for entry, fit in zip(value, fits, strict=True) if not fit), None)
-        got = f"a {got} with {odd!r}"[:120]
-    return TrajectoryError(
-        "token ids must be a flat list, tuple or numpy array of integers of 32 bits", where=where, got=got
-    )
-
-
 def same_messages(known: Sequence[Any], messages: Sequence[Any]) -> int:
     """Return how many leading messages two conversations share."""
     for index, (first, second) in enumerate(zip(known, messages, strict=False)):
-        if first is not second and not _same_message(first, second):
+        if first is second:
+            continue
+        try:
+            same = _ENCODE(first) == _ENCODE(second)  # plain data, compared at C speed with its types
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            same = False
+        if not same and not same_value(first, second):
             return index
     return min(len(known), len(messages))
-
-
-def _same_message(first: Any, second: Any) -> bool:
-    try:
-        if _ENCODE(first) == _ENCODE(second):  # plain data, compared at C speed with its types
-            return True
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        pass
-    return same_value(first, second)
 
 
 def same_value(first: Any, second: Any) -> bool:

@@ -4,7 +4,7 @@ Both give training samples. Everything whole (token ids, sidecar, messages, rout
 from the steps on the way to the root when it is asked for.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -144,17 +144,13 @@ class Step:
         return MultiModalData.of((span.range, span.item) for span in self.media)
 
     @property
-    def message_count(self) -> int:
-        """Number of messages of the whole conversation."""
-        return self.messages_keep + len(self.new_messages)
-
-    @property
     def messages(self) -> list[Any]:
         """The whole conversation, the sampled message included."""
-        messages: list[Any] = []
-        for step in reversed(list(self._ancestry())):
-            del messages[step.messages_keep :]
-            messages.extend(step.new_messages)
+        messages = list(self.new_messages)
+        stop, step = self.messages_keep, self.parent
+        while step is not None:
+            messages[:0] = step.new_messages[: max(0, stop - step.messages_keep)]
+            stop, step = min(stop, step.messages_keep), step.parent
         return messages
 
     @property
@@ -177,19 +173,13 @@ class Step:
         Steps that contribute no token are left out, this one excepted.
         """
         parts = [Part(self, len(self))]
-        stop = self.keep
-        for step in self._ancestry():
-            if step is not self and stop > step.keep:
+        stop, step = self.keep, self.parent
+        while step is not None:
+            if stop > step.keep:
                 parts.append(Part(step, stop))
-            stop = min(stop, step.keep)
+            stop, step = min(stop, step.keep), step.parent
         parts.reverse()
         return parts
-
-    def _ancestry(self) -> Iterator["Step"]:
-        step: Step | None = self
-        while step is not None:
-            yield step
-            step = step.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -329,20 +319,13 @@ def check_logprobs(value: Any, count: int, where: str) -> npt.NDArray[np.float32
     try:
         logprobs = np.array(value, np.float32)
     except (TypeError, ValueError):
-        logprobs = np.zeros((0, 0), np.float32)
-    if logprobs.shape != (count,):
-        shape = list(logprobs.shape) if logprobs.ndim == 1 else type(value).__name__
+        logprobs = np.full(1, np.nan, np.float32)
+    if logprobs.shape != (count,) or not np.isfinite(logprobs).all():
         raise TrajectoryError(
-            "there is not one log probability for each sampled token",
+            "log probabilities are malformed",
             where=where,
-            expected=f"numbers [{count}]",
-            got=str(shape),
-        )
-    odd = np.flatnonzero(~np.isfinite(logprobs))
-    if len(odd):
-        at = int(odd[0])
-        raise TrajectoryError(
-            "a log probability is not finite", where=f"{where}[{at}]", got=str(logprobs[at])
+            expected=f"{count} finite numbers, one for each sampled token",
+            got=repr(value)[:80],
         )
     logprobs.flags.writeable = False
     return logprobs
@@ -360,14 +343,11 @@ def check_reward(value: Any, count: int | None, where: str) -> "float | npt.NDAr
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         array = np.array("", np.str_)
-    shapes: list[tuple[int, ...]] = [()] if count is None else [(), (count,)]
+    shapes = ((), (count,))
     if array.dtype.kind != "f" or array.shape not in shapes or not np.isfinite(array).all():
         several = "" if count is None else f", or {count} of them, one for each sampled token"
         raise TrajectoryError(
-            "a reward is malformed",
-            where=where,
-            expected=f"a finite number{several}",
-            got=repr(value)[:80],
+            "a reward is malformed", where=where, expected=f"a finite number{several}", got=repr(value)[:80]
         )
     if array.ndim == 0:
         return float(array)

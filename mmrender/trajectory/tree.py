@@ -18,7 +18,7 @@ whose history was summarised starts where the tokens part.
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -156,8 +156,8 @@ class Trajectory:
             PlaceholderError: The sidecar does not hold together, or does not fit the prompt.
         """
         where = f"steps[{len(self)}]"
-        known_parent = isinstance(parent, Step) and parent in self._steps[parent.index : parent.index + 1]
-        if parent is not None and not known_parent:
+        known = isinstance(parent, Step) and [parent] == self._steps[parent.index : parent.index + 1]
+        if parent is not None and not known:
             raise TrajectoryError(
                 "the parent is not a step of this trajectory",
                 where=f"{where}.parent",
@@ -192,8 +192,8 @@ class Trajectory:
         conversation = list(messages) if messages is not None else []
         messages_keep = 0
         if parent is not None and conversation:
-            known = parent.messages if newest is None else newest.messages
-            messages_keep = same_messages(known, conversation)
+            earlier = parent.messages if newest is None else newest.messages
+            messages_keep = same_messages(earlier, conversation)
         step = Step(
             index=len(self),
             parent=parent,
@@ -267,8 +267,8 @@ class Trajectory:
         """
         return mmcodecs.encode_frames(trajectories_to_wire([self], media_sources=media_sources, share=False))
 
-    @classmethod
-    def from_frames(cls, frames: Sequence[Any]) -> Self:
+    @staticmethod
+    def from_frames(frames: Sequence[Any]) -> "Trajectory":
         """Return the trajectory of `to_frames`; its pixels are read-only views of the frames.
 
         Raises:
@@ -277,7 +277,7 @@ class Trajectory:
             MediaError: A media item is damaged.
             PlaceholderError: Placeholder ranges do not fit the tokens.
         """
-        found = [cls._of(record) for record in read_records(mmcodecs.decode(frames))]
+        found = trajectories_from_wire(mmcodecs.decode(frames))
         if len(found) != 1:
             raise TrajectoryError(
                 "the message holds a group", where="trajectories", expected="one", got=str(len(found))
@@ -288,19 +288,10 @@ class Trajectory:
         """Return the trajectory as one buffer; otherwise as `to_frames`."""
         return mmcodecs.encode(trajectories_to_wire([self], media_sources=media_sources, share=False))
 
-    @classmethod
-    def from_bytes(cls, data: Any) -> Self:
+    @staticmethod
+    def from_bytes(data: Any) -> "Trajectory":
         """Return the trajectory of `to_bytes`; otherwise as `from_frames`."""
-        return cls.from_frames(data)
-
-    @classmethod
-    def _of(cls, record: Record) -> Self:
-        trajectory = cls(record.trajectory_id, extra=record.extra)
-        trajectory.reward = record.reward
-        trajectory.error = record.error
-        for step in record.steps:
-            trajectory._add(step)
-        return trajectory
+        return Trajectory.from_frames(data)
 
     def _placed(self, prompt_ids: Any, sidecar: MultiModalData, parent: Step | None, where: str) -> _Place:
         """Find where a prompt starts by comparing it with the steps."""
@@ -310,8 +301,16 @@ class Trajectory:
             parent, shared = self._longest(prompt, media)
         else:
             shared = shared_prefix(0, parent.token_ids, parent.media, prompt, media)
-        if parent is not None:
-            _check_agreement(parent, shared, where)
+        span = shared.conflict
+        if span is not None and parent is not None:
+            raise TrajectoryError(
+                f"the sidecar and steps[{parent.index}] show different media at the same tokens",
+                where=f"{where}.multi_modal_data",
+                expected=f"{span.modality} {span.item.identity[:12]}" if shared.known else "no range there",
+                got=f"{'no range' if shared.known else span.modality} at [{span.start}, {span.stop})",
+                remedy="Append every step with the sidecar of its whole prompt, and shift the ranges of new "
+                "media by the length of prompts and completions before them",
+            )
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
 
     def _longest(self, prompt: Int32Array, media: Sequence[MediaSpan]) -> tuple[Step | None, SharedPrefix]:
@@ -468,37 +467,11 @@ def trajectories_from_wire(wire: Any) -> list[Trajectory]:
         MediaError: A media item is damaged.
         PlaceholderError: Placeholder ranges do not fit the tokens.
     """
-    return [Trajectory._of(record) for record in read_records(wire)]
-
-
-def _check_agreement(parent: Step, shared: SharedPrefix, where: str) -> None:
-    """Require that tokens which agree with the parent's have the same media behind them."""
-    span = shared.conflict
-    if span is None:
-        return
-    place = f"[{span.start}, {span.stop})"
-    if shared.known:
-        raise TrajectoryError(
-            f"the sidecar lacks a medium that steps[{parent.index}] shows at the same tokens",
-            where=f"{where}.multi_modal_data",
-            expected=f"{span.modality} {span.item.identity[:12]} at {place}",
-            got="no range there",
-            remedy="Carry the sidecar of earlier turns along with their tokens",
-        )
-    for step, stop in parent.parts():
-        start = step.prompt_length
-        if start < min(span.stop, stop) and span.start < stop:
-            raise TrajectoryError(
-                "a media range covers sampled tokens",
-                where=f"{where}.multi_modal_data",
-                expected=f"no range within tokens [{start}, {stop}), which steps[{step.index}] sampled",
-                got=f"{span.modality} at {place}",
-                remedy="Shift the ranges of new media by the length of prompt and completion",
-            )
-    raise TrajectoryError(
-        f"the sidecar has a medium that steps[{parent.index}] lacks at the same tokens",
-        where=f"{where}.multi_modal_data",
-        expected="no range there",
-        got=f"{span.modality} {span.item.identity[:12]} at {place}",
-        remedy="Append every step with the sidecar of its whole prompt",
-    )
+    trajectories = []
+    for record in read_records(wire):
+        trajectory = Trajectory(record.trajectory_id, extra=record.extra)
+        trajectory.reward, trajectory.error = record.reward, record.error
+        for step in record.steps:
+            trajectory._add(step)
+        trajectories.append(trajectory)
+    return trajectories

@@ -460,7 +460,8 @@ class _Reader:
         parent = None if is_root else base
         keep = row.keep - shared
         logprobs = self._logprobs.take(row.sampled, f"{where}.logprobs") if row.has_logprobs else None
-        table, known = len(self._messages), 0 if parent is None else parent.message_count
+        table = len(self._messages)
+        known = 0 if parent is None else parent.messages_keep + len(parent.new_messages)
         right = 0 <= row.messages_keep <= known and all(0 <= each < table for each in row.messages)
         expected, got = f"at most {known} kept, and rows below {table}", [row.messages_keep, *row.messages]
         _require(right, "messages are not in the table", f"{where}.messages", expected, got)

@@ -140,7 +140,7 @@ class TestRestore:
     ("steps", "message"),
     [
         ([{"parent": 0}], "steps[0].parent: a step must come after the step that it continues - expected None, got 0. Order the steps so that parents come first"),
-        ([step([1], [2], sidecar()), step([1.5], [2], sidecar())], "steps[1].prompt_ids: token ids must be a flat list, tuple or numpy array of integers of 32 bits - got a list with 1.5"),
+        ([step([1], [2], sidecar()), step([1.5], [2], sidecar())], "steps[1].prompt_ids: token ids must be a flat list, tuple or numpy array of integers of 32 bits - got [1.5]"),
         ([Slotted(Tokens([1], [2], sidecar(A))), Slotted(Tokens([1, 2, 9, 9], [3], sidecar(A)))], "steps[0]: a Slotted cannot be copied with another 'tokens' - got read only. Use a mapping, a dataclass, a msgspec or pydantic model, or a plain object"),
     ],
 )  # fmt: skip

@@ -199,7 +199,7 @@ def put(name, index, value):
     return lambda wire: wire[name].__setitem__(index, value)
 
 
-EXPERTS = "wire.steps[1].experts: routed experts are malformed - expected "
+EXPERTS = "wire.steps[1].experts: routed experts are malformed - got "
 DAMAGE = {
     "dtype": (lambda w: w.update(steps=w["steps"].view(np.int8)), f"wire.steps: an array is malformed - expected uint8 [n], got int8 [{len(plain(rollout())['steps'])}]"),
     "steps": (lambda w: w.update(steps=w["steps"][:-1]), "wire.steps: steps are malformed - got Input data was truncated"),
@@ -209,23 +209,23 @@ DAMAGE = {
     "messages": (row(0, "messages", [7]), "wire.steps[0].messages: messages are not in the table - expected at most 0 kept, and rows below 2, got [0, 7]"),
     "version span": (row(0, "weight_versions", [["v1", 0, 9]]), "wire.steps[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('v1', 0, 9)"),
     "logprobs": (row(1, "has_logprobs", False), "wire.logprobs: entries are left over - expected 3, got 4"),
-    "experts twice": (lambda w: w["experts"].append(w["experts"][0]), "wire.experts[1]: a row belongs to no later step - expected 1..2, got 0"),
-    "other rows": (lambda w: w["experts"].append([1, 0, np.zeros((18, 2, 3), np.uint8)]), EXPERTS + "routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3], got uint8 [18, 2, 3]"),
-    "no rows": (lambda w: w["experts"].append([1, 0, None]), EXPERTS + "'NoneType' object has no attribute 'ndim', got None"),
+    "experts twice": (lambda w: w["experts"].append(w["experts"][0]), "wire.experts: rows must belong to steps, in order - expected each step once, got [0, 0]"),
+    "other rows": (lambda w: w["experts"].append([1, 0, np.zeros((18, 2, 3), np.uint8)]), EXPERTS + "routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3]"),
+    "no rows": (lambda w: w["experts"].append([1, 0, None]), EXPERTS + "'NoneType' object has no attribute 'ndim'"),
     "format": (lambda w: w.update(format="x"), "wire: the data does not hold trajectories that this release can read - expected format 'mmrender.trees', version 2, got format 'x', version 2. Write and read with the same release of mmrender"),
     "fields": (lambda w: w.pop("spans"), "wire: trajectories are malformed - got Object missing required field `spans`"),
-    "parent": (row(1, "parent", 1), "wire.steps[1].parent: a parent is malformed - expected an earlier step of its trajectory, 0..0, got 1"),
-    "root": (row(0, "base", 0), "wire.steps[0].base: a base is malformed - expected -1 or the root of an earlier trajectory, got 0"),
+    "parent": (row(1, "parent", 1), "wire.steps[1]: parent or base is malformed - expected a step before 1, the base of a root in an earlier trajectory, got (1, 0)"),
+    "root": (row(0, "base", 0), "wire.steps[0]: parent or base is malformed - expected a step before 0, the base of a root in an earlier trajectory, got (-1, 0)"),
     "keep": (row(1, "keep", 12), "wire.steps[1].keep: more is kept than there is - expected 0..11, got 12"),
-    "half an image": (row(1, "keep", 5), "wire.steps[1].keep: a medium is kept in part - expected no position within [2, 8), got 5"),
+    "half an image": (row(1, "keep", 5), "wire.steps[1].keep: a medium is kept in part - expected no position within the range of a medium, got 5"),
     "many tokens": (row(2, "sampled", 5), "wire.steps[2]: more tokens are taken than there are - expected 0..1, got 5"),
     "token": (put("tokens", 3, -4), "wire.steps[0].tokens[3]: a token id is negative - got -4"),
     "media": (row(2, "media", 1), "wire.steps[2]: more media are taken than there are - expected 0..0, got 1"),
     "range": (put("placeholders", (1, 1), 13), "wire.steps[1].media.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [0, 18), got [13, 19). Cut or shift the sidecar together with the tokens"),
-    "range before": (put("placeholders", (1, 1), 10), "wire.steps[1]: a medium begins before the step's own tokens - expected 11 or more, got 10"),
-    "nan": (put("logprobs", 2, np.nan), "wire.steps[1].logprobs[0]: a log probability is not finite - got nan"),
+    "range before": (put("placeholders", (1, 1), 10), "wire.steps[1]: a medium begins before the step's own tokens - expected 11 or more, got [10]"),
+    "nan": (put("logprobs", 2, np.nan), "wire.steps[1].logprobs: log probabilities are malformed - expected 1 finite numbers, one for each sampled token, got array([nan], dtype=float32)"),
     "message end": (put("message_ends", 0, 0), "wire.messages[0]: the end of a message is malformed - expected 1..179, got 0"),
-    "count": (lambda w: w["trajectories"][0].update(steps=4), "wire.trajectories[0].steps: a number of steps is malformed - expected 0..3, got 4"),
+    "count": (lambda w: w["trajectories"][0].update(steps=4), "wire.trajectories[0].steps: more steps are taken than there are - expected 0..3, got 4"),
     "outcome": (lambda w: w["trajectories"][0].update(reward=np.inf), "wire.trajectories[0].reward: a reward is malformed - expected a finite number, got inf"),
 }  # fmt: skip
 
