@@ -13,7 +13,7 @@ from mmrender.shipping.receiver import Received, Receiver, ReceiverOptions, Rece
 from mmrender.shipping.sender import Delivery, Sender, SenderOptions, SenderStats
 
 T = TypeVar("T")
-E = TypeVar("E", Sender, Receiver)
+E = TypeVar("E", bound=Sender | Receiver)
 
 
 class LoopThread:
@@ -75,7 +75,7 @@ class _End(Generic[E]):
     def __init__(self, name: str, make: Callable[[], E]) -> None:
         self._thread = LoopThread(name)
         try:
-            self._end = self._thread.call(make)
+            self._end: E = self._thread.call(make)
         except BaseException:
             self._thread.close()
             raise

@@ -169,14 +169,14 @@ class MappedSegments:
         total = sum(data.nbytes for data in self._maps.values()) + num_bytes
         if number in self._maps or len(self._maps) >= MAX_SEGMENTS or total > self.max_bytes:
             raise self._wrong("too many segments", f"at most {self.max_bytes} bytes", f"{total} bytes")
-        if os.fstat(fd).st_size != num_bytes or num_bytes < 1:
-            raise self._wrong("a segment of another size", f"{num_bytes} bytes", f"{os.fstat(fd).st_size}")
-        if _SEALED and not _is_sealed(fd):
-            raise self._wrong("a segment that its sender could cut off", "sealed memory", "no seal")
         try:
+            sealed = not _SEALED or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size != num_bytes or num_bytes < 1:
+                raise OSError(f"{os.fstat(fd).st_size} bytes, {'sealed' if sealed else 'not sealed'}")
             mapped = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise self._wrong("a segment that cannot be mapped", "shared memory", str(error)) from error
+            expected = f"{num_bytes} bytes of sealed memory"
+            raise self._wrong("a segment that cannot be used", expected, str(error)) from error
         self._maps[number] = np.frombuffer(mapped, np.uint8)
 
     def remove(self, number: int) -> None:
@@ -299,14 +299,28 @@ class SharedMemoryConnection(Connection):
             await super().send(message, frames)
             return
         async with self._writing:
-            segment = await self._segment(total)
+            segment, is_new, gone = self._segments.acquire(total)
+            if gone:
+                await self.write_parcel(GONE, b"".join(map(_NUMBER.pack, gone)))
+            if segment is not None and is_new:
+                header = _SEGMENT.pack(segment.number, segment.num_bytes)
+                try:
+                    await self._descriptors.write_descriptor(parcel_prefix(SEGMENT, header, []), segment.fd)
+                except OSError as error:
+                    raise broken(self.peer, error) from error
             if segment is None:
                 await self.write_parcel(FRAMES, pack(message), frames)
                 return
+
+            def copy(data: npt.NDArray[np.uint8] = segment.data) -> None:
+                for start, frame in zip(offsets, frames, strict=True):
+                    if frame.nbytes:
+                        data[start : start + frame.nbytes] = np.frombuffer(frame, np.uint8)
+
             if total > _COPY_IN_THREAD:
-                await asyncio.to_thread(_copy, segment, offsets, frames)
+                await asyncio.to_thread(copy)
             else:
-                _copy(segment, offsets, frames)
+                copy()
             lengths = [frame.nbytes for frame in frames]
             placed = struct.pack(f"<{len(lengths)}Q", *lengths)
             header = _NUMBER.pack(segment.number) + _NUMBER.pack(len(lengths)) + placed + pack(message)
@@ -321,12 +335,21 @@ class SharedMemoryConnection(Connection):
             if kind == PLACED:
                 return self._placed(header, limit)
             if kind == SEGMENT:
-                self._map(*_SEGMENT.unpack(header))
+                number, num_bytes = _SEGMENT.unpack(header)
+                fd = self._descriptors.take_descriptor()
+                if fd is None:
+                    raise ShippingProtocolError("a segment without its descriptor", where=self.peer)
+                try:
+                    self._mapped.add(number, num_bytes, fd)
+                finally:
+                    os.close(fd)
+                if self._answers is None:
+                    self._answers = asyncio.get_running_loop().create_task(self._tell_released())
                 return None
             if kind == GONE:
-                for (number,) in _NUMBER.iter_unpack(header):
-                    self._segments.give_back(number)
-                    self._mapped.remove(number)
+                for (gone,) in _NUMBER.iter_unpack(header):
+                    self._segments.give_back(gone)
+                    self._mapped.remove(gone)
                 return None
         except struct.error as error:
             raise ShippingProtocolError("a malformed parcel about segments", where=self.peer) from error
@@ -340,38 +363,6 @@ class SharedMemoryConnection(Connection):
         await super().aclose()
         self._segments.close()
         self._mapped.close()
-
-    async def _segment(self, num_bytes: int) -> Segment | None:
-        """Take a segment, and announce one that the receiver does not know."""
-        segment, is_new, gone = self._segments.acquire(num_bytes)
-        if gone:
-            await self.write_parcel(GONE, b"".join(map(_NUMBER.pack, gone)))
-        if segment is not None and is_new:
-            header = _SEGMENT.pack(segment.number, segment.num_bytes)
-            prefix = parcel_prefix(SEGMENT, header, [])
-            try:
-                await self._descriptors.write_descriptor(prefix, segment.fd)
-            except OSError as error:
-                raise broken(self.peer, error) from error
-        return segment
-
-    def _map(self, number: int, num_bytes: int) -> None:
-        fd = self._descriptors.take_descriptor()
-        if fd is None:
-            raise ShippingProtocolError("a segment without its descriptor", where=self.peer)
-        try:
-            self._mapped.add(number, num_bytes, fd)
-        finally:
-            os.close(fd)
-        if self._answers is None:
-            loop = asyncio.get_running_loop()
-
-            def wake() -> None:  # from the thread on which the last view of a message died
-                with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
-                    loop.call_soon_threadsafe(self._released.set)
-
-            self._mapped.on_release = wake
-            self._answers = loop.create_task(self._tell_released())
 
     def _placed(self, header: memoryview, limit: Limit) -> tuple[memoryview, list[memoryview]]:
         number, count = struct.unpack_from("<II", header)
@@ -390,10 +381,20 @@ class SharedMemoryConnection(Connection):
         return header[8 + 8 * count :], [memoryview(bytes(frames[0])), *frames[1:]]
 
     async def _tell_released(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:  # from the thread on which the last view of a message died
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the connection with it
+                loop.call_soon_threadsafe(self._released.set)
+
+        self._mapped.on_release = wake
+        self._released.set()  # a view may have died before
         while True:
             await self._released.wait()
             self._released.clear()
             numbers = self._mapped.take_released()
+            if not numbers:
+                continue
             try:
                 async with self._writing:
                     await self.write_parcel(GONE, b"".join(map(_NUMBER.pack, numbers)))
@@ -418,29 +419,17 @@ def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _copy(segment: Segment, offsets: list[int], frames: Sequence[memoryview]) -> None:
-    for start, frame in zip(offsets, frames, strict=True):
-        if frame.nbytes:
-            np.copyto(segment.data[start : start + frame.nbytes], np.frombuffer(frame, np.uint8))
-
-
 def _anonymous_file(num_bytes: int) -> int:
-    if not _SEALED:
+    if _SEALED:
+        fd = os.memfd_create("mmrender", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-        os.ftruncate(fd, num_bytes)
-        return fd
-    fd = os.memfd_create("mmrender", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in _SEALS))
+        if _SEALED:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in _SEALS))
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def _is_sealed(fd: int) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    return False

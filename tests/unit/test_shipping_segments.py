@@ -66,12 +66,12 @@ def test_what_a_receiver_must_not_map_is_refused():
         with pytest.raises(ShippingProtocolError) as caught:
             maps.add(1, MB, plain)
         assert str(caught.value) == (
-            "peer: a segment that its sender could cut off - expected sealed memory, got no seal"
+            f"peer: a segment that cannot be used - expected {MB} bytes of sealed memory, got {MB} bytes, not sealed"
         )
         for number, num_bytes, problem in (
-            (1, 2 * MB, "of another size"),
+            (1, 2 * MB, "cannot be used"),
             (1, 5 * MB, "too many"),
-            (1, 0, "size"),
+            (1, 0, "cannot be used"),
         ):
             with pytest.raises(ShippingProtocolError, match=problem):
                 maps.add(number, num_bytes, sound.fd)
