@@ -298,8 +298,7 @@ class Sender:
     async def flush(self, timeout: float | None = None) -> None:
         """Wait until everything that was accepted is acknowledged.
 
-        A message that failed is reported unless its `Delivery` was awaited and has raised. Of several, the
-        first is raised, once; `stats` counts all.
+        Of messages that failed, the first whose `Delivery` has not raised is reported, once.
 
         Args:
             timeout: Seconds; None waits without limit.
@@ -417,23 +416,24 @@ class Sender:
 
     async def _open(self) -> tuple[Connection, Welcome]:
         make = connection_maker(self.address, self._pool, self._limits)
+        connection: Connection | None = None
         try:
             async with asyncio.timeout(self._timing.handshake):
                 connection = await dial(self.address, ssl=self._ssl, pool=self._pool, make=make)
-                try:
-                    await connection.send(Hello(VERSION, self._id, self._table_bytes))
-                    welcome, _ = await connection.receive(lambda: 0)
-                    if not isinstance(welcome, Welcome):
-                        raise out_of_turn(welcome, connection.peer)
-                    check_version(welcome.version, connection.peer)
-                except BaseException as error:
-                    await connection.aclose()
-                    if self._ssl is not None and isinstance(error, ShippingConnectionError):
-                        error.remedy = "A receiver that does not know this side's certificate closes so, too"
-                    raise
-        except TimeoutError as error:
-            raise ShippingConnectionError("no answer in time", where=str(self.address)) from error
-        return connection, welcome
+                await connection.send(Hello(VERSION, self._id, self._table_bytes))
+                welcome, _ = await connection.receive(lambda: 0)
+            if not isinstance(welcome, Welcome):
+                raise out_of_turn(welcome, connection.peer)
+            check_version(welcome.version, connection.peer)
+            return connection, welcome
+        except BaseException as error:
+            if connection is not None:
+                await connection.aclose()
+                if self._ssl is not None and isinstance(error, ShippingConnectionError):
+                    error.remedy = "A receiver that does not know this side's certificate closes so, too"
+            if isinstance(error, TimeoutError):
+                raise ShippingConnectionError("no answer in time", where=str(self.address)) from error
+            raise
 
     async def _serve(self, connection: Connection, welcome: Welcome) -> None:
         """Use a connection until it ends."""

@@ -8,7 +8,7 @@ the step before it.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -40,10 +40,15 @@ def strip_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
     children = _children(trajectory)
     stripped = list(trajectory)
     for index, step in enumerate(trajectory):
-        held = [path for path in _BLOCK_PATHS if _at(step, (*path, _SIDECAR)) is not None]
-        if held and any(_extends(trajectory, child, index, held) for child in children[index]):
-            for path in held:
-                stripped[index] = _replaced(stripped[index], (*path, _SIDECAR), None, f"steps[{index}]")
+        held = {path: _at(step, (*path, _SIDECAR)) for path in _BLOCK_PATHS}
+        held = {path: sidecar for path, sidecar in held.items() if sidecar is not None}
+        for child in children[index] if held else ():
+            tokens = _tokens_extend(trajectory, child, index)
+            later = _sidecar_of(trajectory[child])
+            if tokens is not False and all(_covers(later, each, bool(tokens)) for each in held.values()):
+                for path in held:
+                    stripped[index] = _replaced(stripped[index], (*path, _SIDECAR), None, f"steps[{index}]")
+                break
     return stripped
 
 
@@ -94,14 +99,6 @@ def _children(trajectory: Sequence[Any]) -> list[list[int]]:
             )
         children[parent].append(index)
     return children
-
-
-def _extends(trajectory: Sequence[Any], child: int, parent: int, held: Iterable[_Path]) -> bool:
-    tokens = _tokens_extend(trajectory, child, parent)
-    if tokens is False:
-        return False
-    later = _sidecar_of(trajectory[child])
-    return all(_covers(later, _at(trajectory[parent], (*path, _SIDECAR)), bool(tokens)) for path in held)
 
 
 def _tokens_extend(trajectory: Sequence[Any], child: int, parent: int) -> bool | None:
@@ -166,8 +163,6 @@ def _get(node: Any, name: str) -> Any:
 
 def _at(step: Any, path: _Path) -> Any:
     for name in path:
-        if step is None:
-            return None
         step = _get(step, name)
     return step
 
@@ -189,7 +184,21 @@ def _replaced(node: Any, path: _Path, value: Any, where: str) -> Any:
     if rest:
         value = _replaced(_get(node, name), tuple(rest), value, f"{where}.{name}")
     try:
-        return _with_field(node, name, value)
+        if isinstance(node, Mapping) and not isinstance(node, dict):
+            return {**node, name: value}
+        if hasattr(node, "model_copy"):  # pydantic
+            return node.model_copy(update={name: value})
+        if isinstance(node, tuple) and hasattr(node, "_replace"):
+            return node._replace(**{name: value})
+        clone = copy.copy(node)
+        if isinstance(node, dict):
+            clone[name] = value
+        elif isinstance(node, msgspec.Struct):
+            msgspec.structs.force_setattr(clone, name, value)
+        else:
+            # As a frozen dataclass refuses setattr; the copy belongs to nobody else yet.
+            object.__setattr__(clone, name, value)
+        return clone
     except (AttributeError, TypeError, ValueError) as error:
         raise TrajectoryError(
             f"a {type(node).__name__} cannot be copied with another {name!r}",
@@ -197,25 +206,3 @@ def _replaced(node: Any, path: _Path, value: Any, where: str) -> Any:
             got=str(error),
             remedy="Use a mapping, a dataclass, a msgspec or pydantic model, or a plain object",
         ) from error
-
-
-def _with_field(node: Any, name: str, value: Any) -> Any:
-    if isinstance(node, dict):
-        clone = copy.copy(node)
-        clone[name] = value
-        return clone
-    if isinstance(node, Mapping):
-        return {**node, name: value}
-    if hasattr(node, "model_copy"):  # pydantic
-        return node.model_copy(update={name: value})
-    if isinstance(node, msgspec.Struct):
-        return msgspec.structs.replace(node, **{name: value})
-    if isinstance(node, tuple) and hasattr(node, "_replace"):
-        return node._replace(**{name: value})
-    clone = copy.copy(node)
-    try:
-        setattr(clone, name, value)
-    except AttributeError:
-        # A frozen dataclass refuses setattr; its copy belongs to nobody else yet, so it may be filled in.
-        object.__setattr__(clone, name, value)
-    return clone
