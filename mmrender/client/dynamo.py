@@ -92,13 +92,10 @@ class DynamoBackend:
         """Sample one completion; `on_tokens` is called once, at the end.
 
         Raises:
-            InputError: The prompt or the backend's own `nvext` cannot be used.
-            SamplingParameterError: Dynamo does not know a parameter.
-            PlaceholderError: Tokens, ranges and items do not fit together.
             EngineUnsupportedError: The request is too large, the frontend cannot take images, or it is not
                 known on which tokens a completion ends.
             EngineMismatchError: The worker had another prompt than the renderer's.
-            EngineError: The server could not be reached, refused, or gave an unusable answer.
+            MMRenderError: As for `RendererBackend.generate`.
         """
         ids = check_prompt(request.prompt_ids, request.vocab_size)
         spans = check_placeholders(ids, request, takes_sparse=False)
@@ -120,11 +117,7 @@ class DynamoBackend:
         return response
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
-        """Return one token less than the model's `context_window`.
-
-        Raises:
-            EngineError: The server could not be asked, or its answer is malformed.
-        """
+        """Return one token less than the model's `context_window`."""
         card = (await model_cards(transport)).get(model)
         window = None if card is None else card.context_window
         return window and window - 1
@@ -195,12 +188,7 @@ def _check_size(size: int, most: int, *, where: str) -> None:
 
 
 def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a chat request whose prompt is `nvext.token_data`.
-
-    Args:
-        request: The prompt, without images.
-        nvext: The caller's own members of `nvext`.
-    """
+    """Return the body of a chat request whose prompt, without images, is `nvext.token_data`."""
     missing = "how long a completion may be is then the worker's choice"
     spelled = spell(request.sampling_params, "dynamo", without_max_tokens=missing)
     if "token_data" in nvext:
@@ -277,13 +265,7 @@ _LARGE: Final = ("engine_data", "routed_experts", "completion_token_ids", "promp
 
 
 def parse_reply(body: bytes, request: EngineRequest, ends: frozenset[int]) -> EngineResponse:
-    """Parse a chat reply of status 200.
-
-    Args:
-        body: The reply.
-        request: What was asked.
-        ends: Tokens that can end a completion.
-    """
+    """Parse a chat reply of status 200; `ends` are the tokens that can end a completion."""
     decoded = decode_json(body, where="reply")
     reply = convert(decoded, _Reply, where="reply")
     if len(reply.choices) != 1:

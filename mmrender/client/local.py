@@ -119,10 +119,8 @@ class LocalBackend:
         """Sample one completion; `transport` is ignored.
 
         Raises:
-            PromptTooLongError: The prompt leaves no room for a token.
-            SamplingParameterError: A parameter is unknown here, or has a wrong value.
-            PlaceholderError: Ids, ranges and items do not fit together.
             EngineUnsupportedError: Router choices were asked for.
+            MMRenderError: As for `RendererBackend.generate`.
         """
         if request.request_id in self._running:
             raise EngineStateError("a request of this id is in flight", where=request.request_id)

@@ -112,23 +112,24 @@ def check_completion(
     inside = min(ids, default=0) >= 0 and (vocab_size is None or max(ids, default=0) < vocab_size)
     if inside and usable.all():
         return list(ids), values.tolist()
-    # A loop finds the first fault.
-    for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        if token < 0 or (vocab_size is not None and token >= vocab_size):
-            raise EngineReplyError(
-                "the engine gave a token that is outside the vocabulary",
-                where=f"{where}[{index}]",
-                expected="an id of 0 or more" if vocab_size is None else f"an id from 0 to {vocab_size - 1}",
-                got=repr(token),
-            )
-        if not usable[index]:
-            raise EngineReplyError(
-                f"the engine has no usable logprob for the token {token}",
-                where=f"{where}[{index}]",
-                expected="a finite number of at most 0",
-                got=repr(logprob),
-            )
-    raise RuntimeError("unreachable: what is not plausible has a first fault")
+    index, token = next(
+        (index, token)
+        for index, token in enumerate(ids)
+        if not usable[index] or token < 0 or (vocab_size is not None and token >= vocab_size)
+    )
+    if usable[index]:
+        raise EngineReplyError(
+            "the engine gave a token that is outside the vocabulary",
+            where=f"{where}[{index}]",
+            expected="an id of 0 or more" if vocab_size is None else f"an id from 0 to {vocab_size - 1}",
+            got=repr(token),
+        )
+    raise EngineReplyError(
+        f"the engine has no usable logprob for the token {token}",
+        where=f"{where}[{index}]",
+        expected="a finite number of at most 0",
+        got=repr(logprobs[index]),
+    )
 
 
 def finish_reason_in(

@@ -78,12 +78,9 @@ class SGLangBackend:
         A call that is cancelled or times out is aborted on the server, by its `request_id`.
 
         Raises:
-            PromptTooLongError: The server says that the prompt is too long.
-            SamplingParameterError: SGLang does not know a parameter, would ignore it, or has no room for it.
-            PlaceholderError: Tokens, ranges and items do not fit together.
             EngineMismatchError: The server made another prompt of it than the renderer.
             EngineUnsupportedError: A video, or router choices that the server does not give.
-            EngineError: The server could not be reached, refused, or gave an unusable answer.
+            MMRenderError: As for `RendererBackend.generate`.
         """
         body = await self._body(request)
         try:
@@ -107,9 +104,6 @@ class SGLangBackend:
         """Return the longest prompt: one token less than `max_req_input_len`, which already is too long.
 
         It lies some tokens below the model's context length, which `/v1/models` has.
-
-        Raises:
-            EngineError: The server could not be asked, or its answer is malformed.
         """
         reply = await transport.request("GET", "/server_info")
         limit = decode_as(reply.body, _ServerInfo, where="GET /server_info").max_req_input_len
@@ -235,13 +229,7 @@ _LARGE: Final = (
 
 
 def parse_reply(body: bytes, request: EngineRequest, experts_shape: tuple[int, int] | None) -> EngineResponse:
-    """Parse a reply of status 200.
-
-    Args:
-        body: The reply.
-        request: What was asked.
-        experts_shape: Layers, and experts of a token.
-    """
+    """Parse a reply of status 200; `experts_shape` is layers, and experts of a token."""
     decoded = decode_json(body, where="reply")
     if isinstance(decoded, list) and len(decoded) == 1:
         decoded = decoded[0]

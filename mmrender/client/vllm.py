@@ -109,14 +109,10 @@ class VLLMBackend:
         """Sample one completion; tokens are streamed where `on_tokens` is given.
 
         Raises:
-            InputError: The prompt is empty or holds an id outside the vocabulary.
-            PlaceholderError: Tokens, ranges and items do not fit together. Nothing was sent.
-            SamplingParameterError: vLLM has no such parameter, or not of that value. Nothing was sent.
             MediaError: An item cannot be sent as an encoded image.
-            PromptTooLongError: The server says that the prompt is too long.
             EngineUnsupportedError: The server or the mode of images lacks what is needed.
             EngineMismatchError: The server takes other pixels, or made another prompt of the images.
-            EngineError: The server could not be reached, refused, or gave an unusable answer.
+            MMRenderError: As for `RendererBackend.generate`.
         """
         by_parts = self.images == "content_parts"
         ids = check_prompt(request.prompt_ids, request.vocab_size)
@@ -137,11 +133,7 @@ class VLLMBackend:
             raise
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
-        """Ask `/v1/models`: the context less one token, since a prompt that fills it is refused.
-
-        Raises:
-            EngineError: The server could not be asked, or its answer is malformed.
-        """
+        """Ask `/v1/models`: the context less one token, since a prompt that fills it is refused."""
         cards = await model_cards(transport)
         # An adapter's own entry says nothing; its base model's does.
         card = cards.get(model)
