@@ -74,7 +74,18 @@ class Renderer:
         self.tokenizer = tokenizer
         self.media = media
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
-        self.rules = _rules(content_special_tokens)
+        given = content_special_tokens
+        self.rules = (
+            dict.fromkeys(DEFAULT_RULES, given) if isinstance(given, str) else {**DEFAULT_RULES, **given}
+        )
+        for role, rule in self.rules.items():
+            if rule not in ("text", "parse", "error") or role not in DEFAULT_RULES:
+                raise RenderError(
+                    "content_special_tokens is not understood",
+                    where=f"content_special_tokens[{role!r}]",
+                    expected="'text', 'parse' or 'error', for all roles or in a mapping by role",
+                    got=repr(rule),
+                )
         processor = media.processor if media is not None else None
         self._writer = TokenWriter(
             tokenizer,
@@ -116,12 +127,11 @@ class Renderer:
                 `"pil"`, which needs no torch. It is part of every item's identity.
             media_policy: Limits on what is loaded, and from where.
             media_cache: Cache of processed items; pass one to share it between renderers.
-            content_special_tokens: `"text"`, `"parse"` or `"error"`, for all roles or by role.
-            tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved;
-                one of `mmrender.parsing.GRAMMARS`.
+            content_special_tokens: As for `Renderer`: `"text"`, `"parse"` or `"error"`.
+            tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.GRAMMARS`.
             limits: Bounds on one run of the template.
             clock: Gives the time that the template's `strftime_now` formats.
-            memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
+            memo_bytes: As for `Renderer`.
             profile_cache: Keep the findings of probes of the template on disk, in the folder that the
                 environment variable `MMRENDER_CACHE` names.
 
@@ -401,16 +411,3 @@ def _unknown_argument(name: str, templates: TemplateSet) -> InputError:
         expected=f"one of {', '.join(known)}",
         remedy=f"Did you mean {near[0]!r}?" if near else "Leave it out",
     )
-
-
-def _rules(given: SpecialTokenRules) -> Mapping[Author, SpecialTokenRule]:
-    rules = dict.fromkeys(DEFAULT_RULES, given) if isinstance(given, str) else {**DEFAULT_RULES, **given}
-    for role, rule in rules.items():
-        if rule not in ("text", "parse", "error") or role not in DEFAULT_RULES:
-            raise RenderError(
-                "content_special_tokens is not understood",
-                where=f"content_special_tokens[{role!r}]",
-                expected="'text', 'parse' or 'error', for all roles or in a mapping by role",
-                got=repr(rule),
-            )
-    return rules

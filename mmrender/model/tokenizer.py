@@ -121,7 +121,7 @@ class Tokenizer:
         )[:2]
         if not specials:
             return True
-        texts = [
+        texts = (
             "Hello world",
             " leading and trailing ",
             "\n\nnew\n",
@@ -130,7 +130,7 @@ class Tokenizer:
             " ",
             "日本語",
             "a",
-        ]
+        )
         text = "".join(piece + specials[index % len(specials)] for index, piece in enumerate(texts)) + "end"
         return self.encode(text) == self._engine.encode(text, add_special_tokens=False).ids
 
@@ -160,16 +160,15 @@ class Tokenizer:
         key = (first and self._first is not self._rest, text)
         run = self._memo.get(key)
         if run is None:
-            run = self._memo.put(key, self._encoded(text, self._first if first else self._rest))
+            engine = self._first if first else self._rest
+            encoding = engine.encode(text, add_special_tokens=False)
+            ids = encoding.ids
+            if not self._added_id_set.isdisjoint(ids) and self._pattern.search(text) is not None:
+                run = self._broken_up(text, engine)
+            else:
+                run = Run(ids, np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids)))
+            self._memo.put(key, run)
         return run
-
-    def _encoded(self, text: str, engine: Engine) -> Run:
-        encoding = engine.encode(text, add_special_tokens=False)
-        ids = encoding.ids
-        if not self._added_id_set.isdisjoint(ids) and (self._pattern.search(text) is not None):
-            return self._broken_up(text, engine)
-        starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
-        return Run(ids, starts)
 
     def _broken_up(self, text: str, engine: Engine) -> Run:
         """Encode text whose vocabulary would spell an added token: cut each one after its first character."""
@@ -231,7 +230,12 @@ def _is_word(char: str) -> bool:
 
 def _twins(engine: Engine) -> tuple[Engine, Engine]:
     """The tokenizer without added tokens: for the run that begins a prompt, and for any other."""
-    first = _twin(engine)
+    # Sharing the model costs nothing; reading the vocabulary again would take a second.
+    first = Engine(engine.model)
+    if engine.normalizer is not None:
+        first.normalizer = engine.normalizer
+    if engine.pre_tokenizer is not None:
+        first.pre_tokenizer = engine.pre_tokenizer
     if engine.pre_tokenizer is None or b'"prepend_scheme":"first"' not in engine.pre_tokenizer.__getstate__():
         return first, first
     definition = json.loads(engine.to_str())
@@ -239,16 +243,6 @@ def _twins(engine: Engine) -> tuple[Engine, Engine]:
     definition["post_processor"] = None
     _never_prepend(definition["pre_tokenizer"])
     return first, Engine.from_str(json.dumps(definition))
-
-
-def _twin(engine: Engine) -> Engine:
-    # Sharing the model costs nothing; reading the vocabulary again would take a second.
-    twin = Engine(engine.model)
-    if engine.normalizer is not None:
-        twin.normalizer = engine.normalizer
-    if engine.pre_tokenizer is not None:
-        twin.pre_tokenizer = engine.pre_tokenizer
-    return twin
 
 
 def _never_prepend(definition: Any) -> None:

@@ -196,18 +196,18 @@ class CallScanner:
             while before > start and self._text[before - 1].isspace():
                 before -= 1
             if before == start or self._source.added_before(before):
-                openings = (
-                    before - len(text) for text in self._section.opens if self._ends_with(text, start, before)
+                openings = (before - len(text) for text in self._section.opens)
+                opened = (
+                    place
+                    for place, text in zip(openings, self._section.opens, strict=True)
+                    if place >= start and self._at(text, place)
                 )
-                block = self._listed(next(openings, begin), begin)
+                block = self._listed(next(opened, begin), begin)
                 # An answer may look like a call at first; what cannot be one is content.
                 if all(attempt.status != "malformed" for attempt in block.attempts):
                     return block
             position = head.end()
         return None
-
-    def _ends_with(self, delimiter: str, start: int, stop: int) -> bool:
-        return stop - len(delimiter) >= start and self._at(delimiter, stop - len(delimiter))
 
     # One call
 

@@ -17,7 +17,6 @@ from mmrender.parsing.parser import (
     GrammarChoice,
     Outcome,
     ParsedResponse,
-    Piece,
     Place,
     ResponseParser,
     split,
@@ -118,31 +117,29 @@ class GrammarProver:
         """Learn what the template writes between the parts of a turn."""
         found: dict[Place, Edge] = {}
         shown: set[Place] = set()
-        for piece in self._learned_pieces(grammar):
-            place = (piece.before, piece.after)
-            edge = found.get(place, Edge())
-            if _LEARN.content not in piece.text:
-                found[place] = edge._replace(alone=piece.text)
-            elif place not in shown:
-                shown.add(place)
-                prefix, _, suffix = piece.text.partition(_LEARN.content)
-                found[place] = edge._replace(prefix=prefix, suffix=suffix)
-        if self._profile.reasoning is not None:
-            after = self._profile.reasoning.after_end
+        format_ = self._profile.reasoning
+        for probe in self._probed(grammar, _LEARN):
+            if probe.turn is None or (grammar is None and probe.message.tool_calls):
+                continue
+            opening = Opening(inside=False)
+            if format_ is not None:
+                opening = opening_by_text(format_, probe.turn.header)
+            source = TokenText(probe.token_ids, self._speller)
+            for piece in split(source, grammar, format_, opening).pieces:
+                place = (piece.before, piece.after)
+                edge = found.get(place, Edge())
+                if _LEARN.content not in piece.text:
+                    found[place] = edge._replace(alone=piece.text)
+                elif place not in shown:
+                    shown.add(place)
+                    prefix, _, suffix = piece.text.partition(_LEARN.content)
+                    found[place] = edge._replace(prefix=prefix, suffix=suffix)
+        if format_ is not None:
+            after = format_.after_end
             before_call = found.get(("start", "call"), Edge())
             found.setdefault(("reasoning", "end"), Edge(prefix=after, alone=after))
             found.setdefault(("reasoning", "call"), before_call._replace(prefix=after, alone=after))
         return Edges(found)
-
-    def _learned_pieces(self, grammar: Grammar | None) -> Iterator[Piece]:
-        format_ = self._profile.reasoning
-        for probe in self._probed(grammar, _LEARN):
-            if probe.turn is not None and (grammar is not None or not probe.message.tool_calls):
-                source = TokenText(probe.token_ids, self._speller)
-                opening = Opening(inside=False)
-                if format_ is not None:
-                    opening = opening_by_text(format_, probe.turn.header)
-                yield from split(source, grammar, format_, opening).pieces
 
     def choose(self, name: str | None = None) -> GrammarChoice:
         """Choose a grammar by proof, or take the one that is named and say whether it is proved.

@@ -200,6 +200,7 @@ def _stop_ids(
 
 
 def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]) -> dict[str, int]:
+    """Stop tokens that only what follows the turn writes, by what follows."""
     found = {}
     end = closes.get("end")
     for following, text in closes.items():
