@@ -15,7 +15,7 @@ from mmrender.renderer import Renderer
 from mmrender.template.chat import ChatTemplate
 from mmrender.testing.tiny_model import build_tiny_model
 
-MODELS = (
+MODELS = [
     "glm4_5v",
     "idefics3",
     "internvl3",
@@ -24,7 +24,7 @@ MODELS = (
     "qwen3_vl",
     "qwen3_vl_thinking",
     "tiny",
-)
+]
 TURNS = 30
 ANSWER = "The xylograph shows a quokka. "
 """Words that stand nowhere else, so that encoding them again would show."""

@@ -63,20 +63,16 @@ BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
     "json_tags": [
         ('<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>', 'invalid_json', None, None),
         ('<tool_call>\nf(1)\n</tool_call>', 'invalid_json', None, None),
-        ('<tool_call></tool_call>', 'invalid_json', None, None),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', 'invalid_json', None, None),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', 'invalid_json', None, None),
         ('<tool_call>{"name": "f", "arguments": {"b": "\\ud800"}}</tool_call>', 'invalid_json', None, None),
         ('<tool_call>{"name": "f", "arguments": {"b": "a\nb"}}</tool_call>', 'invalid_json', None, None),
         ('<tool_call>{"arguments": {"a": 1}}</tool_call>', 'missing_name', None, {'a': 1}),
         ('<tool_call>{"name": "", "arguments": {"a": 1}}</tool_call>', 'missing_name', None, {'a': 1}),
-        ('<tool_call>{"name": 7, "arguments": {"a": 1}}</tool_call>', 'missing_name', None, {'a': 1}),
         ('<tool_call>{"name": "f"}</tool_call>', 'malformed', 'f', None),
         ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', 'malformed', 'f', None),
         ('<tool_call>["f"]</tool_call>', 'malformed', None, None),
         ('<tool_call>{"name": "f", "arguments": {}} x</tool_call>', 'malformed', 'f', {}),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}', 'unclosed', 'f', {'a': 1}),
-        ('<tool_call>{"name": "f", "arg', 'unclosed', None, None),
         ("<tool_call>" + "[" * 5000 + "</tool_call>", 'invalid_json', None, None),
     ],
     "xml_function": [
@@ -87,7 +83,6 @@ BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
         ('<tool_call><function=f><parameter=a>\n1\n</parameter></tool_call>', 'malformed', 'f', {'a': 1}),
         ('<tool_call><function=f g></function></tool_call>', 'unknown_tool', 'f g', {}),
         ('<tool_call><function=f><parameter=a>\n1', 'unclosed', 'f', None),
-        ('<tool_call><function=f></function>', 'unclosed', 'f', {}),
     ],
     "arg_key_value": [
         ('<tool_call>\n</tool_call>', 'missing_name', None, {}),
@@ -100,17 +95,14 @@ BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
         ('<|tool_calls_section_begin|><|tool_calls_section_end|>', 'malformed', None, None),
         ('<|tool_calls_section_begin|>', 'unclosed', None, None),
         ('<|tool_calls_section_begin|>f()<|tool_calls_section_end|>', 'malformed', None, None),
-        ('<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0', 'unclosed', None, None),
     ],
     "mistral_json": [
         ('[TOOL_CALLS]', 'unclosed', None, None),
         ('[TOOL_CALLS][]', 'malformed', None, None),
         ('[TOOL_CALLS]g', 'invalid_json', None, None),
         ('[TOOL_CALLS][-', 'unclosed', None, None),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {"a":', 'unclosed', None, None),
     ],
     "mistral_args": [
-        ('[TOOL_CALLS]f', 'unclosed', None, None),
         ('[TOOL_CALLS]f[ARGS]{a: 1}', 'invalid_json', 'f', None),
         ('[TOOL_CALLS]f[ARGS]{"a": 1', 'unclosed', 'f', None),
         ('[TOOL_CALLS]f[ARGS]{"b": "x\\', 'unclosed', 'f', None),
@@ -122,7 +114,6 @@ BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
     ],
     "json_section": [
         ('<tool_calls>', 'unclosed', None, None),
-        ('<tool_calls></tool_calls>', 'malformed', None, None),
         ('<tool_calls>[]</tool_calls>', 'malformed', None, None),
         ('<tool_calls>[{"name": "f", "arguments"', 'unclosed', None, None),
         ('<tool_calls>[{"name": "f", "arguments":}]</tool_calls>', 'invalid_json', None, None),
@@ -147,7 +138,6 @@ BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
     "minimax": [
         ('<minimax:tool_call><invoke name=""></invoke></minimax:tool_call>', 'missing_name', None, {}),
         ('<minimax:tool_call><invoke name="f">', 'unclosed', 'f', {}),
-        ('<minimax:tool_call></minimax:tool_call>', 'malformed', None, None),
     ],
 }  # fmt: skip
 

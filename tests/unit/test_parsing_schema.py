@@ -18,26 +18,19 @@ def typed(text: str, schema: Any) -> Any:
     ("text", "schema", "expected"),
     [
         ("7", {"type": "string"}, "7"),
-        ("null", {"type": "string"}, "null"),
         ("7", {"type": "integer"}, 7),
         ("7.0", {"type": "integer"}, 7),
         ("7.5", {"type": "integer"}, "7.5"),
-        ("7", {"type": "number"}, 7),
-        ("7.0", {"type": "number"}, 7.0),
         ("1e-5", {"type": "number"}, 1e-5),
         ("1e999", {"type": "number"}, "1e999"),
-        ("NaN", {"type": "number"}, "NaN"),
         ("9" * 5000, {"type": "integer"}, "9" * 5000),
         ("٣", {"type": "integer"}, "٣"),
         ("True", {"type": "boolean"}, True),
         ("false", {"type": "boolean"}, False),
-        ("yes", {"type": "boolean"}, "yes"),
         ("None", {"type": "null"}, None),
         ("null", {"type": ["string", "null"]}, None),
         ("7", {"type": ["string", "integer"]}, "7"),
-        ("7", {"type": ["integer", "string"]}, 7),
         ("seven", {"type": ["integer", "string"]}, "seven"),
-        ("7", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 7),
         ("null", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
         ("null", {"type": "integer", "nullable": True}, None),
         ("[1, 2]", {"type": "array"}, [1, 2]),
@@ -50,11 +43,8 @@ def typed(text: str, schema: Any) -> Any:
         ("true", {"const": True}, True),
         ("7", REFERRED, 7),
         ("7", {"allOf": [REFERRED]}, 7),
-        ("7", {"$ref": "#/$defs/none"}, "7"),
         ("7", {"$ref": 3, "anyOf": 4, "enum": 5}, "7"),
-        ("7", {"type": "whatever"}, "7"),
         ("7", {}, "7"),
-        ("7", True, "7"),
         ("7", None, "7"),
     ],
 )
@@ -72,10 +62,7 @@ def test_a_schema_that_refers_to_itself() -> None:
     [
         {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
         {"name": "f", "input_schema": {"properties": {"a": {"type": "integer"}}}},
-        {
-            "type": "function",
-            "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
-        },
+        {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}},
     ],
 )
 def test_shapes_of_definitions(tool: dict[str, Any]) -> None:
@@ -83,7 +70,4 @@ def test_shapes_of_definitions(tool: dict[str, Any]) -> None:
     assert "f" in schemas
     assert schemas.typed("f", {"a": "7", "b": "7"}) == {"a": 7, "b": "7"}
     assert schemas.typed("g", {"a": "7"}) == {"a": "7"}
-
-
-def test_a_tool_without_parameters() -> None:
     assert ToolSchemas([{"name": "f"}]).typed("f", {"a": "7"}) == {"a": "7"}

@@ -46,9 +46,7 @@ def named(value):
 WITHOUT_PROCESSOR = {
     "tokenizer config": ({"tokenizer": "CONFIG"}, {"default": "CONFIG"}),
     "named in tokenizer config": ({"tokenizer": NAMED}, {"default": "CONFIG", "tool_use": "TOOLS"}),
-    "jinja": ({"jinja": "JINJA"}, {"default": "JINJA"}),
     "jinja over config": ({"jinja": "JINJA", "tokenizer": "CONFIG"}, {"default": "JINJA"}),
-    "jinja over named": ({"jinja": "JINJA", "tokenizer": NAMED}, {"default": "JINJA"}),
     "jinja and more": ({"jinja": "JINJA", "more": {"rag": "RAG"}}, {"default": "JINJA", "rag": "RAG"}),
     "more over config": ({"more": {"rag": "RAG"}, "tokenizer": NAMED}, {"rag": "RAG"}),
     "config over legacy": ({"legacy": "LEGACY", "tokenizer": "CONFIG"}, {"default": "CONFIG"}),
@@ -57,10 +55,8 @@ WITHOUT_PROCESSOR = {
 WITH_PROCESSOR = {
     "jinja": ({"jinja": "JINJA", "tokenizer": "CONFIG"}, {"default": "JINJA"}),
     "jinja over named": ({"jinja": "JINJA", "tokenizer": NAMED}, {"default": "JINJA"}),
-    "legacy": ({"legacy": "LEGACY"}, {"default": "LEGACY"}),
     "legacy over config": ({"legacy": "LEGACY", "tokenizer": "CONFIG"}, {"default": "LEGACY"}),
     "legacy over jinja": ({"legacy": "LEGACY", "jinja": "JINJA"}, {"default": "LEGACY"}),
-    "processor config": ({"processor": "PROCESSOR"}, {"default": "PROCESSOR"}),
     "processor config over all": (
         {"processor": "PROCESSOR", "legacy": "LEGACY", "jinja": "JINJA", "tokenizer": NAMED},
         {"default": "PROCESSOR"},
@@ -172,28 +168,22 @@ def test_the_template_is_the_one_asked_for_or_the_usual_one(templates, name, has
     assert choose_template(templates, name=name, has_tools=has_tools) == expected
 
 
+NONE = (
+    "the model has no chat template{} - expected chat_template.jinja, chat_template.json, or one in the tokenizer "
+    "or processor config, got templates: {}. Pass chat_template=<Jinja text>"
+)
+NO_DEFAULT = (
+    "the model has several chat templates, and none of them is the default - expected a template named 'default', "
+    "got rag, tool_use. Pass chat_template=<one of these names>"
+)
+
+
 @pytest.mark.parametrize(
     ("templates", "name", "message"),
     [
-        (
-            {},
-            None,
-            "the model has no chat template - expected chat_template.jinja, chat_template.json, or one in the "
-            "tokenizer or processor config, got templates: none. Pass chat_template=<Jinja text>",
-        ),
-        (
-            SEVERAL,
-            "chat",
-            "the model has no chat template named 'chat' - expected chat_template.jinja, chat_template.json, or one "
-            "in the tokenizer or processor config, got templates: default, rag, tool_use. "
-            "Pass chat_template=<Jinja text>",
-        ),
-        (
-            {"rag": "R", "tool_use": "T"},
-            None,
-            "the model has several chat templates, and none of them is the default - expected a template named "
-            "'default', got rag, tool_use. Pass chat_template=<one of these names>",
-        ),
+        ({}, None, NONE.format("", "none")),
+        (SEVERAL, "chat", NONE.format(" named 'chat'", "default, rag, tool_use")),
+        ({"rag": "R", "tool_use": "T"}, None, NO_DEFAULT),
     ],
 )
 def test_a_missing_template_is_named(templates, name, message):
