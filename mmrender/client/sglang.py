@@ -325,12 +325,11 @@ def _overflow_error(
     """Return the error of a reply that finds the request too long; None for other replies."""
     if error.status != 400:
         return None
-    text = _error_text(error.body)
     for pattern in _TOO_LONG:
-        if found := re.search(pattern, text, re.DOTALL):
+        if found := re.search(pattern, error.body, re.DOTALL):
             # A prompt of the length that the server names is refused already.
             return PromptTooLongError(int(found[1]), int(found[2]) - 1, where="prompt")
-    if not (found := re.search(_NO_ROOM, text, re.DOTALL)):
+    if not (found := re.search(_NO_ROOM, error.body, re.DOTALL)):
         return None
     context_length, prompt_len = int(found[1]), int(found[2])
     if max_tokens < context_length:
@@ -346,15 +345,3 @@ def _overflow_error(
         expected=f"at most {context_length - prompt_len}",
         got=str(max_tokens),
     )
-
-
-def _error_text(body: str) -> str:
-    """Return the message of an error reply, in any of its shapes: three of JSON, and plain text."""
-    try:
-        found: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return body.strip()
-    for key in ("error", "message"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    return found if isinstance(found, str) else body.strip()

@@ -20,7 +20,6 @@ from mmrender.client.server_facts import forget
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import (
-    EngineConnectionError,
     EngineReplyError,
     EngineStatusError,
     InputError,
@@ -218,15 +217,11 @@ def test_what_the_engine_says_besides_is_passed_on(renderer: Renderer) -> None:
     assert engine.requests[0].routed_experts
     assert engine.requests[0].routed_experts_prompt_start == 4
     run(renderer, engine, routed_experts=True)
+    assert engine.requests[0].request_id != engine.requests[1].request_id
     assert engine.requests[1].routed_experts
     assert engine.requests[1].routed_experts_prompt_start is None
     run(renderer, engine)
     assert not engine.requests[2].routed_experts
-
-
-def test_a_turn_without_a_token_is_a_turn(renderer: Renderer) -> None:
-    turn = run(renderer, Scripted([], "abort"))
-    assert (turn.completion_ids, turn.logprobs, turn.content, turn.finish_reason) == ([], [], "", "abort")
 
 
 def test_turns_are_pickled(renderer: Renderer) -> None:
@@ -235,13 +230,6 @@ def test_turns_are_pickled(renderer: Renderer) -> None:
     assert copy.message == turn.message
     assert copy.prompt_ids == turn.prompt_ids
     assert copy.multi_modal_data.mm_hashes == turn.multi_modal_data.mm_hashes
-
-
-def test_every_call_has_an_id_of_its_own(renderer: Renderer) -> None:
-    engine = Scripted()
-    run(renderer, engine)
-    run(renderer, engine)
-    assert engine.requests[0].request_id != engine.requests[1].request_id
 
 
 # --- prompts that are given ---
@@ -319,13 +307,6 @@ def test_a_long_prompt_is_refused_before_it_is_sent(renderer: Renderer) -> None:
     assert engine.requests[0].sampling_params["max_tokens"] == 1
 
 
-def test_the_engine_is_asked_for_its_limit_once(renderer: Renderer) -> None:
-    engine = Scripted()
-    run(renderer, engine)
-    run(renderer, engine)
-    assert engine.asked_limit == 1
-
-
 def test_the_callers_limit_goes_before_the_engines(renderer: Renderer) -> None:
     engine = Scripted(limit=5)
     run(renderer, engine, max_prompt_len=500)
@@ -344,13 +325,6 @@ def test_without_a_limit_the_engine_decides(
         run(renderer, engine)
     assert engine.requests[0].sampling_params["max_tokens"] == DEFAULT_MAX_TOKENS
     assert ("not checked for length" in caplog.text) == (limit is not None)
-
-
-def test_a_dead_server_is_found_by_the_look_up(renderer: Renderer) -> None:
-    engine = Scripted(limit=EngineConnectionError("gone"))
-    with pytest.raises(EngineConnectionError):
-        run(renderer, engine)
-    assert not engine.requests
 
 
 def test_the_engines_overflow_reply_is_the_same_error(renderer: Renderer) -> None:
@@ -447,15 +421,6 @@ def test_unknown_names_are_refused(backend: Any, route: Any, message: str) -> No
     with pytest.raises(InputError) as caught:
         resolve_backend(backend, route, "tiny")
     assert str(caught.value) == message
-
-
-def test_a_server_has_to_be_named(renderer: Renderer) -> None:
-    with pytest.raises(InputError) as caught:
-        run(renderer, Scripted(), client=None)
-    assert str(caught.value) == (
-        "client: cannot build a transport from this - expected a base URL, a transport, or an object with base_url and "
-        "api_key, got NoneType"
-    )
 
 
 # --- with a model ---

@@ -220,16 +220,6 @@ def test_other_statuses_are_final(status: int) -> None:
     with_server(test)
 
 
-def test_attempts_are_bounded() -> None:
-    async def test(server: StubServer) -> None:
-        server.busy = 10
-        with pytest.raises(EngineStatusError):
-            await way(server.url, retries=replace(QUICK, attempts=3)).request("GET", "/busy")
-        assert len(server.seen) == 3
-
-    with_server(test)
-
-
 def test_the_server_may_name_the_wait_up_to_the_bound() -> None:
     async def test(server: StubServer) -> None:
         server.busy, server.retry_after = 1, "3600"

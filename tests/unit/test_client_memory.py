@@ -105,14 +105,6 @@ def test_an_object_with_url_and_key_is_enough() -> None:
     assert transport.config.all_headers == {}
 
 
-def test_what_names_no_server_is_refused() -> None:
-    with pytest.raises(InputError) as caught:
-        as_transport(3)
-    assert str(caught.value) == (
-        "client: cannot build a transport from this - expected a base URL, a transport, or an object with base_url and api_key, got int"
-    )
-
-
 @pytest.mark.parametrize(
     ("url", "root"),
     [
@@ -126,3 +118,13 @@ def test_what_names_no_server_is_refused() -> None:
 )
 def test_the_root_of_a_server(url: str, root: str) -> None:
     assert server_root(url) == root
+
+
+@pytest.mark.parametrize("client", [None, 3])
+def test_what_names_no_server_is_refused(client: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        as_transport(client)
+    assert str(caught.value) == (
+        "client: cannot build a transport from this - expected a base URL, a transport, or an object with base_url "
+        f"and api_key, got {type(client).__name__}"
+    )

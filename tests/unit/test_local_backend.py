@@ -84,6 +84,8 @@ def test_it_is_a_backend(backend):
     assert isinstance(backend, RendererBackend)
     assert isinstance(backend.transport, Transport)
     assert backend.name == "local"
+    with pytest.raises(EngineUnsupportedError, match=r"^GET /health: a model in this process has no server$"):
+        asyncio.run(backend.transport.request("GET", "/health"))
 
 
 @pytest.mark.parametrize("kind", ["text", "image", "images"])
@@ -359,12 +361,3 @@ def test_prompts_that_are_refused(backend, prompts):
         generate(backend, replace(request(image), multi_modal_data=image.multi_modal_data.shifted(1)))
     with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
         generate(backend, replace(request(image), routed_experts=True))
-
-
-def test_there_is_no_server(backend):
-    with pytest.raises(EngineUnsupportedError) as refused:
-        asyncio.run(backend.transport.request("GET", "/health"))
-    assert str(refused.value) == "GET /health: a model in this process has no server"
-    with pytest.raises(EngineUnsupportedError):
-        backend.transport.stream("GET", "/health")
-    asyncio.run(backend.transport.aclose())
