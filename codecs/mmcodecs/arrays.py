@@ -156,7 +156,8 @@ class Source:
     @property
     def big_endian(self) -> bool:
         """Whether the elements lie in memory most significant byte first."""
-        return self.array.dtype.str.startswith(">")
+        order = self.array.dtype.byteorder
+        return order == ">" or (order == "=" and sys.byteorder == "big")
 
     def contiguous(self) -> memoryview:
         """Give the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
@@ -165,8 +166,9 @@ class Source:
 
     def little_endian(self) -> Source:
         """Give the same elements least significant byte first, copied if they are not."""
-        little = self.array.dtype.newbyteorder("<")
-        return Source(self.row, self.kind, self.array.astype(little, copy=False))
+        if not self.big_endian:
+            return self
+        return Source(self.row, self.kind, self.array.astype(self.array.dtype.newbyteorder("<")))
 
     def record(self, storage: int, rest: bytes) -> bytes:
         """Write the array record; `rest` is what the storage needs: a frame index, a key, or the elements."""

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from mmcodecs.arrays import Dimension, Framework, check_length, describe, dtype_named, element_bytes, restore
+from mmcodecs.arrays import Framework, check_length, describe, dtype_named, element_bytes, restore
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
 from mmcodecs.values import DEFAULT_LIMITS, Limits, neutral_form, pack
 from mmcodecs.wire import as_bytes
@@ -51,10 +51,10 @@ def decode_tensor_payload(
     if not is_tensor_payload(payload):
         return payload
     row, data = dtype_named(payload["dtype"]), as_bytes(payload["data"], None)
-    try:
-        shape = tuple(msgspec.convert(payload["shape"], list[Dimension]))
-    except msgspec.ValidationError as error:
-        raise DecodeError(f"malformed shape: {error}") from error
+    shape = payload["shape"]
+    if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
+        raise DecodeError("a shape is a list of integers, none negative", got=repr(shape)[:80])
+    shape = tuple(shape)
     if len(shape) > limits.max_ndim:
         raise limit_exceeded("max_ndim", limits.max_ndim, len(shape))
     check_length(row, shape, element_bytes(row, shape), data)

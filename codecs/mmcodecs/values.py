@@ -221,14 +221,15 @@ class ValueWriter:
         if key is None:
             record = source.record(FRAME, self._add(source))
         else:
-            form, storage, rest = self._keys.get(key) or self._enter_key(source, key)
-            if form != source.form():
+            form = source.form()
+            known, storage, rest = self._keys.get(key) or self._enter_key(source, key, form)
+            if known != form:
                 raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
             record = source.record(storage, rest)
         self._written[id(value)] = value, record
         return Ext(ARRAY_RECORD, record)
 
-    def _enter_key(self, source: Source, key: bytes) -> tuple[bytes, int, bytes]:
+    def _enter_key(self, source: Source, key: bytes, form: bytes) -> tuple[bytes, int, bytes]:
         """Give the form of an array that is new in this message, and the storage and rest of its record."""
         if len(key) > self._limits.max_key_bytes:
             raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
@@ -241,7 +242,7 @@ class ValueWriter:
         else:
             self.uses[key] = nbytes, True
             storage, rest = ENTER, self._add(source) + key
-        self._keys[key] = source.form(), storage, rest
+        self._keys[key] = form, storage, rest
         return self._keys[key]
 
     def _add(self, payload: Payload) -> bytes:

@@ -117,9 +117,9 @@ def test_a_dict_that_would_be_read_as_a_tensor_is_not_written() -> None:
 MALFORMED = [
     (payload(dtype="datetime64"), "unknown dtype - expected a name of the dtype table, got 'datetime64'"),
     (payload(dtype=["int16"]), "unknown dtype - expected a name of the dtype table, got ['int16']"),
-    (payload(shape=[-1, 4]), "malformed shape: Expected `int` >= 0"),
-    (payload(shape=[True, 2]), "malformed shape: Expected `int`, got `bool`"),
-    (payload(shape="2"), "malformed shape: Expected `array`, got `str`"),
+    (payload(shape=[-1, 4]), "a shape is a list of integers, none negative - got [-1, 4]"),
+    (payload(shape=[True, 2]), "a shape is a list of integers, none negative - got [True, 2]"),
+    (payload(shape="2"), "a shape is a list of integers, none negative - got '2'"),
     (payload(shape=[3]), "int16 of shape (3,) does not fill its bytes - expected 6 bytes, got 4"),
     (payload(shape=[2**62, 2**62, 0], data=b""), "array too large to exist"),
     (payload(shape=[1] * 9), "Limits.max_ndim exceeded - expected at most 8, got 9"),

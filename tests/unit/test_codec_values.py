@@ -5,7 +5,7 @@ import datetime as dt
 import enum
 import sys
 import uuid
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -180,8 +180,6 @@ def test_named_tuples_and_pydantic_models() -> None:
     got = back({"m": model}, type=dict[str, Model])["m"]
     assert (got.prompt, got.more, got.pixels.tolist()) == ("hi", 1, [0, 1, 2])
     assert back(pydantic.RootModel[list[int]]([1])) == [1]
-    Anonymous = namedtuple("Anonymous", "a")
-    assert back(Anonymous(1)) == (1,)
 
 
 def test_objects_in_long_lists_do_not_pass_for_numbers() -> None:
