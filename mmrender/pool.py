@@ -231,7 +231,12 @@ class RendererPool:
         except BaseException:
             places.release()
             raise
-        future.add_done_callback(lambda _: _released(loop, places))
+
+        def release(_: object) -> None:
+            if not loop.is_closed():  # nobody waits on a closed loop
+                loop.call_soon_threadsafe(places.release)
+
+        future.add_done_callback(release)
         result = await asyncio.wrap_future(future)
         renderer.adopt_outcome(context)
         return result
@@ -279,9 +284,3 @@ def _size(given: int | None, default: int, least: int, where: str) -> int:
         expected = f"a whole number, {least} at least"
         raise InputError("not a size of a pool", where=where, expected=expected, got=repr(given))
     return given
-
-
-def _released(loop: asyncio.AbstractEventLoop, places: asyncio.Semaphore) -> None:
-    """Give a place back from a worker thread; a loop that was closed meanwhile has no one waiting."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(places.release)

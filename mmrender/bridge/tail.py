@@ -263,13 +263,12 @@ class Tails:
         close = tail.close
         if any(message.role == "tool" for message in extension[:1]):
             # The tail begins after a call; this completion may have been cut off before one.
-            history = _without_calls(skeleton(extension, self.profile))
-            close = self._close_after(history, extension) or ""
+            close = self._close_after(_without_calls(extension, self.profile), extension) or ""
         return "" if written.endswith(close) else close, tail.start
 
     def _reasoning_close(self, reasoning: ReasoningFormat, extension: Sequence[Message]) -> str:
         """What the template writes between reasoning without content and its stop token."""
-        plain_history = _without_calls(skeleton(extension, self.profile))
+        plain_history = _without_calls(extension, self.profile)
         silent = plain_history.answering(content="")
         thinking = with_reasoning(silent.assistant, f"{WORD}T", reasoning.carrier)
         history = silent.answering(content=thinking.content, reasoning_content=thinking.reasoning_content)
@@ -308,5 +307,5 @@ def content_end(spans: Sequence[Span], last: int) -> int:
     raise NotPrinted("the template does not print the assistant's content")
 
 
-def _without_calls(history: ProbeHistory) -> ProbeHistory:
-    return history.answering(content=f"{WORD}A", tool_calls=())
+def _without_calls(extension: Sequence[Message], profile: TemplateProfile) -> ProbeHistory:
+    return skeleton(extension, profile).answering(content=f"{WORD}A", tool_calls=())

@@ -130,6 +130,12 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     closes = _closes(probes)
     stop_ids = _stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids))
     prompts = _generation_prompts(probes)
+    roles: list[Role] = []
+    for role in get_args(Role):
+        before, middle, after = messages_around(role)
+        shown = probes.render([*before, middle, *after])
+        if shown is not None and isinstance(middle.content, str) and middle.content in shown:
+            roles.append(role)
     return TemplateProfile(
         form=probes.form,
         generation_prompts=prompts,
@@ -140,7 +146,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         image_roles=tuple(
             role for role in every_role if probes.form.content != "text" and probes.added_by_image(role)
         ),
-        roles=_roles(probes),
+        roles=tuple(roles),
         prints_tools=f"{WORD}F" in (with_tools or ""),
         prints_tool_calls="bravo" in (with_call or ""),
         writes_content_before_results=f"{WORD}A" in (with_both or "").partition(f"{WORD}T")[0],
@@ -150,16 +156,6 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         unattributed=_unattributed(probes),
         reads_clock=probes.template.reads_clock,
     )
-
-
-def _roles(probes: Probes) -> tuple[Role, ...]:
-    found = []
-    for role in get_args(Role):
-        before, middle, after = messages_around(role)
-        shown = probes.render([*before, middle, *after])
-        if shown is not None and isinstance(middle.content, str) and middle.content in shown:
-            found.append(role)
-    return tuple(found)
 
 
 def _generation_prompts(probes: Probes) -> tuple[str, ...]:
