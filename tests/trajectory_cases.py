@@ -1,7 +1,7 @@
 """Building blocks for trajectory tests: a small media item, steps of several kinds, and trees of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +27,6 @@ class Tokens:
     prompt_ids: Any
     completion_ids: Any
     multi_modal_data: Any
-    prompt_mask: Any = None
-    completion_mask: Any = None
-    completion_logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,6 @@ def trajectories(draw: st.DrawFn) -> list[Any]:
             "prompt_ids": np.array(prompt, np.int64) if ids_as is np.array else ids_as(prompt),
             "completion_ids": list(completion),
             "multi_modal_data": draw(st.sampled_from([mm_form, mm_form, None])),
-            "prompt_mask": draw(st.sampled_from([[0] * len(prompt), [False] * len(prompt), None, "odd"])),
-            "completion_mask": [1] * len(completion),
         }
         second = None
         if draw(st.booleans()):

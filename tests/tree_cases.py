@@ -156,3 +156,17 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
             assert same_array(getattr(left, name), getattr(right, name)), name
         assert left.multi_modal_data == right.multi_modal_data
         assert left.weight_versions == right.weight_versions
+
+
+def wire_bound(trajectories: list[Trajectory]) -> int:
+    """Most bytes for distinct images, and for everything else once for each rollout; all of it linear."""
+    images = {item.identity: item.nbytes for each in trajectories for item in each.items}
+    steps = [step for each in trajectories for step in each.steps]
+    return (
+        1500
+        + sum(images.values())
+        + sum(8 * (len(step.own_ids) + len(step.completion_ids)) for step in steps)
+        + sum(step.own_experts.data.nbytes for step in steps if step.own_experts)
+        + sum(400 + 120 * len(step.new_messages) + 40 * len(step.own_media) for step in steps)
+        + sum(2000 + 1500 * len(each.items) for each in trajectories)
+    )

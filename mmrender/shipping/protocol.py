@@ -137,11 +137,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(header: bytes | memoryview) -> Message:
-    """Read a header.
-
-    Raises:
-        ShippingProtocolError: It is malformed.
-    """
+    """Read a header."""
     try:
         return _DECODER.decode(header)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -170,12 +166,7 @@ def out_of_turn(message: Message, peer: str) -> Exception:
 
 
 def to_wire(value: Any) -> tuple[str, Any]:
-    """Return the kind of a value, and the form in which the codec writes it.
-
-    Raises:
-        TrajectoryError: A message of a trajectory cannot be encoded.
-        MediaError: The class of a media item has no form on the wire.
-    """
+    """Return the kind of a value, and the form in which the codec writes it."""
     if isinstance(value, Trajectory):
         return TRAJECTORY, trajectories_to_wire([value])
     if type(value) is list and value and all(isinstance(each, Trajectory) for each in value):
@@ -184,14 +175,7 @@ def to_wire(value: Any) -> tuple[str, Any]:
 
 
 def from_wire(kind: str, value: Any) -> Any:
-    """Undo `to_wire`.
-
-    Raises:
-        ShippingProtocolError: The kind is unknown, or there is not one trajectory.
-        TrajectoryError: A trajectory is damaged.
-        MediaError: One of its media items is damaged.
-        PlaceholderError: One of its placeholder ranges does not fit.
-    """
+    """Undo `to_wire`."""
     if kind == PLAIN:
         return value
     group = trajectories_from_wire(value) if kind in (TRAJECTORY, GROUP) else None
@@ -202,11 +186,7 @@ def from_wire(kind: str, value: Any) -> Any:
 
 
 def content_digest(wire: Any, limits: Limits) -> bytes:
-    """Return the blake3 digest of an encoded value, the same for equal content.
-
-    Raises:
-        CodecError: The value cannot be encoded.
-    """
+    """Return the blake3 digest of an encoded value, the same for equal content."""
     hasher = blake3()
     for frame in mmcodecs.encode_frames(wire, limits=limits):
         view = memoryview(frame)

@@ -174,14 +174,14 @@ class Receiver:
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self.address = Address.parse(url)
-        if ack not in ("taken", "explicit"):
-            raise ShippingError(
-                "unknown way to acknowledge", where="ack", expected='"taken" or "explicit"', got=repr(ack)
-            )
-        for name, value in (("window_messages", window_messages), ("window_bytes", window_bytes)):
-            if value < 1:
+        for name, value, right, expected in (
+            ("ack", ack, ack in ("taken", "explicit"), "'taken' or 'explicit'"),
+            ("window_messages", window_messages, window_messages >= 1, "1 or more"),
+            ("window_bytes", window_bytes, window_bytes >= 1, "1 or more"),
+        ):
+            if not right:
                 raise ShippingError(
-                    "a window lets nothing through", where=name, expected="1 or more", got=str(value)
+                    "an option is out of range", where=name, expected=expected, got=repr(value)
                 )
         self.ack: Acknowledge = ack
         self.window_messages = window_messages
@@ -294,11 +294,7 @@ class Receiver:
     def put(
         self, name: str, digest: bytes, value: Any, num_bytes: int, origin: "tuple[_Session, int]"
     ) -> None:
-        """Take in a message that has arrived whole, unless it is there already.
-
-        Raises:
-            ShippingProtocolError: Its key was used for other content.
-        """
+        """Take in a message that has arrived whole, unless it is there already."""
         self._stats.messages += 1
         self._stats.received_bytes += num_bytes
         entry = self._open.get(name)
@@ -421,11 +417,7 @@ class _Session:
         self._changed = Notifier()
 
     async def run(self, table_bytes: int) -> None:
-        """Serve the connection.
-
-        Raises:
-            ShippingError: Why it ended; it always does so by an error.
-        """
+        """Serve the connection."""
         owner = self._receiver
         welcome = Welcome(
             VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes

@@ -76,11 +76,7 @@ class Segment:
 
 
 class SegmentPool:
-    """The sender's segments of one connection.
-
-    Args:
-        max_bytes: Bound on the sizes of all of them together.
-    """
+    """The sender's segments of one connection."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -143,10 +139,6 @@ class SegmentPool:
 class MappedSegments:
     """The receiver's segments of one connection, mapped for reading and leased to one message at a time.
 
-    Args:
-        peer: Name of the other side, for errors.
-        max_bytes: Bound on the sizes of all of them together.
-
     Attributes:
         released: Numbers of segments whose last view is gone; appended to from any thread.
         on_release: Called after that, from the same thread.
@@ -161,11 +153,7 @@ class MappedSegments:
         self._leased: set[int] = set()
 
     def add(self, number: int, num_bytes: int, fd: int) -> None:
-        """Map a segment; the caller closes the descriptor.
-
-        Raises:
-            ShippingProtocolError: It has another size, could be cut off, or is beyond the bounds.
-        """
+        """Map a segment; the caller closes the descriptor."""
         total = sum(data.nbytes for data in self._maps.values()) + num_bytes
         if number in self._maps or len(self._maps) >= MAX_SEGMENTS or total > self.max_bytes:
             raise self._wrong("too many segments", f"at most {self.max_bytes} bytes", f"{total} bytes")
@@ -185,11 +173,7 @@ class MappedSegments:
         self._leased.discard(number)
 
     def lease(self, number: int, num_bytes: int) -> memoryview:
-        """Return a read-only view of the start of a segment; the lease ends with the last view of it.
-
-        Raises:
-            ShippingProtocolError: The segment is unknown, too short, or still leased.
-        """
+        """Return a read-only view of the start of a segment; the lease ends with the last view of it."""
         data = self._maps.get(number)
         if data is None or number in self._leased or num_bytes > data.nbytes:
             raise self._wrong("a segment that cannot hold a message now", "a free segment", str(number))
@@ -265,16 +249,7 @@ class DescriptorStream(SocketStream):
 
 
 class SharedMemoryConnection(Connection):
-    """A connection whose frames lie in shared memory.
-
-    Args:
-        stream: A connected Unix socket.
-        peer: Name of the other side, for errors.
-        pool: Where frames that come through the socket are received into.
-        limits: Of the codec. The head of a message is copied before it is read: it must not change while it
-            is checked.
-        max_bytes: Bound on shared memory, in either direction.
-    """
+    """A connection whose frames lie in shared memory."""
 
     def __init__(
         self,

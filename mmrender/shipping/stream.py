@@ -213,11 +213,6 @@ class Connection:
 
     After an error, or a call that was cancelled, a connection can only be closed.
 
-    Args:
-        stream: Connected.
-        peer: Name of the other side, for errors.
-        pool: Where frames are received into. Buffers go back when the last view of them is gone.
-
     Attributes:
         sent_bytes: Bytes written so far.
     """
@@ -233,21 +228,12 @@ class Connection:
         self._since_yield = 0
 
     async def send(self, message: Message, frames: Sequence[memoryview] = ()) -> None:
-        """Send a message.
-
-        Raises:
-            ShippingConnectionError: The connection broke.
-        """
+        """Send a message."""
         async with self._writing:
             await self.write_parcel(FRAMES, pack(message), frames)
 
     async def receive(self, limit: Limit) -> tuple[Message, list[memoryview]]:
-        """Wait for the next message. No memory is taken for frames beyond the limit.
-
-        Raises:
-            ShippingConnectionError: The connection broke.
-            ShippingProtocolError: The peer sent something else, or too much.
-        """
+        """Wait for the next message. No memory is taken for frames beyond the limit."""
         while True:
             prefix = memoryview(bytearray(_PREFIX.size))
             await self._fill(prefix)
@@ -281,11 +267,7 @@ class Connection:
             return message, frames
 
     async def keep_alive(self, timing: Timing) -> None:
-        """Send signs of life, and raise when the peer gives none.
-
-        Raises:
-            ShippingConnectionError: The peer was silent for too long.
-        """
+        """Send signs of life, and raise when the peer gives none."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(timing.heartbeat / 2)

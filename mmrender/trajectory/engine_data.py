@@ -143,17 +143,7 @@ def new_rows(experts: RoutedExperts, known: tuple[int, int] | None, keep: int) -
 
 
 def check_experts(value: Any, length: int, form: RoutedExperts | None, where: str) -> RoutedExperts | None:
-    """Return router choices that fit a sequence of `length` tokens.
-
-    Args:
-        value: What the engine reported.
-        length: Tokens of prompt and completion.
-        form: Router choices of an earlier step, whose layers, experts per token and dtype must be the same.
-        where: Path for errors.
-
-    Raises:
-        TrajectoryError: The rows leave the sequence, end before its last token but one, or differ in form.
-    """
+    """Return router choices that fit a sequence of `length` tokens."""
     if value is None:
         return None
     if not isinstance(value, RoutedExperts):
@@ -173,11 +163,7 @@ def check_experts(value: Any, length: int, form: RoutedExperts | None, where: st
 
 
 def check_versions(value: Sequence[Any], count: int, where: str) -> tuple[WeightVersionSpan, ...]:
-    """Return spans of weight versions.
-
-    Raises:
-        TrajectoryError: They are out of order, overlap, or leave the completion of `count` tokens.
-    """
+    """Return spans of weight versions."""
     spans = []
     end = 0
     for index, entry in enumerate(value):

@@ -309,11 +309,7 @@ def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | No
 
 
 def check_logprobs(value: Any, count: int, where: str) -> npt.NDArray[np.float32] | None:
-    """Return log probabilities as read-only float32 `[count]`, None if none were given.
-
-    Raises:
-        TrajectoryError: There is not one for each sampled token, or one is not finite.
-    """
+    """Return log probabilities as read-only float32 `[count]`, None if none were given."""
     if value is None:
         return None
     try:
@@ -332,11 +328,7 @@ def check_logprobs(value: Any, count: int, where: str) -> npt.NDArray[np.float32
 
 
 def check_reward(value: Any, count: int | None, where: str) -> "float | npt.NDArray[np.float32] | None":
-    """Return a reward as a number, or as read-only float32 `[count]` unless `count` is None.
-
-    Raises:
-        TrajectoryError: It is neither a finite number nor one for each sampled token.
-    """
+    """Return a reward as a number, or as read-only float32 `[count]` unless `count` is None."""
     if value is None:
         return None
     try:
@@ -357,11 +349,7 @@ def check_reward(value: Any, count: int | None, where: str) -> "float | npt.NDAr
 
 
 def check_extra(value: Any, where: str) -> dict[str, Any]:
-    """Return a copy of a mapping with text keys; None gives an empty one.
-
-    Raises:
-        TrajectoryError: It is not a mapping, or a key is not text.
-    """
+    """Return a copy of a mapping with text keys; None gives an empty one."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

@@ -109,17 +109,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def write_records(records: Iterable[Record], *, media_sources: MediaSources, share: bool) -> dict[str, Any]:
-    """Return trajectories as plain data.
-
-    Args:
-        records: Their content.
-        media_sources: Whether messages keep the sources of their media.
-        share: Whether the arrays of items are wrapped for an encoder with a table.
-
-    Raises:
-        TrajectoryError: A message cannot be encoded.
-        MediaError: The class of an item has no form on the wire.
-    """
+    """Return trajectories as plain data; see `mmrender.trajectory.tree.trajectories_to_wire`."""
     writer = _Writer(media_sources)
     trajectories = []
     for number, record in enumerate(records):
@@ -248,11 +238,7 @@ class _Writer:
 
 
 def plain_message(message: Any, sources: MediaSources, where: str = "message") -> Any:
-    """Return a message as dicts, lists and scalars, with or without the sources of its media.
-
-    Raises:
-        TrajectoryError: It is nested too deeply, or holds itself.
-    """
+    """Return a message as dicts, lists and scalars, with or without the sources of its media."""
     plain = _plain(message, 0, where)
     if sources == "drop" and isinstance(plain, dict) and "content" in plain:
         content = plain["content"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmrender.shipping import Receiver, Sender
 from mmrender.trajectory import Trajectory
 from shipping_cases import QUICK, CuttingProxy, is_message, leftovers, message
-from tree_cases import assert_same, calls, grown
+from tree_cases import assert_same, calls, grown, wire_bound
 
 PICTURES = st.lists(st.integers(0, 5), unique=True, max_size=4)
 CUTS = st.lists(st.integers(0, 60_000), max_size=4)
@@ -107,19 +107,6 @@ async def ship(trajectories: list[Trajectory], cuts: list[int], folder: Path) ->
         return got, receiver.stats.received_bytes, sender.stats.connections
 
 
-def bound(trajectories: list[Trajectory]) -> int:
-    """Bytes for distinct images, and for everything else once for each rollout; all of it linear."""
-    images = {item.identity: item.nbytes for each in trajectories for item in each.items}
-    steps = [step for each in trajectories for step in each.steps]
-    return (
-        sum(images.values())
-        + sum(8 * (len(step.own_ids) + len(step.completion_ids)) for step in steps)
-        + sum(step.own_experts.data.nbytes for step in steps if step.own_experts)
-        + sum(400 + 120 * len(step.new_messages) + 40 * len(step.own_media) for step in steps)
-        + sum(2000 + 1500 * len(each.items) for each in trajectories)
-    )
-
-
 @settings(max_examples=30)
 @given(st.lists(calls(), min_size=1, max_size=4), st.integers(1, 3), CUTS)
 def test_trees_arrive_as_they_were(rollouts, copies, cuts):
@@ -131,4 +118,4 @@ def test_trees_arrive_as_they_were(rollouts, copies, cuts):
         assert_same(before, after)
     if not cuts:
         assert connections == 1
-        assert num_bytes <= bound(sent)
+        assert num_bytes <= wire_bound(sent)

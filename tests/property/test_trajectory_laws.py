@@ -11,7 +11,7 @@ from mmrender.media.item import ReferenceItem
 from mmrender.trajectory import Trajectory
 from mmrender.trajectory.step import step_sample
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
-from tree_cases import Call, assert_same, calls, grown, item
+from tree_cases import Call, assert_same, calls, grown, item, wire_bound
 
 
 @given(calls())
@@ -83,6 +83,7 @@ def test_every_sampled_token_is_trained_on_once(rollout):
     )
     for sample in [*once, *steps, *trajectory.samples(once=False)]:
         assert (sample.logprobs[sample.loss_mask] < 0).all()
+        assert not sample.logprobs[~sample.loss_mask].any()
         media = np.zeros(len(sample), np.bool_)
         for found in sample.multi_modal_data.mm_placeholders.get("image", ()):
             media[found.offset : found.offset + found.length] = True
@@ -141,38 +142,15 @@ def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
                 assert isinstance(first, ReferenceItem) or same_tensors(first, second)
 
 
-def bound(group, items):
-    """Bytes that a group may take: linear in its distinct items, tokens, messages and number of steps."""
-    tokens = sum(len(step.own_ids) + len(step.completion_ids) for t in group for step in t.steps)
-    rows = sum(step.own_experts.data.nbytes for t in group for step in t.steps if step.own_experts)
-    steps = sum(len(trajectory) for trajectory in group)
-    messages = sum(len(step.new_messages) for t in group for step in t.steps)
-    media = sum(len(step.own_media) for t in group for step in t.steps)
-    stored = sum(item.nbytes for item in items.values())
-    shown = {i.identity for t in group for i in t.items}
-    return (
-        stored
-        + rows
-        + 4 * tokens
-        + 300 * steps
-        + 110 * messages
-        + 40 * media
-        + 1200 * len(shown)
-        + 200 * len(group)
-        + 1500
-    )
-
-
 @given(st.lists(calls(), max_size=3), st.integers(1, 6))
 @settings(max_examples=50)
 def test_bytes_are_linear_in_distinct_content(rollouts, copies):
     """However often its rollouts are repeated, a group ships each distinct item and root prompt once."""
     group = [grown(rollout, f"{c}-{n}") for c in range(copies) for n, rollout in enumerate(rollouts)]
-    items = {i.identity: i for trajectory in group for i in trajectory.items}
     wire = trajectories_to_wire(group)
     assert len(wire["items"]["items"]) == len({(i.identity, type(i)) for t in group for i in t.items})
     assert len(wire["message_ends"]) == len({str(m) for t in group for s in t.steps for m in s.new_messages})
-    assert sum(len(memoryview(frame)) for frame in mmcodecs.encode_frames(wire)) <= bound(group, items)
+    assert sum(len(memoryview(frame)) for frame in mmcodecs.encode_frames(wire)) <= wire_bound(group)
     stored = sum(len(step.own_ids) for trajectory in group for step in trajectory.steps)
     assert len(wire["tokens"]) <= stored
     # A step stores no token that its parent has.
@@ -204,22 +182,8 @@ def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
     from mmrender.errors import InputError, PlaceholderError
 
     wire = mmcodecs.decode(mmcodecs.encode(trajectories_to_wire([grown(rollout)])), copy=True)
-    name = data.draw(
-        st.sampled_from(
-            [
-                "steps",
-                "tokens",
-                "placeholders",
-                "spans",
-                "message_ends",
-                "trajectories",
-                "items",
-                "messages",
-                "experts",
-                "extras",
-            ]
-        )
-    )
+    pools = ["steps", "tokens", "placeholders", "spans", "message_ends", "messages"]
+    name = data.draw(st.sampled_from([*pools, "trajectories", "items", "experts", "extras"]))
     value = wire[name]
     if isinstance(value, np.ndarray) and value.size:
         at = data.draw(st.integers(0, value.size - 1))

@@ -1,6 +1,5 @@
 """Both ends in threads: the same protocol, plain calls."""
 
-import asyncio
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,6 @@ import pytest
 from mmcodecs import UnsupportedTypeError
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping import BlockingReceiver, BlockingSender
-from mmrender.shipping.blocking import LoopThread
 from shipping_cases import is_message, message
 
 
@@ -120,21 +118,3 @@ def test_threads_that_wait_while_the_sender_closes_are_told(tmp_path):
             sender.close(0)
             for wait in waits:
                 assert isinstance(wait.exception(10), ShippingClosedError)
-
-
-def test_work_that_a_closing_thread_was_given_ends():
-    thread = LoopThread("test")
-    with ThreadPoolExecutor(1) as pool:
-        began = threading.Event()
-
-        async def wait_for_ever() -> None:
-            began.set()
-            await asyncio.Event().wait()
-
-        work = pool.submit(lambda: thread.run(wait_for_ever()))
-        assert began.wait(10)
-        thread.close()
-        assert str(work.exception(10)) == "this end is closed"
-    thread.close()
-    with pytest.raises(ShippingClosedError, match="this end is closed"):
-        thread.run(wait_for_ever())

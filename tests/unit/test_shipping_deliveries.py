@@ -168,39 +168,24 @@ def test_closing_ends_in_time_when_nobody_acknowledges(url):
     asyncio.run(run())
 
 
-async def refused_once(url):
-    """A sender of whose two messages under one key the second was refused."""
-    receiver = Receiver(url)
-    await receiver.open()
-    sender = Sender(url)
-    await sender.send(1, id="k")
-    await receiver.receive(5)
-    delivery = await sender.send(2, id="k")
-    async with asyncio.timeout(5):
-        while not delivery.done:
-            await asyncio.sleep(0.005)
-    assert sender.stats.refused == 1
-    return receiver, sender, delivery
-
-
 def test_a_failure_is_reported_once(url):
     async def run():
-        receiver, sender, delivery = await refused_once(url)
-        with pytest.raises(ShippingProtocolError, match="other content"):
-            await sender.flush(5)
-        await sender.flush(5)
-        await sender.aclose()
-        await receiver.aclose()
-        receiver, sender, delivery = await refused_once(url)
-        with pytest.raises(ShippingProtocolError):
-            await delivery
-        await sender.flush(5)  # awaiting it has reported it
-        await sender.aclose()
-        await receiver.aclose()
-        receiver, sender, delivery = await refused_once(url)
-        with pytest.raises(ShippingError):
-            await sender.__aexit__(None, None, None)
-        await receiver.aclose()
+        async with Receiver(url) as receiver:
+            sender = Sender(url)
+            await sender.send(1, id="k")
+            await receiver.receive(5)
+            for awaited in (True, False):
+                delivery = await sender.send(2, id="k")
+                if awaited:
+                    with pytest.raises(ShippingProtocolError, match="other content"):
+                        await delivery
+                else:
+                    with pytest.raises(ShippingProtocolError, match="other content"):
+                        await sender.flush(5)
+                await sender.flush(5)
+            await sender.send(3, id="k")
+            with pytest.raises(ShippingError):
+                await sender.aclose()
 
     asyncio.run(run())
 

@@ -10,13 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from mmcodecs import Shared
+from mmcodecs import Encoder, Limits, Shared, UnsupportedTypeError
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError, ShippingProtocolError
 from mmrender.shipping import Receiver, Sender
 from mmrender.shipping.protocol import Timing
 from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT, is_message, leftovers, message, tls_contexts
-from tree_cases import Call
+from tree_cases import Call, assert_same
 
 TRANSPORTS = ["unix", "tcp", "tls", "shm"]
 
@@ -143,21 +143,12 @@ def test_trajectories_arrive_as_trajectories_and_groups_together(some_pair):
 
     async def run():
         async with some_pair.receiver() as receiver, some_pair.sender(receiver) as sender:
-            one = await sender.send(trajectory("task/1"))
+            await sender.send(trajectory("task/1"))
             await sender.send([trajectory("task/2"), trajectory("task/3")], id="group")
-            await sender.send(trajectory(""))
-            first, group, nameless = await take(receiver, 3)
-            await one
-            assert one.id == first.id
-            assert group.id == "group"
-            assert isinstance(first.value, Trajectory)
-            expected = trajectory("task/1")
-            assert [step.token_ids.tolist() for step in first.value.steps] == [
-                step.token_ids.tolist() for step in expected.steps
-            ]
-            assert [item.identity for item in first.value.items] == [item.identity for item in expected.items]
+            first, group = await take(receiver, 2)
+            assert first.id.endswith(":1")
+            assert_same(first.value, trajectory("task/1"))
             assert [each.trajectory_id for each in group.value] == ["task/2", "task/3"]
-            assert nameless.id.endswith(":3")
 
     asyncio.run(run())
 
@@ -266,11 +257,8 @@ def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_els
     async def run():
         async with some_pair.receiver() as receiver:
             sender = some_pair.sender(receiver)
-            await sender.connect()
-            deliveries = [
-                await sender.send(value, id=value)
-                for value in ("good 1", "bad", "good 2", "bad too", "good 3")
-            ]
+            values = ("good 1", "bad", "good 2", "bad too", "good 3")
+            deliveries = [await sender.send(value, id=value) for value in values]
             got = await take(receiver, 3)
             assert [each.value for each in got] == ["good 1", "good 2", "good 3"]
             with pytest.raises(ShippingProtocolError) as caught:
@@ -279,20 +267,15 @@ def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_els
                 f"message 'bad' to {receiver.url}: the receiver cannot use this message - "
                 "got steps[1]: it does not hold together"
             )
-            for delivery in (deliveries[0], deliveries[2], deliveries[4]):
-                await asyncio.wait_for(delivery, 10)
+            await asyncio.wait_for(asyncio.gather(*deliveries[::2]), 10)
             with pytest.raises(ShippingProtocolError, match=r"'bad too' to .*cannot use this message"):
                 await sender.aclose()  # the other one was raised above
-            assert sender.stats.refused == 2
-            assert receiver.stats.refused == 2
-            assert "a message that cannot be used" in str(receiver.errors[0])
+            assert sender.stats.refused == receiver.stats.refused == 2
 
     asyncio.run(run())
 
 
 def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
-    from mmcodecs import Limits
-
     async def run():
         receiver = some_pair.receiver(limits=Limits(max_bytes=100_000))
         async with receiver, some_pair.sender(receiver) as sender:
@@ -315,8 +298,6 @@ def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
 
 
 def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in(url):
-    from mmcodecs import UnsupportedTypeError
-
     async def run():
         async with Receiver(url) as receiver, Sender(receiver.url) as sender:
             with pytest.raises(UnsupportedTypeError, match=r"\$\.x"):
@@ -406,17 +387,6 @@ def test_a_peer_that_goes_silent_is_given_up(tmp_path):
     asyncio.run(run())
 
 
-def test_a_peer_that_has_nothing_to_say_shows_signs_of_life(tmp_path):
-    async def run():
-        timing = Timing(heartbeat=0.02, silence=0.6)
-        receiver = Receiver(f"unix://{tmp_path}/live", timing=timing)
-        async with receiver, Sender(receiver.url, timing=timing) as sender:
-            await asyncio.sleep(1.0)
-            assert sender.stats.connections == 1
-
-    asyncio.run(run())
-
-
 def test_an_event_loop_that_was_busy_does_not_take_its_peer_for_dead(tmp_path):
     timing = Timing(heartbeat=0.1, silence=0.2)
 
@@ -499,22 +469,15 @@ def test_a_pool_of_shared_memory_that_is_used_up_slows_down_and_does_not_stop(mo
 
 
 def test_each_message_is_encoded_once_and_again_only_on_another_connection(url, monkeypatch):
-    import mmcodecs
-    from mmcodecs import Encoder
-
-    counts = {"table": 0, "plain": 0}
-    encode, plain = Encoder.encode_frames, mmcodecs.encode_frames
+    count = 0
+    encode = Encoder.encode_frames
 
     def counted(encoder, value):
-        counts["table"] += 1
+        nonlocal count
+        count += 1
         return encode(encoder, value)
 
-    def counted_plain(value, **options):
-        counts["plain"] += 1
-        return plain(value, **options)
-
     monkeypatch.setattr(Encoder, "encode_frames", counted)
-    monkeypatch.setattr(mmcodecs, "encode_frames", counted_plain)
 
     async def run():
         async with Receiver(url, timing=PATIENT, ack="explicit") as receiver:
@@ -523,10 +486,10 @@ def test_each_message_is_encoded_once_and_again_only_on_another_connection(url, 
             for number in range(5):
                 await sender.send(message(number, [1]))
             await take(receiver, 5)
-            assert counts == {"table": 5, "plain": 0}
+            assert count == 5
         async with Receiver(url, timing=PATIENT) as receiver:
             await take(receiver, 5)
             await sender.aclose()
-            assert counts == {"table": 10, "plain": 0}
+            assert count == 10
 
     asyncio.run(run())

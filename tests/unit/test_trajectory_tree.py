@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from item_cases import patch_item
-from mmrender.audit import inspect_sample
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart
 from mmrender.spans import MultiModalData, PlaceholderRange
@@ -39,33 +38,6 @@ def rollout():
 
 def parents(trajectory):
     return [(step.parent.index if step.parent else None, step.keep) for step in trajectory.steps]
-
-
-def test_a_prompt_that_cuts_into_a_completion_keeps_its_beginning():
-    """Sampling that was aborted and taken up again from its first token."""
-    trajectory = rollout()
-    step = trajectory.append([*PROMPT, 20], [25], logprobs=[-5], multi_modal_data=SHOWS_A)
-    assert (step.parent.index, step.keep, step.previous) == (0, 10, None)
-    sample = trajectory.branches()[1].sample()
-    assert sample.token_ids.tolist() == [*PROMPT, 20, 25]
-    assert sample.loss_mask.tolist() == [False] * 9 + [True, True]
-    assert sample.logprobs[9:].tolist() == [-1, -5]
-    assert trajectory.samples()[1].loss_mask.tolist() == [False] * 10 + [True]
-
-
-def test_what_is_trained_on_elsewhere_carries_no_logprobs():
-    trajectory = rollout()
-    trajectory.append([*PROMPT, 20, 21, 5], [25, 26], logprobs=[-5, -6], multi_modal_data=SHOWS_A)
-    first, second = trajectory.samples()
-    assert first.logprobs[first.loss_mask].tolist() == [-1, -2, -3]
-    assert second.loss_mask.nonzero()[0].tolist() == [12, 13]
-    assert second.logprobs.tolist() == [0.0] * 12 + [-5, -6]
-    alone = step_sample(trajectory.steps[2])
-    assert alone.logprobs.tolist() == second.logprobs.tolist()
-    whole = trajectory.samples(once=False)[1]
-    assert whole.logprobs.tolist() == [0.0] * 9 + [-1, -2, 0, -5, -6]
-    for sample in (first, second, alone, whole):
-        assert inspect_sample(sample) == []
 
 
 def test_the_parent_may_be_named():
@@ -300,14 +272,3 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case):
     assert str(error.value) == message
     assert len(trajectory) == 2
     assert trajectory.items == (A, B)
-
-
-def test_routed_experts_keep_their_form():
-    trajectory = Trajectory()
-    trajectory.append([1, 2], [3], routed_experts=experts(2, 4, 8))
-    with pytest.raises(TrajectoryError) as error:
-        trajectory.append([1, 2, 3], [4], routed_experts=experts(3, 4, 8, dtype=np.uint16))
-    assert str(error.value) == (
-        "steps[1].routed_experts: routed experts have another form than in earlier steps - expected uint8 "
-        "[rows, 4, 8], got uint16 [rows, 4, 8]"
-    )

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 import mmcodecs
-from item_cases import patch_item, same_tensors
-from mmrender import Renderer
+from item_cases import patch_item
 from mmrender.errors import InputError, PlaceholderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 from mmrender.spans import MultiModalData, PlaceholderRange
@@ -299,53 +298,3 @@ def test_few_bytes_cannot_become_many_tokens(monkeypatch):
     assert str(error.value) == (
         "wire.steps[6]: there are too many tokens - expected at most 4096 in all, got 4200"
     )
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(str(tiny_model), image_backend="pil")
-
-
-def picture(seed):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8), "RGB")
-
-
-def turn(seed):
-    content = [{"type": "image", "image": picture(seed)}, {"type": "text", "text": f"And {seed}?"}]
-    return {"role": "user", "content": content}
-
-
-def test_rollouts_of_a_real_renderer(renderer):
-    stop = sorted(renderer.get_stop_token_ids())[0]
-    group = []
-    for number in range(2):
-        trajectory = Trajectory(f"t{number}")
-        rendered = renderer.render([turn(0)], add_generation_prompt=True)
-        for seed in (1, 2, 0):
-            completion = [40 + number, 41 + seed, stop]
-            step = trajectory.append(
-                rendered.token_ids,
-                completion,
-                logprobs=[-1.0] * 3,
-                multi_modal_data=rendered.multi_modal_data,
-            )
-            rendered = renderer.bridge_to_next_turn(
-                rendered.token_ids,
-                completion,
-                [turn(seed)],
-                previous_multi_modal_data=rendered.multi_modal_data,
-            )
-            assert rendered is not None
-            assert step.previous is (trajectory.steps[-2] if len(trajectory) > 1 else None)
-        trajectory.append(rendered.token_ids, multi_modal_data=rendered.multi_modal_data)
-        group.append(trajectory)
-    assert [len(step.new_items) for step in group[0].steps] == [1, 1, 1, 0]
-    assert len(group[0].branches()) == 1
-    wire = mmcodecs.decode(mmcodecs.encode(trajectories_to_wire(group)))
-    assert len(wire["items"]["items"]) == 3
-    for old, new in zip(group, trajectories_from_wire(wire), strict=True):
-        assert_same(old, new)
-        assert all(map(same_tensors, old.items, new.items))
-        np.testing.assert_array_equal(
-            new.steps[-1].prompt_ids, rendered.token_ids if old is group[1] else old.steps[-1].prompt_ids
-        )
