@@ -5,6 +5,7 @@ import datetime
 import difflib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -40,7 +41,9 @@ SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Author, SpecialTokenRu
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception"})
 _KEYWORDS = ("tools", "documents", "images", "videos", "add_generation_prompt", "chat_template_kwargs")
 
-_why_not_bridged: contextvars.ContextVar[tuple[int, str | None]] = contextvars.ContextVar("why_not_bridged")
+_why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | None]]" = contextvars.ContextVar(
+    "why_not_bridged"
+)
 """Which renderer this thread or task last asked for a bridge, and the reason if it gave none."""
 
 
@@ -325,13 +328,13 @@ class Renderer:
             _log.debug("no bridge: %s", refusal)
             return None
         finally:
-            _why_not_bridged.set((id(self), reason))
+            _why_not_bridged.set((weakref.ref(self), reason))
 
     @property
     def why_not_bridged(self) -> str | None:
         """Why the last bridge that this thread or task asked for is None; None if there was one."""
-        renderer, reason = _why_not_bridged.get((0, None))
-        return reason if renderer == id(self) else None
+        last = _why_not_bridged.get(None)
+        return last[1] if last is not None and last[0]() is self else None
 
     @staticmethod
     def adopt_outcome(context: contextvars.Context) -> None:
