@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -190,17 +191,19 @@ class Run:
             kind = "cut"
         proxy = self.interpose() if kind == "cut" else None
         deaths = 0 if kind == "cut" else self.random.randint(1, 4)
-        receiver, sender = self.start_receiver(deaths if kind != "sender" else 0), start(self.send)
+        receiver, sender = (
+            self.start_receiver(deaths if kind != "sender" else 0),
+            start(lambda: asyncio.run(self.send())),
+        )
         try:
             while deaths:
                 victim = self.random.choice(["sender", "receiver"]) if kind == "both" else kind
                 deaths -= 1
+                time.sleep(self.random.random() * 0.12)
                 if victim == "sender":
-                    time.sleep(self.random.random() * 0.12)
                     kill(sender)
-                    sender = start(self.send)
+                    sender = start(lambda: asyncio.run(self.send()))
                 else:
-                    time.sleep(self.random.random() * 0.12)
                     kill(receiver)
                     self.check()
                     receiver = self.start_receiver(deaths)
@@ -225,7 +228,7 @@ class Run:
         """Start a receiver that, if it is to die anyway, may do so at a chosen step."""
         self.doomed = deaths > 0 and self.random.random() < 0.5
         step = (self.random.randint(0, self.count // 3), self.random.choice(STEPS)) if self.doomed else None
-        return start(lambda: self.receive(step))
+        return start(lambda: asyncio.run(self.receive(step)))
 
     def interpose(self) -> int:
         """Put a proxy between the two that cuts some connections."""
@@ -241,7 +244,7 @@ class Run:
             self.sender_url = f"tcp://127.0.0.1:{front.getsockname()[1]}"
             back = ("127.0.0.1", int(self.url.rpartition(":")[2]))
         front.listen(8)
-        process = start_plain(lambda: relay(front, back, budgets))
+        process = start(lambda: relay(front, back, budgets))
         front.close()
         return process
 
@@ -296,10 +299,6 @@ def relay(front: socket.socket, back: Any, budgets: list[int]) -> None:
 
 
 def start(work: Callable[[], Any]) -> int:
-    return start_plain(lambda: asyncio.run(work()))
-
-
-def start_plain(work: Callable[[], Any]) -> int:
     """Run something in a child process; it ends with status 0 if that does."""
     sys.stdout.flush()
     child = os.fork()
@@ -309,11 +308,7 @@ def start_plain(work: Callable[[], Any]) -> int:
     try:
         work()
         status = 0
-    except SystemExit as error:
-        print(error, file=sys.stderr, flush=True)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         os._exit(status)

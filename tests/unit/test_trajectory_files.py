@@ -1,7 +1,6 @@
 """Files of trajectories: what was appended survives a torn tail; JSON refuses what it cannot say."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -61,13 +60,6 @@ def test_trajectories_survive_a_file(tmp_path):
     assert records[-1][1].trajectory_id == "c"
     with pytest.raises(IndexError):
         records[2]
-
-
-def test_what_a_group_shares_stands_in_the_file_once(tmp_path):
-    save_trajectories(tmp_path / "one", [rollout("a")])
-    save_trajectories(tmp_path / "group", [[rollout(str(n), n) for n in range(8)]])
-    one, group = (os.path.getsize(tmp_path / name) for name in ("one", "group"))
-    assert group < one + A.nbytes
 
 
 def test_messages_may_keep_their_images(tmp_path):

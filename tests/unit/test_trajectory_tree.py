@@ -40,13 +40,6 @@ def parents(trajectory):
     return [(step.parent.index if step.parent else None, step.keep) for step in trajectory.steps]
 
 
-def test_the_parent_may_be_named():
-    trajectory = rollout()
-    last = trajectory.steps[1]
-    step = trajectory.append([1, 5], [24], parent=last, logprobs=[-1])
-    assert (step.parent, step.keep, step.previous) == (last, 1, None)
-
-
 def test_a_thousand_turns_cost_what_they_add():
     """Growth from 250 to 1,000 turns: what is stored and looked at again must not grow with the square."""
 
