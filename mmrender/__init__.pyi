@@ -18,6 +18,7 @@ from .media.cache import MediaCache as MediaCache
 from .media.policy import MediaPolicy as MediaPolicy
 from .messages import ImagePart as ImagePart
 from .messages import Message as Message
+from .messages import MessageDict as MessageDict
 from .messages import TextPart as TextPart
 from .messages import ThinkingPart as ThinkingPart
 from .messages import ToolCall as ToolCall
@@ -34,7 +35,6 @@ from .spans import MediaSpan as MediaSpan
 from .spans import MultiModalData as MultiModalData
 from .spans import PlaceholderRange as PlaceholderRange
 from .tokens.rendered import RenderedTokens as RenderedTokens
-from .tokens.rendered import TokenSpan as TokenSpan
 from .training.samples import build_training_sample as build_training_sample
 from .trajectory.sample import TrainingSample as TrainingSample
 from .trajectory.tree import Trajectory as Trajectory

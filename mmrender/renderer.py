@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.caching import LRUCache
-from mmrender.content import attach_media, normalize_messages, normalize_tools
+from mmrender.content import normalize_messages, normalize_tools
+from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
 from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.pixels import ImageBackend
@@ -32,7 +33,8 @@ from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
-    from mmrender.parsing import ParsedResponse, ResponseParser
+    from mmrender.parsing import ParsedResponse
+    from mmrender.parsing.parser import ResponseParser
 
 _log = logging.getLogger("mmrender.bridge.bridge")
 
@@ -131,7 +133,7 @@ class Renderer:
             media_policy: Limits on what is loaded, and from where.
             media_cache: Cache of processed items; pass one to share it between renderers.
             content_special_tokens: As for `Renderer`: `"text"`, `"parse"` or `"error"`.
-            tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.GRAMMARS`.
+            tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.grammars.GRAMMARS`.
             limits: Bounds on one run of the template.
             clock: Gives the time that the template's `strftime_now` formats.
             memo_bytes: As for `Renderer`.

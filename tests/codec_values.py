@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from mmcodecs import RawTensor
+from mmcodecs.arrays import RawTensor
 
 NUMPY_DTYPES = [
     order + code

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Engine
 
 from mmrender.messages import Message
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing import ResponseParser
+from mmrender.parsing.parser import ResponseParser
 from mmrender.parsing.prove import build_parser
 from mmrender.probing.probes import Probes, user
 from mmrender.probing.templates import KnownTemplate

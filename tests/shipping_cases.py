@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmcodecs import Shared
+from mmcodecs.shared import Shared
 from mmrender.shipping.protocol import Timing
 
 QUICK = Timing(handshake=0.5, heartbeat=0.05, silence=1.0, first_retry=0.001, last_retry=0.01)

@@ -6,5 +6,4 @@ from .http_engine import HTTPEngine as HTTPEngine
 from .interface import InferenceEngineInput as InferenceEngineInput
 from .interface import InferenceEngineInterface as InferenceEngineInterface
 from .interface import InferenceEngineOutput as InferenceEngineOutput
-from .interface import NamedWeightsUpdate as NamedWeightsUpdate
 from .interface import PauseMode as PauseMode

@@ -17,7 +17,8 @@ import numpy as np
 from mmrender.bridge.bridge import History
 from mmrender.client.generation import BackendName, generate, is_async, resolve_backend
 from mmrender.client.types import Generation, RendererBackend
-from mmrender.content import normalize_messages, normalize_tools, to_openai
+from mmrender.content import normalize_messages, normalize_tools
+from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart

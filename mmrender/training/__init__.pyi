@@ -2,7 +2,6 @@ from .batch import TrainingBatch as TrainingBatch
 from .batch import token_logprobs as token_logprobs
 from .collate import collate as collate
 from .families import ModelFamily as ModelFamily
-from .kwargs import collate_mm_kwargs as collate_mm_kwargs
 from .kwargs import decode_mm_kwargs as decode_mm_kwargs
 from .kwargs import resolve_references as resolve_references
 from .packing import balance as balance
@@ -11,5 +10,4 @@ from .packing import first_fit_decreasing as first_fit_decreasing
 from .packing import plan_steps as plan_steps
 from .packing import smallest_dummy as smallest_dummy
 from .samples import build_training_sample as build_training_sample
-from .segments import recurrent_segments as recurrent_segments
 from .tensor_list import TensorList as TensorList

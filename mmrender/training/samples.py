@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.content import attach_media, normalize_messages
+from mmrender.content import normalize_messages
+from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
 from mmrender.spans import common_prefix

@@ -16,7 +16,8 @@ from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.registry import load_processor
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
-from mmrender.training import ModelFamily, collate, collate_mm_kwargs
+from mmrender.training import ModelFamily, collate
+from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.trajectory.sample import TrainingSample
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str]] = {

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mmrender.errors import BatchError
-from mmrender.training import collate, recurrent_segments, smallest_dummy, token_logprobs
+from mmrender.training import collate, smallest_dummy, token_logprobs
 from mmrender.training.positions import mrope_position_ids
+from mmrender.training.segments import recurrent_segments
 from training_models import (
     FAMILIES,
     MROPE_FAMILIES,

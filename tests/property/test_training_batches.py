@@ -24,8 +24,8 @@ from mmrender.training import (
     plan_steps,
     smallest_dummy,
 )
-from mmrender.trajectory import truncate
 from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.truncate import truncate
 from training_cases import PAD_ID, expected_fields, kinds, sample
 
 SEEDS = st.integers(0, 2**16)

@@ -19,7 +19,6 @@ from mmrender import (
     RendererClient,
     RendererPool,
     RendererProtocol,
-    TokenSpan,
     TrainingSample,
     Trajectory,
     generate,
@@ -27,6 +26,7 @@ from mmrender import (
 from mmrender.client import Generation, RendererBackend, VLLMBackend
 from mmrender.messages import MessageDict
 from mmrender.rollout import Turn
+from mmrender.tokens.rendered import TokenSpan
 from mmrender.training import ModelFamily, TrainingBatch, collate
 from mmrender.trajectory import Step, load_trajectories, save_trajectories
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender.audit import TrainerModel, audit, inspect_sample, save_plot
+from mmrender.audit import TrainerModel, audit, inspect_sample
+from mmrender.audit.report import save_plot
 from mmrender.audit.variations import ChangedItem, sampled_runs
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest

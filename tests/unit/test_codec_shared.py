@@ -8,8 +8,8 @@ import torch
 
 import mmcodecs
 from codec_values import identical
-from mmcodecs import Shared
 from mmcodecs.errors import DecodeError, EncodeError
+from mmcodecs.shared import Shared
 
 PIXELS = np.arange(1000, dtype=np.float32)
 OTHER = np.arange(2000, dtype=np.float32)

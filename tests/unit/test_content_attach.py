@@ -1,7 +1,8 @@
 import PIL.Image
 import pytest
 
-from mmrender.content import attach_media, normalize_messages
+from mmrender.content import normalize_messages
+from mmrender.content.parts import attach_media
 from mmrender.errors import MessageError
 
 MESSAGES = normalize_messages(

@@ -1,7 +1,8 @@
 import json
 import pathlib
 
-from mmrender.content import normalize_messages, to_openai
+from mmrender.content import normalize_messages
+from mmrender.content.messages import to_openai
 from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall, VideoPart
 
 

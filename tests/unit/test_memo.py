@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmrender.content import attach_media, normalize_messages
+from mmrender.content import normalize_messages
+from mmrender.content.parts import attach_media
 from mmrender.media.cache import source_fingerprint
 from mmrender.renderer import Renderer
 from mmrender.rendering import conversation_key, new_memo

@@ -6,7 +6,7 @@ import pytest
 
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing import GRAMMARS
+from mmrender.parsing.grammars import GRAMMARS
 from mmrender.parsing.parser import Edge, GrammarChoice
 from mmrender.template.sources import load_templates
 from parsing_cases import BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mmcodecs import UnsupportedTypeError
+from mmcodecs.errors import UnsupportedTypeError
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping import BlockingReceiver, BlockingSender
 from shipping_cases import is_message, message

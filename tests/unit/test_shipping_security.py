@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmcodecs import BufferPool, Encoder, Shared, encode_frames
+from mmcodecs import BufferPool, Encoder, encode_frames
+from mmcodecs.shared import Shared
 from mmrender.errors import (
     ShippingConnectionError,
     ShippingError,

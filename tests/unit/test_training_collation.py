@@ -18,12 +18,12 @@ from mmrender.training import (
     TrainingBatch,
     collate,
     collate_micro_batch,
-    collate_mm_kwargs,
     first_fit_decreasing,
     plan_steps,
     smallest_dummy,
     token_logprobs,
 )
+from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.packing import MicroBatch
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample

@@ -17,7 +17,8 @@ from mmrender.errors import BatchError, MediaError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
-from mmrender.training import collate, collate_mm_kwargs, decode_mm_kwargs, resolve_references
+from mmrender.training import collate, decode_mm_kwargs, resolve_references
+from mmrender.training.kwargs import collate_mm_kwargs
 from training_cases import PAD_ID, PROCESSOR, family_of, patch_item, sample, tiled_item
 
 QWEN = layout_of("Qwen3VLForConditionalGeneration")

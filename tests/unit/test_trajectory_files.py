@@ -17,8 +17,8 @@ from mmrender.trajectory import (
     TrajectoryWriter,
     load_trajectories,
     save_trajectories,
-    write_jsonl,
 )
+from mmrender.trajectory.files import write_jsonl
 from tree_cases import assert_same
 
 A = patch_item(seed=1)
