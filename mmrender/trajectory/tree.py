@@ -298,7 +298,21 @@ class Trajectory:
         prompt = check_ids(prompt_ids, f"{where}.prompt_ids")
         media = sidecar.spans(len(prompt), where=f"{where}.multi_modal_data")
         if parent is None:
-            parent, shared = self._longest(prompt, media)
+            # Each token that is stored is looked at once at most.
+            best: Step | None = None
+            found = NOTHING_SHARED
+            all_shared: list[SharedPrefix] = []
+            for step in self._steps:
+                shared = NOTHING_SHARED if step.parent is None else all_shared[step.parent.index]
+                if step.parent is None or shared.length >= step.keep:
+                    shared = shared_prefix(step.keep, step.own_ids, step.own_media, prompt, media)
+                all_shared.append(shared)
+                if shared.tokens > found.tokens:
+                    best, found = step, shared
+            # Tokens that the step has from its own parent are the parent's.
+            while best is not None and best.parent is not None and found.length <= best.keep:
+                best = best.parent
+            parent, shared = best if found.tokens else None, found
         else:
             shared = shared_prefix(0, parent.token_ids, parent.media, prompt, media)
         span = shared.conflict
@@ -312,23 +326,6 @@ class Trajectory:
                 "media by the length of prompts and completions before them",
             )
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
-
-    def _longest(self, prompt: Int32Array, media: Sequence[MediaSpan]) -> tuple[Step | None, SharedPrefix]:
-        """Compare a prompt with all steps; each token that is stored is looked at once at most."""
-        best: Step | None = None
-        found = NOTHING_SHARED
-        all_shared: list[SharedPrefix] = []
-        for step in self._steps:
-            shared = NOTHING_SHARED if step.parent is None else all_shared[step.parent.index]
-            if step.parent is None or shared.length >= step.keep:
-                shared = shared_prefix(step.keep, step.own_ids, step.own_media, prompt, media)
-            all_shared.append(shared)
-            if shared.tokens > found.tokens:
-                best, found = step, shared
-        # Tokens that the step has from its own parent are the parent's.
-        while best is not None and best.parent is not None and found.length <= best.keep:
-            best = best.parent
-        return (best, found) if found.tokens else (None, found)
 
     def _add(self, step: Step) -> None:
         distinct = {(span.item.identity, type(span.item)): span.item for span in step.own_media}
