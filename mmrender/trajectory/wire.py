@@ -430,16 +430,19 @@ class _Reader:
         right = row.base < first if is_root else first <= row.parent == row.base < number
         base = self._steps[row.base] if right and row.base >= 0 else None
         right = right and not (is_root and base is not None and base.parent is not None)
-        expected = f"a step before {number}, the base of a root in an earlier trajectory"
-        _require(right, "parent or base is malformed", where, expected, (row.parent, row.base))
+        if not right:
+            expected = f"a step before {number}, the base of a root in an earlier trajectory"
+            raise _damaged("parent or base is malformed", where, expected, (row.parent, row.base))
         available = 0 if base is None else len(base)
         right = 0 <= row.keep <= available
-        _require(right, "more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
+        if not right:
+            raise _damaged("more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
         own_ids = check_ids(self._tokens.take(row.added + row.sampled, where), f"{where}.tokens")
         shared = row.keep if is_root else 0
         self._total += shared + len(own_ids)
         right = self._total <= _MAX_TOKENS
-        _require(right, "there are too many tokens", where, f"at most {_MAX_TOKENS} in all", self._total)
+        if not right:
+            raise _damaged("there are too many tokens", where, f"at most {_MAX_TOKENS} in all", self._total)
         if base is not None and shared:
             own_ids = np.concatenate([base.own_ids[:shared], own_ids])
         own_ids.flags.writeable = False
@@ -449,8 +452,12 @@ class _Reader:
         table = len(self._messages)
         known = 0 if parent is None else parent.messages_keep + len(parent.new_messages)
         right = 0 <= row.messages_keep <= known and all(0 <= each < table for each in row.messages)
-        expected, got = f"at most {known} kept, and rows below {table}", [row.messages_keep, *row.messages]
-        _require(right, "messages are not in the table", f"{where}.messages", expected, got)
+        if not right:
+            expected, got = (
+                f"at most {known} kept, and rows below {table}",
+                [row.messages_keep, *row.messages],
+            )
+            raise _damaged("messages are not in the table", f"{where}.messages", expected, got)
         experts = None
         if number in self._experts:
             _, start, data = self._experts[number]
@@ -480,18 +487,21 @@ class _Reader:
     def _own_media(self, row: StepRecord, prompt_length: int, where: str) -> tuple[MediaSpan, ...]:
         """Return the media that a step adds, and for a root those that it takes from another tree, too."""
         known = media_before(self._media[row.base], row.keep) if row.base >= 0 else []
-        right = not known or known[-1].stop <= row.keep
-        expected = "no position within the range of a medium"
-        _require(right, "a medium is kept in part", f"{where}.keep", expected, row.keep)
+        if known and known[-1].stop > row.keep:
+            expected = "no position within the range of a medium"
+            raise _damaged("a medium is kept in part", f"{where}.keep", expected, row.keep)
         taken = self._new_media.take(row.media, where)
-        spans = MultiModalData.of((found, self._items[index]) for index, found in taken).spans(
-            prompt_length, where=f"{where}.media"
-        )
-        starts = [span.start for span in spans]
-        right = not starts or starts[0] >= row.keep
-        _require(right, "a medium begins before the step's own tokens", where, f"{row.keep} or more", starts)
-        counts = Counter(each.modality for each in known)
-        spans = [span._replace(position=span.position + counts[span.modality]) for span in spans]
+        spans: list[MediaSpan] = []
+        if taken:
+            added = MultiModalData.of((found, self._items[index]) for index, found in taken)
+            spans = added.spans(prompt_length, where=f"{where}.media")
+            if spans[0].start < row.keep:
+                expected = f"{row.keep} or more"
+                raise _damaged(
+                    "a medium begins before the step's own tokens", where, expected, spans[0].start
+                )
+            counts = Counter(each.modality for each in known)
+            spans = [span._replace(position=span.position + counts[span.modality]) for span in spans]
         self._media.append([*known, *spans])
         return tuple(self._media[-1] if row.parent < 0 else spans)
 
@@ -500,7 +510,8 @@ class _Reader:
         for index, end in enumerate(self._form.message_ends.tolist()):
             where = f"wire.messages[{index}]"
             right = start < end <= len(data)
-            _require(right, "the end of a message is malformed", where, f"{start + 1}..{len(data)}", end)
+            if not right:
+                raise _damaged("the end of a message is malformed", where, f"{start + 1}..{len(data)}", end)
             try:
                 encoded = np.ascontiguousarray(data[start:end]).data
                 is_message, plain = mmcodecs.decode(encoded, type=tuple[bool, Any])
@@ -513,5 +524,9 @@ class _Reader:
 
 def _require(right: bool, problem: str, where: str, expected: Any, got: Any) -> None:
     if not right:
-        text = f"{got.dtype} {list(got.shape)}" if isinstance(got, np.ndarray) else repr(got)[:80]
-        raise TrajectoryError(problem, where=where, expected=str(expected), got=text)
+        raise _damaged(problem, where, expected, got)
+
+
+def _damaged(problem: str, where: str, expected: Any, got: Any) -> TrajectoryError:
+    text = f"{got.dtype} {list(got.shape)}" if isinstance(got, np.ndarray) else repr(got)[:80]
+    return TrajectoryError(problem, where=where, expected=str(expected), got=text)

@@ -221,7 +221,7 @@ DAMAGE = {
     "token": (put("tokens", 3, -4), "wire.steps[0].tokens[3]: a token id is negative - got -4"),
     "media": (row(2, "media", 1), "wire.steps[2]: more media are taken than there are - expected 0..0, got 1"),
     "range": (put("placeholders", (1, 1), 13), "wire.steps[1].media.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [0, 18), got [13, 19). Cut or shift the sidecar together with the tokens"),
-    "range before": (put("placeholders", (1, 1), 10), "wire.steps[1]: a medium begins before the step's own tokens - expected 11 or more, got [10]"),
+    "range before": (put("placeholders", (1, 1), 10), "wire.steps[1]: a medium begins before the step's own tokens - expected 11 or more, got 10"),
     "nan": (put("logprobs", 2, np.nan), "wire.steps[1].logprobs: log probabilities are malformed - expected 1 finite numbers, one for each sampled token, got array([nan], dtype=float32)"),
     "message end": (put("message_ends", 0, 0), "wire.messages[0]: the end of a message is malformed - expected 1..179, got 0"),
     "count": (lambda w: w["trajectories"][0].update(steps=4), "wire.trajectories[0].steps: more steps are taken than there are - expected 0..3, got 4"),
