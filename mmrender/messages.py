@@ -133,3 +133,7 @@ class MessageDict(TypedDict, total=False):
     tool_calls: Sequence[ToolCallDict | ToolCall] | None
     name: str | None
     tool_call_id: str | None
+
+
+MessageLike: TypeAlias = Message | MessageDict | Mapping[str, Any]
+"""A message as callers may pass it: canonical, a typed dict, or any mapping with the same keys."""

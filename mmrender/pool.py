@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from mmrender.bridge.bridge import TokenIds
 from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import Message, MessageDict
+from mmrender.messages import MessageLike
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
@@ -91,21 +91,15 @@ class RendererPool:
 
     # The renderer's own members, on the caller's thread.
 
-    def render(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
-    ) -> RenderedTokens:
+    def render(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> RenderedTokens:
         """Render on the caller's thread; see `Renderer.render`."""
         return self.renderer.render(messages, **options)
 
-    def render_ids(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
-    ) -> list[int]:
+    def render_ids(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> list[int]:
         """Render to token ids alone; see `Renderer.render`."""
         return self.renderer.render_ids(messages, **options)
 
-    def render_text(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
-    ) -> TracedStr:
+    def render_text(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> TracedStr:
         """Render to text alone; see `Renderer.render_text`."""
         return self.renderer.render_text(messages, **options)
 
@@ -113,7 +107,7 @@ class RendererPool:
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Message | MessageDict],
+        new_messages: Sequence[MessageLike],
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
         """Bridge on the caller's thread; see `Renderer.bridge_to_next_turn`."""
@@ -166,7 +160,7 @@ class RendererPool:
 
     async def arender(
         self,
-        messages: Sequence[Message | MessageDict],
+        messages: Sequence[MessageLike],
         *,
         nowait: bool = False,
         **options: Unpack[RenderOptions],
@@ -188,7 +182,7 @@ class RendererPool:
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Message | MessageDict],
+        new_messages: Sequence[MessageLike],
         *,
         nowait: bool = False,
         **options: Unpack[BridgeOptions],

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, r
 
 from mmrender.bridge.bridge import History, TokenIds
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import Message, MessageDict
+from mmrender.messages import MessageLike
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 
@@ -48,15 +48,11 @@ class ParseOptions(TypedDict, total=False):
 class RendererProtocol(Protocol):
     """Renders conversations to tokens, carries them from turn to turn, and reads completions."""
 
-    def render(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
-    ) -> RenderedTokens:
+    def render(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> RenderedTokens:
         """Render a conversation with attribution and sidecar."""
         ...
 
-    def render_ids(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
-    ) -> list[int]:
+    def render_ids(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> list[int]:
         """Render a conversation to token ids alone."""
         ...
 
@@ -64,7 +60,7 @@ class RendererProtocol(Protocol):
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Message | MessageDict],
+        new_messages: Sequence[MessageLike],
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
         """Append new messages to what was sampled, or give None where that cannot be proved right."""
@@ -107,7 +103,7 @@ class AsyncRenderer(Protocol):
     """A renderer that leaves the event loop free while it works."""
 
     async def arender(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
+        self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]
     ) -> RenderedTokens:
         """Render a conversation."""
         ...
@@ -116,7 +112,7 @@ class AsyncRenderer(Protocol):
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Message | MessageDict],
+        new_messages: Sequence[MessageLike],
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
         """Append new messages to what was sampled, or give None where that cannot be proved right."""

@@ -19,7 +19,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import Message, MessageDict
+from mmrender.messages import MessageLike
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
@@ -177,7 +177,7 @@ class Renderer:
 
     def render(
         self,
-        messages: Sequence[Message | MessageDict],
+        messages: Sequence[MessageLike],
         *,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -230,15 +230,13 @@ class Renderer:
             self._memo.put(key, copy_rendered(rendered))
         return rendered
 
-    def render_ids(
-        self, messages: Sequence[Message | MessageDict], **options: Unpack[RenderOptions]
-    ) -> list[int]:
+    def render_ids(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> list[int]:
         """Render to token ids alone; options and errors as for `render`."""
         return self.render(messages, **options).token_ids
 
     def render_text(
         self,
-        messages: Sequence[Message | MessageDict],
+        messages: Sequence[MessageLike],
         *,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -273,7 +271,7 @@ class Renderer:
         self,
         previous_prompt_ids: TokenIds,
         previous_completion_ids: TokenIds,
-        new_messages: Sequence[Message | MessageDict],
+        new_messages: Sequence[MessageLike],
         *,
         tools: Sequence[Any] | None = None,
         previous_multi_modal_data: MultiModalData | None = None,
