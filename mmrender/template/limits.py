@@ -15,7 +15,7 @@ from jinja2.utils import Namespace
 
 from mmrender.errors import TemplateLimitError
 
-LONG = 1024
+LONG = 256
 """Text and lists up to this length are too small to be worth counting."""
 PER_ELEMENT = 64
 """What an element of a list counts as, in characters."""
