@@ -30,10 +30,7 @@ class Ours:
         self.warm_renderer = Renderer.from_pretrained(directory, image_backend=backend)
 
     def forget(self) -> None:
-        tokenizer = self.cold_renderer.tokenizer
-        while tokenizer._memo:
-            (_, text), _ = tokenizer._memo.popitem()
-            tokenizer._memo_left += len(text)
+        self.cold_renderer.tokenizer._memo.clear()
         if self.cold_renderer.media is not None:
             self.cold_renderer.media.cache = MediaCache()
 

@@ -26,7 +26,7 @@ from PIL import Image, ImageDraw
 from integration.engine_server import EngineServer as Process
 from integration.engine_server import needs_tier, start_vllm
 from mmrender.client.http import HTTPTransport
-from mmrender.client.transport import RetryPolicy
+from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import EngineServer, HTTPEngine, InferenceEngineClient, ServerSettings
 from mmrender.renderer import Renderer
@@ -107,7 +107,7 @@ def client_of(servers: list[Process], renderer: Renderer | None) -> InferenceEng
     engines = [
         Counted(
             VLLMBackend(),
-            HTTPTransport(server.base_url, retries=RetryPolicy(attempts=2)),
+            HTTPTransport(TransportConfig(server.base_url, retries=RetryPolicy(attempts=2))),
             model="tiny",
             name=f"engine{index}",
         )
