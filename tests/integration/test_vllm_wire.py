@@ -379,6 +379,7 @@ def test_an_aborted_request_gives_what_it_has(server):
 @only("default")
 def test_weight_versions_are_spans_of_the_completion(server):
     async def work(way):
+        await until(lambda: gauge(server, "num_requests_running") == 0)  # what earlier tests cancelled
         task = asyncio.create_task(
             VLLMBackend().generate(
                 EngineRequest(MODEL, [5, 6, 7], {**LONG, "max_tokens": 800}, "versions"), way
