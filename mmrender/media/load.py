@@ -43,15 +43,6 @@ from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import FORMATS, describe, read_source, sniff
 
-_PLUGINS = {
-    "PNG": "Png",
-    "JPEG": "Jpeg",
-    "WebP": "WebP",
-    "AVIF": "Avif",
-    "GIF": "Gif",
-    "TIFF": "Tiff",
-    "BMP": "Bmp",
-}
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -15,7 +15,6 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 SCHEMES = frozenset({"data", "file", "http", "https"})
 
-_NOT_PUBLIC = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
