@@ -5,12 +5,12 @@ where the next call begins, so one broken call does not swallow those after it.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mmrender.parsing.grammars import Field, Grammar, Pattern, Section
-from mmrender.parsing.literals import CutShort, NotAValue, Reader, read_json
-from mmrender.parsing.schema import ToolSchemas
+from mmrender.parsing.literals import CutShort, Reader, read_json
+from mmrender.parsing.schema import ToolSchemas, typed
 from mmrender.parsing.text import TokenText, readable
 
 CallStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed", "missing_name", "unknown_tool", "malformed"]
@@ -19,6 +19,7 @@ _SPACE = re.compile(r"\s*")
 # No tool has such a name; text like this in the place of a name is something else.
 _NO_NAME = re.compile(r"[\s<>{}()\[\]\"']")
 _JSON_FIELDS = frozenset({Field.OBJECT, Field.JSON})
+_ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass
@@ -49,13 +50,8 @@ class _Bounds(NamedTuple):
     closed: bool
 
 
-@dataclass
-class _Captured:
-    """Fields of one call as they were written."""
-
-    texts: dict[Field, str] = field(default_factory=dict)
-    value: Any = None
-    tagged: dict[str, str] | None = None
+_Captured: TypeAlias = dict[Field, Any]
+"""Fields of one call: text as it was written, values, and tagged arguments as texts by name."""
 
 
 class _Fault(Exception):  # noqa: N818 - a finding about the text
@@ -86,30 +82,30 @@ class CallScanner:
         first, last = grammar.call[0], grammar.call[-1]
         self._call_begin = first if isinstance(first, str) else None
         self._call_end = last if isinstance(last, str) else None
+        self._argument_begin = str(grammar.argument[0]) if grammar.argument else None
 
     def scan(self, position: int) -> list[Block]:
         """Find the calls from a character on, in order and without overlap."""
-        section = self._section
         blocks: list[Block] = []
-        while True:
-            begin = self._find(section.begin or self._call_begin, position, self._length)
-            block: Block | None = None
-            if section.begin is None and section.head is not None:
-                block = self._headed(position, section.head)
-            elif begin < self._length and section.begin is None:
-                attempt = self._read(begin)
-                block = Block(begin, attempt.stop, [attempt])
-            elif begin < self._length and section.begin is not None:
-                read = self._listed if self._call_begin is None else self._wrapped
-                block = read(begin, begin + len(section.begin))
-            if block is None:
-                return blocks
+        while (block := self._next(position)) is not None:
             blocks.append(block)
             position = block.stop
+        return blocks
 
-    def first_delimiter(self) -> int:
+    def _next(self, position: int) -> Block | None:
+        if self._section.head is not None:
+            return self._headed(position, self._section.head)
+        begin = self.first_delimiter(position)
+        if begin == self._length:
+            return None
+        if self._section.begin is not None:
+            return self._listed(begin, begin + len(self._section.begin))
+        attempt = self._read(begin)
+        return Block(begin, attempt.stop, [attempt])
+
+    def first_delimiter(self, position: int = 0) -> int:
         """Where the first delimiter that begins calls lies, or the length of the text."""
-        return self._find(self._section.begin or self._call_begin, 0, self._length)
+        return self._find(self._section.begin or self._call_begin, position, self._length)
 
     # Searching
 
@@ -120,6 +116,12 @@ class CallScanner:
 
     def _at(self, delimiter: str | None, position: int) -> bool:
         return delimiter is not None and self._source.at(delimiter, position, self._length)
+
+    def _after(self, delimiter: str | None, position: int) -> int:
+        """Where a delimiter ends that begins at `position` or after white space; without it, -1."""
+        position = self._skip(position)
+        found = delimiter is not None and self._source.at(delimiter, position, self._length)
+        return position + len(delimiter or "") if found else -1
 
     def _skip(self, position: int) -> int:
         """First character from `position` on that is not white space."""
@@ -138,220 +140,173 @@ class CallScanner:
 
     # Sections
 
-    def _wrapped(self, begin: int, position: int) -> Block:
-        """Read a section whose calls have delimiters of their own."""
-        attempts: list[Attempt] = []
-        while (position := self._skip(position)) < self._length:
-            if self._at(self._section.end, position):
-                stop = position + len(self._section.end or "")
-                return Block(begin, stop, attempts or [Attempt(begin, stop, "malformed")])
-            if self._at(self._call_begin, position):
-                attempts.append(self._read(position))
-            else:
-                region = self._find(self._section.end, position, self._length)
-                stop = self._find(self._call_begin, position, region)
-                attempts.append(Attempt(position, stop, "malformed" if stop < self._length else "unclosed"))
-            position = attempts[-1].stop
-        return Block(begin, position, attempts or [Attempt(begin, position, "unclosed")])
-
-    def _listed(self, begin: int, position: int) -> Block:
-        """Read calls that only brackets and separators set apart."""
-        section = self._section
-        opening, closing = section.brackets or ("", "")
-        position = self._skip(position)
-        bracketed = bool(opening) and self._at(opening, position)
-        position += len(opening) if bracketed else 0
-        framed = section.begin is not None and section.end is not None
-        attempts: list[Attempt] = []
-        closed = False
-        while (position := self._skip(position)) < self._length:
-            if self._at(section.begin, position):
-                break
-            if not bracketed and framed and self._at(section.end, position):
-                closed = True
-                break
-            if bracketed and self._at(closing, position):
-                position, closed = position + len(closing), True
-                break
-            attempts.append(self._read(position))
-            position = attempts[-1].stop
-            following = self._skip(position)
-            if self._at(section.separator, following):
-                position = following + len(section.separator or "")
-            elif not bracketed and not framed:
-                break
-        if not attempts:
-            cut_short = position == self._length and not closed
-            attempts.append(Attempt(begin, position, "unclosed" if cut_short else "malformed"))
-        end = self._skip(position)
-        return Block(
-            begin, end + len(section.end or "") if self._at(section.end, end) else position, attempts
-        )
-
     def _headed(self, start: int, pattern: re.Pattern[str]) -> Block | None:
         """The next list of calls that nothing but its first call begins."""
         position = start
         while (head := pattern.search(self._text, position)) is not None:
-            begin = before = head.start()
-            while before > start and self._text[before - 1].isspace():
-                before -= 1
+            begin = head.start()
+            before = start + len(self._text[start:begin].rstrip())
             if before == start or self._source.added_before(before):
-                openings = (before - len(text) for text in self._section.opens)
-                opened = (
-                    place
-                    for place, text in zip(openings, self._section.opens, strict=True)
-                    if place >= start and self._at(text, place)
-                )
-                block = self._listed(next(opened, begin), begin)
+                places = {text: before - len(text) for text in self._section.opens}
+                opened = [at for text, at in places.items() if at >= start and self._at(text, at)]
+                block = self._listed(min(opened, default=begin), begin)
                 # An answer may look like a call at first; what cannot be one is content.
                 if all(attempt.status != "malformed" for attempt in block.attempts):
                     return block
             position = head.end()
         return None
 
+    def _listed(self, begin: int, position: int) -> Block:
+        """Read the calls of a section, the first of which lies at `position` or beyond a bracket."""
+        section = self._section
+        opening, closing = section.brackets or (None, None)
+        bracketed = (inside := self._after(opening, position)) >= 0
+        position = inside if bracketed else position
+        # Without brackets and delimiters, a call without a separator after it is the last.
+        end = closing if bracketed else section.end if section.begin is not None else None
+        attempts: list[Attempt] = []
+        closed = False
+        while (position := self._skip(position)) < self._length and not self._at(section.begin, position):
+            if closed := self._at(end, position):
+                position += len(closing or "") if bracketed else 0
+                break
+            if self._call_begin is None or self._at(self._call_begin, position):
+                attempts.append(self._read(position))
+            else:
+                stop = self._find(self._call_begin, position, self._find(end, position, self._length))
+                attempts.append(Attempt(position, stop, "malformed" if stop < self._length else "unclosed"))
+            position = attempts[-1].stop
+            if (following := self._after(section.separator, position)) >= 0:
+                position = following
+            elif end is None:
+                break
+        if not attempts:
+            cut_short = position == self._length and not closed
+            attempts.append(Attempt(begin, position, "unclosed" if cut_short else "malformed"))
+        return Block(begin, max(position, self._after(section.end, position)), attempts)
+
     # One call
 
     def _read(self, start: int) -> Attempt:
         """Read the call that begins at a character."""
-        attempt = Attempt(start, start)
-        captured = _Captured()
+        captured: _Captured = {}
         bounds = self._bounds(start + len(self._call_begin or ""))
         try:
-            attempt.stop = self._run(self._grammar.call, start, bounds, captured)
+            stop = self._run(self._grammar.call, start, bounds, captured)
         except _Fault as fault:
             if fault.position > bounds.inner:
                 bounds = self._bounds(fault.position)
-            attempt.stop = bounds.outer
-            self._fill(attempt, captured)
             is_cut_short = not bounds.closed
             if self._call_end is None:
                 is_cut_short = fault.status == "unclosed" and bounds.inner == self._length
-            if is_cut_short or fault.status != "unclosed":
-                attempt.status = "unclosed" if is_cut_short else fault.status
-            else:
-                has_json = not _JSON_FIELDS.isdisjoint(self._grammar.call)
-                attempt.status = "invalid_json" if has_json else "malformed"
+            status: CallStatus = "unclosed" if is_cut_short else fault.status
+            if not is_cut_short and status == "unclosed":
+                status = "malformed" if _JSON_FIELDS.isdisjoint(self._grammar.call) else "invalid_json"
+            attempt = Attempt(start, bounds.outer)
+            self._fill(attempt, captured)
         else:
-            attempt.status = self._fill(attempt, captured)
+            attempt = Attempt(start, stop)
+            status = self._fill(attempt, captured)
+        attempt.status = status
         return attempt
 
     def _run(self, pattern: Pattern, position: int, bounds: _Bounds, captured: _Captured) -> int:
         """Run a pattern, and return where it ends."""
         for index, part in enumerate(pattern):
-            rest = pattern[index + 1 :]
             if isinstance(part, str):
-                position = self._expect(part, position)
+                after = self._after(part, position)
+                if after < 0:
+                    position = self._skip(position)
+                    raise _Fault(position, "unclosed" if position == self._length else "malformed")
+                position = after
             elif part in _JSON_FIELDS or part is Field.VALUES:
-                position = self._value(part, position, bounds, captured)
+                captured[part], position = self._value(part, self._skip(position), bounds)
             elif part is Field.TAGGED:
                 position = self._tagged(position, bounds, captured)
-            elif part is Field.TEXT:
-                position = self._value_text(rest, position, bounds, captured)
             else:
-                stop = self._until(self._ends_of(rest), position, bounds.inner)
-                captured.texts[part] = readable(self._text[position:stop].strip())
+                stop = self._end_of_text(part, pattern[index + 1 :], position, bounds)
+                text, padding = self._text[position:stop], self._grammar.padding
+                is_value = part is Field.TEXT
+                text = text.removeprefix(padding).removesuffix(padding) if is_value else text.strip()
+                captured[part] = readable(text)
                 position = stop
         return position
 
-    def _expect(self, delimiter: str, position: int) -> int:
-        position = self._skip(position)
-        if not self._at(delimiter, position):
-            raise _Fault(position, "unclosed" if position == self._length else "malformed")
-        return position + len(delimiter)
-
-    def _value(self, part: Field, position: int, bounds: _Bounds, captured: _Captured) -> int:
-        """Read a value of JSON or of the grammar's dialect."""
-        wrong: CallStatus = "malformed"
+    def _value(self, part: Field, position: int, bounds: _Bounds) -> tuple[Any, int]:
+        """Read a value of JSON or of the grammar's dialect, and say where it ends."""
         try:
             if part is not Field.VALUES:
-                wrong, position = "invalid_json", self._skip(position)
-                captured.value, stop = read_json(self._source, position, max(position, bounds.inner))
-                return stop
-            opening, joiner, closing = self._grammar.brackets
-            position = self._expect(opening, position)
+                return read_json(self._source, position, max(position, bounds.inner))
             reader = Reader(self._source, position, self._length, self._grammar.dialect)
-            captured.value = reader.members(closing, joiner, bare=True)
+            return reader.call(), reader.position
         except CutShort:
             raise _Fault(position, "unclosed") from None
-        except NotAValue:
-            raise _Fault(position, wrong) from None
-        return reader.position
+        except ValueError:
+            raise _Fault(position, "malformed" if part is Field.VALUES else "invalid_json") from None
 
     def _tagged(self, position: int, bounds: _Bounds, captured: _Captured) -> int:
-        captured.tagged = None
+        """Read arguments, each in its own delimiters; they count once all of them are whole."""
         found: dict[str, str] = {}
-        while self._at(str(self._grammar.argument[0]), following := self._skip(position)):
-            one = _Captured()
-            position = self._run(self._grammar.argument, following, bounds, one)
-            found[one.texts[Field.KEY]] = one.texts[Field.TEXT]
-        captured.tagged = found
+        while self._after(self._argument_begin, position) >= 0:
+            one: _Captured = {}
+            position = self._run(self._grammar.argument, position, bounds, one)
+            found[one[Field.KEY]] = one[Field.TEXT]
+        captured[Field.TAGGED] = found
         return position
 
-    def _value_text(self, rest: Pattern, position: int, bounds: _Bounds, captured: _Captured) -> int:
-        """Read a value up to its closing delimiter.
+    def _end_of_text(self, part: Field, rest: Pattern, position: int, bounds: _Bounds) -> int:
+        """Where a text field ends: at the first delimiter that may follow it.
 
-        Nothing is escaped in these formats, so a value may hold that delimiter itself. The one that closes it
-        is the first after which the pattern goes on; without such a one, the first.
+        Values escape nothing, so one may hold its closing delimiter. The one that closes it is the first
+        after which the pattern goes on; without such a one, the first.
         """
-        first = stop = self._until(self._ends_of(rest), position, bounds.inner)
-        closing = str(rest[0])
-        after = self._grammar.call[self._grammar.call.index(Field.TAGGED) + 1]
-        while (following := self._skip(stop + len(closing))) < bounds.inner:
-            if self._at(str(self._grammar.argument[0]), following) or self._at(str(after), following):
-                break
-            stop = self._source.find(closing, stop + 1, bounds.inner)
-            if stop < 0:
-                stop = first
-                break
-        padding = self._grammar.padding
-        text = self._text[position:stop].removeprefix(padding)
-        captured.texts[Field.TEXT] = readable(text.removesuffix(padding) if padding else text)
-        return stop
-
-    def _ends_of(self, rest: Pattern) -> list[str]:
-        """Delimiters that may follow a text field."""
-        following = rest[0]
-        if isinstance(following, str):
-            return [following]
-        if following is Field.TAGGED:
-            return [str(self._grammar.argument[0]), str(rest[1])]
-        return [self._grammar.brackets[0]]
-
-    def _until(self, delimiters: list[str], position: int, stop: int) -> int:
-        """First of the delimiters; the last delimiter of the call lies at `stop`, outside."""
+        if rest[0] is Field.TAGGED:
+            follow = [self._argument_begin, rest[1]]
+        else:
+            follow = [self._grammar.dialect.call[0] if rest[0] is Field.VALUES else rest[0]]
+        ends = [str(delimiter) for delimiter in follow]
+        # The last delimiter of the call lies at the bound, outside.
         places = [
-            self._source.find(delimiter, position, min(stop + len(delimiter), self._length))
-            for delimiter in delimiters
+            self._source.find(end, position, min(bounds.inner + len(end), self._length)) for end in ends
         ]
-        found = [place for place in places if place >= 0]
-        if not found:
+        first = min([place for place in places if place >= 0], default=-1)
+        if first < 0:
             raise _Fault(position, "unclosed")
-        return min(found)
+        if part is not Field.TEXT:
+            return first
+        closing, stop = ends[0], first
+        after = self._grammar.call[self._grammar.call.index(Field.TAGGED) + 1]
+        while stop >= 0 and (following := self._skip(stop + len(closing))) < bounds.inner:
+            if self._at(self._argument_begin, following) or self._at(str(after), following):
+                return stop
+            stop = self._source.find(closing, stop + 1, bounds.inner)
+        return stop if stop >= 0 else first
 
     def _fill(self, attempt: Attempt, captured: _Captured) -> CallStatus:
         """Set name, arguments and id as far as they were read, and judge them."""
-        value, texts = captured.value, captured.texts
-        if Field.OBJECT in self._grammar.call:
+        call, value = self._grammar.call, captured.get(Field.OBJECT)
+        if Field.OBJECT in call:
             if not isinstance(value, dict):
                 return "malformed"
             name, call_id = value.get("name"), value.get("id")
             attempt.name = name if isinstance(name, str) and name else None
             attempt.id = call_id if isinstance(call_id, str) else None
-            value = next((value[key] for key in self._grammar.argument_keys if key in value), None)
+            value = next((value[key] for key in _ARGUMENTS if key in value), None)
         else:
-            attempt.id = texts.get(Field.ID) or None
-            attempt.name = texts.get(Field.NAME) or None
+            attempt.id = captured.get(Field.ID) or None
+            attempt.name = captured.get(Field.NAME) or None
             if self._grammar.name_in_id is not None and attempt.id is not None:
                 found = self._grammar.name_in_id.fullmatch(attempt.id)
                 attempt.name = found.group(1) if found is not None else None
-        if captured.tagged is not None:
-            value = captured.tagged
-            value = self._tools.typed(attempt.name or "", value) if self._tools is not None else dict(value)
+            value = captured.get(Field.VALUES, captured.get(Field.JSON))
+        if Field.TAGGED in captured:
+            schema = (self._tools or {}).get(attempt.name or "", {})
+            value = typed(captured[Field.TAGGED], schema)
         attempt.arguments = value if isinstance(value, dict) else None
         if attempt.name is None:
             return "missing_name"
         if self._tools is not None and attempt.name not in self._tools:
             return "unknown_tool"
-        if attempt.arguments is None or (Field.NAME in texts and _NO_NAME.search(attempt.name)):
+        if attempt.arguments is None or (Field.NAME in captured and _NO_NAME.search(attempt.name)):
             return "malformed"
         return "ok"

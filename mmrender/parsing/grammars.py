@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from mmrender.errors import InputError
 from mmrender.parsing.literals import FUNCTION_GEMMA, GEMMA, JSON, PYTHON, Dialect
 
 
@@ -20,7 +19,7 @@ class Field(Enum):
 
     NAME = "the name of the tool, as text"
     ID = "the id of the call, as text"
-    OBJECT = "a JSON object that holds name and arguments"
+    OBJECT = "a JSON object that holds the name, and as `arguments` or `parameters` the arguments"
     JSON = "the arguments as a JSON object"
     VALUES = "the arguments in brackets, in a dialect"
     TAGGED = "the arguments, each in its own delimiters"
@@ -64,10 +63,8 @@ class Grammar:
         argument: Pattern of one argument, for `Field.TAGGED`.
         padding: Text that is removed once from each side of a `Field.TEXT`.
         dialect: Spelling of `Field.VALUES`.
-        brackets: Brackets of `Field.VALUES`, and what joins key and value.
         name_in_id: Finds the name, as its group 1, in the id.
         id_format: How ids are written, with `{name}` and `{index}`, where they are not free text.
-        argument_keys: Keys of `Field.OBJECT` that may hold the arguments.
     """
 
     name: str
@@ -76,10 +73,8 @@ class Grammar:
     argument: Pattern = ()
     padding: str = ""
     dialect: Dialect = JSON
-    brackets: tuple[str, str, str] = ("{", ":", "}")
     name_in_id: re.Pattern[str] | None = None
     id_format: str | None = None
-    argument_keys: tuple[str, ...] = ("arguments", "parameters")
 
 
 _TOOL_CALLS = "[TOOL_CALLS]"
@@ -110,7 +105,7 @@ _ALL = (
             Field.JSON,
             "<|tool_call_end|>",
         ),
-        section=Section(begin="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>"),
+        section=Section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         name_in_id=re.compile(r"(?:functions\.)?(.+?)(?::\d+)?"),
         id_format="functions.{name}:{index}",
     ),
@@ -147,23 +142,19 @@ _ALL = (
             separator=",",
         ),
         dialect=PYTHON,
-        brackets=("(", "=", ")"),
     ),
     # LFM2, LFM2-VL: <|tool_call_start|>[f(key='value'), g()]<|tool_call_end|>
     Grammar(
         "pythonic_section",
         call=(Field.NAME, Field.VALUES),
-        section=Section(
-            begin="<|tool_call_start|>", end="<|tool_call_end|>", brackets=("[", "]"), separator=","
-        ),
+        section=Section("<|tool_call_start|>", "<|tool_call_end|>", brackets=("[", "]"), separator=","),
         dialect=PYTHON,
-        brackets=("(", "=", ")"),
     ),
     # Apriel: <tool_calls>[{"name": "f", "arguments": {…}}, …]</tool_calls>; MiniMax-M1: one object a line
     Grammar(
         "json_section",
         call=(Field.OBJECT,),
-        section=Section(begin="<tool_calls>", end="</tool_calls>", brackets=("[", "]"), separator=","),
+        section=Section("<tool_calls>", "</tool_calls>", brackets=("[", "]"), separator=","),
     ),
     # Gemma 4: <|tool_call>call:f{key:<|"|>value<|"|>}<tool_call|>
     Grammar(
@@ -182,22 +173,9 @@ _ALL = (
         "minimax",
         call=('<invoke name="', Field.NAME, '">', Field.TAGGED, "</invoke>"),
         argument=('<parameter name="', Field.KEY, '">', Field.TEXT, "</parameter>"),
-        section=Section(begin="<minimax:tool_call>", end="</minimax:tool_call>"),
+        section=Section("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
 )
 
 GRAMMARS: dict[str, Grammar] = {grammar.name: grammar for grammar in _ALL}
 """Grammars by name."""
-
-
-def find_grammar(name: str) -> Grammar:
-    """The grammar of a name.
-
-    Raises:
-        InputError: There is none.
-    """
-    if name not in GRAMMARS:
-        raise InputError(
-            "no such tool-call grammar", where="grammar", expected=" or ".join(GRAMMARS), got=repr(name)
-        )
-    return GRAMMARS[name]

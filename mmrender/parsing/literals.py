@@ -1,14 +1,14 @@
 """Values as models write them: JSON, and the dialects of Python calls and of Gemma's calls.
 
 JSON is read by the standard library. The reader here reads the dialects, and tells JSON that was cut short
-from JSON that is wrong. No value is ever evaluated.
+from JSON that is wrong. No value is ever evaluated. A text that is no value raises `ValueError`.
 """
 
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mmrender.parsing.text import TokenText, readable
@@ -20,14 +20,13 @@ _KEY = re.compile(r"[^:={}\[\](),]+")
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _BEGUN_NUMBER = re.compile(r"-?([0-9]+(\.[0-9]*)?([eE][+-]?[0-9]*)?)?")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPED_TEXT = {
+    quote: re.compile(rf"[^{quote}\\]*(?:\\.[^{quote}\\]*)*(?={quote})", re.DOTALL) for quote in "\"'"
+}
 
 
 class CutShort(Exception):  # noqa: N818 - says what the text is, not what the program did
     """The text ends inside a value."""
-
-
-class NotAValue(Exception):  # noqa: N818
-    """The text is not a value of the dialect."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +35,28 @@ class Dialect:
 
     Attributes:
         quotes: What opens and closes a text; the same on both sides.
-        escapes: Characters by the letter that spells them after a backslash; None where nothing is escaped.
         constants: Words and their values.
+        escapes: Characters by the letter that spells them after a backslash; None where nothing is escaped.
         bare_keys: Whether keys of objects are written without quotes.
+        call: What opens the arguments of a call, joins key and value, and closes the arguments.
     """
 
     quotes: tuple[str, ...]
+    constants: Mapping[str, Any]
     escapes: Mapping[str, str] | None = None
-    constants: Mapping[str, Any] = field(default_factory=lambda: {"true": True, "false": False, "null": None})
     bare_keys: bool = False
+    call: tuple[str, str, str] = ("{", ":", "}")
 
 
-_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_WORDS = {**_JSON_WORDS, "True": True, "False": False, "None": None}
 _SHORT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\"}
+_PYTHON_SHORT = {**_SHORT, "'": "'", "a": "\a", "v": "\v", "\n": ""}
 
-JSON = Dialect(quotes=('"',), escapes=_SHORT | {"/": "/"})
-PYTHON = Dialect(
-    quotes=("'", '"'), escapes=_SHORT | {"'": "'", "a": "\a", "v": "\v", "\n": ""}, constants=_WORDS
-)
-GEMMA = Dialect(quotes=('<|"|>',), constants=_WORDS, bare_keys=True)
-FUNCTION_GEMMA = Dialect(quotes=("<escape>",), constants=_WORDS, bare_keys=True)
+JSON = Dialect(('"',), _JSON_WORDS, escapes={**_SHORT, "/": "/"})
+PYTHON = Dialect(("'", '"'), _WORDS, escapes=_PYTHON_SHORT, call=("(", "=", ")"))
+GEMMA = Dialect(('<|"|>',), _WORDS, bare_keys=True)
+FUNCTION_GEMMA = Dialect(("<escape>",), _WORDS, bare_keys=True)
 
 
 class Reader:
@@ -63,7 +64,7 @@ class Reader:
 
     Raises:
         CutShort: The text ends inside a value.
-        NotAValue: The text is not a value.
+        ValueError: The text is not a value.
     """
 
     def __init__(self, source: TokenText, position: int, stop: int, dialect: Dialect) -> None:
@@ -74,6 +75,12 @@ class Reader:
         self._dialect = dialect
         self._depth = 0
 
+    def call(self) -> dict[str, Any]:
+        """Read the arguments of a call, brackets included."""
+        opening, joiner, closing = self._dialect.call
+        self._expect(opening)
+        return self._members(closing, joiner, bare=True)
+
     def value(self) -> Any:
         """Read one value."""
         self._skip()
@@ -81,12 +88,12 @@ class Reader:
             if self._source.at(quote, self.position, self._stop):
                 return self._quoted(quote)
         if self._take("{"):
-            return self.members("}", ":", bare=self._dialect.bare_keys)
+            return self._members("}", ":", bare=self._dialect.bare_keys)
         if self._take("["):
             return [self.value() for _ in self._items("]")]
         return self._word()
 
-    def members(self, close: str, joiner: str, *, bare: bool) -> dict[str, Any]:
+    def _members(self, close: str, joiner: str, *, bare: bool) -> dict[str, Any]:
         """Read `key joiner value, ...` through `close`; the opening bracket has been read."""
         found: dict[str, Any] = {}
         for _ in self._items(close):
@@ -99,7 +106,7 @@ class Reader:
         """Yield where each item begins, reading the commas between them and `close`."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise NotAValue
+            raise ValueError
         separated = False
         while not self._take(close):
             if separated:
@@ -120,44 +127,33 @@ class Reader:
         return readable(match.group().strip())
 
     def _quoted(self, quote: str) -> str:
-        start = self.position + len(quote)
-        stop = self._source.find(quote, start, self._stop)
-        while stop >= 0 and self._dialect.escapes is not None and _is_escaped(self._text, start, stop):
-            stop = self._source.find(quote, stop + 1, self._stop)
+        start, escapes = self.position + len(quote), self._dialect.escapes
+        if escapes is None:
+            stop = self._source.find(quote, start, self._stop)
+        else:
+            match = _ESCAPED_TEXT[quote].match(self._text, start, self._stop)
+            stop = -1 if match is None else match.end()
         if stop < 0:
             raise CutShort
         self.position = stop + len(quote)
-        inside = readable(self._text[start:stop])
-        return inside if self._dialect.escapes is None else self._unescaped(inside, self._dialect.escapes)
-
-    def _unescaped(self, text: str, escapes: Mapping[str, str]) -> str:
-        def char(match: re.Match[str]) -> str:
-            code = match.group(1)
-            if code in escapes:
-                return escapes[code]
-            if code[0] in "uxU" and len(code) > 1:
-                return chr(min(int(code[1:], 16), 0x10FFFF))
-            return chr(int(code, 8)) if code.isdigit() else match.group()
-
-        return whole_characters(_ESCAPE.sub(char, text))
+        text = self._text[start:stop]
+        return readable(text if escapes is None else _ESCAPE.sub(lambda found: _char(found, escapes), text))
 
     def _word(self) -> Any:
         match = _WORD.match(self._text, self.position, self._stop)
         if match is None:
             self._fail()
-        word = match.group()
-        if match.end() == self._stop and self._may_go_on(word):
+        word, constants = match.group(), self._dialect.constants
+        if match.end() == self._stop and (
+            _BEGUN_NUMBER.fullmatch(word) or any(constant.startswith(word) for constant in constants)
+        ):
             raise CutShort
         self.position = match.end()
-        if word in self._dialect.constants:
-            return self._dialect.constants[word]
+        if word in constants:
+            return constants[word]
         if _NUMBER.fullmatch(word) is None:
-            raise NotAValue
+            raise ValueError(word)
         return number(word)
-
-    def _may_go_on(self, word: str) -> bool:
-        begun = any(constant.startswith(word) for constant in self._dialect.constants)
-        return begun or _BEGUN_NUMBER.fullmatch(word) is not None
 
     def _skip(self) -> None:
         match = _SPACE.match(self._text, self.position, self._stop)
@@ -177,48 +173,23 @@ class Reader:
             self._fail()
 
     def _fail(self) -> NoReturn:
-        raise CutShort if self.position >= self._stop else NotAValue
+        raise CutShort if self.position >= self._stop else ValueError
 
 
-def _is_escaped(text: str, start: int, position: int) -> bool:
-    backslashes = position
-    while backslashes > start and text[backslashes - 1] == "\\":
-        backslashes -= 1
-    return (position - backslashes) % 2 == 1
+def _char(match: re.Match[str], escapes: Mapping[str, str]) -> str:
+    """The character that an escape spells; an unknown one is text."""
+    code = match.group(1)
+    if code in escapes:
+        return escapes[code]
+    if code[0] in "uxU" and len(code) > 1:
+        return chr(min(int(code[1:], 16), 0x10FFFF))
+    return chr(int(code, 8)) if code.isdigit() else match.group()
 
 
 def number(word: str) -> int | float:
-    """Read a number.
-
-    Raises:
-        NotAValue: It is too long or too large to be one.
-    """
-    try:
-        value = int(word) if word.lstrip("-").isdigit() else float(word)
-    except ValueError:
-        raise NotAValue from None
-    if not math.isfinite(value):
-        raise NotAValue
-    return value
-
-
-def whole_characters(text: str) -> str:
-    """The text, if it can be written as UTF-8 apart from bytes that never were UTF-8.
-
-    Raises:
-        NotAValue: It holds half of a surrogate pair.
-    """
-    try:
-        return readable(text)
-    except UnicodeEncodeError:
-        raise NotAValue from None
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(word)
-
-
-def _finite(word: str) -> float:
+    """Read a number that is neither too long nor too large, or raise `ValueError`."""
+    if word.lstrip("-").isdigit():
+        return int(word)
     value = float(word)
     if not math.isfinite(value):
         raise ValueError(word)
@@ -226,7 +197,7 @@ def _finite(word: str) -> float:
 
 
 # NaN and Infinity are no JSON (RFC 8259, section 6), though Python reads them.
-_decoder = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_decoder = json.JSONDecoder(parse_constant=number, parse_float=number)
 
 
 def read_json(source: TokenText, start: int, stop: int) -> tuple[Any, int]:
@@ -240,35 +211,31 @@ def read_json(source: TokenText, start: int, stop: int) -> tuple[Any, int]:
 
     Raises:
         CutShort: The text before `stop` begins a value.
-        NotAValue: It does not.
+        ValueError: It does not.
     """
     try:
         value, end = _decoder.raw_decode(source.text, start)
+        return _cleaned(value), end
     except (ValueError, RecursionError):
         Reader(source, start, stop, JSON).value()
         # The two readers differ: this one was the tolerant one, about control characters, say.
-        raise NotAValue from None
-    written = source.text[start:end]
-    return (value if written.isascii() and "\\u" not in written else _cleaned(value)), end
+        raise ValueError from None
 
 
 def parse_json(text: str) -> Any:
-    """Read a text that is one JSON value and nothing else.
-
-    Raises:
-        NotAValue: It is not.
-    """
+    """Read a text that is one JSON value and nothing else, or raise `ValueError`."""
     try:
         return _cleaned(_decoder.decode(text))
-    except (ValueError, RecursionError):
-        raise NotAValue from None
+    except RecursionError:
+        raise ValueError from None
 
 
 def _cleaned(value: Any) -> Any:
+    """The value with `readable` texts."""
     if isinstance(value, str):
-        return whole_characters(value)
+        return readable(value)
     if isinstance(value, list):
         return [_cleaned(item) for item in value]
     if isinstance(value, dict):
-        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+        return {readable(key): _cleaned(item) for key, item in value.items()}
     return value

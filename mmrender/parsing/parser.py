@@ -13,11 +13,14 @@ from mmrender.messages import Message, ToolCall
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.calls import Block, CallScanner, CallStatus
 from mmrender.parsing.grammars import Grammar
-from mmrender.parsing.reasoning import Opening, Reasoning, opening_by_text, opening_by_tokens, read_reasoning
-from mmrender.parsing.schema import ToolSchemas
+from mmrender.parsing.reasoning import Opening, Reasoning, read_opening, read_reasoning
+from mmrender.parsing.schema import ToolSchemas, tool_schemas
 from mmrender.parsing.text import TokenSpeller, TokenText, readable
 from mmrender.probing.probes import Carrier, shared_prefix, with_reasoning
 from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+
+_PROMPT_TOKENS = 64
+"""More than any generation prompt has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +236,14 @@ class ResponseParser:
         self.profile = profile
         self.choice = choice
         self.edges = edges
-        self._tokenizer = tokenizer
         self._speller = TokenSpeller(tokenizer)
+        self._prompt_ids = tokenizer.encode(profile.generation_prompt)
+        # The token that begins an assistant's turn: the first that its generation prompt writes.
+        header = profile.generation_prompt
+        if profile.reasoning is not None:
+            header = header.partition(profile.reasoning.begin)[0]
+        first = next(tokenizer.find(header, lambda _: True), None)
+        self._begin_id = None if first is None else tokenizer.added_ids[first.token]
 
     def parse(
         self,
@@ -256,7 +265,7 @@ class ResponseParser:
             MessageError: A tool definition is malformed.
         """
         definitions = normalize_tools(tools)
-        schemas = None if definitions is None else ToolSchemas(definitions)
+        schemas = None if definitions is None else tool_schemas(definitions)
         ids = [int(token_id) for token_id in token_ids]
         length = len(ids)
         while length and ids[length - 1] in self.profile.stop_ids:
@@ -265,32 +274,32 @@ class ResponseParser:
         format_ = self.profile.reasoning
         parts = split(source, self.choice.grammar, format_, self._opening(prompt_ids), schemas)
         reasoning = parts.reasoning.text
+        attempts = [
+            ToolCallAttempt(
+                status=attempt.status,
+                name=attempt.name,
+                arguments=attempt.arguments,
+                raw=readable(source.text[attempt.start : attempt.stop]),
+                span=source.tokens_of(attempt.start, attempt.stop),
+                id=attempt.id,
+            )
+            for block in parts.blocks
+            for attempt in block.attempts
+        ]
         return ParsedResponse(
             content=readable(self.edges.content(parts.pieces)),
             reasoning_content=None if reasoning is None else readable(reasoning),
             reasoning_closed=parts.reasoning.closed,
-            tool_calls=tuple(
-                [
-                    ToolCallAttempt(
-                        status=attempt.status,
-                        name=attempt.name,
-                        arguments=attempt.arguments,
-                        raw=readable(source.text[attempt.start : attempt.stop]),
-                        span=source.tokens_of(attempt.start, attempt.stop),
-                        id=attempt.id,
-                    )
-                    for block in parts.blocks
-                    for attempt in block.attempts
-                ]
-            ),
+            tool_calls=tuple(attempts),
             stopped=length < len(ids),
             carrier="reasoning_content" if format_ is None else format_.carrier,
         )
 
     def _opening(self, prompt_ids: Sequence[int] | None) -> Opening:
-        format_, generation_prompt = self.profile.reasoning, self.profile.generation_prompt
-        if format_ is None:
-            return Opening(inside=False)
-        if prompt_ids is None:
-            return opening_by_text(format_, generation_prompt)
-        return opening_by_tokens(format_, generation_prompt, self._speller, self._tokenizer, prompt_ids)
+        """Where the prompt leaves the model, from the assistant's turn alone."""
+        if self.profile.reasoning is None:
+            return Opening()
+        ids = self._prompt_ids if prompt_ids is None else prompt_ids
+        begins = (index for index in range(len(ids) - 1, -1, -1) if ids[index] == self._begin_id)
+        start = max(next(begins, len(ids) - _PROMPT_TOKENS), 0)
+        return read_opening(self.profile.reasoning, TokenText(ids[start:], self._speller))

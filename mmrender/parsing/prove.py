@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing.grammars import GRAMMARS, Grammar, Section, find_grammar
+from mmrender.parsing.grammars import GRAMMARS, Grammar, Section
 from mmrender.parsing.parser import (
     Edge,
     Edges,
@@ -21,7 +22,8 @@ from mmrender.parsing.parser import (
     ResponseParser,
     split,
 )
-from mmrender.parsing.reasoning import Opening, opening_by_text
+from mmrender.parsing.reasoning import read_opening
+from mmrender.parsing.schema import KINDS
 from mmrender.parsing.text import TokenSpeller, TokenText
 from mmrender.probing.probes import (
     WORD,
@@ -46,10 +48,8 @@ _ARGUMENTS: dict[str, Any] = {
     "items": [1, "a", {"b": [None, False]}],
     "deep": {"k": {"n": "x: {y}", "l": []}},
 }
-_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _PROPERTIES = {
-    key: {"type": _KINDS.get(type(value), "null"), "description": "a probe"}
-    for key, value in _ARGUMENTS.items()
+    key: {"type": KINDS[type(value)], "description": "a probe"} for key, value in _ARGUMENTS.items()
 }
 PROBE_TOOLS = (tool_definition("probe_many", _PROPERTIES), tool_definition("probe_none"))
 _PLAIN_TOOLS = (tool_definition("probe_many"), tool_definition("probe_none"))
@@ -121,9 +121,7 @@ class GrammarProver:
         for probe in self._probed(grammar, _LEARN):
             if probe.turn is None or (grammar is None and probe.message.tool_calls):
                 continue
-            opening = Opening(inside=False)
-            if format_ is not None:
-                opening = opening_by_text(format_, probe.turn.header)
+            opening = read_opening(format_, TokenText(probe.prompt_ids, self._speller))
             source = TokenText(probe.token_ids, self._speller)
             for piece in split(source, grammar, format_, opening).pieces:
                 place = (piece.before, piece.after)
@@ -147,23 +145,22 @@ class GrammarProver:
         Raises:
             InputError: There is no grammar of that name.
         """
-        named = find_grammar(name) if name is not None else None
+        if name is not None and name not in GRAMMARS:
+            known = " or ".join(GRAMMARS)
+            raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
+        named = GRAMMARS.get(name or "")
         digits = _ARGUMENTS["digits"]
         turns = [probe.turn for probe in self._probed(None, _PROVE)]
         if not any(turn is not None and digits in turn.text for turn in turns):
             return GrammarChoice("named" if named is not None else "not_printed", named)
         differences = {grammar.name: self._first_difference(grammar) for grammar in GRAMMARS.values()}
-        proved = tuple([name for name, difference in differences.items() if difference is None])
+        reasons = {name: difference for name, difference in differences.items() if difference is not None}
+        proved = tuple(name for name in GRAMMARS if name not in reasons)
         outcome: Outcome = "ambiguous" if len(proved) > 1 else "proved" if proved else "none"
         chosen = named or (GRAMMARS[proved[0]] if len(proved) == 1 else None)
         refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.turn is None]
-        return GrammarChoice(
-            "named" if named is not None else outcome,
-            chosen,
-            proved,
-            {name: difference for name, difference in differences.items() if difference is not None},
-            tuple(dict.fromkeys(refused)),
-        )
+        outcome = "named" if named is not None else outcome
+        return GrammarChoice(outcome, chosen, proved, reasons, tuple(dict.fromkeys(refused)))
 
     def _probed(self, grammar: Grammar | None, texts: _Texts) -> list[_Probe]:
         """Render a set of probes, with call ids as the grammar writes them."""

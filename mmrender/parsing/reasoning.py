@@ -3,21 +3,16 @@
 The delimiters are those of the template's profile.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing.text import TokenSpeller, TokenText
+from mmrender.parsing.text import TokenText
 from mmrender.probing.profile import ReasoningFormat
-
-_PROMPT_TOKENS = 64
-"""More than any generation prompt has."""
 
 
 class Opening(NamedTuple):
     """Whether a prompt ends inside reasoning, and the text still missing before the reasoning begins."""
 
-    inside: bool
+    inside: bool = False
     missing: str = ""
 
 
@@ -32,58 +27,20 @@ class Reasoning(NamedTuple):
         seen: Whether the completion holds a block, or the end of one.
     """
 
-    text: str | None
-    closed: bool
-    before: int
-    rest: int
-    seen: bool
+    text: str | None = None
+    closed: bool = True
+    before: int = 0
+    rest: int = 0
+    seen: bool = False
 
 
-def opening_by_text(format_: ReasoningFormat, prompt: str) -> Opening:
-    """Where a prompt leaves the model, from its text since the assistant's turn began."""
-    begin = prompt.rfind(format_.begin)
-    return _opening(format_, prompt, begin, prompt.rfind(format_.end))
-
-
-def opening_by_tokens(
-    format_: ReasoningFormat,
-    generation_prompt: str,
-    speller: TokenSpeller,
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-) -> Opening:
-    """Where a prompt leaves the model, from its tokens.
-
-    Only the assistant's turn is read, from the last token that begins one, so that nothing earlier in the
-    conversation counts.
-    """
-    header = generation_prompt.partition(format_.begin)[0]
-    first = next(tokenizer.find(header, lambda _: True), None)
-    begin_id = tokenizer.added_ids[first.token] if first is not None else None
-    indices = range(len(prompt_ids) - 1, -1, -1)
-    start = next(
-        (index for index in indices if prompt_ids[index] == begin_id), len(prompt_ids) - _PROMPT_TOKENS
-    )
-    source = TokenText(prompt_ids[max(start, 0) :], speller)
-    length = len(source.text)
-    return _opening(
-        format_, source.text, _last(source, format_.begin, length), _last(source, format_.end, length)
-    )
-
-
-def _opening(format_: ReasoningFormat, prompt: str, begin: int, end: int) -> Opening:
-    if begin < 0 or end > begin:
-        return Opening(inside=False)
-    written = prompt[begin + len(format_.begin) :]
-    missing = format_.after_begin.removeprefix(written) if format_.after_begin.startswith(written) else ""
-    return Opening(inside=True, missing=missing)
-
-
-def _last(source: TokenText, delimiter: str, stop: int) -> int:
-    found, position = -1, source.find(delimiter, 0, stop)
-    while position >= 0:
-        found, position = position, source.find(delimiter, position + 1, stop)
-    return found
+def read_opening(format_: ReasoningFormat | None, prompt: TokenText) -> Opening:
+    """Read where a prompt leaves the model, from its text since the assistant's turn began."""
+    begin = -1 if format_ is None else prompt.find_last(format_.begin)
+    if format_ is None or begin < 0 or prompt.find_last(format_.end) > begin:
+        return Opening()
+    written, expected = prompt.text[begin + len(format_.begin) :], format_.after_begin
+    return Opening(inside=True, missing=expected[len(written) :] if expected.startswith(written) else "")
 
 
 def read_reasoning(
@@ -100,29 +57,26 @@ def read_reasoning(
         opening: Where the prompt left the model.
         first_call: Where the first tool call begins, or the length of the text.
     """
-    length = len(source.text)
     if format_ is None:
-        return Reasoning(None, closed=True, before=0, rest=0, seen=False)
+        return Reasoning()
+    text, length = source.text, len(source.text)
+
+    def after(expected: str, position: int) -> int:
+        return position + len(expected) if text.startswith(expected, position) else position
+
     begin = source.find(format_.begin, 0, first_call)
-    if opening.inside:
-        before, start = 0, _skipped(source, opening.missing, 0)
-        if begin >= 0 and not source.text[:begin].strip():
-            # The model repeats what the prompt has written.
-            start = _skipped(source, format_.after_begin, begin + len(format_.begin))
+    end = -1 if opening.inside else source.find(format_.end, 0, first_call)
+    before, start = 0, after(opening.missing, 0)
+    # Where the prompt has opened the block, only a delimiter that repeats what it has written begins it.
+    if begin >= 0 and (not text[:begin].strip() if opening.inside else end < 0 or begin < end):
+        before = 0 if opening.inside else begin
+        start = after(format_.after_begin, begin + len(format_.begin))
         end = source.find(format_.end, start, length)
-    else:
-        end = source.find(format_.end, 0, first_call)
-        before = start = 0
-        if begin >= 0 and (end < 0 or begin < end):
-            before, start = begin, _skipped(source, format_.after_begin, begin + len(format_.begin))
-            end = source.find(format_.end, start, length)
-        elif end < 0:
-            return Reasoning(None, closed=True, before=0, rest=0, seen=False)
+    elif opening.inside:
+        end = source.find(format_.end, start, length)
+    elif end < 0:
+        return Reasoning()
     if end < 0:
-        return Reasoning(source.text[start:], closed=False, before=before, rest=length, seen=True)
-    text = source.text[start:end].removesuffix(format_.before_end)
-    return Reasoning(text or None, closed=True, before=before, rest=end + len(format_.end), seen=True)
-
-
-def _skipped(source: TokenText, expected: str, position: int) -> int:
-    return position + len(expected) if source.text.startswith(expected, position) else position
+        return Reasoning(text[start:], closed=False, before=before, rest=length, seen=True)
+    thought = text[start:end].removesuffix(format_.before_end)
+    return Reasoning(thought or None, before=before, rest=end + len(format_.end), seen=True)

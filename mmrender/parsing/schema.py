@@ -8,94 +8,73 @@ renders back to the same text.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from mmrender.parsing.literals import NotAValue, number, parse_json
+from mmrender.parsing.literals import number, parse_json
+
+ToolSchemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each tool's arguments, by the tool's name."""
+
+KINDS: dict[type, str] = {
+    **{type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"},
+    **{list: "array", tuple: "array", dict: "object"},
+}
+"""JSON types of Python values."""
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_NULLS = frozenset({"null", "None"})
-_BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "null": (type(None),),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (float,),
-    "string": (str,),
-    "array": (list, tuple),
-    "object": (),
+_WORDS: dict[str, dict[str, bool | None]] = {
+    "null": {"null": None, "None": None},
+    "boolean": {"true": True, "True": True, "false": False, "False": False},
 }
-"""Python types of constants of each JSON type."""
 
 
-class ToolSchemas:
-    """The tools that a model was offered.
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
+    """Schemas of definitions as `mmrender.content.normalize_tools` gives them."""
+    found = {}
+    for tool in tools:
+        inner = tool.get("function")
+        definition = inner if isinstance(inner, Mapping) else tool
+        parameters = definition.get("parameters") or definition.get("input_schema")
+        found[str(definition.get("name"))] = parameters if isinstance(parameters, Mapping) else {}
+    return found
 
-    Args:
-        tools: Definitions as `mmrender.content.normalize_tools` gives them.
-    """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._parameters: dict[str, Mapping[str, Any]] = {}
-        for tool in tools:
-            inner = tool.get("function")
-            definition = inner if isinstance(inner, Mapping) else tool
-            parameters = definition.get("parameters") or definition.get("input_schema")
-            self._parameters[str(definition.get("name"))] = (
-                parameters if isinstance(parameters, Mapping) else {}
-            )
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._parameters
-
-    def typed(self, name: str, arguments: Mapping[str, str]) -> dict[str, Any]:
-        """Arguments of a call of tool `name`, each of a type that its schema allows."""
-        root = self._parameters.get(name, {})
-        properties = root.get("properties")
-        if not isinstance(properties, Mapping):
-            return dict(arguments)
-        return {key: _typed(text, properties.get(key), root) for key, text in arguments.items()}
+def typed(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments written as text, each of a type that its schema allows."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return dict(arguments)
+    return {key: _typed(text, properties.get(key), schema) for key, text in arguments.items()}
 
 
 def _typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    kinds = list(dict.fromkeys(_kinds(schema, root, depth=0)))
+    kinds = dict.fromkeys(kind for kind in _kinds(schema, root) if isinstance(kind, str))
     for kind in sorted(kinds, key=lambda kind: kind != "null"):
-        if kind == "string":
-            return text
         try:
             return _read(kind, text)
-        except NotAValue:
+        except ValueError:
             continue
     return text
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], *, depth: int) -> Iterator[str]:
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Any]:
     """Names of the types that a schema allows, in its order."""
     if not isinstance(schema, Mapping) or depth > 16:
         return
     named = schema.get("type")
-    for kind in named if isinstance(named, list | tuple) else (named,):
-        if isinstance(kind, str) and kind in _TYPES:
-            yield kind
+    yield from named if isinstance(named, list | tuple) else (named,)
     if schema.get("nullable") is True:
         yield "null"
     if named is None:
-        yield from _kinds_of_values(schema)
+        enum = schema.get("enum")
+        values = [*enum] if isinstance(enum, list | tuple) else []
+        for value in [*values, schema["const"]] if "const" in schema else values:
+            yield KINDS.get(type(value))
     for key in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list | tuple) else ():
-            yield from _kinds(choice, root, depth=depth + 1)
-    yield from _kinds(_referred(schema.get("$ref"), root), root, depth=depth + 1)
-
-
-def _kinds_of_values(schema: Mapping[str, Any]) -> Iterator[str]:
-    enum = schema.get("enum")
-    values = list(enum) if isinstance(enum, list | tuple) else []
-    if "const" in schema:
-        values.append(schema["const"])
-    for value in values:
-        for kind, types in _TYPES.items():
-            if type(value) in types:
-                yield kind
+            yield from _kinds(choice, root, depth + 1)
+    yield from _kinds(_referred(schema.get("$ref"), root), root, depth + 1)
 
 
 def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
@@ -110,17 +89,13 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _read(kind: str, text: str) -> Any:
-    """Read a text as a value of a type.
-
-    Raises:
-        NotAValue: It is not one.
-    """
+    """Read a text as a value of a type, or raise `ValueError`."""
     word = text.strip()
     match kind:
-        case "null" if word in _NULLS:
-            return None
-        case "boolean" if word in _BOOLEANS:
-            return _BOOLEANS[word]
+        case "string":
+            return text
+        case "null" | "boolean" if word in _WORDS[kind]:
+            return _WORDS[kind][word]
         case "number" | "integer" if _NUMBER.fullmatch(word):
             value = number(word.removeprefix("+"))
             if kind == "number":
@@ -129,6 +104,6 @@ def _read(kind: str, text: str) -> Any:
                 return int(value)
         case "object" | "array":
             parsed = parse_json(text)
-            if isinstance(parsed, dict if kind == "object" else list):
+            if KINDS.get(type(parsed)) == kind:
                 return parsed
-    raise NotAValue
+    raise ValueError(text)

@@ -7,6 +7,7 @@ to bytes and bytes to tokens exactly. `readable` gives the text that a decoder p
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
 
 from mmrender.model.tokenizer import Match, Tokenizer
 
@@ -43,12 +44,15 @@ class TokenSpeller:
     Two spellings are known: byte-level (each byte is one printable character, as in GPT-2) and SentencePiece
     with byte fallback (`▁` for a space, `<0x0A>` for a byte). The one that agrees with the decoder on sample
     texts is used; a tokenizer of any other kind is decoded token by token.
+
+    Attributes:
+        added: Text of each added token, by id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token_id: token for token, token_id in tokenizer.added_ids.items()}
-        self._spelled: dict[int, bytes] = {}
+        self.added = {token_id: token for token, token_id in tokenizer.added_ids.items()}
+        self._spelled = {token_id: token.encode() for token_id, token in self.added.items()}
         self._within: dict[str, tuple[Match, ...]] = {}
         self._spell = next((spell for spell in (_byte_level, _byte_fallback) if self._is_true(spell)), None)
 
@@ -61,10 +65,6 @@ class TokenSpeller:
                 return False
         return True
 
-    def added(self, token_id: int) -> str | None:
-        """Text of an added token; None for any other."""
-        return self._added.get(token_id)
-
     def added_within(self, text: str) -> tuple[Match, ...]:
         """Added tokens that a text spells."""
         known = self._within.get(text)
@@ -73,7 +73,7 @@ class TokenSpeller:
         return known
 
     def spell(self, token_id: int) -> bytes:
-        """Bytes of a token that is not an added one; none for an id outside the vocabulary."""
+        """Bytes of a token; none for an id outside the vocabulary."""
         known = self._spelled.get(token_id)
         if known is None:
             token = self._tokenizer.token(token_id) if 0 <= token_id < 1 << 32 else None
@@ -88,10 +88,12 @@ class TokenSpeller:
 
 
 def readable(text: str) -> str:
-    """Text with U+FFFD where it held bytes that are no UTF-8, as decoders print it."""
-    if text.isascii():
-        return text
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    """Text with U+FFFD where it held bytes that are not UTF-8, as decoders print it.
+
+    Raises:
+        ValueError: It holds half of a surrogate pair, which is neither text nor bytes.
+    """
+    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 class TokenText:
@@ -103,46 +105,36 @@ class TokenText:
 
     Attributes:
         text: All characters.
-        count: Number of tokens.
     """
 
     def __init__(self, token_ids: Sequence[int], speller: TokenSpeller) -> None:
-        self.count = len(token_ids)
         self._speller = speller
-        pieces: list[str] = []
-        # First character, first token and, for a run, the byte position where each of its tokens begins.
-        self._run_chars: list[int] = []
-        self._runs: list[tuple[int, list[int]]] = []
         self._added: dict[int, str] = {}
-        position = index = 0
-        while index < self.count:
-            token, starts = speller.added(token_ids[index]), [0]
+        """Added tokens by their first character."""
+        pieces: list[str] = []
+        sizes: list[int] = []
+        length = 0
+        # Added tokens part characters: bytes on either side of one are never halves of the same.
+        for token, run in groupby(token_ids, speller.added.get):
+            spelled = [speller.spell(token_id) for token_id in run]
+            piece = b"".join(spelled).decode("utf-8", "surrogateescape")
             if token is not None:
-                self._added[position] = piece = token
-            else:
-                piece, starts = _run(token_ids, index, speller)
-            self._run_chars.append(position)
-            self._runs.append((index, starts))
+                self._added |= dict.fromkeys(range(length, length + len(piece), len(token)), token)
+            sizes += map(len, spelled)
             pieces.append(piece)
-            index += len(starts)
-            position += len(piece)
+            length += len(piece)
         self.text = "".join(pieces)
-
-    def token_of(self, char: int) -> int:
-        """Index of the token that holds the first byte of a character."""
-        run = bisect_right(self._run_chars, char) - 1
-        first, starts = self._runs[run]
-        if len(starts) == 1:
-            return first
-        before = self.text[self._run_chars[run] : char].encode("utf-8", "surrogateescape")
-        return first + bisect_right(starts, len(before)) - 1
+        self._is_ascii = self.text.isascii()
+        self._starts = list(accumulate(sizes, initial=0))
+        self._added_ends = {start + len(token) for start, token in self._added.items()}
 
     def tokens_of(self, start: int, stop: int) -> tuple[int, int]:
         """Tokens `[first, last)` that hold any byte of the non-empty characters `[start, stop)`."""
-        run = bisect_left(self._run_chars, stop) - 1
-        first, starts = self._runs[run]
-        before = self.text[self._run_chars[run] : stop].encode("utf-8", "surrogateescape")
-        return self.token_of(start), first + bisect_left(starts, len(before))
+        first = bisect_right(self._starts, self._byte(start)) - 1
+        return first, bisect_left(self._starts, self._byte(stop))
+
+    def _byte(self, char: int) -> int:
+        return char if self._is_ascii else len(self.text[:char].encode("utf-8", "surrogateescape"))
 
     def find(self, delimiter: str, start: int, stop: int) -> int:
         """First character of a delimiter that lies within `[start, stop)`, or -1.
@@ -155,11 +147,16 @@ class TokenText:
             position = self.text.find(delimiter, position + 1, stop)
         return position
 
+    def find_last(self, delimiter: str) -> int:
+        """First character of the last such delimiter, by the rule of `find`, or -1."""
+        position = self.text.rfind(delimiter)
+        while position >= 0 and not self._is_spelled(delimiter, position):
+            position = self.text.rfind(delimiter, 0, position + len(delimiter) - 1)
+        return position
+
     def at(self, delimiter: str, position: int, stop: int) -> bool:
         """Whether a delimiter begins at a character, by the rule of `find`."""
-        if position + len(delimiter) > stop or not self.text.startswith(delimiter, position):
-            return False
-        return self._is_spelled(delimiter, position)
+        return self.text.startswith(delimiter, position, stop) and self._is_spelled(delimiter, position)
 
     def _is_spelled(self, delimiter: str, position: int) -> bool:
         within = self._speller.added_within(delimiter)
@@ -167,19 +164,4 @@ class TokenText:
 
     def added_before(self, char: int) -> bool:
         """Whether an added token ends right before a character."""
-        run = bisect_left(self._run_chars, char) - 1
-        if run < 0 or self._run_chars[run] not in self._added:
-            return False
-        return self._run_chars[run] + len(self._added[self._run_chars[run]]) == char
-
-
-def _run(token_ids: Sequence[int], first: int, speller: TokenSpeller) -> tuple[str, list[int]]:
-    """Text of the ordinary tokens from `first` on, and the byte position where each begins."""
-    spelled = bytearray()
-    starts = []
-    for index in range(first, len(token_ids)):
-        if speller.added(token_ids[index]) is not None:
-            break
-        starts.append(len(spelled))
-        spelled += speller.spell(token_ids[index])
-    return spelled.decode("utf-8", "surrogateescape"), starts
+        return char in self._added_ends

@@ -240,6 +240,8 @@ def test_python_values() -> None:
     text = r"""[f(a=[1, -2.5, 1e3], b={'k': "it's", "n": None}, c='\n\x41\u00e9\101\q', d=True, e=false)]"""
     expected = {"a": [1, -2.5, 1000.0], "b": {"k": "it's", "n": None}, "c": "\nAéA\\q", "d": True, "e": False}
     assert parse("pythonic", text).tool_calls[0].arguments == expected
+    beyond_a_double = 10**400
+    assert parse("pythonic", f"[f(a={beyond_a_double})]").tool_calls[0].arguments == {"a": beyond_a_double}
 
 
 def test_gemma_values() -> None:

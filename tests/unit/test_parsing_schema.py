@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from mmrender.parsing.schema import ToolSchemas
+from mmrender.parsing.schema import tool_schemas, typed
 
 REFERRED = {"$ref": "#/$defs/count"}
 
 
-def typed(text: str, schema: Any) -> Any:
-    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"count": {"type": "integer"}}}
-    return ToolSchemas([{"function": {"name": "f", "parameters": parameters}}]).typed("f", {"a": text})["a"]
+def read(text: str, schema: Any) -> Any:
+    return typed({"a": text}, {"properties": {"a": schema}, "$defs": {"count": {"type": "integer"}}})["a"]
 
 
 @pytest.mark.parametrize(
@@ -49,12 +48,12 @@ def typed(text: str, schema: Any) -> Any:
     ],
 )
 def test_a_type_is_taken_from_the_schema(text: str, schema: Any, expected: Any) -> None:
-    value = typed(text, schema)
+    value = read(text, schema)
     assert (type(value), value) == (type(expected), expected)
 
 
 def test_a_schema_that_refers_to_itself() -> None:
-    assert typed("7", {"$ref": "#/properties/a"}) == "7"
+    assert read("7", {"$ref": "#/properties/a"}) == "7"
 
 
 @pytest.mark.parametrize(
@@ -66,8 +65,8 @@ def test_a_schema_that_refers_to_itself() -> None:
     ],
 )
 def test_shapes_of_definitions(tool: dict[str, Any]) -> None:
-    schemas = ToolSchemas([tool])
-    assert "f" in schemas
-    assert schemas.typed("f", {"a": "7", "b": "7"}) == {"a": 7, "b": "7"}
-    assert schemas.typed("g", {"a": "7"}) == {"a": "7"}
-    assert ToolSchemas([{"name": "f"}]).typed("f", {"a": "7"}) == {"a": "7"}
+    assert typed({"a": "7", "b": "7"}, tool_schemas([tool])["f"]) == {"a": 7, "b": "7"}
+
+
+def test_a_tool_without_parameters_types_nothing() -> None:
+    assert typed({"a": "7"}, tool_schemas([{"name": "f"}])["f"]) == {"a": "7"}

@@ -27,10 +27,8 @@ def test_every_character_knows_its_token() -> None:
     ids = tokenizer.encode("a本<t>日too")
     source = text_of(tokenizer, ids)
     assert len(ids) == 1 + 3 + 1 + 2 + 1
-    assert [source.token_of(char) for char in range(len(source.text))] == [0, 1, 4, 4, 4, 5, 7, 7, 7]
-    assert source.tokens_of(1, 2) == (1, 4)
-    assert source.tokens_of(5, 6) == (5, 7)
-    assert source.tokens_of(7, 8) == (7, 8)
+    tokens = [source.tokens_of(char, char + 1) for char in range(len(source.text))]
+    assert tokens == [(0, 1), (1, 4), *[(4, 5)] * 3, (5, 7), *[(7, 8)] * 3]
     assert source.tokens_of(0, len(source.text)) == (0, len(ids))
 
 
@@ -39,8 +37,7 @@ def test_tokens_without_text_move_no_character() -> None:
     (a,) = tokenizer.encode("a")
     source = text_of(tokenizer, [10**6, a, 10**6, a])
     assert source.text == "aa"
-    assert [source.token_of(0), source.token_of(1)] == [1, 3]
-    assert source.tokens_of(1, 2) == (3, 4)
+    assert [source.tokens_of(0, 1), source.tokens_of(1, 2)] == [(1, 2), (3, 4)]
 
 
 def test_bytes_that_are_no_text_stay_apart() -> None:
@@ -50,7 +47,7 @@ def test_bytes_that_are_no_text_stay_apart() -> None:
     source = text_of(tokenizer, [first, added, second])
     assert len(source.text) == 5
     assert readable(source.text) == "\ufffd<t>\ufffd" == tokenizer.decode([first, added, second])
-    assert [source.token_of(char) for char in range(5)] == [0, 1, 1, 1, 2]
+    assert [source.tokens_of(char, char + 1)[0] for char in range(5)] == [0, 1, 1, 1, 2]
 
 
 def test_an_added_token_counts_only_as_a_token() -> None:
@@ -61,6 +58,7 @@ def test_an_added_token_counts_only_as_a_token() -> None:
     assert source.find("<t>", 0, 7) == 3
     assert source.find("<t>x", 0, 7) == 3
     assert source.find("<t>", 0, 5) == -1
+    assert [source.find_last(text) for text in ("<t>", "<", "<t>x", "y")] == [3, 3, 3, -1]
     assert source.find(">", 0, 7) == 2
     assert not source.at("<t>", 0, 7)
     assert [source.added_before(char) for char in (0, 3, 6, 7)] == [False, False, True, False]
