@@ -12,12 +12,13 @@ import numpy as np
 
 from mmrender.audit.causes import find_cause, inspect_sample
 from mmrender.audit.report import AuditReport, Comparison, Decode, Float32Array, save_plot
-from mmrender.errors import EngineError, InputError, MissingDependencyError, MMRenderError, ModelError
+from mmrender.errors import EngineError, InputError, MMRenderError, ModelError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.model.weights import load_model
 from mmrender.spans import MediaItem
 from mmrender.training import ModelFamily, collate, resolve_references, token_logprobs
 from mmrender.trajectory import load_trajectories
@@ -52,18 +53,7 @@ class TrainerModel:
             MissingDependencyError: torch or Transformers is not installed.
             ModelError: Transformers cannot load the model.
         """
-        try:
-            import torch
-            from transformers import AutoModelForImageTextToText
-        except ImportError as error:
-            package, extra = ("torch", "torch") if "torch" in str(error.name) else ("transformers", "hf")
-            raise MissingDependencyError.of_extra(package, extra, "an audit") from error
-        try:
-            model = AutoModelForImageTextToText.from_pretrained(directory, dtype=getattr(torch, dtype))
-        except (OSError, ValueError, KeyError) as error:
-            problem = "Transformers cannot load the model"
-            raise ModelError(problem, where=str(directory), got=str(error)) from error
-        return cls(model.to(device).eval())
+        return cls(load_model(directory, dtype, device, purpose="an audit"))
 
     def low_precision(self) -> "TrainerModel":
         """Return a copy of the model in bfloat16."""

@@ -6,35 +6,35 @@ on a thread, so equal seeds give equal tokens whatever else is running.
 """
 
 import asyncio
+import copy
+import inspect
 import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from mmrender.client.placeholders import check_placeholders, check_prompt
 from mmrender.client.sampling import check_sampling_params, where
-from mmrender.client.transport import Reply, Transport
+from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
     InputError,
-    MissingDependencyError,
-    ModelError,
     PromptTooLongError,
     SamplingParameterError,
 )
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.model.weights import load_model, replace_weights
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import mm_token_type_ids
 from mmrender.trajectory.engine_data import WeightVersionSpan
@@ -86,8 +86,10 @@ class LocalBackend:
             raise InputError(
                 "is too small", where="max_model_len", expected="1 or more", got=str(max_model_len)
             )
-        self._directory = Path(model) if isinstance(model, str | os.PathLike) else None
-        self._model: Any = None if self._directory is not None else model
+        self._directory = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+        self._model = model if self._directory is None else None
+        self._tokenizer = tokenizer
+        self._weight_version = weight_version
         self._options: dict[str, Any] = {
             "max_model_len": max_model_len,
             "dtype": dtype,
@@ -95,11 +97,9 @@ class LocalBackend:
             "tokenizer": tokenizer,
             "weight_version": weight_version,
         }
-        self._tokenizer = tokenizer
-        self._weight_version = weight_version
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "mmrender-local")
-        self._updates: list[tuple[Iterable[tuple[str, Any]], str, Future[None]]] = []
+        self._updates: list[tuple[Callable[[], None], Future[None]]] = []
         self._running: dict[str, threading.Event] = {}
         self._transport = NullTransport()
 
@@ -109,9 +109,7 @@ class LocalBackend:
                 "a backend around a loaded model cannot be sent to another process",
                 remedy="Make it with the model's directory",
             )
-        return partial(LocalBackend, str(self._directory), **self._options), ()
-
-    # --- what `generate` asks of a backend ---
+        return partial(LocalBackend, self._directory, **self._options), ()
 
     async def generate(
         self, request: EngineRequest, transport: Transport | None = None, *, on_tokens: OnTokens | None = None
@@ -153,16 +151,17 @@ class LocalBackend:
         """A transport to nowhere, for callers that need one."""
         return self._transport
 
-    # --- control ---
-
     @property
     def model(self) -> Any:
         """The Transformers model, loaded at first use."""
         with self._lock:
             if self._model is None:
-                self._model = load_model(
-                    str(self._directory), self._options["dtype"], self._options["device"]
+                directory, dtype, device = (
+                    str(self._directory),
+                    self._options["dtype"],
+                    self._options["device"],
                 )
+                self._model = load_model(directory, dtype, device, purpose="the local backend")
             return self._model
 
     @property
@@ -176,14 +175,14 @@ class LocalBackend:
         Returns:
             Whether there was such a request.
         """
-        aborted = self._running.get(request_id)
-        if aborted is not None:
-            aborted.set()
-        return aborted is not None
+        stopped = self._running.get(request_id)
+        if stopped is not None:
+            stopped.set()
+        return stopped is not None
 
     def abort_all(self) -> int:
         """End every request before its next token, and return how many there were."""
-        return sum(self.abort(request_id) for request_id in list(self._running))
+        return sum(map(self.abort, list(self._running)))
 
     def update_weights(self, weights: Iterable[tuple[str, Any]], version: str) -> None:
         """Replace parameters between two tokens; requests go on with them, and say so in `weight_versions`.
@@ -195,44 +194,45 @@ class LocalBackend:
         Raises:
             ModelError: A name or a shape is not the model's. Nothing was changed.
         """
-        future: Future[None] = Future()
-        self._updates.append((weights, version, future))
-        self._worker.submit(self._apply_updates)  # unless a request in flight does it before
-        future.result()
 
-    def _apply_updates(self) -> str:
+        def update() -> None:
+            replace_weights(self.model, weights)
+            self._weight_version = version
+
+        done: Future[None] = Future()
+        self._updates.append((update, done))
+        self._worker.submit(self._updated_version)  # unless a request in flight does it before
+        done.result()
+
+    def _updated_version(self) -> str:
         """Carry out waiting updates, on the worker's thread; return the weights' name."""
         while self._updates:
-            weights, version, future = self._updates.pop(0)
+            update, done = self._updates.pop(0)
             try:
-                _load_weights(self.model, weights)
-                self._weight_version = version
-                future.set_result(None)
+                done.set_result(update())
             except BaseException as error:  # noqa: BLE001 - whoever updates gets it
-                future.set_exception(error)
+                done.set_exception(error)
         return self._weight_version
 
     def _limit(self, model: Any) -> int:
         made_for = int(model.config.get_text_config().max_position_embeddings)
         return min(self._options["max_model_len"] or made_for, made_for)
 
-    def _sampler(self, request: EngineRequest) -> "tuple[TokenSampler, int]":
+    def _sampler(self, request: EngineRequest, model: Any) -> "tuple[TokenSampler, int]":
         """Check a request; return its sampler and the most tokens that its completion may have."""
-        model = self.model
         if request.routed_experts:
             raise EngineUnsupportedError("the local backend does not record router choices")
-        vocab_size = int(model.config.get_text_config().vocab_size)
-        params = _checked_params(request.sampling_params, vocab_size)
+        config = model.config.get_text_config()
+        params = _checked_params(request.sampling_params, config.vocab_size)
         limit, length = self._limit(model), len(request.prompt_ids)
         if length >= limit:
             raise PromptTooLongError(length, limit - 1)
-        check_placeholders(check_prompt(request.prompt_ids, vocab_size), request, only_images=False)
+        check_placeholders(check_prompt(request.prompt_ids, config.vocab_size), request, only_images=False)
         stop_ids = set(params.get("stop_token_ids") or ())
         if not params.get("ignore_eos"):
-            eos_ids = getattr(model.generation_config, "eos_token_id", None)
-            if eos_ids is None:
-                eos_ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-            stop_ids.update(eos_ids if isinstance(eos_ids, list | tuple) else [eos_ids])
+            own = getattr(model.generation_config, "eos_token_id", None)
+            own = getattr(config, "eos_token_id", None) if own is None else own
+            stop_ids.update(own if isinstance(own, list | tuple) else [own])
         choices = None
         if "structured_outputs" in params:
             if self._tokenizer is None and self._directory is not None:
@@ -244,75 +244,56 @@ class LocalBackend:
                     remedy="Pass tokenizer=... to LocalBackend",
                 )
             choices = [self._tokenizer.encode(text) for text in params["structured_outputs"]["choice"]]
-        room = min(params["max_tokens"], limit - length)
-        return TokenSampler(params, request.prompt_ids, frozenset(stop_ids - {None}), choices), room
+        sampler = TokenSampler(params, request.prompt_ids, frozenset(stop_ids - {None}), choices)
+        return sampler, min(params["max_tokens"], limit - length)
 
     def _sample(self, request: EngineRequest, stopped: threading.Event, tell: OnTokens) -> EngineResponse:
         """Sample one request to its end, on the worker's thread."""
         import torch
         from transformers import GenerationConfig
 
-        sampler, room = self._sampler(request)
-        model, prompt_len = self.model, len(request.prompt_ids)
-        reason: FinishReason | None = (
-            "stop" if sampler.allowed() == [] else "abort" if stopped.is_set() else None
-        )
-        versions = [self._apply_updates()]
+        model, length = self.model, len(request.prompt_ids)
+        sampler, room = self._sampler(request, model)
+        versions = [self._updated_version()]
 
-        def choose(_: Any, scores: Any) -> Any:
-            token = sampler.choose(scores[0].to("cpu", torch.float32, copy=True))
-            return torch.full_like(scores, -math.inf).index_fill_(
-                1, torch.tensor([token], device=scores.device), 0.0
-            )
+        def after_token(input_ids: Any, _: Any) -> Any:
+            """Report the token; whether it is the last one."""
+            tell(sampler.tokens[-1:], sampler.logprobs[-1:], None)
+            versions.append(self._updated_version())
+            return torch.full((1,), sampler.has_ended or stopped.is_set(), device=input_ids.device)
 
-        def is_done(input_ids: Any, _: Any) -> Any:
-            nonlocal reason
-            if sampler.tokens[-1] in sampler.stop_ids or sampler.allowed() == []:
-                reason = "stop"
-            elif len(sampler.tokens) >= room:
-                reason = "length"
-            elif stopped.is_set():
-                reason = "abort"
-            tell(sampler.tokens[-1:], sampler.logprobs[-1:], reason)
-            versions.append(self._apply_updates())
-            return torch.full((1,), reason is not None, device=input_ids.device)
-
-        if reason is None:
+        if not sampler.has_ended and not stopped.is_set():
             ids = torch.tensor([list(request.prompt_ids)], device=model.device)
-            media = _media_arguments(model, request.multi_modal_data, prompt_len)
-            # The model's own generation config may set penalties and the like, which are undone here.
-            plain = GenerationConfig().to_dict()
-            changed = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
-            settings = {
-                name: plain[name] for name in changed if name in plain and name != "transformers_version"
-            }
-            settings |= {"use_cache": True, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            # The model's own generation config may set penalties and the like.
+            plain = copy.copy(model)
+            plain.generation_config = GenerationConfig(pad_token_id=0)
             with torch.inference_mode(), _stray_pads(model, ids, request.multi_modal_data):
-                model.generate(
+                plain.generate(
                     input_ids=ids,
                     attention_mask=torch.ones_like(ids),
                     max_new_tokens=room,
-                    logits_processor=[choose],
-                    stopping_criteria=[is_done],
-                    **settings,
-                    **media,
+                    logits_processor=[sampler],
+                    stopping_criteria=[after_token],
+                    **_media_arguments(model, request.multi_modal_data, length),
                 )
-        tokens, last = sampler.tokens, sampler.tokens[-1:]
+        tokens = sampler.tokens
+        reason: FinishReason = "stop" if sampler.has_ended else "length" if len(tokens) >= room else "abort"
+        tell([], [], reason)
         spans: list[WeightVersionSpan] = []
         for version, sampled in itertools.groupby(versions[: len(tokens)]):
             start = spans[-1].stop if spans else 0
             spans.append(WeightVersionSpan(version, start, start + len(list(sampled))))
-        named = request.sampling_params.get("stop_token_ids") or ()
+        # As vLLM: nothing for the model's own end of turn.
+        named = set(tokens[-1:]).intersection(request.sampling_params.get("stop_token_ids") or ())
         return EngineResponse(
             completion_ids=tokens,
             logprobs=sampler.logprobs,
-            finish_reason=reason or "length",
-            usage=Usage(prompt_len, len(tokens), 0),
-            # As vLLM: nothing for the model's own end of turn.
-            stop_reason=last[0] if reason == "stop" and last and last[0] in named else None,
+            finish_reason=reason,
+            usage=Usage(length, len(tokens), 0),
+            stop_reason=next(iter(named), None),
             weight_versions=tuple(spans),
             request_id=request.request_id,
-            top_logprobs=tuple(sampler.top) if request.sampling_params.get("logprobs") else None,
+            top_logprobs=tuple(sampler.top) or None,
         )
 
 
@@ -341,31 +322,36 @@ def _checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]
                 expected=f"0 to {vocab_size - 1}",
                 got=str(outside[0]),
             )
-    if "structured_outputs" in params:
-        try:
-            msgspec.convert(params["structured_outputs"], _Choices)
-        except msgspec.ValidationError as error:
-            raise SamplingParameterError(
-                "the local backend has no such structured output",
-                where=where("structured_outputs"),
-                expected="{'choice': [text, ...]}",
-                got=repr(dict(params["structured_outputs"]))[:200],
-            ) from error
+    try:
+        msgspec.convert(params.get("structured_outputs", {"choice": ["x"]}), _Choices)
+    except msgspec.ValidationError as error:
+        raise SamplingParameterError(
+            "the local backend has no such structured output",
+            where=where("structured_outputs"),
+            expected="{'choice': [text, ...]}",
+            got=repr(dict(params["structured_outputs"]))[:200],
+        ) from error
     return params
 
 
 class TokenSampler:
-    """Chooses the tokens of one completion. Equal seeds and equal logits give equal tokens.
+    """Chooses the tokens of one completion, as a logits processor of Transformers.
 
-    The order of steps, and what reported logprobs are computed from, follow `vllm/v1/sample/sampler.py` of
-    vLLM 0.32: a grammar masks the logits first; logprobs are the log-softmax of these; then come allowed
-    tokens, `min_tokens`, `logit_bias`, penalties, temperature, `min_p`, `top_k` and `top_p`.
+    Equal seeds and equal logits give equal tokens. The steps are those of Transformers, in the order of
+    `vllm/v1/sample/sampler.py` of vLLM 0.32: a grammar masks the logits first; reported logprobs are the
+    log-softmax of these; then come allowed tokens, `min_tokens`, `logit_bias`, penalties, temperature,
+    `min_p`, `top_k` and `top_p`.
 
     Args:
         params: Checked sampling parameters.
         prompt_ids: The prompt, which `repetition_penalty` looks at.
         stop_ids: Tokens that end the completion; `min_tokens` forbids them at first.
         choices: Token sequences of which the completion is one, followed by a stop token.
+
+    Attributes:
+        tokens: What was sampled.
+        logprobs: Of each of them.
+        top: For each of them the likeliest tokens with their logprobs, likeliest first; where asked for.
     """
 
     def __init__(
@@ -376,19 +362,61 @@ class TokenSampler:
         choices: Sequence[Sequence[int]] | None = None,
     ) -> None:
         import torch
+        from transformers.generation import logits_process
 
-        self.params = params
-        self.stop_ids = stop_ids
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[tuple[tuple[int, float], ...]] = []
+        self._stop_ids = stop_ids
         self._choices = choices
+        self._num_top = params.get("logprobs") or 0
+        self._prompt_ids = torch.tensor([list(prompt_ids)])
         self._generator = torch.Generator()
         if params.get("seed") is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params["seed"])
-        self._prompt_ids = sorted(set(prompt_ids))
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[tuple[tuple[int, float], ...]] = []
+        temperature = float(params.get("temperature", 1.0))
+        self._is_greedy = temperature < _GREEDY_BELOW
+        only = logits_process.PrefixConstrainedLogitsProcessor
+        self._grammar = only(lambda *_: self.allowed(), 1) if choices is not None else None
+        self._steps: list[Callable[[Any, Any], Any]] = []
+        if params.get("allowed_token_ids") is not None:
+            self._steps.append(only(lambda *_: params["allowed_token_ids"], 1))
+        if params.get("min_tokens") and stop_ids:
+            self._steps.append(
+                logits_process.MinNewTokensLengthLogitsProcessor(
+                    len(prompt_ids), params["min_tokens"], sorted(stop_ids)
+                )
+            )
+        if params.get("logit_bias"):
+            # vLLM clamps as OpenAI does.
+            biases = [
+                [[int(token)], min(100.0, max(-100.0, float(bias)))]
+                for token, bias in params["logit_bias"].items()
+            ]
+            self._steps.append(logits_process.SequenceBiasLogitsProcessor(biases))
+        if params.get("repetition_penalty", 1.0) != 1.0:
+            penalty = float(params["repetition_penalty"])
+            self._steps.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
+        frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)
+        if frequency or presence:
+
+            def penalize(ids: Any, logits: Any) -> Any:
+                counts = ids[0, len(prompt_ids) :].bincount(minlength=logits.shape[-1])
+                return logits - (frequency * counts + presence * (counts > 0))
+
+            self._steps.append(penalize)
+        if self._is_greedy:
+            return
+        if temperature != 1.0:
+            self._steps.append(logits_process.TemperatureLogitsWarper(temperature))
+        if params.get("min_p"):
+            self._steps.append(logits_process.MinPLogitsWarper(float(params["min_p"])))
+        if params.get("top_k", 0) > 0:
+            self._steps.append(logits_process.TopKLogitsWarper(params["top_k"]))
+        if params.get("top_p", 1.0) < 1.0:
+            self._steps.append(logits_process.TopPLogitsWarper(float(params["top_p"])))
 
     def allowed(self) -> list[int] | None:
         """Return the tokens that continue a choice (none after its end); None where all are allowed."""
@@ -397,138 +425,54 @@ class TokenSampler:
         count = len(self.tokens)
         fitting = [choice for choice in self._choices if list(choice[:count]) == self.tokens]
         following = {choice[count] for choice in fitting if len(choice) > count}
-        return sorted(following.union(*(self.stop_ids for choice in fitting if len(choice) == count)))
+        return sorted(following.union(*(self._stop_ids for choice in fitting if len(choice) == count)))
 
-    def choose(self, logits: Any) -> int:
-        """Sample one token, and note its logprob and its alternatives, likeliest first.
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop token was sampled, or a choice is complete."""
+        return bool(self.tokens and self.tokens[-1] in self._stop_ids) or self.allowed() == []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Sample one token, and note its logprob and its alternatives.
 
         Args:
-            logits: float32 of shape `(vocabulary,)` on the CPU; changed.
-        """
-        allowed = self.allowed()
-        if allowed is not None:
-            _keep_only(logits, allowed)
-        logprobs = logits.log_softmax(-1)
-        token = self._sampled(logits)
-        self.tokens.append(token)
-        self.logprobs.append(float(logprobs[token]))
-        count = self.params.get("logprobs") or 0
-        best = logprobs.topk(len(logprobs) if count < 0 else min(count, len(logprobs)))
-        self.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-        return token
+            input_ids: Prompt and sampled tokens, int64 of shape `(1, n)`.
+            scores: The logits, float32 of shape `(1, vocabulary)`; overwritten.
 
-    def _sampled(self, logits: Any) -> int:
+        Returns:
+            0 for the token and minus infinity for all others, in `scores`.
+        """
         import torch
 
-        params = self.params
-        self._adjust(logits)
-        likeliest = int(logits.argmax())
-        if logits[likeliest] == -math.inf:
+        logits = scores.to("cpu")
+        ids = torch.cat([self._prompt_ids, input_ids[:, self._prompt_ids.shape[1] :].to("cpu")], 1)
+        if self._grammar is not None:
+            logits = self._grammar(ids, logits)
+        logprobs = logits[0].log_softmax(-1)
+        for step in self._steps:
+            logits = step(ids, logits)
+        weights = logits
+        if not self._is_greedy:
+            # The largest p / Exp(1) is distributed as p: one draw for each token of the vocabulary.
+            weights = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=self._generator)
+        token = int(weights.argmax())
+        if float(logits[0, token]) == -math.inf:
             raise SamplingParameterError(
                 "the parameters together leave no token to sample",
                 where="sampling_params",
                 remedy="Look at allowed_token_ids, logit_bias, min_tokens and structured_outputs",
             )
-        temperature = params.get("temperature", 1.0)
-        if temperature < _GREEDY_BELOW:
-            return likeliest
-        logits = logits / temperature
-        if params.get("min_p"):
-            logits[logits < logits.max() + math.log(params["min_p"])] = -math.inf
-        top_k, top_p = params.get("top_k", 0), params.get("top_p", 1.0)
-        if 0 < top_k < len(logits) or top_p < 1.0:
-            ordered, places = logits.sort()
-            if 0 < top_k < len(logits):
-                ordered[ordered < ordered[-top_k].clone()] = -math.inf
-            if top_p < 1.0:
-                outside = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-                outside[-1] = False
-                ordered[outside] = -math.inf
-            logits.scatter_(0, places, ordered)
-        noise = torch.empty_like(logits).exponential_(generator=self._generator)
-        # The largest p / Exp(1) is distributed as p: one draw a token of the vocabulary, no cumulative sum.
-        return int((logits.softmax(-1) / noise).argmax())
-
-    def _adjust(self, logits: Any) -> None:
-        """Apply in place what may change even the likeliest token."""
-        params, seen = self.params, sorted(set(self.tokens))
-        if params.get("allowed_token_ids") is not None:
-            _keep_only(logits, params["allowed_token_ids"])
-        if len(self.tokens) < params.get("min_tokens", 0):
-            logits[sorted(self.stop_ids)] = -math.inf
-        for token, bias in (params.get("logit_bias") or {}).items():
-            logits[int(token)] += min(100.0, max(-100.0, bias))  # vLLM clamps as OpenAI does
-        penalty = params.get("repetition_penalty", 1.0)
-        if penalty != 1.0:
-            repeated = sorted({*self._prompt_ids, *seen})
-            values = logits[repeated]
-            logits[repeated] = (values / penalty).where(values > 0, values * penalty)
-        frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)
-        if seen and (frequency or presence):
-            counts = logits.new_tensor([self.tokens.count(token) for token in seen])
-            logits[seen] -= frequency * counts + presence
-
-
-def _keep_only(logits: Any, tokens: Sequence[int]) -> None:
-    kept = logits[list(tokens)]
-    logits.fill_(-math.inf)
-    logits[list(tokens)] = kept
-
-
-# --- the model ---
-
-
-def load_model(directory: str | os.PathLike[str], dtype: str, device: str) -> Any:
-    """Load weights and configuration from a directory in hub layout, in evaluation mode.
-
-    Raises:
-        MissingDependencyError: torch or Transformers is not installed.
-        ModelError: Transformers cannot load the model.
-    """
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-        from transformers.utils import logging
-    except ImportError as error:
-        package, extra = ("torch", "torch") if "torch" in str(error.name) else ("transformers", "hf")
-        raise MissingDependencyError.of_extra(package, extra, "the local backend") from error
-    has_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would be drawn into whatever the host shows
-    try:
-        config = AutoConfig.from_pretrained(directory)
-        is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-        kind = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
-        model = kind.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            "Transformers cannot load the model", where=str(directory), got=str(error)
-        ) from error
-    finally:
-        if has_bar:
-            logging.enable_progress_bar()
-    return model.to(device).eval()
-
-
-def _load_weights(model: Any, weights: Iterable[tuple[str, Any]]) -> None:
-    import torch
-
-    own = dict(model.state_dict())
-    given = dict(weights)
-    for name, value in given.items():
-        if name not in own:
-            raise ModelError("the model has no such parameter", where=name)
-        if own[name].shape != value.shape:
-            expected, got = str(list(own[name].shape)), str(list(value.shape))
-            raise ModelError("the parameter has another shape", where=name, expected=expected, got=got)
-    with torch.no_grad():
-        for name, value in given.items():
-            own[name].copy_(value)
+        self.tokens.append(token)
+        self.logprobs.append(float(logprobs[token]))
+        if self._num_top:
+            best = logprobs.topk(len(logprobs) if self._num_top < 0 else min(self._num_top, len(logprobs)))
+            self.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        scores.fill_(-math.inf)[0, token] = 0.0
+        return scores
 
 
 def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str, Any]:
     """Return the keyword arguments for the items of a prompt, joined in prompt order."""
-    import inspect
-
     import torch
 
     if not data:
@@ -563,26 +507,23 @@ def _stray_pads(model: Any, ids: Any, data: MultiModalData) -> Iterator[None]:
     """
     import torch
 
-    found = (getattr(model.config, name, None) for name in _PAD_SETTINGS)
-    pad_ids = {pad for pad in found if isinstance(pad, int)}
-    flat = ids[0]
-    stray = torch.isin(flat, torch.tensor(sorted(pad_ids), device=flat.device))
+    pads: set[Any] = {getattr(model.config, name, None) for name in _PAD_SETTINGS} - {None}
+    stray = torch.isin(ids, torch.tensor(list(pads), device=ids.device))
     for ranges in data.mm_placeholders.values():
         for place in ranges:
-            window = slice(place.offset, place.offset + place.length)
-            stray[window] &= ~torch.from_numpy(place.is_embed).to(stray.device)
+            embeds = torch.from_numpy(place.is_embed).to(ids.device)
+            stray[0, place.offset : place.offset + place.length] &= ~embeds
     if not bool(stray.any()):
         yield
         return
-    meant = flat[stray]
-    flat[stray] = next(token for token in itertools.count() if token not in pad_ids)
+    meant = ids[stray]
+    ids[stray] = next(token for token in itertools.count() if token not in pads)
     embedding = model.get_input_embeddings()
 
     def embed_as_meant(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        if inputs[0].shape != ids.shape:
-            return output
-        output = output.clone()
-        output[0, stray] = embedding.weight[meant].to(output.dtype)
+        if inputs[0].shape == ids.shape:
+            output = output.clone()
+            output[stray] = embedding.weight[meant].to(output.dtype)
         return output
 
     handle = embedding.register_forward_hook(embed_as_meant)
@@ -605,9 +546,9 @@ class NullTransport:
         """
         raise EngineUnsupportedError("a model in this process has no server", where=f"{method} {path}")
 
-    async def request(self, method: str, path: str, **options: Any) -> Reply:
+    async def request(self, method: str, path: str, **options: Any) -> Any:
         """Refuse, as `stream`."""
-        return cast(Reply, self.stream(method, path))
+        return self.stream(method, path)
 
     async def aclose(self) -> None:
         """Do nothing."""

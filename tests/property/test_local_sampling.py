@@ -95,8 +95,9 @@ def test_it_is_vllms_order(params, prompt, rows):
     sampled = []
     for row in rows:
         noise = None if greedy else torch.empty(VOCAB).exponential_(generator=draws).tolist()
-        token = sampler.choose(torch.tensor(row))
-        logprob, top = sampler.logprobs[-1], sampler.top[-1]
+        ids = torch.tensor([[*prompt, *sampled]])
+        token = int(sampler(ids, torch.tensor([row])).argmax())
+        logprob, top = sampler.logprobs[-1], sampler.top[-1] if sampler.top else ()
         assert token == reference(params, prompt, row, sampled, noise)
         assert logprob == pytest.approx(math.log(softmax(row)[token]), abs=1e-4)
         assert len(top) == params.get("logprobs", 0)
@@ -109,7 +110,7 @@ def test_a_grammar_comes_before_the_logprobs(seed, allowed):
     row = [math.sin(seed + token) * 3 for token in range(VOCAB)]
     choices = [[token, 0] for token in allowed]
     sampler = TokenSampler({"max_tokens": 1, "seed": seed}, [0], STOPS, choices)
-    token = sampler.choose(torch.tensor(row))
+    token = int(sampler(torch.tensor([[0]]), torch.tensor([row])).argmax())
     (logprob,) = sampler.logprobs
     assert token in allowed
     masked = [value if each in allowed else -math.inf for each, value in enumerate(row)]

@@ -1,0 +1,65 @@
+"""A model's weights: loaded with Transformers, and replaced by name. Needs torch when it is called."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from mmrender.errors import MissingDependencyError, ModelError
+
+
+def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, purpose: str) -> Any:
+    """Load weights and configuration from a directory in hub layout, in evaluation mode.
+
+    Args:
+        directory: The directory.
+        dtype: Of the weights, by torch's name.
+        device: Where to, by torch's name.
+        purpose: What the model is for, in errors.
+
+    Raises:
+        MissingDependencyError: torch or Transformers is not installed.
+        ModelError: Transformers cannot load the model.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.utils import logging
+    except ImportError as error:
+        package, extra = ("torch", "torch") if "torch" in str(error.name) else ("transformers", "hf")
+        raise MissingDependencyError.of_extra(package, extra, purpose) from error
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it would be drawn into whatever the host shows
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+        kind = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+        model = kind.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            "Transformers cannot load the model", where=str(directory), got=str(error)
+        ) from error
+    finally:
+        if has_bar:
+            logging.enable_progress_bar()
+    return model.to(device).eval()
+
+
+def replace_weights(model: Any, weights: Iterable[tuple[str, Any]]) -> None:
+    """Copy tensors into the parameters of the same names.
+
+    Raises:
+        ModelError: A name or a shape is not the model's. Nothing was changed.
+    """
+    import torch
+
+    own = dict(model.state_dict())
+    given = dict(weights)
+    for name, value in given.items():
+        if name not in own:
+            raise ModelError("the model has no such parameter", where=name)
+        if own[name].shape != value.shape:
+            expected, got = str(list(own[name].shape)), str(list(value.shape))
+            raise ModelError("the parameter has another shape", where=name, expected=expected, got=got)
+    with torch.no_grad():
+        for name, value in given.items():
+            own[name].copy_(value)
