@@ -4,7 +4,7 @@ What a model writes is never an error. Every tool call that it tried is reported
 character is content, reasoning, part of an attempt, or text that the template writes between these.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -73,11 +73,9 @@ class ParsedResponse:
         Beside calls, empty content is None, as OpenAI has it.
         """
         calls = tuple(
-            [
-                ToolCall(name=attempt.name, arguments=attempt.arguments, id=attempt.id)
-                for attempt in self.tool_calls
-                if attempt.status == "ok" and attempt.name is not None and attempt.arguments is not None
-            ]
+            ToolCall(attempt.name or "", attempt.arguments or {}, attempt.id)
+            for attempt in self.tool_calls
+            if attempt.status == "ok"
         )
         content = self.content if self.content or not calls else None
         message = Message(role="assistant", content=content, tool_calls=calls)
@@ -89,7 +87,6 @@ class ParsedResponse:
 Before: TypeAlias = Literal["start", "reasoning", "empty", "call"]
 """The part before content: nothing, reasoning, an empty reasoning block, or a call."""
 After: TypeAlias = Literal["call", "end"]
-Place: TypeAlias = tuple[Before, After]
 
 
 class Edge(NamedTuple):
@@ -100,7 +97,13 @@ class Edge(NamedTuple):
     alone: str = ""
 
 
-_NO_EDGE = Edge()
+Edges: TypeAlias = Mapping[tuple[Before, After], Edge]
+"""Template text around content, by place.
+
+A template puts a line break before a call that follows content, two after reasoning, and so on. It is taken
+away from a completion exactly as the template's own probes showed it; all other white space is content. In a
+place that no probe has shown, only blank text beside a call is taken away.
+"""
 
 
 class Piece(NamedTuple):
@@ -110,40 +113,21 @@ class Piece(NamedTuple):
     text: str
     after: After
 
-
-@dataclass(frozen=True)
-class Edges:
-    """Template text around content, by place.
-
-    A template puts a line break before a call that follows content, two after reasoning, and so on. It is
-    taken away from a completion exactly as the template's own probes showed it; all other white space is
-    content. In a place that no probe has shown, only blank text beside a call is taken away.
-    """
-
-    by_place: Mapping[Place, Edge] = field(default_factory=dict)
-
-    def content(self, pieces: Iterable[Piece]) -> str:
-        """Content of a completion: everything but template text, reasoning and calls, in order."""
-        found = []
-        for piece in pieces:
-            edge = self.by_place.get((piece.before, piece.after))
-            is_blank = not piece.text.strip()
-            if is_blank and (piece.before == "call" or (edge is None and piece.after == "call")):
-                continue
-            if edge is None:
-                edge = self._fallback(piece)
-            if piece.text != edge.alone:
-                text = piece.text[len(shared_prefix(piece.text, edge.prefix)) :]
-                found.append(text[: len(text) - len(shared_prefix(text[::-1], edge.suffix[::-1]))])
-        return "".join(found)
-
-    def _fallback(self, piece: Piece) -> Edge:
-        """Fallback for a position that no probe covered."""
-        known = self.by_place.get(("reasoning", piece.after), _NO_EDGE)
-        if piece.before == "start":
-            # The prompt may have held the whole reasoning block, and the text after it.
-            return Edge(suffix=known.suffix)
-        return known if piece.before == "empty" else self.by_place.get(("empty", piece.after), _NO_EDGE)
+    def content(self, edges: Edges) -> str:
+        """The text without what the template wrote."""
+        text, edge = self.text, edges.get((self.before, self.after))
+        is_beside_call = self.before == "call" or (edge is None and self.after == "call")
+        if is_beside_call and not text.strip():
+            return ""
+        if edge is None:
+            known = edges.get(("reasoning", self.after), Edge())
+            # Without reasoning here, the prompt may have held the whole block, and the text after it.
+            by_part = {"start": Edge(suffix=known.suffix), "empty": known}
+            edge = by_part.get(self.before) or edges.get(("empty", self.after), Edge())
+        if text == edge.alone:
+            return ""
+        text = text[len(shared_prefix(text, edge.prefix)) :]
+        return text[: len(text) - len(shared_prefix(text[::-1], edge.suffix[::-1]))]
 
 
 class CompletionParts(NamedTuple):
@@ -287,7 +271,7 @@ class ResponseParser:
             for attempt in block.attempts
         ]
         return ParsedResponse(
-            content=readable(self.edges.content(parts.pieces)),
+            content=readable("".join([piece.content(self.edges) for piece in parts.pieces])),
             reasoning_content=None if reasoning is None else readable(reasoning),
             reasoning_closed=parts.reasoning.closed,
             tool_calls=tuple(attempts),

@@ -6,6 +6,7 @@ and none is chosen.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,26 +14,20 @@ from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
 from mmrender.parsing.grammars import GRAMMARS, Grammar, Section
 from mmrender.parsing.parser import (
+    After,
+    Before,
     Edge,
     Edges,
     GrammarChoice,
     Outcome,
     ParsedResponse,
-    Place,
     ResponseParser,
     split,
 )
 from mmrender.parsing.reasoning import read_opening
 from mmrender.parsing.schema import KINDS
 from mmrender.parsing.text import TokenSpeller, TokenText
-from mmrender.probing.probes import (
-    WORD,
-    ProbedTurn,
-    assistant,
-    tool_definition,
-    user,
-    with_reasoning,
-)
+from mmrender.probing.probes import WORD, assistant, tool_definition, user, with_reasoning
 from mmrender.probing.templates import KnownTemplate
 
 _ARGUMENTS: dict[str, Any] = {
@@ -51,7 +46,7 @@ _ARGUMENTS: dict[str, Any] = {
 _PROPERTIES = {
     key: {"type": KINDS[type(value)], "description": "a probe"} for key, value in _ARGUMENTS.items()
 }
-PROBE_TOOLS = (tool_definition("probe_many", _PROPERTIES), tool_definition("probe_none"))
+_TOOLS = (tool_definition("probe_many", _PROPERTIES), tool_definition("probe_none"))
 _PLAIN_TOOLS = (tool_definition("probe_many"), tool_definition("probe_none"))
 
 _Calls: TypeAlias = Sequence[tuple[str, dict[str, Any]]]
@@ -76,10 +71,10 @@ _PROVE = _Texts(
 
 
 class _Probe(NamedTuple):
-    """A message, the turn that the template printed for it, if it did, and the tokens of that."""
+    """A message, the text that the template printed for it, or None, and the tokens of prompt and text."""
 
     message: Message
-    turn: ProbedTurn | None
+    text: str | None
     prompt_ids: list[int]
     token_ids: list[int]
 
@@ -109,17 +104,17 @@ class GrammarProver:
         self._profile = known.profile
         self._speller = TokenSpeller(known.tokenizer)
         # The richest definitions that the template takes: some fail on a type, others without tools.
-        taken = (tools for tools in (PROBE_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
+        taken = (tools for tools in (_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
         self._tools = next(taken, None)
-        self._rendered: dict[tuple[str | None, str], list[_Probe]] = {}
+        self._rendered: dict[tuple[str, str], list[_Probe]] = {}
 
     def edges(self, grammar: Grammar | None) -> Edges:
         """Learn what the template writes between the parts of a turn."""
-        found: dict[Place, Edge] = {}
-        shown: set[Place] = set()
+        found: dict[tuple[Before, After], Edge] = {}
+        shown = set()
         format_ = self._profile.reasoning
         for probe in self._probed(grammar, _LEARN):
-            if probe.turn is None or (grammar is None and probe.message.tool_calls):
+            if probe.text is None or (grammar is None and probe.message.tool_calls):
                 continue
             opening = read_opening(format_, TokenText(probe.prompt_ids, self._speller))
             source = TokenText(probe.token_ids, self._speller)
@@ -137,7 +132,7 @@ class GrammarProver:
             before_call = found.get(("start", "call"), Edge())
             found.setdefault(("reasoning", "end"), Edge(prefix=after, alone=after))
             found.setdefault(("reasoning", "call"), before_call._replace(prefix=after, alone=after))
-        return Edges(found)
+        return found
 
     def choose(self, name: str | None = None) -> GrammarChoice:
         """Choose a grammar by proof, or take the one that is named and say whether it is proved.
@@ -149,36 +144,36 @@ class GrammarProver:
             known = " or ".join(GRAMMARS)
             raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
         named = GRAMMARS.get(name or "")
-        digits = _ARGUMENTS["digits"]
-        turns = [probe.turn for probe in self._probed(None, _PROVE)]
-        if not any(turn is not None and digits in turn.text for turn in turns):
+        if not any(_ARGUMENTS["digits"] in (probe.text or "") for probe in self._probed(None, _PROVE)):
             return GrammarChoice("named" if named is not None else "not_printed", named)
         differences = {grammar.name: self._first_difference(grammar) for grammar in GRAMMARS.values()}
         reasons = {name: difference for name, difference in differences.items() if difference is not None}
         proved = tuple(name for name in GRAMMARS if name not in reasons)
         outcome: Outcome = "ambiguous" if len(proved) > 1 else "proved" if proved else "none"
         chosen = named or (GRAMMARS[proved[0]] if len(proved) == 1 else None)
-        refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.turn is None]
+        refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.text is None]
         outcome = "named" if named is not None else outcome
         return GrammarChoice(outcome, chosen, proved, reasons, tuple(dict.fromkeys(refused)))
 
     def _probed(self, grammar: Grammar | None, texts: _Texts) -> list[_Probe]:
         """Render a set of probes, with call ids as the grammar writes them."""
-        id_format = grammar.id_format if grammar is not None else None
+        id_format = (grammar.id_format if grammar is not None else None) or "call{index:05}"
         key = (id_format, texts.content)
         if key not in self._rendered:
             encode = self._tokenizer.encode
             self._rendered[key] = probes = []
             for message in self._messages(id_format, texts):
                 turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
-                tokens = ([], []) if turn is None else (encode(turn.header), encode(turn.text))
-                probes.append(_Probe(message, turn, *tokens))
+                if turn is None:
+                    probes.append(_Probe(message, None, [], []))
+                else:
+                    probes.append(_Probe(message, turn.text, encode(turn.header), encode(turn.text)))
         return self._rendered[key]
 
-    def _messages(self, id_format: str | None, texts: _Texts) -> Iterator[Message]:
+    def _messages(self, id_format: str, texts: _Texts) -> Iterator[Message]:
         for group in texts.calls:
             calls = tuple(
-                ToolCall(name, arguments, (id_format or "call{index:05}").format(name=name, index=index))
+                ToolCall(name, arguments, id_format.format(name=name, index=index))
                 for index, (name, arguments) in enumerate(group)
             )
             for content in (None if calls else "", texts.content):
@@ -196,10 +191,10 @@ class GrammarProver:
         parser = ResponseParser(self._tokenizer, self._profile, GrammarChoice("named", grammar), edges)
         read = 0
         for probe in self._probed(grammar, _PROVE):
-            if probe.turn is None:
+            if probe.text is None:
                 continue
-            parsed = parser.parse(probe.token_ids, tools=PROBE_TOOLS, prompt_ids=probe.prompt_ids)
-            difference = _difference(parsed, probe.message, probe.turn.text)
+            parsed = parser.parse(probe.token_ids, tools=_TOOLS, prompt_ids=probe.prompt_ids)
+            difference = _difference(parsed, probe.message, probe.text)
             if difference is not None:
                 return f"{_described(probe.message)}: {difference}"
             read += 1
@@ -209,15 +204,9 @@ class GrammarProver:
 def _unexplained(grammar: Grammar, edges: Edges) -> str | None:
     """Text beside calls that is neither white space nor a delimiter of the grammar."""
     section = grammar.section or Section()
-    known = [*section.opens, section.end or ""]
-    for (before, after), edge in edges.by_place.items():
-        for text in edge if "call" in (before, after) else ():
-            rest = text
-            for delimiter in known:
-                rest = rest.replace(delimiter, "")
-            if rest.strip():
-                return text
-    return None
+    known = re.compile("|".join(map(re.escape, (*section.opens, section.end or ""))))
+    beside = (text for place, edge in edges.items() if "call" in place for text in edge)
+    return next((text for text in beside if known.sub("", text).strip()), None)
 
 
 def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | None:
@@ -225,25 +214,22 @@ def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | No
     statuses = [attempt.status for attempt in parsed.tool_calls]
     if len(statuses) != len(message.tool_calls) or set(statuses) - {"ok"}:
         return f"{len(message.tool_calls)} calls read as {', '.join(statuses) or 'none'}"
+    pairs: list[tuple[str, Any, Any]] = []
     for attempt, call in zip(parsed.tool_calls, message.tool_calls, strict=True):
-        if attempt.name != call.name:
-            return f"name {call.name!r} read as {attempt.name!r}"
-        if _exact(attempt.arguments) != _exact(call.arguments):
-            return f"arguments of {call.name} read as {attempt.arguments!r}"
-        if attempt.id is not None and attempt.id != call.id:
-            return f"id {call.id!r} read as {attempt.id!r}"
+        pairs.append((f"name {call.name!r}", call.name, attempt.name))
+        pairs.append((f"arguments of {call.name}", call.arguments, attempt.arguments))
+        pairs.append((f"id {call.id!r}", attempt.id and call.id, attempt.id))
     content = _PROVE.content if _PROVE.content[:9] in text else ""
-    if parsed.content != content:
-        return f"content {content!r} read as {parsed.content!r}"
+    pairs.append((f"content {content!r}", content, parsed.content))
     reasoning = _PROVE.reasoning if _PROVE.reasoning[:9] in text else None
-    if parsed.reasoning_content != reasoning:
-        return f"reasoning {reasoning!r} read as {parsed.reasoning_content!r}"
-    return None
-
-
-def _exact(value: Any) -> str:
-    # In Python 1 equals 1.0 and True; here they differ.
-    return json.dumps(value, sort_keys=True)
+    pairs.append((f"reasoning {reasoning!r}", reasoning, parsed.reasoning_content))
+    # In Python 1 equals 1.0 and True; as JSON they differ.
+    different = (
+        (what, read)
+        for what, written, read in pairs
+        if json.dumps(written, sort_keys=True) != json.dumps(read, sort_keys=True)
+    )
+    return next((f"{what} read as {read!r}" for what, read in different), None)
 
 
 def _described(message: Message) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from mmrender.errors import TemplateError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Role, TextPart, ThinkingPart, ToolCall
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.template.chat import ChatTemplate, ViewForm
 from mmrender.template.text import TracedStr, plain
@@ -102,7 +102,7 @@ class Probes:
         self.template = template
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
-        self._opened: dict[str, tuple[TracedStr | None, TracedStr | None]] = {}
+        self._opened: dict[str, list[str | None]] = {}
         if form is not None:
             self.form = form
 
@@ -125,6 +125,17 @@ class Probes:
             )
         except TemplateError:
             return None
+
+    def shows(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        form: ViewForm | None = None,
+    ) -> bool:
+        """Whether the template prints a text."""
+        return text in (self.render(messages, tools=tools, form=form) or "")
 
     def generation_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -150,76 +161,63 @@ class Probes:
         """
         key = repr(tools)
         if key not in self._opened:
-            opened = self.render([user()], tools=tools, prompt=True)
-            self._opened[key] = self.render([user()], tools=tools), opened
+            opened = [self.render([user()], tools=tools, prompt=prompt) for prompt in (False, True)]
+            self._opened[key] = [None if text is None else plain(text) for text in opened]
         body, prompted = self._opened[key]
         full = self.render([user(), message], tools=tools)
         if body is None or prompted is None or full is None:
             return None
         text = plain(full)
         start = len(shared_prefix(body, prompted))
-        if not text.startswith(plain(prompted)[:start]):
+        if not text.startswith(prompted[:start]):
             return None
-        header = self._shared_header(plain(prompted)[start:], text[start:])
-        begin = start + len(header)
-        last = max(
-            [begin, *(stop for _, stop, origin in full.spans if origin.message == 1 and origin.is_content)]
-        )
+        begin = start + len(shared_prefix(prompted[start:], text[start:]))
+        for match in self.tokenizer.find(prompted, lambda _: True):
+            # The header is never cut inside an added token.
+            begin = match.start if start <= match.start < begin < match.stop else begin
+        ends = [stop for _, stop, origin in full.spans if origin.message == 1 and origin.is_content]
+        last = max([begin, *ends])
         stops = [self.tokenizer.token(token_id) for token_id in stop_ids]
-        ends = [place for stop in stops if stop and (place := text.find(stop, last)) >= 0]
-        return ProbedTurn(header, text[begin : min(ends, default=len(text))])
-
-    def _shared_header(self, prompt: str, turn: str) -> str:
-        """The common beginning of generation prompt and turn, never cut inside an added token."""
-        shared = len(shared_prefix(prompt, turn))
-        for match in self.tokenizer.find(prompt, lambda _: True):
-            if match.start < shared < match.stop:
-                return prompt[: match.start]
-        return prompt[:shared]
+        places = [place for stop in stops if stop and (place := text.find(stop, last)) >= 0]
+        return ProbedTurn(text[start:begin], text[begin : min(places, default=len(text))])
 
     @cached_property
     def form(self) -> ViewForm:
         """Shapes that the template takes, each chosen by what it prints."""
         form = ViewForm()
-        parts = Message(role="user", content=(TextPart(f"{WORD}P"),))
-        shown = self.render([parts], form=form)
-        if shown is None or f"'{WORD}P'" in shown or f"{WORD}P" not in shown:
-            text_only = replace(form, content="text")
-            flat = self.render([parts], form=text_only)
-            if flat is not None and f"{WORD}P" in flat:
-                form = text_only
-        if form.content == "parts" and not self._prints_strings(form):
-            listed = replace(form, content="list")
-            form = listed if self._prints_strings(listed) else form
+        parts = [Message(role="user", content=(TextPart(f"{WORD}P"),))]
+        shown = self.render(parts, form=form) or ""
+        text_only, listed = replace(form, content="text"), replace(form, content="list")
+        if f"{WORD}P" not in shown or f"'{WORD}P'" in shown:
+            form = text_only if self.shows(f"{WORD}P", parts, form=text_only) else form
+        if form.content == "parts" and not self._prints_strings(form) and self._prints_strings(listed):
+            form = listed
         if form.content != "text" and self.added_by_image("user", form) == "":
             url = replace(form, image="image_url")
-            if self.added_by_image("user", url):
-                form = url
-        calling = [user(), assistant(None, tool_calls=(CALL,))]
+            form = url if self.added_by_image("user", url) else form
         for none_content in ("none", "absent", "empty"):
             for arguments in ("parsed", "json"):
                 candidate = replace(form, none_content=none_content, arguments=arguments)
-                shown = self.render(calling, form=candidate)
-                if shown is not None and "None" not in shown and "{'alpha'" not in shown:
+                calling = self.render([user(), assistant(None, tool_calls=(CALL,))], form=candidate)
+                if calling is not None and "None" not in calling and "{'alpha'" not in calling:
                     return candidate
         return replace(form, none_content="empty")
 
     def _prints_strings(self, form: ViewForm) -> bool:
-        shown = self.render([user(), assistant()], form=form)
-        return shown is not None and f"{WORD}U" in shown and f"{WORD}A" in shown and "'type'" not in shown
+        shown = self.render([user(), assistant()], form=form) or ""
+        return f"{WORD}U" in shown and f"{WORD}A" in shown and "'type'" not in shown
 
     def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
         """What an image part adds to a message of `role`; None where the template refuses it."""
         before, middle, after = messages_around(role)
-
-        def shown(*parts: Part) -> TracedStr | None:
-            return self.render([*before, msgspec.structs.replace(middle, content=parts), *after], form=form)
-
-        text = TextPart(f"{WORD}X")
-        without, with_image = shown(text), shown(ImagePart(UNKNOWN_SOURCE), text)
-        if without is None or with_image is None:
-            return None
-        added = inserted(plain(without), plain(with_image))
+        shown = []
+        for images in ((), (ImagePart(UNKNOWN_SOURCE),)):
+            message = msgspec.structs.replace(middle, content=(*images, TextPart(f"{WORD}X")))
+            text = self.render([*before, message, *after], form=form)
+            if text is None:
+                return None
+            shown.append(plain(text))
+        added = inserted(*shown)
         # A template that does not expect parts prints their Python form, which is no placeholder.
         return "" if "'type'" in added else added
 

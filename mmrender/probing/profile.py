@@ -36,6 +36,7 @@ _TAG_AFTER = re.compile(_TAG)
 _NAMED_TAG = re.compile(r"([<\[\u25c1])(\w[^<>\[\]\u25c1\u25b7]*)([>\]\u25b7])")
 _LETTERS = re.compile(r"\w+\Z")
 _BREAK = "\n\n"
+_IMAGE_ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -120,22 +121,16 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         probes: Renders with the template.
         model_stop_ids: Stop tokens that the model's files name.
     """
-    with_tools = probes.render([user()], tools=[tool_definition(f"{WORD}F")])
-    with_call = probes.render([user(), CALLING])
-    with_both = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT])
-    thinking = assistant(reasoning_content=f"{WORD}R")
+    thought = f"{WORD}R"
+    thinking = assistant(reasoning_content=thought)
     places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
-    thought = {place: probes.render(messages) for place, messages in places.items()}
-    every_role: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+    with_both = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT]) or ""
     closes = _closes(probes)
     stop_ids = _stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids))
     prompts = _generation_prompts(probes)
-    roles: list[Role] = []
-    for role in get_args(Role):
-        before, middle, after = messages_around(role)
-        shown = probes.render([*before, middle, *after])
-        if shown is not None and isinstance(middle.content, str) and middle.content in shown:
-            roles.append(role)
+    tools = [tool_definition(f"{WORD}F")]
+    around = {role: messages_around(role) for role in get_args(Role)}
+    takes_parts = probes.form.content != "text"
     return TemplateProfile(
         form=probes.form,
         generation_prompts=prompts,
@@ -143,14 +138,16 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         openers=_openers(closes, probes.tokenizer, stop_ids),
         stop_ids=stop_ids,
         prefix_stable=_is_prefix_stable(probes),
-        image_roles=tuple(
-            role for role in every_role if probes.form.content != "text" and probes.added_by_image(role)
+        image_roles=tuple(role for role in _IMAGE_ROLES if takes_parts and probes.added_by_image(role)),
+        roles=tuple(
+            role
+            for role, (before, middle, after) in around.items()
+            if probes.shows(str(middle.content), [*before, middle, *after])
         ),
-        roles=tuple(roles),
-        prints_tools=f"{WORD}F" in (with_tools or ""),
-        prints_tool_calls="bravo" in (with_call or ""),
-        writes_content_before_results=f"{WORD}A" in (with_both or "").partition(f"{WORD}T")[0],
-        prints_reasoning=tuple(place for place, shown in thought.items() if f"{WORD}R" in (shown or "")),
+        prints_tools=probes.shows(f"{WORD}F", [user()], tools=tools),
+        prints_tool_calls=probes.shows("bravo", [user(), CALLING]),
+        writes_content_before_results=f"{WORD}A" in with_both.partition(f"{WORD}T")[0],
+        prints_reasoning=tuple(place for place, shown in places.items() if probes.shows(thought, shown)),
         reasoning=_reasoning(probes, prompts[0] if prompts else ""),
         arguments=probes.template.arguments,
         unattributed=_unattributed(probes),
@@ -175,10 +172,10 @@ def _closes(probes: Probes) -> dict[str, str]:
     found = {}
     following = {"end": [], "user": [user(f"{WORD}N")], "tool": [RESULT]}
     for name, messages in following.items():
-        shown = probes.render([user(), assistant(), *messages])
+        shown = plain(probes.render([user(), assistant(), *messages]) or "")
         next_text = str(messages[0].content) if messages else ""
-        if shown is not None and f"{WORD}A" in shown and next_text in shown:
-            after = plain(shown).rpartition(f"{WORD}A")[2]
+        if f"{WORD}A" in shown and next_text in shown:
+            after = shown.rpartition(f"{WORD}A")[2]
             found[name] = after.partition(next_text)[0] if next_text else after
     return found
 
@@ -187,12 +184,10 @@ def _stop_ids(
     closes: Mapping[str, str], tokenizer: Tokenizer, model_stop_ids: frozenset[int]
 ) -> frozenset[int]:
     """The model's stop tokens, and the first token of a close that holds none of these, if it is special."""
-    found = set(model_stop_ids)
-    for text in closes.values():
-        ids = [tokenizer.added_ids[match.token] for match in tokenizer.find(text, lambda _: True)]
-        if ids and model_stop_ids.isdisjoint(ids) and ids[0] in tokenizer.special_ids:
-            found.add(ids[0])
-    return frozenset(found)
+    found = [list(tokenizer.find(text, lambda _: True)) for text in closes.values()]
+    written = [[tokenizer.added_ids[match.token] for match in matches] for matches in found]
+    first = {ids[0] for ids in written if ids and model_stop_ids.isdisjoint(ids)}
+    return model_stop_ids | (first & tokenizer.special_ids)
 
 
 def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]) -> dict[str, int]:
@@ -219,11 +214,11 @@ def _is_prefix_stable(probes: Probes) -> bool:
     ]
     for messages in conversations:
         full = probes.render(messages)
-        for index, message in enumerate(messages if full is not None else ()):
-            if message.role == "assistant":
-                prompt = probes.render(messages[:index], prompt=True)
-                if prompt is None or not plain(full or "").startswith(plain(prompt)):
-                    return False
+        turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        for index in turns if full is not None else ():
+            prompt = probes.render(messages[:index], prompt=True)
+            if prompt is None or not plain(full or "").startswith(plain(prompt)):
+                return False
     return True
 
 
@@ -236,16 +231,10 @@ def _unattributed(probes: Probes) -> tuple[str, ...]:
 
 
 def _is_attributed(shown: TracedStr, text: str) -> bool:
-    for found in re.finditer(re.escape(text), plain(shown)):
-        start, stop = found.span()
-        covered = sum(
-            min(high, stop) - max(low, start)
-            for low, high, origin in shown.spans
-            if low < stop and high > start and origin.is_content
-        )
-        if covered == len(text):
-            return True
-    return False
+    content = [range(low, high) for low, high, origin in shown.spans if origin.is_content]
+    covered = {char for span in content for char in span}
+    places = [found.start() for found in re.finditer(re.escape(text), plain(shown))]
+    return any(covered.issuperset(range(place, place + len(text))) for place in places)
 
 
 def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:

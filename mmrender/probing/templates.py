@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,16 +39,11 @@ Value = TypeVar("Value")
 
 ENVIRONMENT = "MMRENDER_CACHE"
 _OFF = ("", "0", "off", "no", "none")
-_CODE = (
-    "template/*.py",
-    "bridge/*.py",
-    "probing/*.py",
-    "tokens/*.py",
-    "rendering.py",
-    "model/tokenizer.py",
-)
+_CODE = ("template/*.py", "bridge/*.py", "probing/*.py", "tokens/*.py", "rendering.py", "model/tokenizer.py")
 _MEMORY_ENTRIES = 1024
 _FILES = 4096
+_MOST_SETTINGS = 256
+"""Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
 
 
 def cache_folder() -> Path | None:
@@ -90,21 +85,20 @@ class Findings:
 
     def get_or_find(self, about: Hashable, kind: type[Value], find: Callable[[], Value]) -> Value:
         """Return what is known about something, or find it out and keep it; its `repr` names it on disk."""
-        known: Value | None = self._memory.get(about)
-        if known is None:
-            known = self._memory.get_or_compute(about, lambda: self._load(about, kind, find))
-        return known
 
-    def _load(self, about: Hashable, kind: type[Value], find: Callable[[], Value]) -> Value:
-        if self._folder is None:
-            return find()
-        name = blake3(repr(about).encode("utf-8", "surrogatepass")).hexdigest(length=8)
-        file = self._folder / f"{self._digest}-{name}.json"
-        value = self._read(file, kind)
-        if value is None:
-            value = find()
-            self._write(file, value)
-        return value
+        def load() -> Value:
+            if self._folder is None:
+                return find()
+            name = blake3(repr(about).encode("utf-8", "surrogatepass")).hexdigest(length=8)
+            file = self._folder / f"{self._digest}-{name}.json"
+            value = self._read(file, kind)
+            if value is None:
+                value = find()
+                self._write(file, value)
+            return value
+
+        known: Value = self._memory.get_or_compute(about, load)
+        return known
 
     def _read(self, file: Path, kind: type[Value]) -> Value | None:
         """Read an entry and mark it as used; None where it is missing or unreadable."""
@@ -123,14 +117,10 @@ class Findings:
         """Write an entry atomically; a folder that cannot be written to is ignored."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            handle, path = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as temporary:
-                    temporary.write(msgspec.json.encode(value))
-                Path(path).replace(file)
-            except BaseException:
-                Path(path).unlink(missing_ok=True)
-                raise
+            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+                temporary = Path(folder, file.name)
+                temporary.write_bytes(msgspec.json.encode(value))
+                temporary.replace(file)
             files = list(file.parent.glob("*.json"))
             if len(files) > self._max_files:
                 files.sort(key=lambda found: found.stat().st_mtime)
@@ -145,14 +135,9 @@ def code_digest() -> str:
     """Digest of the code that probes, since a version number alone does not move with every change."""
     digest = blake3(__version__.encode())
     root = Path(__file__).parents[1]
-    for pattern in _CODE:
-        for file in sorted(root.glob(pattern)):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    for file in [file for pattern in _CODE for file in sorted(root.glob(pattern))]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest(length=16)
-
-
-_MOST_SETTINGS = 256
-"""Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +161,8 @@ class KnownTemplate:
     @cached_property
     def profile(self) -> TemplateProfile:
         """What probes found out."""
-
-        def probe() -> TemplateProfile:
-            return probe_template(Probes(self.template, self.tokenizer, self.arguments), self.model_stop_ids)
-
+        probes = Probes(self.template, self.tokenizer, self.arguments)
+        probe = partial(probe_template, probes, self.model_stop_ids)
         return self.findings.get_or_find("profile", TemplateProfile, probe)
 
     def render(
@@ -247,17 +230,12 @@ class TemplateSet:
         folder: Path | None = None,
     ) -> None:
         self._names = {
-            has_tools: choose_template(sources, name=chosen, has_tools=has_tools)
-            for has_tools in (False, True)
+            tools: choose_template(sources, name=chosen, has_tools=tools) for tools in (False, True)
         }
         self._tokenizer = tokenizer
         self._model_stop_ids = frozenset(model_stop_ids)
-        self._templates = {
-            name: ChatTemplate(
-                sources[name], name=name, special_tokens=special_tokens, limits=limits, clock=clock
-            )
-            for name in self._names.values()
-        }
+        compile_template = partial(ChatTemplate, special_tokens=special_tokens, limits=limits, clock=clock)
+        self._templates = {name: compile_template(sources[name], name=name) for name in self._names.values()}
         self._folder = folder
         self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
@@ -286,12 +264,9 @@ class TemplateSet:
             TemplateError: There is no template to use, or one does not compile.
         """
         sources = load_templates(model)
-        if (
-            chat_template is not None
-            and chat_template not in sources
-            and ("{{" in chat_template or "{%" in chat_template)
-        ):
-            sources, chat_template = {"default": chat_template}, None
+        given = "" if chat_template in sources else chat_template or ""
+        if "{{" in given or "{%" in given:
+            sources, chat_template = {"default": given}, None
         return cls(
             sources,
             tokenizer,
@@ -326,10 +301,7 @@ class TemplateSet:
             encoded = msgspec.msgpack.encode(sorted(read.items())) if read else b""
         except (TypeError, OverflowError, UnicodeEncodeError, RecursionError):
             return self._build(name, read, None)
-        known = self._known.get((name, encoded))
-        if known is None:
-            known = self._known.get_or_compute((name, encoded), lambda: self._build(name, read, encoded))
-        return known
+        return self._known.get_or_compute((name, encoded), lambda: self._build(name, read, encoded))
 
     def _build(self, name: str, arguments: Mapping[str, Any], encoded: bytes | None) -> KnownTemplate:
         template = self._templates[name]

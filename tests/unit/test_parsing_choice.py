@@ -55,7 +55,7 @@ def test_models(shared_models: Path, name: str) -> None:
 
 
 def test_layout_is_what_the_template_writes() -> None:
-    edges = written_case("json_tags").parser.edges.by_place
+    edges = written_case("json_tags").parser.edges
     assert edges == {
         ("start", "end"): Edge(),
         ("start", "call"): Edge(suffix="\n"),
