@@ -47,6 +47,8 @@ _KIND_OF_TYPE = {
 }
 PART_TYPES = tuple(_KIND_OF_TYPE)
 """Every `type` that a part may name."""
+MEDIA_TYPES = frozenset(name for name, kind in _KIND_OF_TYPE.items() if kind in ("image", "video"))
+"""Those of images and videos; most are keys of such parts too."""
 
 _CONTENT_KEYS = (
     "text",

@@ -29,7 +29,7 @@ from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Compact, Integers, Levels, PixelArithmetic
 from mmrender.messages import Modality
-from mmrender.spans import Count, Expansion, MediaItem, PlaceholderRange, Repeat
+from mmrender.spans import Count, Expansion, MediaItem, Repeat
 
 WIRE_VERSION: Final = 2
 _MAX_VALUES: Final = 1 << 28
@@ -231,60 +231,6 @@ def item_from_wire(wire: Mapping[str, Any]) -> MediaItem:
     if len(items) != 1:
         _refuse("this is not one item", "wire.items", "1 item", str(len(items)))
     return items[0]
-
-
-def ranges_to_array(
-    entries: Sequence[tuple[int, PlaceholderRange]],
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return placeholder ranges as two arrays.
-
-    Args:
-        entries: Row of the item in its table, and range.
-
-    Returns:
-        int32 `[n, 4]` of row, offset, length and number of embed spans (-1 for None), and int32 `[m, 2]` of
-        the embed spans one after another.
-    """
-    rows = [
-        (row, found.offset, found.length, -1 if found.embed_spans is None else len(found.embed_spans))
-        for row, found in entries
-    ]
-    spans = [span for _, found in entries for span in found.embed_spans or ()]
-    return np.array(rows, np.int32).reshape(-1, 4), np.array(spans, np.int32).reshape(-1, 2)
-
-
-def ranges_from_array(
-    rows: npt.NDArray[np.int32], spans: npt.NDArray[np.int32], items: int, where: str
-) -> list[tuple[int, PlaceholderRange]]:
-    """Undo `ranges_to_array`.
-
-    Args:
-        rows: int32 `[n, 4]`.
-        spans: int32 `[m, 2]`.
-        items: Number of rows of the item table.
-        where: Path for errors.
-
-    Raises:
-        MediaError: A row refers to no item, a number is negative, or spans do not lie inside their range,
-            are not in order, are too few or are left over.
-    """
-    entries = []
-    taken = 0
-    for index, (row, offset, length, count) in enumerate(rows.tolist()):
-        path = f"{where}[{index}]"
-        if not 0 <= row < items or offset < 0 or length < 1 or count < -1:
-            expected = f"an item below {items}, an offset and a length"
-            _refuse("a placeholder range is malformed", path, expected, str([row, offset, length, count]))
-        own = tuple((start, stop) for start, stop in spans[taken : taken + max(count, 0)].tolist())
-        bounds = [0, *(bound for span in own for bound in span), length]
-        if len(own) != max(count, 0) or any(a > b for a, b in pairwise(bounds)):
-            expected = f"{count} spans within {length} tokens"
-            _refuse("embed spans are malformed", path, expected, str(list(own)))
-        taken += len(own)
-        entries.append((row, PlaceholderRange(offset, length, None if count < 0 else own)))
-    if taken != len(spans):
-        _refuse("embed spans are left over", where, str(taken), str(len(spans)))
-    return entries
 
 
 def _form_of(value: Any) -> str:

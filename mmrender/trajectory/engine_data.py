@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,12 +38,14 @@ class RoutedExperts:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.data.ndim != 3 or self.data.dtype.kind not in "iu" or self.start < 0:
+        is_array = isinstance(self.data, np.ndarray)
+        if not is_array or self.data.ndim != 3 or self.data.dtype.kind not in "iu" or self.start < 0:
+            form = f"{self.data.dtype} {list(self.data.shape)}" if is_array else type(self.data).__name__
             raise TrajectoryError(
                 "routed experts have the wrong form",
                 where="routed_experts",
                 expected="integers of shape (rows, layers, top_k), from position 0 or later",
-                got=f"{self.data.dtype} {list(self.data.shape)} from {self.start}",
+                got=f"{form} from {self.start}",
             )
 
     @property
@@ -85,10 +88,6 @@ class RoutedExperts:
     __hash__ = None  # type: ignore[assignment]
 
 
-Contributions: TypeAlias = Sequence[tuple[RoutedExperts, int]]
-"""From the root on: the rows that a step holds, and up to which position the sequence is that step's."""
-
-
 def last_run(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
     """Return the last gapless run `[start, stop)` that spans of positions cover, None if they are empty."""
     spans = sorted((span for span in spans if span[0] < span[1]), reverse=True, key=lambda span: span[1])
@@ -101,20 +100,22 @@ def last_run(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
     return start, end
 
 
-def assembled_experts(contributions: Contributions) -> RoutedExperts | None:
+def assembled_experts(held: Sequence[tuple[RoutedExperts, int]]) -> RoutedExperts | None:
     """Return the rows of the last gapless run; where several steps hold a row, that of the earliest.
 
     The earliest call is the one that sampled a token, or first met it. Rows of one step are a view.
+
+    Args:
+        held: From the root on, the rows of each step and up to which position the sequence is that step's.
     """
-    span = last_run((experts.start, min(experts.stop, stop)) for experts, stop in contributions)
-    if span is None:
+    run = last_run((experts.start, min(experts.stop, stop)) for experts, stop in held)
+    if run is None:
         return None
-    start, end = span
-    used = [pair for pair in contributions if max(pair[0].start, start) < min(pair[0].stop, pair[1])]
-    if len(used) == 1:
-        experts = used[0][0]
-        return RoutedExperts(experts.data[start - experts.start : end - experts.start], start)
+    start, end = run
+    used = [pair for pair in held if max(pair[0].start, start) < min(pair[0].stop, pair[1])]
     first = used[0][0]
+    if len(used) == 1:
+        return RoutedExperts(first.data[start - first.start : end - first.start], start)
     data = np.empty((end - start, *first.shape[1:]), first.dtype)
     for experts, stop in reversed(used):  # the earliest is written last
         low, high = max(experts.start, start), min(experts.stop, stop)
@@ -123,62 +124,53 @@ def assembled_experts(contributions: Contributions) -> RoutedExperts | None:
 
 
 def new_rows(experts: RoutedExperts, known: tuple[int, int] | None, keep: int) -> RoutedExperts:
-    """Return the rows that are not known from earlier steps.
+    """Return the rows that are not known from earlier steps, or all where those leave gaps.
 
-    The row of the last kept token is new: no earlier call fed that token back. Where the known rows leave
-    gaps, all rows are returned.
+    The row of the last kept token is new: no earlier call fed that token back.
 
     Args:
         experts: Router choices of the whole sequence.
         known: Positions that earlier steps cover, see `last_run`.
         keep: Number of leading tokens that are shared with them.
     """
-    if known is None or known[0] > experts.start or known[1] < keep - 1:
-        return experts
     start = max(experts.start, min(keep - 1, experts.stop))
-    if start == experts.start:
+    if known is None or known[0] > experts.start or known[1] < keep - 1 or start == experts.start:
         return experts
     # Copied, or the few rows would keep the engine's whole reply alive.
     return RoutedExperts(experts.data[start - experts.start :].copy(), start)
 
 
-def check_experts(value: Any, length: int, form: RoutedExperts | None, where: str) -> RoutedExperts | None:
-    """Return router choices that fit a sequence of `length` tokens."""
+def check_experts(value: Any, length: int, where: str) -> None:
+    """Check that router choices, if there are any, fit a sequence of `length` tokens."""
     if value is None:
-        return None
+        return
     if not isinstance(value, RoutedExperts):
-        problem, expected, got = "router choices have the wrong type", "RoutedExperts", type(value).__name__
-    elif not max(0, length - 1) <= value.stop <= length or value.start > length:
-        # The last token is never fed back, so an engine need not have a row for it.
-        problem = "the rows of routed experts do not fit the tokens"
-        expected = f"rows to position {max(0, length - 1)} or {length}"
-        got = f"positions [{value.start}, {value.stop})"
-    elif form is not None and (form.shape[1:] != value.shape[1:] or form.dtype != value.dtype):
-        problem = "routed experts have another form than in earlier steps"
-        expected = f"{form.dtype} [rows, {form.shape[1]}, {form.shape[2]}]"
-        got = f"{value.dtype} [rows, {value.shape[1]}, {value.shape[2]}]"
-    else:
-        return value
-    raise TrajectoryError(problem, where=where, expected=expected, got=got)
+        problem, got = "router choices have the wrong type", type(value).__name__
+        raise TrajectoryError(problem, where=where, expected="RoutedExperts", got=got)
+    least = max(0, length - 1)  # the last token is never fed back, so an engine need not have a row for it
+    if not least <= value.stop <= length or value.start > length:
+        raise TrajectoryError(
+            "the rows of routed experts do not fit the tokens",
+            where=where,
+            expected=f"rows to position {least} or {length}",
+            got=f"positions [{value.start}, {value.stop})",
+        )
 
 
-def check_versions(value: Sequence[Any], count: int, where: str) -> tuple[WeightVersionSpan, ...]:
-    """Return spans of weight versions."""
-    spans = []
+def check_versions(value: Any, count: int, where: str) -> tuple[WeightVersionSpan, ...]:
+    """Return spans of weight versions over `count` sampled tokens."""
+    if not value:
+        return ()
+    problem = "a span of a weight version is malformed"
+    try:
+        spans = msgspec.convert(value, tuple[WeightVersionSpan, ...])
+    except msgspec.ValidationError as error:
+        expected = "version, start and stop of each"
+        raise TrajectoryError(problem, where=where, expected=expected, got=str(error)) from error
     end = 0
-    for index, entry in enumerate(value):
-        try:
-            version, start, stop = entry
-        except (TypeError, ValueError):
-            version, start, stop = "", -1, -1
-        typed = isinstance(version, str) and isinstance(start, int) and isinstance(stop, int)
-        if not typed or not end <= start <= stop <= count:
-            raise TrajectoryError(
-                "a span of a weight version is malformed",
-                where=f"{where}[{index}]",
-                expected=f"version, start and stop within sampled tokens [{end}, {count})",
-                got=repr(tuple(entry) if isinstance(entry, tuple) else entry)[:80],
-            )
-        spans.append(WeightVersionSpan(version, start, stop))
-        end = stop
-    return tuple(spans)
+    for index, span in enumerate(spans):
+        if not end <= span.start <= span.stop <= count:
+            expected = f"version, start and stop within sampled tokens [{end}, {count})"
+            raise TrajectoryError(problem, where=f"{where}[{index}]", expected=expected, got=str(tuple(span)))
+        end = span.stop
+    return spans

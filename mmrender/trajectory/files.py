@@ -13,9 +13,9 @@ TrajectoryReader("run.mmc")[5]     # the trajectories of one record; nothing els
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, traject
 from mmrender.trajectory.wire import MediaSources, plain_message
 
 
-class TrajectoryWriter:
+class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
     """Appends trajectories to a file, which is made if it does not exist.
 
     A record survives the process once `append` has returned, and with `sync` the machine. A record that was
@@ -64,7 +64,7 @@ class TrajectoryWriter:
             OSError: Writing failed, such as on a full disk; the part that was written is cut off, and later
                 records can be appended once there is room.
         """
-        group = [trajectories] if isinstance(trajectories, Trajectory) else list(trajectories)
+        group = [trajectories] if isinstance(trajectories, Trajectory) else trajectories
         wire = trajectories_to_wire(group, media_sources=self._media_sources, share=False)
         try:
             return self._file.append(wire)
@@ -80,12 +80,7 @@ class TrajectoryWriter:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -142,25 +137,15 @@ def save_trajectories(
 ) -> int:
     """Append trajectories to a file and return how many records were written.
 
-    Each element is one record: a trajectory, or a group whose members share common content.
-
-    Raises:
-        TrajectoryError: As `TrajectoryWriter`; records before the one that failed stay in the file.
-        MediaError: As `TrajectoryWriter.append`.
-        OSError: As `TrajectoryWriter`.
+    Each element is one record: a trajectory, or a group whose members share common content. Raises as
+    `TrajectoryWriter` and its `append`; records before the one that failed stay in the file.
     """
     with TrajectoryWriter(path, media_sources=media_sources) as file:
         return sum(1 for _ in map(file.append, trajectories))
 
 
 def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """Return all trajectories of a file, those of a group one after another.
-
-    Raises:
-        TrajectoryError: As `TrajectoryReader`.
-        MediaError: As `TrajectoryReader`.
-        OSError: As `TrajectoryReader`.
-    """
+    """Return all trajectories of a file, those of a group one after another; raises as `TrajectoryReader`."""
     return [trajectory for record in TrajectoryReader(path) for trajectory in record]
 
 
@@ -194,7 +179,7 @@ def write_jsonl(
     """
     count = 0
     with Path(path).open(f"{mode}b") as file:
-        for trajectory in trajectories:
+        for count, trajectory in enumerate(trajectories, 1):  # noqa: B007
             plain = {
                 "trajectory_id": trajectory.trajectory_id,
                 "reward": trajectory.reward,
@@ -215,7 +200,6 @@ def write_jsonl(
             # One write, so that a line is whole or absent unless the machine fails.
             file.write(line + b"\n")
             file.flush()
-            count += 1
     return count
 
 
@@ -229,19 +213,19 @@ def _plain_step(step: Step, media_sources: MediaSources) -> dict[str, Any]:
         "completion_ids": step.completion_ids.tolist(),
         "logprobs": None if step.logprobs is None else step.logprobs.tolist(),
         "finish_reason": step.finish_reason,
-        "weight_versions": [list(span) for span in step.weight_versions],
+        "weight_versions": step.weight_versions,
         "reward": reward.tolist() if isinstance(reward, np.ndarray) else reward,
         "media": [
             {
                 "modality": span.modality,
                 "identity": span.item.identity,
-                "size": list(span.item.size),
+                "size": span.item.size,
                 "offset": span.start,
                 "length": span.range.length,
             }
             for span in step.own_media
         ],
-        "routed_experts": None if experts is None else {"start": experts.start, "shape": list(experts.shape)},
+        "routed_experts": None if experts is None else {"start": experts.start, "shape": experts.shape},
         "messages_keep": step.messages_keep,
         "messages": [plain_message(message, media_sources) for message in step.new_messages],
         "extra": step.extra,

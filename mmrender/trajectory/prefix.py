@@ -5,6 +5,7 @@ Placeholders of two images of one size are the same tokens, so tokens alone do n
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -15,9 +16,9 @@ from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaSpan, common_prefix
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
-NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
-_INT32 = np.iinfo(np.int32)
-_ENCODE = msgspec.msgpack.Encoder().encode
+_NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
+_LARGEST: Final = np.iinfo(np.int32).max
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
 class SharedPrefix(NamedTuple):
@@ -38,16 +39,12 @@ NOTHING_SHARED: Final = SharedPrefix(0, 0)
 
 def media_before(media: Sequence[MediaSpan], stop: int) -> Sequence[MediaSpan]:
     """Return the media that begin before the token `stop`; they are in prompt order."""
-    return media[: bisect_left(media, stop, key=_start)]
+    return media[: bisect_left(media, stop, key=lambda span: span.range.offset)]
 
 
 def media_from(media: Sequence[MediaSpan], start: int) -> Sequence[MediaSpan]:
     """Return the media that begin at the token `start` or later; they are in prompt order."""
-    return media[bisect_left(media, start, key=_start) :]
-
-
-def _start(span: MediaSpan) -> int:
-    return span.range.offset
+    return media[bisect_left(media, start, key=lambda span: span.range.offset) :]
 
 
 def shared_prefix(
@@ -68,17 +65,13 @@ def shared_prefix(
     """
     tokens = start + common_prefix(known_ids, prompt[start:])
     ours = media_before(media_from(media, start), tokens)
-    theirs = media_before(known, tokens)
-    for first, second in zip(ours, theirs, strict=False):
-        if first.range == second.range and first.item.identity == second.item.identity:
-            continue
-        if first.start == second.start:  # another image at the same place: a branch that starts here
-            return SharedPrefix(first.start, first.start)
-        conflict, is_known = (first, False) if first.start < second.start else (second, True)
-        return SharedPrefix(conflict.start, tokens, conflict, is_known)
-    if len(ours) != len(theirs):
-        more, count = (ours, len(theirs)) if len(ours) > len(theirs) else (theirs, len(ours))
-        return SharedPrefix(more[count].start, tokens, more[count], more is theirs)
+    for first, second in zip_longest(ours, media_before(known, tokens)):
+        places = [tokens if span is None else span.start for span in (first, second)]
+        if places[0] != places[1]:
+            is_known = places[1] < places[0]
+            return SharedPrefix(min(places), tokens, second if is_known else first, is_known)
+        if first.range != second.range or first.item.identity != second.item.identity:
+            return SharedPrefix(first.start, first.start)  # another image: a branch that starts here
     length = ours[-1].start if ours and ours[-1].stop > tokens else tokens
     return SharedPrefix(length, length)
 
@@ -95,14 +88,14 @@ def check_ids(value: Any, where: str, *, start: int = 0) -> Int32Array:
         TrajectoryError: They are not flat integers of 32 bits, or one is negative.
     """
     if value is None:
-        return NO_IDS
+        return _NO_IDS
     try:
         array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
     except (ValueError, OverflowError):  # a ragged list, or an integer beyond 64 bits
         array = None
     if array is not None and array.shape == (0,):
-        return NO_IDS
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.max() > _INT32.max:
+        return _NO_IDS
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.max() > _LARGEST:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)[:80]
         raise TrajectoryError(
             "token ids must be a flat list, tuple or numpy array of integers of 32 bits", where=where, got=got
@@ -141,8 +134,7 @@ def same_value(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same_value, first, second))
     if isinstance(first, msgspec.Struct):
-        names = first.__struct_fields__
-        return all(same_value(getattr(first, name), getattr(second, name)) for name in names)
+        return same_value(msgspec.structs.astuple(first), msgspec.structs.astuple(second))
     if hasattr(first, "dtype") and hasattr(first, "shape"):
         if first.dtype != second.dtype or tuple(first.shape) != tuple(second.shape):
             return False

@@ -8,7 +8,7 @@ the step before it.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -18,7 +18,7 @@ from mmrender.spans import MultiModalData, common_prefix
 from mmrender.trajectory.prefix import check_ids, same_value
 
 _Path: TypeAlias = tuple[str, ...]
-_BLOCK_PATHS: Final[tuple[_Path, ...]] = (("tokens",), ("response", "message", "tokens"))
+_BLOCKS: Final[tuple[_Path, ...]] = (("tokens",), ("response", "message", "tokens"))
 _SIDECAR: Final = "multi_modal_data"
 _FIELDS: Final = ("mm_hashes", "mm_placeholders", "mm_items")
 
@@ -37,17 +37,15 @@ def strip_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
     Raises:
         TrajectoryError: Token ids are malformed, a parent comes after its child, or a step cannot be copied.
     """
-    children = _children(trajectory)
     stripped = list(trajectory)
-    for index, step in enumerate(trajectory):
-        held = {path: _at(step, (*path, _SIDECAR)) for path in _BLOCK_PATHS}
-        held = {path: sidecar for path, sidecar in held.items() if sidecar is not None}
-        for child in children[index] if held else ():
-            tokens = _tokens_extend(trajectory, child, index)
-            later = _sidecar_of(trajectory[child])
-            if tokens is not False and all(_covers(later, each, bool(tokens)) for each in held.values()):
-                for path in held:
-                    stripped[index] = _replaced(stripped[index], (*path, _SIDECAR), None, f"steps[{index}]")
+    for index, children in enumerate(_children(trajectory)):
+        held = [sidecar for _, sidecar in _sidecars(trajectory[index])]
+        for child in children if held else ():
+            extends = _tokens_extend(trajectory, child, index)
+            later = sidecar_of(trajectory[child])
+            if extends is not False and all(_covers(later, one, bool(extends)) for one in held):
+                for path, _ in _sidecars(trajectory[index]):
+                    stripped[index] = _replaced(stripped[index], path, None, f"steps[{index}]")
                 break
     return stripped
 
@@ -62,27 +60,26 @@ def restore_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
         TrajectoryError: Token ids are malformed, or a parent comes after its child. A sidecar is cut by its
             placeholder ranges: one without them cannot be put back.
     """
-    children = _children(trajectory)
     restored = list(trajectory)
-    for index in reversed(range(len(restored))):  # children come later, and theirs are restored first
-        block = _token_block(restored[index])
-        if _sidecar_of(restored[index]) is not None or block is None:
+    for index, children in reversed([*enumerate(_children(trajectory))]):  # a child is restored first
+        step, where = restored[index], f"steps[{index}]"
+        block = _token_block(step)
+        if sidecar_of(step) is not None or block is None:
             continue
-        length = len(check_ids(_get(block, "prompt_ids"), f"steps[{index}].prompt_ids"))
-        for child in children[index]:
-            later = _sidecar_of(restored[child])
+        length = len(check_ids(_get(block, "prompt_ids"), f"{where}.prompt_ids"))
+        for child in children:
+            later = sidecar_of(restored[child])
             if later is not None and _tokens_extend(trajectory, child, index):
                 earlier = _entries_before(later, length, f"steps[{child}].{_SIDECAR}")
-                for path in _BLOCK_PATHS if earlier is not None else ():
-                    if _at(restored[index], path) is not None:
-                        restored[index] = _replaced(
-                            restored[index], (*path, _SIDECAR), earlier, f"steps[{index}]"
-                        )
+                for path in _BLOCKS if earlier is not None else ():
+                    if _at(step, path) is not None:
+                        restored[index] = _replaced(restored[index], (*path, _SIDECAR), earlier, where)
                 break
     return restored
 
 
 def _children(trajectory: Sequence[Any]) -> list[list[int]]:
+    """Return which steps continue each step."""
     children: list[list[int]] = [[] for _ in trajectory]
     for index, step in enumerate(trajectory):
         has_parent = "parent" in step if isinstance(step, Mapping) else hasattr(step, "parent")
@@ -116,34 +113,30 @@ def _tokens_extend(trajectory: Sequence[Any], child: int, parent: int) -> bool |
 
 
 def _covers(later: Any, earlier: Any, tokens_extend: bool) -> bool:
+    """Whether a sidecar begins with the entries of another."""
     held = [field for field in _FIELDS if isinstance(_get(earlier, field), Mapping)]
     if not held:
         # A sidecar of unknown form: a prompt that extends another needs all that the other needed.
         return later is not None and (tokens_extend or same_value(later, earlier))
-    for field in held:
-        for modality, entries in _get(earlier, field).items():
-            head = list(_get(_get(later, field), modality) or ())[: len(entries)]
-            if len(head) != len(entries) or not all(map(same_value, head, entries)):
-                return False
-    return True
+    return all(
+        same_value(list(_get(_get(later, field), modality) or ())[: len(entries)], list(entries))
+        for field in held
+        for modality, entries in _get(earlier, field).items()
+    )
 
 
 def _entries_before(sidecar: Any, length: int, where: str) -> Any:
     """Return the sidecar of the first `length` tokens in the form that it has, None if it is empty."""
     ranges = _get(sidecar, "mm_placeholders")
-    counts = {}
-    for modality, entries in (ranges or {}).items():
-        offsets = [_get(entry, "offset") for entry in entries]
-        counts[modality] = sum(offset < length for offset in offsets)
+    counts = {
+        modality: sum(_get(entry, "offset") < length for entry in entries)
+        for modality, entries in (ranges or {}).items()
+    }
+    held = [field for field in _FIELDS if _get(sidecar, field)]
+    if held and not ranges:
+        problem = "a sidecar without placeholder ranges cannot be cut"
+        raise TrajectoryError(problem, where=where, expected="mm_placeholders", got=", ".join(held))
     if not any(counts.values()):
-        held = [field for field in _FIELDS if _get(sidecar, field)]
-        if held and not ranges:
-            raise TrajectoryError(
-                "a sidecar without placeholder ranges cannot be cut",
-                where=where,
-                expected="mm_placeholders",
-                got=", ".join(held),
-            )
         return None
     cut = {
         field: {
@@ -151,7 +144,7 @@ def _entries_before(sidecar: Any, length: int, where: str) -> Any:
             for modality, entries in _get(sidecar, field).items()
             if counts.get(modality)
         }
-        for field in _FIELDS
+        for field in held
         if isinstance(_get(sidecar, field), Mapping)
     }
     return {**sidecar, **cut} if isinstance(sidecar, Mapping) else MultiModalData(**cut)
@@ -167,14 +160,21 @@ def _at(step: Any, path: _Path) -> Any:
     return step
 
 
-def _sidecar_of(step: Any) -> Any:
-    """Return the sidecar of the first token block that has one; an empty sidecar counts."""
-    found = (_at(step, (*path, _SIDECAR)) for path in _BLOCK_PATHS)
-    return next((sidecar for sidecar in found if sidecar is not None), None)
+def _sidecars(step: Any) -> Iterator[tuple[_Path, Any]]:
+    """Yield path and value of each sidecar of a step; an empty one counts."""
+    for block in _BLOCKS:
+        path = (*block, _SIDECAR)
+        if (sidecar := _at(step, path)) is not None:
+            yield path, sidecar
+
+
+def sidecar_of(step: Any) -> Any:
+    """Return the sidecar of the first token block that has one, None if there is none."""
+    return next((sidecar for _, sidecar in _sidecars(step)), None)
 
 
 def _token_block(step: Any) -> Any:
-    blocks = (_at(step, path) for path in _BLOCK_PATHS)
+    blocks = (_at(step, path) for path in _BLOCKS)
     return next((block for block in blocks if _get(block, "prompt_ids") is not None), None)
 
 

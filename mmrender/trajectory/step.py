@@ -6,16 +6,25 @@ from the steps on the way to the root when it is asked for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaItem, MediaSpan, MultiModalData
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, assembled_experts
-from mmrender.trajectory.prefix import Int32Array, media_before
+from mmrender.trajectory.engine_data import (
+    RoutedExperts,
+    WeightVersionSpan,
+    assembled_experts,
+    check_experts,
+    check_versions,
+    last_run,
+)
+from mmrender.trajectory.prefix import Int32Array
 from mmrender.trajectory.sample import TrainingSample
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 class Part(NamedTuple):
@@ -32,7 +41,8 @@ class Part(NamedTuple):
     @property
     def sampled(self) -> tuple[int, int]:
         """Positions `[start, stop)` of its sampled tokens in the sequence."""
-        return self.step.prompt_length, max(self.step.prompt_length, self.stop)
+        start = self.step.keep + self.step.added
+        return start, max(start, self.stop)
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -73,9 +83,19 @@ class Step:
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     messages_keep: int = 0
     new_messages: tuple[Any, ...] = ()
-    _reward: "float | npt.NDArray[np.float32] | None" = None
+    _reward: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
     _sequence: Int32Array | None = None
+
+    def __post_init__(self) -> None:
+        """Check what a caller or the wire gave against the tokens."""
+        where, sampled = f"steps[{self.index}]", len(self.own_ids) - self.added
+        self.own_ids.flags.writeable = False
+        problem = "log probabilities are malformed"
+        self.logprobs = check_numbers(self.logprobs, sampled, f"{where}.logprobs", problem)
+        check_experts(self.own_experts, len(self), f"{where}.routed_experts")
+        self.weight_versions = check_versions(self.weight_versions, sampled, f"{where}.weight_versions")
+        self._reward = check_reward(self._reward, sampled, f"{where}.reward")
 
     def __len__(self) -> int:
         return self.keep + len(self.own_ids)
@@ -121,7 +141,8 @@ class Step:
     @property
     def reward(self) -> "float | npt.NDArray[np.float32] | None":
         """One number for the step, or one for each sampled token as float32, or None."""
-        return self._reward
+        reward: float | npt.NDArray[np.float32] | None = self._reward
+        return reward
 
     @reward.setter
     def reward(self, value: "float | Sequence[float] | npt.NDArray[Any] | None") -> None:
@@ -136,7 +157,7 @@ class Step:
     @property
     def media(self) -> list[MediaSpan]:
         """All media of the prompt, in prompt order."""
-        return [span for step, stop in self.parts() for span in media_before(step.own_media, stop)]
+        return [span for step, stop in self.parts() for span in step.own_media if span.range.offset < stop]
 
     @property
     def multi_modal_data(self) -> MultiModalData:
@@ -160,12 +181,17 @@ class Step:
         For each position the row of the step whose engine call met it first, which for a sampled token is
         the call that sampled it. Positions before the last gapless run are left out.
         """
-        return assembled_experts(self.expert_contributions())
+        held = self.held_experts()
+        return assembled_experts(held) if held else None
 
-    def expert_contributions(self) -> list[tuple[RoutedExperts, int]]:
+    def held_experts(self) -> list[tuple[RoutedExperts, int]]:
         """Return, from the root on, the router choices of each step and how far the sequence is its own."""
         parts = ((part.step.own_experts, part.stop) for part in self.parts())
         return [(experts, stop) for experts, stop in parts if experts is not None]
+
+    def experts_run(self, stop: int) -> tuple[int, int] | None:
+        """Return the last gapless run of positions before `stop` whose router choices are known."""
+        return last_run((experts.start, min(experts.stop, end, stop)) for experts, end in self.held_experts())
 
     def parts(self) -> list[Part]:
         """Return the contribution of each step on the way from the root, this one last.
@@ -228,13 +254,12 @@ class Branch:
             TrajectoryError: Log probabilities are required and missing.
         """
         parts = self.tip.parts()
-        mask = np.zeros(len(self), np.bool_)
+        trained = {} if trained is None else trained
+        mask = np.zeros(len(self.tip), np.bool_)
         for part in parts:
-            start, stop = part.sampled
-            if trained is not None:
-                start = max(start, trained.get(part.step.index, 0))
-                trained[part.step.index] = max(stop, trained.get(part.step.index, 0))
-            mask[start:stop] = True
+            (start, stop), done = part.sampled, trained.get(part.step.index, 0)
+            mask[max(start, done) : stop] = True
+            trained[part.step.index] = max(stop, done)
         return _sample(self.tip, parts, mask, f"{self.trajectory_id}/{self.index}", require_logprobs)
 
 
@@ -278,7 +303,7 @@ def _sample(
         loss_mask=mask,
         logprobs=logprobs,
         multi_modal_data=step.multi_modal_data,
-        rewards=_rewards(parts, len(step)),
+        rewards=_rewards(parts, len(mask)),
         routed_experts=step.routed_experts,
         weight_versions=tuple(versions),
         sample_id=name,
@@ -308,44 +333,39 @@ def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | No
     return rewards
 
 
-def check_logprobs(value: Any, count: int, where: str) -> npt.NDArray[np.float32] | None:
-    """Return log probabilities as read-only float32 `[count]`, None if none were given."""
+def check_numbers(value: Any, count: int | None, where: str, problem: str, *, one: bool = False) -> Any:
+    """Return numbers as read-only float32 `[count]`, one number as a float, None as None.
+
+    Args:
+        value: What was given.
+        count: Number of sampled tokens; None allows one number only.
+        where: Path for errors.
+        problem: What is wrong where they are malformed.
+        one: Whether one number for all tokens is allowed.
+    """
     if value is None:
         return None
     try:
-        logprobs = np.array(value, np.float32)
+        numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
-        logprobs = np.full(1, np.nan, np.float32)
-    if logprobs.shape != (count,) or not np.isfinite(logprobs).all():
-        raise TrajectoryError(
-            "log probabilities are malformed",
-            where=where,
-            expected=f"{count} finite numbers, one for each sampled token",
-            got=repr(value)[:80],
+        numbers = np.full(1, np.nan)
+    fits = numbers.shape == (count,) or (one and numbers.ndim == 0)
+    if not fits or not (np.abs(numbers) <= _LARGEST).all():
+        several = f"{count} finite numbers, one for each sampled token"
+        expected = (
+            several if not one else "a finite number" if count is None else f"a finite number, or {several}"
         )
-    logprobs.flags.writeable = False
-    return logprobs
+        raise TrajectoryError(problem, where=where, expected=expected, got=repr(value)[:80])
+    if numbers.ndim == 0:
+        return float(numbers)
+    array = numbers.astype(np.float32)
+    array.flags.writeable = False
+    return array
 
 
-def check_reward(value: Any, count: int | None, where: str) -> "float | npt.NDArray[np.float32] | None":
+def check_reward(value: Any, count: int | None, where: str) -> Any:
     """Return a reward as a number, or as read-only float32 `[count]` unless `count` is None."""
-    if value is None:
-        return None
-    try:
-        array = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        array = np.array("", np.str_)
-    shapes = ((), (count,))
-    if array.dtype.kind != "f" or array.shape not in shapes or not np.isfinite(array).all():
-        several = "" if count is None else f", or {count} of them, one for each sampled token"
-        raise TrajectoryError(
-            "a reward is malformed", where=where, expected=f"a finite number{several}", got=repr(value)[:80]
-        )
-    if array.ndim == 0:
-        return float(array)
-    rewards = array.astype(np.float32)
-    rewards.flags.writeable = False
-    return rewards
+    return check_numbers(value, count, where, "a reward is malformed", one=True)
 
 
 def check_extra(value: Any, where: str) -> dict[str, Any]:

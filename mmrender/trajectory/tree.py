@@ -24,15 +24,8 @@ import numpy as np
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
-from mmrender.trajectory.engine_data import (
-    RoutedExperts,
-    WeightVersionSpan,
-    check_experts,
-    check_versions,
-    last_run,
-    new_rows,
-)
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData
+from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, last_run, new_rows
 from mmrender.trajectory.prefix import (
     NOTHING_SHARED,
     Int32Array,
@@ -43,7 +36,7 @@ from mmrender.trajectory.prefix import (
     shared_prefix,
 )
 from mmrender.trajectory.sample import TrainingSample
-from mmrender.trajectory.step import Branch, Step, check_extra, check_logprobs, check_reward
+from mmrender.trajectory.step import Branch, Step, check_extra
 from mmrender.trajectory.wire import MediaSources, Record, read_records, write_records
 
 
@@ -79,7 +72,7 @@ class Trajectory:
         self.extra = check_extra(extra, "extra")
         self._steps: list[Step] = []
         self._items: dict[tuple[str, type], MediaItem] = {}
-        self._experts_form: RoutedExperts | None = None
+        self._experts_form: Any = None
         self._newest: _Newest | None = None
 
     def __len__(self) -> int:
@@ -164,7 +157,6 @@ class Trajectory:
                 expected=f"one of {len(self)} steps",
                 got=repr(parent)[:80],
             )
-        newest = self._newest
         sidecar = MultiModalData() if multi_modal_data is None else multi_modal_data
         if not isinstance(sidecar, MultiModalData):
             raise TrajectoryError(
@@ -173,44 +165,38 @@ class Trajectory:
                 expected="MultiModalData",
                 got=type(sidecar).__name__,
             )
-        extends = newest is not None and parent in (None, newest.step)
-        found = newest.extension(prompt_ids, sidecar, where) if newest is not None and extends else None
-        if found is None:
-            found = self._placed(prompt_ids, sidecar, parent, where)
-            newest = None
-        parent, keep, prompt_delta, media = found
+        newest = self._newest if self._newest is not None and parent in (None, self._newest.step) else None
+        place = newest.extension(prompt_ids, sidecar, where) if newest is not None else None
+        if place is None:
+            place, newest = self._placed(prompt_ids, sidecar, parent, where), None
+        parent, keep, prompt_delta, media = place
         completion = check_ids(completion_ids, f"{where}.completion_ids")
-        own_ids: Int32Array = np.concatenate([prompt_delta, completion])
-        own_ids.flags.writeable = False
-        experts = check_experts(
-            routed_experts, keep + len(own_ids), self._experts_form, f"{where}.routed_experts"
-        )
-        if experts is not None and parent is not None:
-            held = parent.expert_contributions() if newest is None else ()
-            spans = ((rows.start, min(rows.stop, stop, keep)) for rows, stop in held)
-            experts = new_rows(experts, last_run(spans) if newest is None else newest.experts_run, keep)
+        experts, messages_keep = routed_experts, 0
         conversation = list(messages) if messages is not None else []
-        messages_keep = 0
-        if parent is not None and conversation:
-            earlier = parent.messages if newest is None else newest.messages
-            messages_keep = same_messages(earlier, conversation)
+        if parent is not None:
+            if isinstance(experts, RoutedExperts):
+                run = parent.experts_run(keep) if newest is None else newest.experts_run
+                experts = new_rows(experts, run, keep)
+            if conversation:
+                earlier = parent.messages if newest is None else newest.messages
+                messages_keep = same_messages(earlier, conversation)
         step = Step(
             index=len(self),
             parent=parent,
             keep=keep,
-            own_ids=own_ids,
+            own_ids=np.concatenate([prompt_delta, completion]),
             added=len(prompt_delta),
             own_media=tuple(
                 span._replace(item=self._items.get((span.item.identity, type(span.item)), span.item))
                 for span in media
             ),
-            logprobs=check_logprobs(logprobs, len(completion), f"{where}.logprobs"),
+            logprobs=logprobs,
             finish_reason=finish_reason,
             own_experts=experts,
-            weight_versions=check_versions(weight_versions, len(completion), f"{where}.weight_versions"),
+            weight_versions=tuple(weight_versions),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
-            _reward=check_reward(reward, len(completion), f"{where}.reward"),
+            _reward=reward,
             extra=check_extra(extra, f"{where}.extra"),
         )
         self._add(step)
@@ -328,11 +314,21 @@ class Trajectory:
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
 
     def _add(self, step: Step) -> None:
+        experts, known = step.own_experts, self._experts_form
+        if experts is not None:
+            form = experts.dtype, experts.shape[1:]
+            if known not in (None, form):
+                raise TrajectoryError(
+                    "routed experts have another form than in earlier steps",
+                    where=f"steps[{step.index}].routed_experts",
+                    expected="{} [rows, {}, {}]".format(known[0], *known[1]),
+                    got="{} [rows, {}, {}]".format(form[0], *form[1]),
+                )
+            self._experts_form = form
         distinct = {(span.item.identity, type(span.item)): span.item for span in step.own_media}
         new = {key: item for key, item in distinct.items() if key not in self._items}
         step.new_items = tuple(new.values())
         self._items |= new
-        self._experts_form = self._experts_form or step.own_experts
         self._steps.append(step)
 
 
@@ -345,8 +341,7 @@ class _Newest:
         self.experts_run: tuple[int, int] | None = None
         self._array: Int32Array | None = None
         self._list: list[int] = []
-        self._ranges: dict[str, list[PlaceholderRange]] = {}
-        self._items: dict[str, list[MediaItem]] = {}
+        self._media = MultiModalData({}, {}, {})
 
     def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> _Place | None:
         """Return what a prompt adds to this step, or None if it does not begin with all of it."""
@@ -369,30 +364,24 @@ class _Newest:
             array = self._array = grown
         array[start:stop] = step.own_ids
         if step.own_experts is not None:
-            own = step.own_experts.start, step.own_experts.stop
-            self.experts_run = last_run([own] if self.experts_run is None else [self.experts_run, own])
+            runs = [] if self.experts_run is None else [self.experts_run]
+            self.experts_run = last_run([*runs, (step.own_experts.start, step.own_experts.stop)])
         del self.messages[step.messages_keep :]
         self.messages.extend(step.new_messages)
-        self._enter(step.own_media)
+        self._media = self._media.merged(
+            MultiModalData.of((span.range, span.item) for span in step.own_media)
+        )
         self.step._sequence = None
         self.step = step
         step._sequence = array[:stop]
         step._sequence.flags.writeable = False
 
-    def _enter(self, media: Iterable[MediaSpan]) -> None:
-        for span in media:
-            self._ranges.setdefault(span.modality, []).append(span.range)
-            self._items.setdefault(span.modality, []).append(span.item)
-
     def _whole(self) -> Int32Array:
         """Return the tokens; what a step is made of is put together when the first prompt extends it."""
         if self._array is None:
             step = self.step
-            self._array = step.token_ids
-            self.messages = step.messages
-            spans = ((rows.start, min(rows.stop, stop)) for rows, stop in step.expert_contributions())
-            self.experts_run = last_run(spans)
-            self._enter(step.media)
+            self._array, self._media = step.token_ids, step.multi_modal_data
+            self.messages, self.experts_run = step.messages, step.experts_run(len(step))
         return self._array
 
     def _begins(self, prompt_ids: Any, length: int) -> bool:
@@ -404,31 +393,27 @@ class _Newest:
             self._list.extend(self._whole()[len(self._list) : length].tolist())
             return prompt_ids[:length] == self._list
         if isinstance(prompt_ids, np.ndarray) and prompt_ids.ndim == 1 and prompt_ids.dtype.kind in "iu":
-            if not np.array_equal(prompt_ids[length - len(own) : length], own):
-                return False
             return np.array_equal(prompt_ids[:length], self._whole()[:length])
         return False
 
     def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
         """Return the media after those of this step, or None where they do not begin alike or do not fit."""
-        counts = {modality: len(items) for modality, items in self._items.items()}
-        for modality, known in self._items.items():
-            items = sidecar.mm_items.get(modality, ())[: len(known)]
-            hashes = sidecar.mm_hashes.get(modality, ())[: len(known)]
-            if (
-                list(sidecar.mm_placeholders.get(modality, ())[: len(known)]) != self._ranges[modality]
-                or not len(items) == len(hashes) == len(known)
-                or any(a is not b and a.identity != b.identity for a, b in zip(items, known, strict=True))
-                or any(digest != item.identity for digest, item in zip(hashes, known, strict=True))
+        known, columns = self._media, (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
+        for modality, identities in known.mm_hashes.items():
+            count = len(identities)
+            hashes, ranges, items = ([*column.get(modality, ())[:count]] for column in columns)
+            if (hashes, ranges, len(items)) != (identities, known.mm_placeholders[modality], count) or any(
+                a is not b and a.identity != b.identity
+                for a, b in zip(items, known.mm_items[modality], strict=True)
             ):
                 return None
-        added = MultiModalData(
-            {modality: each[counts.get(modality, 0) :] for modality, each in sidecar.mm_hashes.items()},
-            {modality: each[counts.get(modality, 0) :] for modality, each in sidecar.mm_placeholders.items()},
-            {modality: each[counts.get(modality, 0) :] for modality, each in sidecar.mm_items.items()},
-        )
+        counts = {modality: len(identities) for modality, identities in known.mm_hashes.items()}
+        added: list[Any] = [
+            {modality: entries[counts.get(modality, 0) :] for modality, entries in column.items()}
+            for column in columns
+        ]
         try:
-            spans = added.spans(length)
+            spans = MultiModalData(*added).spans(length)
         except PlaceholderError:
             return None  # the whole sidecar is checked next, and its error names the right place
         return [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
@@ -465,10 +450,14 @@ def trajectories_from_wire(wire: Any) -> list[Trajectory]:
         PlaceholderError: Placeholder ranges do not fit the tokens.
     """
     trajectories = []
-    for record in read_records(wire):
+    for number, record in enumerate(read_records(wire)):
         trajectory = Trajectory(record.trajectory_id, extra=record.extra)
         trajectory.reward, trajectory.error = record.reward, record.error
-        for step in record.steps:
-            trajectory._add(step)
+        try:
+            for step in record.steps:
+                trajectory._add(step)
+        except TrajectoryError as error:
+            error.where = f"wire.trajectories[{number}].{error.where}"
+            raise
         trajectories.append(trajectory)
     return trajectories

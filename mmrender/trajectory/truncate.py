@@ -1,7 +1,7 @@
 """Cutting a prompt or a sample to a length, at whole images, with the sidecar and all aligned arrays."""
 
 from dataclasses import replace
-from typing import overload
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,9 @@ from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import media_before
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.sample import ALIGNED, TrainingSample
+
+Prompt = TypeVar("Prompt", RenderedTokens, TrainingSample)
 
 
 def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
@@ -29,11 +31,7 @@ def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
     return before[-1].start if cut else max_tokens
 
 
-@overload
-def truncate(prompt: RenderedTokens, max_tokens: int) -> RenderedTokens: ...
-@overload
-def truncate(prompt: TrainingSample, max_tokens: int) -> TrainingSample: ...
-def truncate(prompt: RenderedTokens | TrainingSample, max_tokens: int) -> RenderedTokens | TrainingSample:
+def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     """Return a prompt or sample of at most `max_tokens` tokens, cut where no image is cut.
 
     Everything that is aligned to the tokens is cut with them: attribution, masks, advantages, router choices,
@@ -47,37 +45,35 @@ def truncate(prompt: RenderedTokens | TrainingSample, max_tokens: int) -> Render
     if len(prompt) <= max_tokens:
         return prompt
     length = whole_media_length(prompt.multi_modal_data, max_tokens)
-    kept = [span for span in prompt.multi_modal_data.spans() if span.stop <= length]
+    kept = media_before(prompt.multi_modal_data.spans(), length)
     sidecar = MultiModalData.of((span.range, span.item) for span in kept)
     if isinstance(prompt, TrainingSample):
-        return _truncate_sample(prompt, length, sidecar)
+        return replace(prompt, multi_modal_data=sidecar, **_truncated(prompt, length))
     spans = tuple(span._replace(stop=min(span.stop, length)) for span in prompt.spans if span.start < length)
     return replace(prompt, token_ids=prompt.token_ids[:length], spans=spans, multi_modal_data=sidecar)
 
 
-def _truncate_sample(sample: TrainingSample, length: int, sidecar: MultiModalData) -> TrainingSample:
+def _truncated(sample: TrainingSample, length: int) -> dict[str, Any]:
+    """Return the fields that are aligned to the tokens, cut."""
+    fields = {name: getattr(sample, name) for name in ALIGNED}
+    fields = {name: None if array is None else array[:length] for name, array in fields.items()}
     experts = sample.routed_experts
     if experts is not None:
         kept = max(0, length - experts.start)
         experts = RoutedExperts(experts.data[:kept], experts.start) if kept else None
-    versions = (
+    versions = tuple(
         WeightVersionSpan(version, start, min(stop, length))
         for version, start, stop in sample.weight_versions
         if start < length
     )
-    return replace(
-        sample,
-        token_ids=sample.token_ids[:length],
-        loss_mask=sample.loss_mask[:length],
-        logprobs=None if sample.logprobs is None else sample.logprobs[:length],
-        multi_modal_data=sidecar,
-        rewards=_moved_rewards(sample, length),
-        advantages=None if sample.advantages is None else sample.advantages[:length],
-        routed_experts=experts,
-        weight_versions=tuple(versions),
-        prompt_length=None if sample.prompt_length is None else min(sample.prompt_length, length),
-        rendered=None,
-    )
+    prompt_length = None if sample.prompt_length is None else min(sample.prompt_length, length)
+    return fields | {
+        "rewards": _moved_rewards(sample, length),
+        "routed_experts": experts,
+        "weight_versions": versions,
+        "prompt_length": prompt_length,
+        "rendered": None,
+    }
 
 
 def _moved_rewards(sample: TrainingSample, length: int) -> npt.NDArray[np.float32] | None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from mmrender.spans import MultiModalData
 from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
 from mmrender.trajectory.prefix import same_value
-from mmrender.trajectory.sidecars import _sidecar_of
+from mmrender.trajectory.sidecars import sidecar_of
 from trajectory_cases import PAD, as_mapping, conversations, rendered, step, trajectories
 
 
@@ -38,7 +38,7 @@ def test_stripping_loses_no_step_its_images(tree):
 
 def _recovered(steps: list, index: int, mm: MultiModalData) -> bool:
     """Whether the step, or one that extends it, holds the sidecar, as a consumer of plain steps expects."""
-    own = _sidecar_of(steps[index])
+    own = sidecar_of(steps[index])
     sequence = steps[index]["tokens"]["prompt_ids"] + steps[index]["tokens"]["completion_ids"]
     if own is not None:
         return same_value(own, mm)

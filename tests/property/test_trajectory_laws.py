@@ -1,5 +1,6 @@
 """Laws of trajectory trees: what is derived is what was appended, and what is shipped is what was there."""
 
+import msgspec
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from mmrender.media.item import ReferenceItem
 from mmrender.trajectory import Trajectory
 from mmrender.trajectory.step import step_sample
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
+from mmrender.trajectory.wire import StepRow, Table
 from tree_cases import Call, assert_same, calls, grown, item, wire_bound
 
 
@@ -149,10 +151,11 @@ def test_bytes_are_linear_in_distinct_content(rollouts, copies):
     group = [grown(rollout, f"{c}-{n}") for c in range(copies) for n, rollout in enumerate(rollouts)]
     wire = trajectories_to_wire(group)
     assert len(wire["items"]["items"]) == len({(i.identity, type(i)) for t in group for i in t.items})
-    assert len(wire["message_ends"]) == len({str(m) for t in group for s in t.steps for m in s.new_messages})
+    table = msgspec.msgpack.decode(wire["table"].data, type=Table)
+    assert len(table.messages) == len({str(m) for t in group for s in t.steps for m in s.new_messages})
     assert sum(len(memoryview(frame)) for frame in mmcodecs.encode_frames(wire)) <= wire_bound(group)
     stored = sum(len(step.own_ids) for trajectory in group for step in trajectory.steps)
-    assert len(wire["tokens"]) <= stored
+    assert sum(len(step.tokens) for row in table.trajectories for step in row.steps) <= 4 * stored
     # A step stores no token that its parent has.
     for trajectory in group:
         for step in trajectory.steps:
@@ -182,17 +185,19 @@ def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
     from mmrender.errors import InputError, PlaceholderError
 
     wire = mmcodecs.decode(mmcodecs.encode(trajectories_to_wire([grown(rollout)])), copy=True)
-    pools = ["steps", "tokens", "placeholders", "spans", "message_ends", "messages"]
-    name = data.draw(st.sampled_from([*pools, "trajectories", "items", "experts", "extras"]))
-    value = wire[name]
-    if isinstance(value, np.ndarray) and value.size:
-        at = data.draw(st.integers(0, value.size - 1))
-        low = 0 if value.dtype == np.uint8 else -3
-        value.reshape(-1)[at] = data.draw(st.integers(low, 40))
-    elif isinstance(value, np.ndarray):
-        wire[name] = np.zeros((3, *value.shape[1:]), value.dtype)
+    name = data.draw(st.sampled_from(["table", "items", "experts", "extras", "row"]))
+    table = msgspec.msgpack.decode(wire["table"].data)
+    if name == "table":
+        at = data.draw(st.integers(0, wire["table"].size - 1))
+        wire["table"][at] = data.draw(st.integers(0, 255))
+    elif name == "row" and rollout:
+        row = data.draw(st.sampled_from(table["trajectories"][0]["steps"]))
+        field = data.draw(st.sampled_from(StepRow.__struct_fields__))
+        odd = st.sampled_from([None, b"", b"12345678", [], [1], [[0, 3, 2]], "x", 0.5])
+        row[field] = data.draw(st.integers(-3, 40) | odd)
+        wire["table"] = np.frombuffer(msgspec.msgpack.encode(table), np.uint8)
     else:
-        wire[name] = data.draw(st.sampled_from([None, [], {}, [None], 3, "x"]))
+        wire[name] = data.draw(st.sampled_from([None, [], {}, [None], 3, "x", {"x": [0, None]}]))
     try:
         read = trajectories_from_wire(wire)[0]
     except (InputError, PlaceholderError):

@@ -134,7 +134,7 @@ def test_what_cannot_be_stored_is_refused_and_the_file_goes_on(tmp_path):
         with pytest.raises(TrajectoryError) as error:
             file.append(bad)
         assert str(error.value).startswith(
-            f"{tmp_path / 'run'}[1]: a trajectory cannot be stored - got $.trajectories[0].extra.image:"
+            f"{tmp_path / 'run'}[1]: a trajectory cannot be stored - got $.extras.trajectories[0].image:"
         )
         file.append(rollout("b"))
     assert len(load_trajectories(tmp_path / "run")) == 2

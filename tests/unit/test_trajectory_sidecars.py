@@ -13,7 +13,7 @@ from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData
 from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
 from mmrender.trajectory.prefix import same_value
-from mmrender.trajectory.sidecars import _sidecar_of
+from mmrender.trajectory.sidecars import sidecar_of
 from trajectory_cases import Tokens, mapping_sidecar, sidecar, step, turns
 
 A, B, C = ("A", 1, 2), ("B", 4, 2), ("C", 7, 2)
@@ -60,8 +60,8 @@ class TestStrip:
         )
         stripped = strip_intermediate_mm_data([first, last])
         assert stripped[1] is last
-        assert _sidecar_of(stripped[0]) is None
-        assert _sidecar_of(first) == sidecar(A)
+        assert sidecar_of(stripped[0]) is None
+        assert sidecar_of(first) == sidecar(A)
         expected = dict if kind == "mapping proxy" else type(first)
         assert type(stripped[0]) is expected
 
