@@ -16,10 +16,11 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Sender | Receiver)
 
 
-class LoopThread:
-    """An event loop that runs in a thread of its own until it is closed."""
+class _LoopThread(Generic[E]):
+    """A sender or a receiver on an event loop, which runs in a thread of its own until it is closed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make: Callable[[], E]) -> None:
+        self._end = make()
         self._runner = asyncio.Runner()
         self._loop = self._runner.get_loop()
         self._closing = asyncio.Event()
@@ -27,10 +28,6 @@ class LoopThread:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
-
-    def _serve(self) -> None:
-        with self._runner:
-            self._runner.run(self._closing.wait())
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine there and wait for it; one that takes too long is cancelled.
@@ -52,66 +49,41 @@ class LoopThread:
             future.cancel()
             raise
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a plain function there."""
-
-        async def work() -> T:
-            return function()
-
-        return self.run(work())
-
-    def close(self) -> None:
-        """End the thread; whoever waits for it gets a `ShippingClosedError`."""
-        with self._lock:
-            if self._open:
-                self._open = False
-                self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
-
-
-class _End(Generic[E]):
-    """A sender or a receiver on an event loop in a thread of its own."""
-
-    def __init__(self, name: str, make: Callable[[], E]) -> None:
-        self._thread = LoopThread(name)
-        try:
-            self._end: E = self._thread.call(make)
-        except BaseException:
-            self._thread.close()
-            raise
-
-    def _read(self, read: Callable[[], T]) -> T:
-        try:
-            return self._thread.call(read)
-        except ShippingClosedError:  # no thread changes it any more
-            return read()
-
-    def _close(self, timeout: float | None = None) -> None:
-        end = self._end
-        try:
-            self._thread.run(end.aclose() if isinstance(end, Receiver) else end.aclose(timeout))
-        except ShippingClosedError:
-            return
-        finally:
-            self._thread.close()
-
     def open(self) -> None:
         """As `Sender.connect` or `Receiver.open`."""
         end = self._end
-        self._thread.run(end.open() if isinstance(end, Receiver) else end.connect())
+        self.run(end.open() if isinstance(end, Receiver) else end.connect())
+
+    def close(self, timeout: float | None = 30.0) -> None:
+        """As `Sender.aclose`, or `Receiver.aclose`, which waits for nothing; the thread ends in any case."""
+        end = self._end
+        try:
+            self.run(end.aclose() if isinstance(end, Receiver) else end.aclose(timeout))
+        except ShippingClosedError:
+            return
+        finally:
+            with self._lock:
+                if self._open:
+                    self._open = False
+                    self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
 
     def __enter__(self) -> Self:
         try:
             self.open()
         except BaseException:
-            self._close(0)
+            self.close(0)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(30.0 if error is None else 1.0)
+        self.close(30.0 if error is None else 1.0)
+
+    def _serve(self) -> None:
+        with self._runner:
+            self._runner.run(self._closing.wait())
 
 
 class BlockingDelivery:
@@ -121,7 +93,7 @@ class BlockingDelivery:
         id: As `Delivery.id`.
     """
 
-    def __init__(self, delivery: Delivery, thread: LoopThread) -> None:
+    def __init__(self, delivery: Delivery, thread: _LoopThread[Sender]) -> None:
         self.id = delivery.id
         self._delivery = delivery
         self._thread = thread
@@ -138,13 +110,9 @@ class BlockingDelivery:
             TimeoutError: It did not come in time.
             ShippingError: As awaiting a `Delivery`.
         """
-
-        async def wait() -> None:
-            await self._delivery
-
         if not self._delivery.done:
             try:
-                self._thread.run(wait(), timeout)
+                self._thread.run(self._delivery.settled.wait(), timeout)
             except ShippingClosedError:
                 # The thread may have ended in between, after it had settled the message.
                 if not self._delivery.done:
@@ -152,7 +120,7 @@ class BlockingDelivery:
         self._delivery.check()
 
 
-class BlockingSender(_End[Sender]):
+class BlockingSender(_LoopThread[Sender]):
     """`Sender` for threads; any number of them may use one.
 
     Args:
@@ -166,11 +134,11 @@ class BlockingSender(_End[Sender]):
     @property
     def stats(self) -> SenderStats:
         """Figures so far, also once it is closed."""
-        return self._read(lambda: self._end.stats)
+        return self._end.stats
 
     def open(self, timeout: float | None = 30.0) -> None:
         """As `Sender.connect`."""
-        self._thread.run(self._end.connect(timeout))
+        self.run(self._end.connect(timeout))
 
     def send(self, value: Any, *, id: str | None = None, timeout: float | None = None) -> BlockingDelivery:
         """As `Sender.send`.
@@ -184,7 +152,7 @@ class BlockingSender(_End[Sender]):
                 return await self._end.send(value, id=id)
 
         try:
-            return BlockingDelivery(self._thread.run(send()), self._thread)
+            return BlockingDelivery(self.run(send()), self)
         except TimeoutError as error:
             raise ShippingConnectionError(
                 "too much is unacknowledged",
@@ -194,14 +162,10 @@ class BlockingSender(_End[Sender]):
 
     def flush(self, timeout: float | None = None) -> None:
         """As `Sender.flush`."""
-        self._thread.run(self._end.flush(timeout))
-
-    def close(self, timeout: float | None = 30.0) -> None:
-        """As `Sender.aclose`; the thread ends in any case."""
-        self._close(timeout)
+        self.run(self._end.flush(timeout))
 
 
-class BlockingReceiver(_End[Receiver]):
+class BlockingReceiver(_LoopThread[Receiver]):
     """`Receiver` for a thread, such as a trainer's.
 
     Args:
@@ -220,7 +184,7 @@ class BlockingReceiver(_End[Receiver]):
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far, also once it is closed."""
-        return self._read(lambda: self._end.stats)
+        return self._end.stats
 
     def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
@@ -232,8 +196,12 @@ class BlockingReceiver(_End[Receiver]):
             TimeoutError: None came in time; none is lost.
             ShippingClosedError: The receiver is closed.
         """
-        message = self._thread.run(self._end.receive(timeout))
-        return replace(message, _acknowledge=lambda: self._thread.call(message.ack))
+        message = self.run(self._end.receive(timeout))
+
+        async def acknowledge() -> None:
+            message.ack()
+
+        return replace(message, _acknowledge=lambda: self.run(acknowledge()))
 
     def __iter__(self) -> Iterator[Received]:
         while True:
@@ -242,7 +210,3 @@ class BlockingReceiver(_End[Receiver]):
             except ShippingClosedError:
                 return
             yield message
-
-    def close(self) -> None:
-        """As `Receiver.aclose`."""
-        self._close()

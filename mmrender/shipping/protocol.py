@@ -1,22 +1,34 @@
-"""The protocol between a sender and a receiver: small msgpack headers, one kind of which carries frames.
+"""The protocol between a sender and a receiver: msgpack headers, one kind of which carries frames.
 
 ```
 sender                                   receiver
 Hello     version, who, table       ->
                                     <-   Welcome    version, window, limits
 Data + frames                       ->
-                                    <-   Progress   taken by the consumer (credit comes back), acknowledged
+                                    <-   Taken      by the consumer: its room in the window is free
+                                    <-   Acked      acknowledged
                                     <-   Refused    this message cannot be used; not to be sent again
 Ping                                <->  Ping       after a while of silence
 Bye                                 <->  Bye        closing in good order
 ```
+
+Over shared memory also:
+
+```
+Segment + descriptor                ->              memory for frames
+Dropped                             ->              segments that are gone
+                                    <-   Freed      segments whose last view is gone
+```
+
+On the wire each is the magic `mmsp`, the length of the header as a little-endian u32, the header, and after a
+`Data` whose frames are not in a segment these, one after the other.
 
 After a lost connection the sender sends everything again that was not acknowledged, and the receiver drops
 what it has: a delivery is known by its sender's id and its sequence number, or by a key that the caller gave.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -29,15 +41,18 @@ from mmcodecs import Limits
 from mmrender.errors import ShippingConnectionError, ShippingProtocolError, ShippingSecurityError
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_KEY_BYTES: Final = 256
 MAX_UNACKED: Final = 4096
+MAX_FRAMES: Final = 4096 + 1
+"""A message of the codec has at most 4,096 payloads, and a head."""
+MAX_SEGMENTS: Final = 256
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
 
 SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Numbers = Annotated[list[Number], Meta(max_length=MAX_UNACKED)]
+Numbers = Annotated[list[Positive], Meta(max_length=MAX_SEGMENTS)]
 Text = Annotated[str, Meta(max_length=1000)]
 
 
@@ -91,20 +106,27 @@ class Data(_Header, frozen=True):
     """A message; its frames are those of the codec.
 
     `key` is the caller's idempotency key or empty, `digest` then that of the content. `kind` says what the
-    decoded value becomes.
+    decoded value becomes. `lengths` are those of the frames, which lie in `segment`, or follow if that is 0.
     """
 
     seq: Number
     key: Annotated[str, Meta(max_length=MAX_KEY_BYTES)]
     digest: Annotated[bytes, Meta(max_length=32)]
     kind: Annotated[str, Meta(max_length=32)]
+    lengths: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
+    segment: Number = 0
 
 
-class Progress(_Header, frozen=True):
-    """Numbers of messages that the consumer took, and that are acknowledged."""
+class Taken(_Header, frozen=True):
+    """The consumer took message `seq`."""
 
-    taken: Numbers
-    acked: Numbers
+    seq: Number
+
+
+class Acked(_Header, frozen=True):
+    """Message `seq` is acknowledged, and taken."""
+
+    seq: Number
 
 
 class Refused(_Header, frozen=True):
@@ -112,6 +134,25 @@ class Refused(_Header, frozen=True):
 
     seq: Number
     reason: Text
+
+
+class Segment(_Header, frozen=True):
+    """Memory of so many bytes; its descriptor is attached to the first byte of this message."""
+
+    number: Positive
+    num_bytes: Positive
+
+
+class Freed(_Header, frozen=True):
+    """Segments of which the receiver has no view any more."""
+
+    numbers: Numbers
+
+
+class Dropped(_Header, frozen=True):
+    """Segments that the sender has given up."""
+
+    numbers: Numbers
 
 
 class Ping(_Header, frozen=True):
@@ -125,7 +166,7 @@ class Bye(_Header, frozen=True):
     denied: bool = False
 
 
-Message = Hello | Welcome | Data | Progress | Refused | Ping | Bye
+Message = Hello | Welcome | Data | Taken | Acked | Refused | Segment | Freed | Dropped | Ping | Bye
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -210,13 +251,3 @@ class Notifier:
         """Wait until a condition holds."""
         while not condition():
             await self._event.wait()
-
-
-async def run_until_error(*work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines that end by an error only, cancel the others, and raise the first error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -20,27 +21,28 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
+from mmrender.shipping.address import Address, Listener, listen
+from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
     MAX_UNACKED,
     PLAIN,
     VERSION,
+    Acked,
     Bye,
     Data,
     Hello,
+    Message,
     Notifier,
-    Ping,
-    Progress,
     Refused,
+    Taken,
     Timing,
     Welcome,
     check_version,
     from_wire,
     out_of_turn,
-    run_until_error,
 )
-from mmrender.shipping.shared_memory import connection_maker
-from mmrender.shipping.stream import Address, Connection, Listener, listen
+from mmrender.shipping.shared_memory import connect
 
 Acknowledge: TypeAlias = Literal["taken", "explicit"]
 LIMITS: Final = Limits(max_bytes=2 << 30)
@@ -124,7 +126,6 @@ class _Incoming:
     value: Any
     num_bytes: int
     origins: "list[tuple[_Session, int]]"
-    taken: bool = False
 
 
 class Receiver:
@@ -197,10 +198,10 @@ class Receiver:
         self._seen: OrderedDict[str, bytes] = OrderedDict((name, b"") for name in seen)
         self._queue: deque[_Incoming] = deque()
         self._open: dict[str, _Incoming] = {}
+        self._pool = BufferPool()
         self._changed = Notifier()
         self._listener: Listener | None = None
-        self._tasks: dict[asyncio.Task[None], Connection] = {}
-        self._sessions: dict[bytes, _Session] = {}
+        self._sessions: set[_Session] = set()
         self._stats = ReceiverStats()
         self._closed = False
 
@@ -212,7 +213,8 @@ class Receiver:
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far."""
-        return replace(self._stats, queued=len(self._queue), connections=len(self._sessions))
+        connections = sum(each.sender != b"" for each in list(self._sessions))
+        return replace(self._stats, queued=len(self._queue), connections=connections)
 
     async def open(self) -> None:
         """Start to listen.
@@ -225,9 +227,7 @@ class Receiver:
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         if self._listener is None:
-            pool = BufferPool()
-            make = connection_maker(self.address, pool, self.limits)
-            self._listener = await listen(self.address, self._accept, ssl=self._ssl, pool=pool, make=make)
+            self._listener = await listen(self.address, self._ssl, self._accept)
 
     async def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
@@ -244,9 +244,8 @@ class Receiver:
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         entry = self._queue.popleft()
-        entry.taken = True
         session, seq = entry.origins[0]
-        session.took(seq)
+        session.took(seq, tell=self.ack == "explicit")
         self._changed.notify()
         message = Received(entry.value, entry.name, session.connection.peer, lambda: self._acknowledge(entry))
         entry.value = None
@@ -270,13 +269,10 @@ class Receiver:
         self._changed.notify()
         if self._listener is not None:
             self._listener.close()
-        tasks = dict(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        for connection in tasks.values():
-            await connection.aclose()  # a task that was cancelled before its first step has not done so
+        sessions = list(self._sessions)
+        await asyncio.gather(*(each.finish(Bye("the receiver was closed")) for each in sessions))
+        for session in sessions:
+            await session.end()
 
     async def __aenter__(self) -> Self:
         try:
@@ -291,34 +287,43 @@ class Receiver:
     ) -> None:
         await self.aclose()
 
-    def put(
-        self, name: str, digest: bytes, value: Any, num_bytes: int, origin: "tuple[_Session, int]"
-    ) -> None:
+    def _accept(self, sock: socket.socket, peer: str) -> None:
+        session = _Session(self, connect(sock, peer, self.address.scheme, self._pool, self.limits))
+        self._sessions.add(session)
+        session.task.add_done_callback(lambda _: self._left(session))
+
+    def _left(self, session: "_Session") -> None:
+        self._sessions.discard(session)
+        self._changed.notify()
+
+    def _put(self, session: "_Session", data: Data, name: str, value: Any) -> None:
         """Take in a message that has arrived whole, unless it is there already."""
+        num_bytes = sum(data.lengths)
         self._stats.messages += 1
         self._stats.received_bytes += num_bytes
         entry = self._open.get(name)
         known = self._seen.get(name) if entry is None else entry.digest
         if known is None:
-            self._open[name] = entry = _Incoming(name, digest, value, num_bytes, [origin])
+            entry = _Incoming(name, data.digest, value, num_bytes, [(session, data.seq)])
+            self._open[name] = entry
             self._queue.append(entry)
             self._changed.notify()
             return
-        if known and digest != known:
+        if known and data.digest != known:
             raise ShippingProtocolError(
                 "the idempotency key was used for other content",
                 where=f"id {name!r}",
                 remedy="Give each message a key of its own, or none",
             )
         self._stats.duplicates += 1
-        session, seq = origin
-        session.took(seq)
+        session.took(data.seq, tell=entry is not None)
         if entry is None:
-            session.finished(seq)
+            session.post(Acked(data.seq))
         else:
             # The first one's window holds the place in the queue; the others hear of the acknowledgement.
             first, *others = entry.origins
-            entry.origins = [first, *(each for each in others if not each[0].closed), origin]
+            live = [origin for origin in others if origin[0] in self._sessions]
+            entry.origins = [first, *live, (session, data.seq)]
 
     def _acknowledge(self, entry: _Incoming) -> None:
         if self._open.get(entry.name) is not entry:
@@ -334,138 +339,121 @@ class Receiver:
         while len(self._seen) > self._dedup_window:
             self._seen.popitem(last=False)
         for session, seq in entry.origins:
-            session.finished(seq)
+            session.post(Acked(seq))
 
-    def _accept(self, connection: Connection) -> None:
-        async def converse() -> None:
-            await self._converse(connection, task)
+    async def _admit(self, session: "_Session", sender: bytes) -> None:
+        """Let a sender in once it has no other session, and dead ones have not left too much in the queue."""
 
-        task = asyncio.get_running_loop().create_task(converse())
-        self._tasks[task] = connection
-        task.add_done_callback(self._tasks.pop)
-
-    async def _converse(self, connection: Connection, task: asyncio.Task[None]) -> None:
-        """Serve one connection; an error ends that one only."""
-        try:
-            await self._serve(connection, task)
-        except ShippingConnectionError as error:
-            _log.debug("%s", error)
-        except MMRenderError as error:
-            self._stats.refused += 1
-            self.errors.append(error)
-            _log.warning("a connection was closed: %s", error)
-            bye = Bye(str(error)[:1000], isinstance(error, ShippingSecurityError))
-            with contextlib.suppress(MMRenderError, TimeoutError):
-                async with asyncio.timeout(self.timing.goodbye):
-                    await connection.send(bye)
-        finally:
-            await connection.aclose()
-
-    async def _serve(self, connection: Connection, task: asyncio.Task[None]) -> None:
         def may_grow() -> bool:
-            # No window bounds what lost connections have left in the queue.
-            orphaned = [entry.num_bytes for entry in self._queue if entry.origins[0][0].closed]
-            few = len(orphaned) < _ORPHANED_MESSAGES
-            return few and sum(orphaned) < _ORPHANED_WINDOWS * self.window_bytes
+            left = [each.num_bytes for each in self._queue if each.origins[0][0] not in self._sessions]
+            return len(left) < _ORPHANED_MESSAGES and sum(left) < _ORPHANED_WINDOWS * self.window_bytes
 
-        if self._closed or len(self._tasks) > self._max_connections:
-            raise ShippingConnectionError("too many connections", where=connection.peer)
-        try:
-            async with asyncio.timeout(self.timing.handshake):
-                hello, _ = await connection.receive(lambda: 0)
-                if not isinstance(hello, Hello):
-                    raise out_of_turn(hello, connection.peer)
-                check_version(hello.version, connection.peer)
-                earlier = self._sessions.get(hello.sender)
-                if earlier is not None:
-                    # A sender that comes again has lost its earlier connection, however that looks from here.
-                    earlier.closed = True
-                    earlier.task.cancel()
-                    await asyncio.wait([earlier.task])
-                await self._changed.wait_until(may_grow)
-        except TimeoutError as error:
-            raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
-        session = self._sessions[hello.sender] = _Session(self, connection, task, hello.sender.hex())
-        try:
-            await session.run(min(hello.table_bytes, self.table_bytes))
-        finally:
-            if self._sessions.get(hello.sender) is session:
-                del self._sessions[hello.sender]
-            session.closed = True
-            self._changed.notify()
+        for earlier in [each for each in self._sessions if each.sender == sender]:
+            # A sender that comes again has lost its earlier connection, however that looks from here.
+            await earlier.end()
+        session.sender = sender
+        await self._changed.wait_until(may_grow)
+
+    def _refuse(self, error: MMRenderError) -> None:
+        """Note why a connection is closed."""
+        if isinstance(error, ShippingConnectionError):
+            _log.debug("%s", error)
+            return
+        self._stats.refused += 1
+        self.errors.append(error)
+        _log.warning("a connection was closed: %s", error)
 
 
 class _Session:
-    """One connection of a sender, after its Hello: takes in its messages, and answers."""
+    """One connection of a sender: takes in its messages, and answers.
 
-    def __init__(
-        self, receiver: Receiver, connection: Connection, task: "asyncio.Task[None]", sender: str
-    ) -> None:
-        self.task = task
+    Attributes:
+        sender: Its id; empty until it has said Hello.
+        task: Ends with the connection.
+    """
+
+    def __init__(self, receiver: Receiver, connection: Connection) -> None:
+        self.sender = b""
         self.connection = connection
-        self.closed = False
         self._receiver = receiver
-        self._sender = sender
         # Long frames have buffers of their own, which the table may hold; segments go back to their sender.
         own_buffers = receiver.address.scheme != "shm"
         self._decoder = Decoder(
             table_bytes=receiver.table_bytes, keep_views=own_buffers, limits=receiver.limits
         )
-        self._in_window: dict[int, int] = {}
-        self._taken: list[int] = []
-        self._acked: list[int] = []
-        self._changed = Notifier()
+        self._window: dict[int, int] = {}
+        self.task = asyncio.get_running_loop().create_task(self._run())
 
-    async def run(self, table_bytes: int) -> None:
-        """Serve the connection."""
-        owner = self._receiver
-        welcome = Welcome(
-            VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes
-        )
+    def post(self, message: Message) -> None:
+        """Tell the sender something."""
+        self.connection.post(message)
+
+    def took(self, seq: int, *, tell: bool) -> None:
+        """Note that the consumer took a message: its place in the window is free, as an Acked says, too."""
+        self._window.pop(seq, None)
+        if tell:
+            self.post(Taken(seq))
+
+    async def finish(self, message: Message) -> None:
+        """Send a last message, if the sender reads it in time."""
+        await self.connection.finish(message, self._receiver.timing.goodbye)
+
+    async def end(self) -> None:
+        """Close the connection at once."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        self.connection.close()  # a task that was cancelled before its first step has not done so
+
+    async def _run(self) -> None:
+        """Serve the connection; an error ends this one only."""
+        with contextlib.suppress(MMRenderError):
+            await self.connection.run(self._serve(), self._receiver.timing)
+
+    async def _serve(self) -> None:
         try:
-            await self.connection.send(welcome)
-            await run_until_error(self._read(), self._answer(), self.connection.keep_alive(owner.timing))
-        except asyncio.CancelledError:
-            if not self.closed:
-                with contextlib.suppress(MMRenderError, TimeoutError):
-                    async with asyncio.timeout(owner.timing.goodbye):
-                        await self._tell_progress()
-                        await self.connection.send(Bye("the receiver was closed"))
+            await self._greet()
+            while True:
+                await self._take_in()
+        except MMRenderError as error:
+            self._receiver._refuse(error)
+            if not isinstance(error, ShippingConnectionError):
+                await self.finish(Bye(str(error)[:1000], isinstance(error, ShippingSecurityError)))
             raise
 
-    def took(self, seq: int) -> None:
-        """The consumer took a message: its place in the window is free."""
-        self._in_window.pop(seq, None)
-        self._taken.append(seq)
-        self._changed.notify()
+    async def _greet(self) -> None:
+        owner, connection = self._receiver, self.connection
+        if owner._closed or len(owner._sessions) > owner._max_connections:
+            raise ShippingConnectionError("too many connections", where=connection.peer)
+        try:
+            async with asyncio.timeout(owner.timing.handshake):
+                hello, _ = await connection.receive()
+                if not isinstance(hello, Hello):
+                    raise out_of_turn(hello, connection.peer)
+                check_version(hello.version, connection.peer)
+                await owner._admit(self, hello.sender)
+        except TimeoutError as error:
+            raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
+        table_bytes = min(hello.table_bytes, owner.table_bytes)
+        self.post(
+            Welcome(VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes)
+        )
 
-    def finished(self, seq: int) -> None:
-        """A message is acknowledged."""
-        self._acked.append(seq)
-        self._changed.notify()
-
-    async def _read(self) -> None:
-        owner = self._receiver
-
-        def allowance() -> int:
-            if not self._in_window:
-                return owner.limits.max_bytes
-            return max(0, owner.window_bytes - sum(self._in_window.values()))
-
-        while True:
-            message, frames = await self.connection.receive(allowance)
-            if isinstance(message, Data):
-                await self._take_in(message, frames)
-            elif not isinstance(message, Ping):
-                raise out_of_turn(message, self.connection.peer)
-            # Or the last message would keep its memory from the pool until the next one comes.
-            del message, frames
-
-    async def _take_in(self, data: Data, frames: list[memoryview]) -> None:
+    async def _take_in(self) -> None:
+        """Take in the next message."""
         owner, peer = self._receiver, self.connection.peer
-        name = data.key or f"{self._sender}:{data.seq}"
-        full = len(self._in_window) >= owner.window_messages
-        if full or data.seq in self._in_window or not name.isprintable():
+
+        def room() -> int:
+            if not self._window:
+                return owner.limits.max_bytes
+            return max(0, owner.window_bytes - sum(self._window.values()))
+
+        await self.connection.sent(but=MAX_UNACKED)  # a peer that does not read is not read from
+        data, frames = await self.connection.receive(room)
+        if not isinstance(data, Data):
+            raise out_of_turn(data, peer)
+        name = data.key or f"{self.sender.hex()}:{data.seq}"
+        full = len(self._window) >= owner.window_messages
+        if full or data.seq in self._window or not name.isprintable():
             raise ShippingProtocolError(
                 "a message beyond the window",
                 where=peer,
@@ -477,26 +465,13 @@ class _Session:
             value = from_wire(data.kind, self._decoder.decode(frames))
         except Exception as error:
             # The sender is told, or it would come back with the same message again and again.
-            with contextlib.suppress(ShippingError):
-                await self.connection.send(Refused(data.seq, str(error)[:1000]))
+            self.post(Refused(data.seq, str(error)[:1000]))
             raise ShippingProtocolError(
                 "a message that cannot be used", where=f"message {name!r} from {peer}", got=str(error)
             ) from error
-        num_bytes = sum(frame.nbytes for frame in frames)
-        self._in_window[data.seq] = num_bytes
+        self._window[data.seq] = sum(data.lengths)
         try:
-            owner.put(name, data.digest, value, num_bytes, (self, data.seq))
+            owner._put(self, data, name, value)
         except ShippingProtocolError as error:
-            self._in_window.pop(data.seq)
-            await self.connection.send(Refused(data.seq, str(error)[:1000]))
-
-    async def _answer(self) -> None:
-        while True:
-            await self._changed.wait_until(lambda: bool(self._taken or self._acked))
-            await self._tell_progress()
-
-    async def _tell_progress(self) -> None:
-        while self._taken or self._acked:
-            taken, self._taken = self._taken[:MAX_UNACKED], self._taken[MAX_UNACKED:]
-            acked, self._acked = self._acked[:MAX_UNACKED], self._acked[MAX_UNACKED:]
-            await self.connection.send(Progress(taken, acked))
+            self._window.pop(data.seq)
+            self.post(Refused(data.seq, str(error)[:1000]))

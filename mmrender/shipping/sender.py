@@ -7,48 +7,51 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from ssl import SSLContext
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, Final, Self, TypedDict
+
+import msgspec
 
 import mmcodecs
 from mmcodecs import BufferPool, Encoder, Limits
 from mmcodecs.values import DEFAULT_LIMITS
 from mmrender.errors import (
-    MMRenderError,
     ShippingClosedError,
     ShippingConnectionError,
     ShippingError,
     ShippingProtocolError,
     ShippingSecurityError,
 )
+from mmrender.shipping.address import Address, dial
+from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
     MAX_KEY_BYTES,
     MAX_UNACKED,
     VERSION,
+    Acked,
     Bye,
     Data,
     Hello,
     Notifier,
-    Ping,
-    Progress,
     Refused,
+    Taken,
     Timing,
     Welcome,
     check_version,
     content_digest,
     out_of_turn,
-    run_until_error,
     to_wire,
 )
-from mmrender.shipping.shared_memory import connection_maker
-from mmrender.shipping.stream import Address, Connection, dial
+from mmrender.shipping.shared_memory import connect
 
-_MAX_FAILURES = 1024
+_MAX_FAILURES: Final = 1024
 
 
+@dataclass(slots=True, eq=False)
 class Delivery:
     """One message in flight. `await` it for the receiver's acknowledgement.
 
@@ -57,26 +60,34 @@ class Delivery:
 
     Attributes:
         id: The idempotency key that was given, or else sender and sequence number.
+        data: The header of the message.
         error: Why it failed.
         reported: Whether awaiting it has raised the error, which `Sender.flush` then leaves out.
         settled: Set once it was acknowledged or has failed.
     """
 
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self.error: ShippingError | None = None
-        self.reported = False
-        self.settled = asyncio.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it was acknowledged or has failed."""
-        return self.settled.is_set()
+    id: str
+    data: Data
+    error: ShippingError | None = None
+    reported: bool = False
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    # The value until it is settled, and its frames as `_encoder` wrote them. The table of an encoder is that
+    # of one connection: with another, or None, they must be written again.
+    _wire: Any = None
+    _frames: list[memoryview] = field(default_factory=list)
+    _encoder: Encoder | None = None
+    _num_bytes: int = 0
+    _sent: bool = False
 
     @property
     def acknowledged(self) -> bool:
         """Whether the receiver has acknowledged it."""
         return self.done and self.error is None
+
+    @property
+    def done(self) -> bool:
+        """Whether it was acknowledged or has failed."""
+        return self.settled.is_set()
 
     def check(self) -> None:
         """Raise the error of a message that has failed."""
@@ -108,26 +119,6 @@ class SenderStats:
     refused: int = 0
     connections: int = 0
     sent_bytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Outgoing:
-    """A message until it is settled.
-
-    `frames` were written by `encoder`, whose table is that of one connection; with another encoder, or None,
-    they must be written again.
-    """
-
-    seq: int
-    kind: str
-    wire: Any
-    key: str
-    digest: bytes
-    delivery: Delivery
-    frames: list[memoryview]
-    encoder: Encoder | None
-    num_bytes: int
-    attempts: int = 0
 
 
 class SenderOptions(TypedDict, total=False):
@@ -193,30 +184,33 @@ class Sender:
         self._pool = BufferPool()
         self._id = uuid.uuid4().bytes
         self._next = 0
-        self._entries: dict[int, _Outgoing] = {}
+        # What is not settled, by number; of that, what has still to go out over this connection; and what the
+        # receiver has in its window, with the bytes.
+        self._unacked: dict[int, Delivery] = {}
         self._unacked_bytes = 0
-        self._waiting: deque[_Outgoing] = deque()
+        self._waiting: deque[Delivery] = deque()
         self._window: dict[int, int] = {}
-        self._encoder: Encoder | None = None
         self._connection: Connection | None = None
+        self._welcome: Welcome | None = None
+        self._encoder: Encoder | None = None
         self._task: asyncio.Task[None] | None = None
         self._changed = Notifier()
         self._fatal: ShippingSecurityError | None = None
         self._last_error: ShippingError | None = None
-        self._failures: list[Delivery] = []
+        self._failures: deque[Delivery] = deque(maxlen=_MAX_FAILURES)
         self._stats = SenderStats()
         self._closed = False
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection right now."""
-        return self._connection is not None
+        return self._welcome is not None
 
     @property
     def stats(self) -> SenderStats:
         """Figures so far."""
         sent_bytes = self._stats.sent_bytes + (self._connection.sent_bytes if self._connection else 0)
-        return replace(self._stats, unacked=len(self._entries), sent_bytes=sent_bytes)
+        return replace(self._stats, unacked=len(self._unacked), sent_bytes=sent_bytes)
 
     async def connect(self, timeout: float | None = 30.0) -> None:
         """Start connecting, and wait for the first connection.
@@ -234,7 +228,7 @@ class Sender:
             return
         try:
             async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: bool(self.connected or self._closed or self._fatal))
+                await self._changed.wait_until(lambda: self.connected or self._over)
         except TimeoutError as error:
             raise self._unreached(f"for {timeout:g} s") from (self._last_error or error)
         self._check()
@@ -274,25 +268,25 @@ class Sender:
         digest = b"" if id is None else content_digest(wire, self._limits)
 
         def may_go_on() -> bool:
-            few = len(self._entries) < self._max_unacked_messages
-            room = not self._entries or (few and self._unacked_bytes < self._max_unacked_bytes)
-            return room or self._closed or self._fatal is not None
+            few = len(self._unacked) < self._max_unacked_messages
+            room = not self._unacked or (few and self._unacked_bytes < self._max_unacked_bytes)
+            return room or self._over
 
         await self._changed.wait_until(may_go_on)
         self._check()
         # Messages are encoded in the order in which they are sent. So while some wait to be encoded for the
         # next connection, this one is encoded without a table, to see that it can be.
-        in_turn = not self._waiting or self._waiting[-1].encoder is self._encoder
-        encoder = self._encoder if in_turn else None
-        frames = self._encoded(wire, encoder)
-        self._next += 1
-        delivery = Delivery(id or f"{self._id.hex()}:{self._next}")
-        num_bytes = sum(frame.nbytes for frame in frames)
-        entry = _Outgoing(self._next, kind, wire, id or "", digest, delivery, frames, encoder, num_bytes)
-        self._entries[entry.seq] = entry
-        self._unacked_bytes += num_bytes
-        self._waiting.append(entry)
-        self._changed.notify()
+        in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
+        seq = self._next + 1
+        data = Data(seq, id or "", digest, kind, [])
+        delivery = Delivery(id or f"{self._id.hex()}:{seq}", data, _wire=wire)
+        self._encode(delivery, self._encoder if in_turn else None)
+        delivery._num_bytes = sum(delivery.data.lengths)
+        self._next = seq
+        self._unacked[seq] = delivery
+        self._unacked_bytes += delivery._num_bytes
+        self._waiting.append(delivery)
+        self._send_on()
         return delivery
 
     async def flush(self, timeout: float | None = None) -> None:
@@ -310,14 +304,14 @@ class Sender:
         """
         try:
             async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: bool(not self._entries or self._closed or self._fatal))
+                await self._changed.wait_until(lambda: not self._unacked or self._over)
         except TimeoutError as error:
-            got = f"{len(self._entries)} messages after {timeout:g} s"
+            got = f"{len(self._unacked)} messages after {timeout:g} s"
             raise self._unreached(got) from (self._last_error or error)
-        failures, self._failures = self._failures, []
-        for delivery in failures:
-            if not delivery.reported and delivery.error is not None:
-                raise delivery.error
+        failures = [each for each in self._failures if not each.reported]
+        self._failures.clear()
+        if failures and failures[0].error is not None:
+            raise failures[0].error
         if self._fatal is not None:
             raise self._fatal
 
@@ -333,16 +327,18 @@ class Sender:
         if self._closed:
             return
         try:
-            if timeout != 0 and (self._entries or self._failures):
+            if timeout != 0 and (self._unacked or self._failures):
                 await self.flush(timeout)
         finally:
             self._closed = True
-            for entry in list(self._entries.values()):
-                self._settle(entry, ShippingClosedError("the sender was closed before this was acknowledged"))
+            closed = ShippingClosedError("the sender was closed before this was acknowledged")
+            for delivery in list(self._unacked.values()):
+                self._settle(delivery, closed)
+            if self._connection is not None:
+                await self._connection.finish(Bye("the sender was closed"), self._timing.goodbye)
             if self._task is not None:
                 self._task.cancel()
                 await asyncio.wait([self._task])
-            self._changed.notify()
 
     async def __aenter__(self) -> Self:
         try:
@@ -361,6 +357,10 @@ class Sender:
         # Messages sent before the error have a moment to arrive; the error is what the caller must see.
         with contextlib.suppress(ShippingError):
             await self.aclose(self._timing.goodbye)
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._fatal is not None
 
     def _start(self) -> None:
         """Connect in the background, if that has not begun."""
@@ -382,172 +382,129 @@ class Sender:
             got=f"{got}{last}",
         )
 
-    def _encoded(self, wire: Any, encoder: Encoder | None) -> list[memoryview]:
-        if encoder is not None:
-            frames = encoder.encode_frames(wire)
-        else:
-            frames = mmcodecs.encode_frames(wire, limits=self._limits)
-        return [memoryview(frame) for frame in frames]
+    def _encode(self, delivery: Delivery, encoder: Encoder | None) -> None:
+        write = encoder.encode_frames if encoder else partial(mmcodecs.encode_frames, limits=self._limits)
+        delivery._frames = [memoryview(frame) for frame in write(delivery._wire)]
+        delivery._encoder = encoder
+        delivery.data = msgspec.structs.replace(
+            delivery.data, lengths=[frame.nbytes for frame in delivery._frames]
+        )
 
     async def _run(self) -> None:
         """Connect again and again; returns when the receiver does not let this sender in."""
         wait = self._timing.first_retry
-        while True:
+        while not self._over:
             started = time.monotonic()
             try:
-                connection, welcome = await self._open()
+                async with asyncio.timeout(self._timing.handshake):
+                    sock = await dial(self.address, self._ssl)
+                connection = connect(sock, str(self.address), self.address.scheme, self._pool, self._limits)
+                await connection.run(self._serve(connection), self._timing)
             except ShippingSecurityError as error:
                 self._fatal = error
-                for entry in list(self._entries.values()):
-                    self._fail(entry, error)
-                self._changed.notify()
-                return
+                for delivery in list(self._unacked.values()):
+                    self._fail(delivery, error)
             except ShippingError as error:
                 self._last_error = error
-            else:
-                await self._serve(connection, welcome)
-            if self._closed:  # a cancellation is lost where the connection breaks at the same moment
-                return
+                if self._ssl is not None and not self.connected:
+                    error.remedy = "A receiver that does not know this side's certificate closes so, too"
+            except TimeoutError:
+                self._last_error = ShippingConnectionError("no answer in time", where=str(self.address))
+            finally:
+                if self._connection is not None:
+                    self._stats.sent_bytes += self._connection.sent_bytes
+                self._connection = self._welcome = self._encoder = None
+                self._changed.notify()
             if time.monotonic() - started > 2 * wait + 1.0:
                 wait = self._timing.first_retry
             # Workers whose trainer is back must not all connect at the same moment.
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
             wait = min(2 * wait, self._timing.last_retry)
 
-    async def _open(self) -> tuple[Connection, Welcome]:
-        make = connection_maker(self.address, self._pool, self._limits)
-        connection: Connection | None = None
-        try:
-            async with asyncio.timeout(self._timing.handshake):
-                connection = await dial(self.address, ssl=self._ssl, pool=self._pool, make=make)
-                await connection.send(Hello(VERSION, self._id, self._table_bytes))
-                welcome, _ = await connection.receive(lambda: 0)
-            if not isinstance(welcome, Welcome):
-                raise out_of_turn(welcome, connection.peer)
-            check_version(welcome.version, connection.peer)
-            return connection, welcome
-        except BaseException as error:
-            if connection is not None:
-                await connection.aclose()
-                if self._ssl is not None and isinstance(error, ShippingConnectionError):
-                    error.remedy = "A receiver that does not know this side's certificate closes so, too"
-            if isinstance(error, TimeoutError):
-                raise ShippingConnectionError("no answer in time", where=str(self.address)) from error
-            raise
-
-    async def _serve(self, connection: Connection, welcome: Welcome) -> None:
+    async def _serve(self, connection: Connection) -> None:
         """Use a connection until it ends."""
-        self._stats.connections += 1
         self._connection = connection
-        self._encoder = Encoder(
-            table_bytes=min(self._table_bytes, welcome.table_bytes),
-            share_from=self._share_from,
-            limits=self._limits,
-        )
+        connection.post(Hello(VERSION, self._id, self._table_bytes))
+        async with asyncio.timeout(self._timing.handshake):
+            welcome, _ = await connection.receive()
+        if not isinstance(welcome, Welcome):
+            raise out_of_turn(welcome, connection.peer)
+        check_version(welcome.version, connection.peer)
+        self._stats.connections += 1
+        self._welcome = welcome
+        table_bytes = min(self._table_bytes, welcome.table_bytes)
+        self._encoder = Encoder(table_bytes=table_bytes, share_from=self._share_from, limits=self._limits)
         self._window.clear()
-        self._waiting = deque(self._entries.values())
+        self._waiting = deque(self._unacked.values())
         self._changed.notify()
-        try:
-            await run_until_error(
-                self._write(connection, welcome, self._encoder),
-                self._read(connection),
-                connection.keep_alive(self._timing),
-            )
-        except ShippingError as error:
-            self._last_error = error
-        except asyncio.CancelledError:
-            with contextlib.suppress(MMRenderError, TimeoutError):
-                async with asyncio.timeout(self._timing.goodbye):
-                    await connection.send(Bye("the sender was closed"))
-            raise
-        finally:
-            self._connection = None
-            self._encoder = None
-            self._stats.sent_bytes += connection.sent_bytes
-            await connection.aclose()
-
-    async def _write(self, connection: Connection, welcome: Welcome, encoder: Encoder) -> None:
+        self._send_on()
         while True:
-            await self._changed.wait_until(lambda: bool(self._waiting))
-            entry = self._waiting[0]
-            if entry.seq not in self._entries:  # it has failed
-                self._waiting.popleft()
-                continue
+            message, _ = await connection.receive()
+            if not isinstance(message, Taken | Acked | Refused):
+                raise out_of_turn(message, connection.peer)
+            self._window.pop(message.seq, None)
+            delivery = self._unacked.get(message.seq)
+            if delivery is not None and isinstance(message, Acked):
+                self._stats.acknowledged += 1
+                self._settle(delivery, None)
+            elif delivery is not None and isinstance(message, Refused):
+                problem = ShippingProtocolError(
+                    "the receiver cannot use this message",
+                    where=f"message {delivery.id!r} to {connection.peer}",
+                    got=message.reason,
+                )
+                self._fail(delivery, problem)
+            self._send_on()
+
+    def _send_on(self) -> None:
+        """Hand what waits to the connection, as much as the receiver has room for."""
+        connection, welcome, encoder = self._connection, self._welcome, self._encoder
+        while self._waiting and connection is not None and welcome is not None and encoder is not None:
+            delivery = self._waiting[0]
             try:
-                if entry.encoder is not encoder:
-                    entry.frames, entry.encoder = self._encoded(entry.wire, encoder), encoder
+                if delivery._encoder is not encoder and not delivery.done:
+                    self._encode(delivery, encoder)
             except mmcodecs.CodecError as error:
                 problem = ShippingProtocolError(
                     "the message could be encoded when it was given, and cannot be any more",
-                    where=f"message {entry.delivery.id!r}",
+                    where=f"message {delivery.id!r}",
                     got=str(error),
                     remedy="Leave a value alone until it is acknowledged",
                 )
-                self._fail(entry, problem)
-                continue
-            wire_bytes = sum(frame.nbytes for frame in entry.frames)
-            if wire_bytes > welcome.max_bytes:
+                self._fail(delivery, problem)
+            num_bytes = sum(delivery.data.lengths)
+            if num_bytes > welcome.max_bytes and not delivery.done:
                 problem = ShippingProtocolError(
                     "the message is longer than the receiver takes",
-                    where=f"message {entry.delivery.id!r} to {connection.peer}",
+                    where=f"message {delivery.id!r} to {connection.peer}",
                     expected=f"at most {welcome.max_bytes} bytes",
-                    got=str(wire_bytes),
+                    got=str(num_bytes),
                     remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
                 )
-                self._fail(entry, problem)
+                self._fail(delivery, problem)
                 # The arrays that it would have brought are in no table of the receiver's.
                 encoder.reset()
                 for each in self._waiting:
-                    each.encoder = None
-                continue
-
-            def may_send(wire_bytes: int = wire_bytes) -> bool:
-                few = len(self._window) < welcome.window_messages
-                fits = sum(self._window.values()) + wire_bytes <= welcome.window_bytes
-                return not self._window or (few and fits)
-
-            await self._changed.wait_until(may_send)
+                    each._encoder = None
+            if not delivery.done:
+                fits = sum(self._window.values()) + num_bytes <= welcome.window_bytes
+                if self._window and not (fits and len(self._window) < welcome.window_messages):
+                    return
+                self._stats.resent += delivery._sent
+                delivery._sent = True
+                self._window[delivery.data.seq] = num_bytes
+                connection.post(delivery.data, delivery._frames)
             self._waiting.popleft()
-            self._window[entry.seq] = wire_bytes
-            entry.attempts += 1
-            self._stats.resent += entry.attempts > 1
-            await connection.send(Data(entry.seq, entry.key, entry.digest, entry.kind), entry.frames)
 
-    async def _read(self, connection: Connection) -> None:
-        while True:
-            message, _ = await connection.receive(lambda: 0)
-            if isinstance(message, Progress):
-                for seq in [*message.taken, *message.acked]:
-                    self._window.pop(seq, None)
-                for seq in message.acked:
-                    if seq in self._entries:
-                        self._stats.acknowledged += 1
-                        self._settle(self._entries[seq], None)
-                self._changed.notify()
-            elif isinstance(message, Refused):
-                entry = self._entries.get(message.seq)
-                if entry is not None:
-                    problem = ShippingProtocolError(
-                        "the receiver cannot use this message",
-                        where=f"message {entry.delivery.id!r} to {connection.peer}",
-                        got=message.reason,
-                    )
-                    self._fail(entry, problem)
-            elif not isinstance(message, Ping):
-                raise out_of_turn(message, connection.peer)
-
-    def _fail(self, entry: _Outgoing, error: ShippingError) -> None:
+    def _fail(self, delivery: Delivery, error: ShippingError) -> None:
         self._stats.refused += 1
-        self._settle(entry, error)
-        if len(self._failures) >= _MAX_FAILURES:
-            self._failures = [each for each in self._failures if not each.reported]
-        if len(self._failures) < _MAX_FAILURES:
-            self._failures.append(entry.delivery)
+        self._failures.append(delivery)
+        self._settle(delivery, error)
 
-    def _settle(self, entry: _Outgoing, error: ShippingError | None) -> None:
-        del self._entries[entry.seq]
-        self._unacked_bytes -= entry.num_bytes
-        self._window.pop(entry.seq, None)
-        entry.delivery.error = error
-        entry.delivery.settled.set()
+    def _settle(self, delivery: Delivery, error: ShippingError | None) -> None:
+        del self._unacked[delivery.data.seq]
+        self._unacked_bytes -= delivery._num_bytes
+        self._window.pop(delivery.data.seq, None)
+        delivery.error, delivery._wire, delivery._frames = error, None, []
+        delivery.settled.set()
         self._changed.notify()

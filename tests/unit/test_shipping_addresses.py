@@ -7,7 +7,7 @@ import pytest
 
 from mmrender.errors import ShippingError
 from mmrender.shipping import Receiver, Sender
-from mmrender.shipping.stream import Address
+from mmrender.shipping.address import Address
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 import fcntl
 import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
 
 from mmrender.errors import ShippingProtocolError
-from mmrender.shipping.shared_memory import MappedSegments, Segment, SegmentPool
+from mmrender.shipping.shared_memory import MappedSegments, OwnSegment, SegmentPool
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
 MB = 1 << 20
@@ -36,9 +37,19 @@ def test_segments_are_used_again_and_bounded():
     assert pool.num_bytes == 0
 
 
+class Released:
+    """What was released, as a connection would hear of it."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def note(self, number):
+        self.numbers.append(number)
+
+
 def test_a_lease_is_released_when_its_last_view_dies():
-    segment = Segment(7, MB)
-    maps = MappedSegments("peer", 8 * MB)
+    segment, released = OwnSegment(7, MB), Released()
+    maps = MappedSegments("peer", 8 * MB, released.note)
     maps.add(7, MB, segment.fd)
     segment.data[:4] = [1, 2, 3, 4]
     view = maps.lease(7, 4)
@@ -49,17 +60,33 @@ def test_a_lease_is_released_when_its_last_view_dies():
         maps.lease(7, 4)  # while it is looked at
     del view
     gc.collect()
-    assert maps.take_released() == []
+    assert released.numbers == []
     del array
-    assert maps.take_released() == [7]
+    assert released.numbers == [7]
+    maps.give_back(7)
     assert bytes(maps.lease(7, 2)) == b"\x01\x02"
     os.close(segment.fd)
     maps.close()
 
 
+def test_a_view_keeps_nothing_alive_of_the_connection_that_waits_for_its_end():
+    segment, released = OwnSegment(1, MB), Released()
+    maps = MappedSegments("peer", 8 * MB, released.note)
+    maps.add(1, MB, segment.fd)
+    view = maps.lease(1, 4)
+    gone = weakref.ref(released)
+    del released
+    gc.collect()
+    assert gone() is None
+    del view  # with nobody to tell
+    os.close(segment.fd)
+    maps.close()
+
+
 def test_what_a_receiver_must_not_map_is_refused():
-    maps = MappedSegments("peer", 4 * MB)
-    sound = Segment(1, MB)
+    released = Released()
+    maps = MappedSegments("peer", 4 * MB, released.note)
+    sound = OwnSegment(1, MB)
     plain = os.memfd_create("plain", os.MFD_ALLOW_SEALING)
     os.ftruncate(plain, MB)
     try:
@@ -71,7 +98,6 @@ def test_what_a_receiver_must_not_map_is_refused():
         for number, num_bytes, problem in (
             (1, 2 * MB, "cannot be used"),
             (1, 5 * MB, "too many"),
-            (1, 0, "cannot be used"),
         ):
             with pytest.raises(ShippingProtocolError, match=problem):
                 maps.add(number, num_bytes, sound.fd)
@@ -87,7 +113,7 @@ def test_what_a_receiver_must_not_map_is_refused():
 
 
 def test_a_sender_cannot_cut_off_what_it_has_shared():
-    segment = Segment(1, MB)
+    segment = OwnSegment(1, MB)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 10)
     with pytest.raises(PermissionError):
@@ -97,7 +123,7 @@ def test_a_sender_cannot_cut_off_what_it_has_shared():
 
 def test_nothing_appears_in_dev_shm():
     before = {name for name in os.listdir("/dev/shm") if "mmrender" in name}
-    segment = Segment(1, MB)
+    segment = OwnSegment(1, MB)
     assert {name for name in os.listdir("/dev/shm") if "mmrender" in name} == before
     assert "memfd:mmrender" in os.readlink(f"/proc/self/fd/{segment.fd}")
     os.close(segment.fd)
