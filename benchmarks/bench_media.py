@@ -26,13 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
 from mmrender.errors import MMRenderError  # noqa: E402
-from mmrender.media.cache import MediaCache  # noqa: E402
-from mmrender.media.load import LoadedImage  # noqa: E402
+from mmrender.media.load import load_image  # noqa: E402
 from mmrender.media.pixels import ImageBackend  # noqa: E402
 from mmrender.media.policy import MediaPolicy  # noqa: E402
 from mmrender.media.processor import MediaProcessor  # noqa: E402
 from mmrender.media.processors.registry import load_processor  # noqa: E402
-from mmrender.media.resolve import MediaResolver  # noqa: E402
+from mmrender.media.resolve import MediaCache, MediaResolver  # noqa: E402
 from mmrender.messages import ImagePart  # noqa: E402
 from mmrender.testing.reference import (  # noqa: E402
     has_reference_backend,
@@ -63,7 +62,7 @@ def contenders(
     target = np.empty_like(expanded)
 
     def cold() -> Any:
-        return processor.process(LoadedImage(image=image))
+        return processor.process(load_image(image))
 
     timed: dict[str, Callable[[], object]] = {
         "uint8": cold,
@@ -106,7 +105,7 @@ def bench(directory: Path, backend: ImageBackend, rounds: int) -> list[dict[str,
     for width, height in SIZES:
         image = make_image(width, height)
         times = medians(contenders(processor, reference, image), rounds)
-        item = processor.process(LoadedImage(image=image))
+        item = processor.process(load_image(image))
         full = item.tensors()["pixel_values"].nbytes
         rows.append(
             {

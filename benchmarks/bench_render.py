@@ -37,10 +37,9 @@ from measure import Clock, Contender, machine, medians, memcpy_seconds, shown_ms
 from render_cases import CASES, LARGE, SIZES, Case, make_conversation, make_image  # noqa: E402
 from render_contenders import Ours, Peer, Reference  # noqa: E402
 
-from mmrender.media.cache import MediaCache  # noqa: E402
 from mmrender.media.pixels import ImageBackend  # noqa: E402
 from mmrender.media.policy import MediaPolicy  # noqa: E402
-from mmrender.media.resolve import MediaResolver  # noqa: E402
+from mmrender.media.resolve import MediaCache, MediaResolver  # noqa: E402
 from mmrender.messages import ImagePart  # noqa: E402
 from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402
 

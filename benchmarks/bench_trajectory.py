@@ -27,11 +27,11 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ from measure import shown_ms, table  # noqa: E402
 import mmcodecs  # noqa: E402
 from mmrender.media.item import PatchItem, PatchLayout  # noqa: E402
 from mmrender.media.levels import PixelArithmetic  # noqa: E402
-from mmrender.media.load import LoadedImage  # noqa: E402
+from mmrender.media.load import load_image  # noqa: E402
 from mmrender.media.processors.qwen import PatchProcessor  # noqa: E402
 from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
@@ -67,7 +67,7 @@ Calls = list[dict[str, Any]]
 def images(count: int) -> list[PatchItem]:
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (count, 640, 960, 3), np.uint8)
-    items = [PROCESSOR.process(LoadedImage(image=Image.fromarray(picture))) for picture in pixels]
+    items = [PROCESSOR.process(load_image(Image.fromarray(picture))) for picture in pixels]
     return [item for item in items if isinstance(item, PatchItem)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.media.cache import MediaCache
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.resolve import MediaCache
 from mmrender.spans import TensorDtype
 from mmrender.testing.reference import ReferenceRenderer
 from mmrender.tokens.rendered import RenderedTokens

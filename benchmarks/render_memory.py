@@ -17,10 +17,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
 import render_cases  # noqa: E402
 
-from mmrender.media.cache import MediaCache  # noqa: E402
 from mmrender.media.policy import MediaPolicy  # noqa: E402
 from mmrender.media.processors.registry import load_processor  # noqa: E402
-from mmrender.media.resolve import MediaResolver  # noqa: E402
+from mmrender.media.resolve import MediaCache, MediaResolver  # noqa: E402
 from mmrender.messages import ImagePart  # noqa: E402
 from mmrender.testing.reference import load_reference_image_processor  # noqa: E402
 

@@ -14,8 +14,8 @@ from .errors import RenderError as RenderError
 from .errors import ShippingError as ShippingError
 from .errors import TemplateError as TemplateError
 from .errors import TrajectoryError as TrajectoryError
-from .media.cache import MediaCache as MediaCache
 from .media.policy import MediaPolicy as MediaPolicy
+from .media.resolve import MediaCache as MediaCache
 from .messages import ImagePart as ImagePart
 from .messages import Message as Message
 from .messages import MessageDict as MessageDict

@@ -14,11 +14,10 @@ from mmrender.caching import LRUCache
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
-from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.resolve import MediaResolver
+from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
 from mmrender.messages import MessageLike
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer

@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -194,9 +195,9 @@ def plant(name, sample, donor, pad):
         items[0] = ChangedItem(items[0], lambda pixels, _: np.roll(pixels, 1, 0))
     elif name == "wrong normalisation":
         arithmetic = replace(items[0].arithmetic, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-        items[0] = replace(items[0], arithmetic=arithmetic)
+        items[0] = msgspec.structs.replace(items[0], arithmetic=arithmetic)
     elif name == "stale image for a hash":
-        items[0] = replace(donor, identity=items[0].identity)
+        items[0] = msgspec.structs.replace(donor, identity=items[0].identity)
     elif name == "ids shifted":
         ids[start:stop] = np.roll(ids[start:stop], 1)
     elif name == "sampled pad token":
@@ -245,7 +246,7 @@ def report_fault(trainer, samples, fault, tolerance):
                 break
         faulty = plant(name, sample, donor, trainer.family.feature_token_ids["image"])
         # The image that the sampler saw is another sample's too, as it would be in a group.
-        others = [replace(item, identity="0" * 64)] if stale else []
+        others = [msgspec.structs.replace(item, identity="0" * 64)] if stale else []
         report = audit([faulty], trainer, tolerance=tolerance, others=others)
         found[name] = [[finding.cause, finding.statement] for finding in report.findings]
     return found

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmrender.media.cache import media_identity
 from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
-from mmrender.media.load import LoadedImage
+from mmrender.media.load import LoadedImage, load_image
+from mmrender.media.processor import media_identity
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat, Text
 
@@ -28,7 +28,7 @@ PROCESSOR = PatchProcessor(
 
 def picture(height: int = 64, width: int = 96, seed: int = 0) -> LoadedImage:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return LoadedImage(image=Image.fromarray(pixels, "RGB"))
+    return load_image(Image.fromarray(pixels, "RGB"))
 
 
 def patch_item(height: int = 64, width: int = 96, seed: int = 0) -> PatchItem:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from mmrender.media.pixels import ImageBackend
+from mmrender.spans import Expansion, Text
 from mmrender.testing.reference import has_reference_backend, load_reference_image_processor
 
 PATCH_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "glm4_5v")
@@ -21,6 +22,13 @@ def reference_processor(directory: Path, backend: ImageBackend) -> Any:
     if backend == "torch" and not has_reference_backend("torch"):
         return TorchReplica(load_reference_image_processor(directory, "pil"))
     return load_reference_image_processor(directory, backend)
+
+
+def expansion_text(expansion: Expansion) -> str:
+    """Return the text that an expansion stands for."""
+    return "".join(
+        piece.text if isinstance(piece, Text) else piece.token * piece.count for piece in expansion
+    )
 
 
 class TorchReplica:

@@ -28,11 +28,10 @@ from tokenizers import (
     Tokenizer as Engine,
 )
 
-from mmrender.media.cache import MediaCache
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Geometry, Prepared
-from mmrender.media.resolve import MediaResolver
+from mmrender.media.resolve import MediaCache, MediaResolver
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer

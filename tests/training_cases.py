@@ -63,7 +63,7 @@ def tiled_item(shape: Sequence[int], tokens: int, seed: int = 0, **others: Any) 
         Repeat("<sep>", 1, embeds=False),
         Repeat("<image>", tokens - half),
     )
-    return ProcessedItem(f"{seed:064x}", (8, 8), (1,), expansion, parts)
+    return ProcessedItem(identity=f"{seed:064x}", size=(8, 8), grid=(1,), expansion=expansion, parts=parts)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ small settings, and token ids are drawn. Attention is eager and everything float
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -127,7 +128,7 @@ def video_sample(tiny: TinyFamily, steps: int, seed: int = 0) -> TrainingSample:
     apart = tiny.family.mrope is not None and tiny.family.mrope.frames_apart
     frame = Repeat("<|video_pad|>", tokens if apart else steps * tokens)
     expansion = (Text("<0.5 seconds>"), frame) * steps if apart else (frame,)
-    video = replace(
+    video = msgspec.structs.replace(
         still,
         modality="video",
         identity=f"{seed:064x}",

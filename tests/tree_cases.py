@@ -1,9 +1,9 @@
 """Building blocks for tests of trajectory trees: conversations as segments, and random trees of them."""
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def item(name: str, length: int = 3) -> MediaItem:
     seed = 10 * ord(name) + length
     if name in "CD" and length == 3:  # one of its tokens stands for no features
         expansion = (Repeat("<image>", 2), Repeat("<sep>", 1, embeds=False))
-        return replace(processed_item(seed=seed), expansion=expansion)
+        return msgspec.structs.replace(processed_item(seed=seed), expansion=expansion)
     patches = patch_item(32, 32 * length, seed=seed)
     return ReferenceItem.of(patches, b"PNG" * 100, length) if name == "B" else patches
 

@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from mmrender.client.local import LocalBackend
 from mmrender.errors import ShippingClosedError
-from mmrender.media.cache import MediaCache
+from mmrender.media.resolve import MediaCache
 from mmrender.pool import RendererPool
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient

@@ -7,10 +7,12 @@ expanding anything which tensors an item has and of which shapes, `expand_into` 
 """
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
@@ -25,7 +27,10 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
 from mmrender.messages import Modality
-from mmrender.spans import Expansion, Framework, MediaItem, TensorDtype
+from mmrender.spans import Count, Expansion, Framework, MediaItem, TensorDtype
+
+Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+"""Hex digest of content and processor settings."""
 
 _BLOCK_VALUES: Final = 1 << 15
 """Values of one channel that are expanded at once: 128 KiB as float32."""
@@ -60,35 +65,72 @@ class PatchLayout:
     merge: Annotated[int, Meta(ge=1, le=1024)]
     temporal: Annotated[int, Meta(ge=1, le=64)]
 
-    @property
-    def factor(self) -> int:
-        """Side in pixels of what becomes one token."""
-        return self.patch * self.merge
 
-    @property
-    def features(self) -> int:
-        """Values in one patch: channels x time x height x width."""
-        return 3 * self.temporal * self.patch**2
+class Item(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+    """What the items here have in common; see `MediaItem`. Equal identities make equal items."""
+
+    identity: Identity
+    size: tuple[Count, Count]
+    grid: tuple[Count, ...]
+    expansion: Expansion
+    modality: Modality = "image"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Item) and type(other) is type(self) and other.identity == self.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.modality} {self.identity[:12]}, grid={self.grid})"
 
 
-@dataclass(frozen=True, slots=True)
-class PatchItem:
+class TensorItem(Item, frozen=True, eq=False, kw_only=True):
+    """An item that has tensors."""
+
+    def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
+        """Return name and form of each tensor; see `tensor_specs`."""
+        raise NotImplementedError
+
+    def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
+        """Write each tensor into an array of its spec."""
+        raise NotImplementedError
+
+    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
+        """Expand to what the model's processor returns for this image, floating tensors in `dtype`.
+
+        Nothing is memoised: each call writes new arrays, which the caller owns.
+        """
+        specs = self.specs(dtype)
+        arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
+        self.write(arrays, dtype)
+        if framework == "numpy":
+            return arrays
+        import torch
+
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if dtype == "bfloat16":
+            tensors |= {name: tensors[name].view(torch.bfloat16) for name in specs if specs[name].floating}
+        return tensors
+
+
+class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
     """One image or video of the Qwen2-VL kind: the resized pixels as uint8 planes.
+
+    Its tensors are `pixel_values` `(patches, features)` and `image_grid_thw` `(1, 3)`, int64; for a video
+    `pixel_values_videos` and `video_grid_thw`.
 
     Attributes:
         frames: `(1, 3, height, width)` for an image; `(n, 3, height, width)` with `n` a multiple of
             `layout.temporal` for a video; uint8, read-only.
+        layout: How they are cut into patches.
+        arithmetic: How levels become values.
     """
 
-    modality: Modality
-    identity: str
-    size: tuple[int, int]
-    grid: tuple[int, int, int]
-    expansion: Expansion
-    # Equal identities mean equal pixels; arrays do not compare to a truth value.
-    frames: npt.NDArray[np.uint8] = field(compare=False, repr=False)
-    layout: PatchLayout = field(compare=False, repr=False)
-    arithmetic: PixelArithmetic = field(compare=False, repr=False)
+    grid: tuple[Count, Count, Count]
+    frames: npt.NDArray[np.uint8]
+    layout: PatchLayout
+    arithmetic: PixelArithmetic
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +140,7 @@ class PatchItem:
     @property
     def pixel_shape(self) -> tuple[int, int]:
         """Shape of the expanded pixel tensor: `(patches, features)`."""
-        frames, height, width = self.grid
-        return frames * height * width, self.layout.features
+        return math.prod(self.grid), 3 * self.layout.temporal * self.layout.patch**2
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
         """Return name and form of each tensor; see `tensor_specs`."""
@@ -116,14 +157,6 @@ class PatchItem:
         pixels, grid = self.specs(dtype)
         self._write_patches(out[pixels], dtype)
         out[grid][0] = self.grid
-
-    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
-        """Expand to `pixel_values` `(patches, features)` and `image_grid_thw` `(1, 3)`, int64.
-
-        A video has `pixel_values_videos` and `video_grid_thw` instead. Nothing is memoised: each call writes
-        new arrays, which the caller owns.
-        """
-        return _new_tensors(self, dtype, framework)
 
     def levels(self) -> npt.NDArray[np.uint8]:
         """Expand to patches that are neither rescaled nor normalised: uint8 of `pixel_shape`, a new array.
@@ -161,17 +194,10 @@ class PatchItem:
                 part[...] = values.transpose(1, 0, 2)[:, :, None]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessedItem:
+class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="processed"):
     """One image as the model's own processor made it, each tensor in its smallest exact form."""
 
-    identity: str
-    size: tuple[int, int]
-    grid: tuple[int, ...]
-    expansion: Expansion
-    # Equal identities mean equal pixels; arrays do not compare to a truth value.
-    parts: Mapping[str, Compact] = field(compare=False, repr=False)
-    modality: Modality = "image"
+    parts: Mapping[str, Compact]
 
     @property
     def compact(self) -> bool:
@@ -195,27 +221,8 @@ class ProcessedItem:
         for name, part in self.parts.items():
             part.write(out[name], dtype)
 
-    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
-        """Expand to what the model's processor returns for this image, floating tensors in `dtype`."""
-        return _new_tensors(self, dtype, framework)
 
-
-def _new_tensors(item: PatchItem | ProcessedItem, dtype: TensorDtype, framework: Framework) -> dict[str, Any]:
-    specs = item.specs(dtype)
-    arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
-    item.write(arrays, dtype)
-    if framework == "numpy":
-        return arrays
-    import torch
-
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if dtype == "bfloat16":
-        tensors |= {name: tensors[name].view(torch.bfloat16) for name in specs if specs[name].floating}
-    return tensors
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceItem:
+class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
     """One image without tensors: for servers that process images, and trainers that process them again.
 
     It holds the image as it came, encoded, or only its URL, and says what processing must give, so two sides
@@ -223,20 +230,12 @@ class ReferenceItem:
 
     Attributes:
         identity: Of the item that processing `source` must give; 64 hex digits.
-        size: Height and width of the image as loaded.
-        grid: As that of the item.
-        expansion: What replaces the template's placeholder.
         expected_length: Number of tokens of the placeholder range in the prompt.
         source: The encoded image, or its URL.
     """
 
-    identity: str
-    size: tuple[int, int]
-    grid: tuple[int, ...]
-    expansion: Expansion
-    expected_length: int
-    source: bytes | str = field(compare=False, repr=False)
-    modality: Modality = "image"
+    expected_length: Count
+    source: bytes | str
 
     @classmethod
     def of(cls, item: MediaItem, source: bytes | str, expected_length: int) -> "ReferenceItem":
@@ -306,7 +305,7 @@ def tensor_specs(item: MediaItem, dtype: TensorDtype = "float32") -> dict[str, T
     Raises:
         MediaError: The item has no tensors, being a reference.
     """
-    if isinstance(item, PatchItem | ProcessedItem):
+    if isinstance(item, TensorItem):
         return item.specs(dtype)
     storage = np.dtype(STORAGE[dtype])
     return {
@@ -329,7 +328,7 @@ def expand_into(item: MediaItem, out: Mapping[str, npt.NDArray[Any]], dtype: Ten
     Raises:
         MediaError: The item has no tensors, being a reference.
     """
-    if isinstance(item, PatchItem | ProcessedItem):
+    if isinstance(item, TensorItem):
         item.write(out, dtype)
         return
     for name, values in item.tensors(dtype).items():

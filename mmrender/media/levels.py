@@ -8,7 +8,7 @@ settings do not decide whether normalised pixels can be kept as levels: each arr
 and expanded again, and only an array that survives this is kept so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, TypeAlias
@@ -28,7 +28,6 @@ STORAGE: dict[TensorDtype, type[np.generic]] = {
 """The numpy type that holds each tensor dtype; numpy has no bfloat16, so its bit patterns are held."""
 
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
-_NARROWER = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,18 @@ class PixelArithmetic:
     std: tuple[float, float, float]
     rescale: float
     backend: ImageBackend
+
+    @classmethod
+    def of(cls, mean: Any, std: Any, rescale: Any, backend: ImageBackend) -> "PixelArithmetic":
+        """Read the settings of an image processor; `mean` and `std` may be one number for all channels.
+
+        Raises:
+            TypeError: A setting is of another form.
+            ValueError: It is not a number, or not one per channel.
+        """
+        values = [(each,) * 3 if isinstance(each, int | float) else each for each in (mean, std)]
+        (red, green, blue), (dr, dg, db) = ([float(one) for one in each] for each in values)
+        return cls((red, green, blue), (dr, dg, db), float(rescale), backend)
 
     def table(self) -> npt.NDArray[np.float32]:
         """Return the value of each level by the reference's formula: `(3, 256)`, float32, read-only."""
@@ -86,7 +97,7 @@ def _table(arithmetic: PixelArithmetic) -> npt.NDArray[np.float32]:
     return table
 
 
-_Steps: TypeAlias = tuple[tuple[Callable[..., Any], np.float32], ...]
+_Steps: TypeAlias = Sequence[tuple[Callable[..., Any], np.float32]]
 
 
 @lru_cache(maxsize=32)
@@ -95,25 +106,22 @@ def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
 
     None where they do not: the table is looked up then, which is slower.
     """
-    table = arithmetic.table()
-    levels = np.arange(256, dtype=np.float32)
     found: list[_Steps | None] = []
-    for channel in range(3):
-        mean, std = np.float32(arithmetic.mean[channel]), np.float32(arithmetic.std[channel])
-        if arithmetic.backend == "torch":
-            scale = np.float32(1.0 / arithmetic.rescale)
-            steps: _Steps = ((np.subtract, mean * scale), (np.divide, std * scale))
-        else:
-            steps = (
+    for mean, std, row in zip(arithmetic.mean, arithmetic.std, arithmetic.table(), strict=True):
+        scale = np.float32(1.0 / arithmetic.rescale)
+        steps: _Steps = (
+            [(np.subtract, np.float32(mean) * scale), (np.divide, np.float32(std) * scale)]
+            if arithmetic.backend == "torch"
+            else [
                 (np.multiply, np.float32(arithmetic.rescale)),
-                (np.subtract, mean),
-                (np.divide, std),
-            )
-        values = levels.copy()
+                (np.subtract, np.float32(mean)),
+                (np.divide, np.float32(std)),
+            ]
+        )
+        values = np.arange(256, dtype=np.float32)
         for operation, operand in steps:
             operation(values, operand, out=values)
-        proved = np.array_equal(values.view(np.uint32), table[channel].view(np.uint32))
-        found.append(steps if proved else None)
+        found.append(steps if np.array_equal(values.view(np.uint32), row.view(np.uint32)) else None)
     return tuple(found)
 
 
@@ -141,9 +149,11 @@ def cast(values: npt.NDArray[np.float32], dtype: TensorDtype) -> npt.NDArray[Any
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-class Levels(
-    msgspec.Struct, frozen=True, eq=False, tag="levels", tag_field="form", forbid_unknown_fields=True
-):
+class _Form(msgspec.Struct, frozen=True, eq=False, tag_field="form", forbid_unknown_fields=True):
+    """A tensor in compact form."""
+
+
+class Levels(_Form, frozen=True, eq=False, tag="levels"):
     """Normalised pixels as the uint8 levels they came from.
 
     Attributes:
@@ -168,9 +178,7 @@ class Levels(
                 self.arithmetic.write(tile[channel], channel, dtype, tiles[index, channel])
 
 
-class Floats(
-    msgspec.Struct, frozen=True, eq=False, tag="floats", tag_field="form", forbid_unknown_fields=True
-):
+class Floats(_Form, frozen=True, eq=False, tag="floats"):
     """Floating-point values with no smaller exact form."""
 
     values: npt.NDArray[Any]
@@ -185,10 +193,8 @@ class Floats(
         np.copyto(out, cast(self.values.astype(np.float32, copy=False), dtype))
 
 
-class Integers(
-    msgspec.Struct, frozen=True, eq=False, tag="integers", tag_field="form", forbid_unknown_fields=True
-):
-    """Integers or booleans: one value where they are all equal, else the narrowest type that holds them."""
+class Integers(_Form, frozen=True, eq=False, tag="integers"):
+    """Integers or booleans: one value where they are all equal, else a narrower type that holds them."""
 
     values: npt.NDArray[Any]
     shape: Shape
@@ -221,8 +227,15 @@ def compacted(values: npt.NDArray[Any], arithmetic: PixelArithmetic | None) -> C
         values: Of any shape; pixels have their three channels on the third axis from the end.
         arithmetic: How pixels were normalised, if that is known.
     """
-    if not np.issubdtype(values.dtype, np.floating):
-        return _narrowed(values)
+    if values.dtype.kind != "f":
+        narrow = values
+        if values.size and (values == values.flat[0]).all():
+            narrow = values.reshape(-1)[:1].reshape((1,) * values.ndim)
+        elif values.size and values.dtype.kind in "iu":
+            narrower = np.result_type(*map(np.min_scalar_type, (values.min(), values.max())))
+            if narrower.itemsize < values.itemsize:
+                narrow = values.astype(narrower)
+        return Integers(_frozen(narrow), values.shape, values.dtype)
     if arithmetic is not None and values.dtype == np.float32 and values.ndim >= 3 and values.shape[-3] == 3:
         levels = _levels(np.ascontiguousarray(values), arithmetic)
         if levels is not None:
@@ -245,19 +258,6 @@ def _levels(values: npt.NDArray[np.float32], arithmetic: PixelArithmetic) -> Lev
     candidate = Levels(_frozen(levels), held, values.shape, arithmetic)
     again = expanded(candidate, "float32")
     return candidate if np.array_equal(again.view(np.uint32), values.view(np.uint32)) else None
-
-
-def _narrowed(values: npt.NDArray[Any]) -> Integers:
-    shape, dtype = values.shape, values.dtype
-    if values.size and (values == values.flat[0]).all():
-        return Integers(_frozen(values.reshape(-1)[:1].reshape((1,) * values.ndim).copy()), shape, dtype)
-    if values.size and dtype.kind in "iu":
-        least, most = int(values.min()), int(values.max())
-        for narrower in _NARROWER:
-            info = np.iinfo(narrower)
-            if np.dtype(narrower).itemsize < dtype.itemsize and info.min <= least and most <= info.max:
-                return Integers(_frozen(values.astype(narrower)), shape, dtype)
-    return Integers(_frozen(values), shape, dtype)
 
 
 def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

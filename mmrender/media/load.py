@@ -30,9 +30,9 @@ refused.
 
 import importlib
 import io
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import FORMATS, describe, read_source, sniff
+from mmrender.media.sources import FORMATS, describe, lock_of, read_source, sniff
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -52,51 +52,35 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# One image always gets the same lock; two images rarely share one.
-_IMAGE_LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
+@dataclass(frozen=True, slots=True)
 class LoadedImage:
-    """Upright 8-bit RGB pixels, as a PIL image, as an array, or as both once both were asked for.
+    """Upright 8-bit RGB pixels.
 
-    It may share memory with the caller's image or array: it is valid until the caller changes that.
+    They may share memory with the caller's image or array, and are valid until the caller changes that.
+
+    Attributes:
+        pixels: A PIL image of mode RGB, or a read-only C-contiguous uint8 array of shape (height, width, 3).
+        height: In pixels.
+        width: In pixels.
     """
 
-    __slots__ = ("_array", "_image", "height", "width")
-
+    pixels: Image.Image | npt.NDArray[np.uint8] = field(repr=False)
     height: int
     width: int
-
-    def __init__(
-        self, *, image: Image.Image | None = None, array: npt.NDArray[np.uint8] | None = None
-    ) -> None:
-        self._image = image
-        self._array = array
-        self.height, self.width = self.array.shape[:2] if image is None else (image.height, image.width)
-
-    def __repr__(self) -> str:
-        return f"LoadedImage(height={self.height}, width={self.width})"
-
-    @property
-    def pixels(self) -> "Image.Image | npt.NDArray[np.uint8]":
-        """`image` or `array`, whichever needs no conversion."""
-        return self.array if self._image is None else self._image
 
     @property
     def image(self) -> Image.Image:
         """The pixels as a PIL image of mode RGB. Not to be changed: it may be the caller's own."""
-        if self._image is None:
-            self._image = Image.fromarray(self.array, "RGB")
-        return self._image
+        return Image.fromarray(self.pixels, "RGB") if isinstance(self.pixels, np.ndarray) else self.pixels
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The pixels as a read-only C-contiguous uint8 array of shape (height, width, 3)."""
-        if self._array is None:
-            array = np.asarray(self._image)
-            array.flags.writeable = False
-            self._array = array
-        return self._array
+        array = np.asarray(self.pixels)
+        array.flags.writeable = False
+        return array
 
 
 def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | None = None) -> LoadedImage:
@@ -116,10 +100,12 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
     """
     policy = MediaPolicy() if policy is None else policy
     if isinstance(source, np.ndarray):
-        return LoadedImage(array=_rgb_of_array(source, policy, where))
+        array = _rgb_of_array(source, policy, where)
+        return LoadedImage(array, *array.shape[:2])
     if not isinstance(source, Image.Image):
         source = open_image(read_source(source, policy, where=where), policy, where=where)
-    return LoadedImage(image=_rgb_of_image(source, policy, where))
+    image = _rgb_of_image(source, policy, where)
+    return LoadedImage(image, image.height, image.width)
 
 
 def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) -> ImageFile.ImageFile:
@@ -152,11 +138,6 @@ def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) ->
     return image
 
 
-def image_lock(image: Image.Image) -> threading.Lock:
-    """Return the lock under which the lazy state of `image`, its pixels and EXIF block, is read."""
-    return _IMAGE_LOCKS[id(image) // 16 % len(_IMAGE_LOCKS)]
-
-
 def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) -> Image.Image:
     """Return `image` upright and in mode RGB: the very same object where it is both already.
 
@@ -164,7 +145,7 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
     """
     _check_pixels(image.size, policy, where)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with image_lock(image), _named_errors(image.format or "image", where):
+    with lock_of(image), _named_errors(image.format or "image", where):
         tiles = getattr(image, "tile", None)
         if tiles:
             _refuse_lenient_pillow(where)
@@ -182,12 +163,10 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
     if upright.mode == "RGB" and not transparent:
         return upright
     try:
-        if upright.mode == "La":
-            upright = upright.convert("LA")
         # Not by the bands' names: the "A" of LAB is a colour.
-        if transparent or upright.mode in ("RGBA", "LA", "PA", "RGBa"):
-            return _onto_white(upright.convert("RGBA"))
-        return upright.convert("RGB")
+        if not transparent and upright.mode not in ("RGBA", "LA", "PA", "RGBa", "La"):
+            return upright.convert("RGB")
+        return _onto_white((upright.convert("LA") if upright.mode == "La" else upright).convert("RGBA"))
     except ValueError as error:
         raise MediaDecodeError(
             f"an image of mode {image.mode} has no conversion to RGB ({error})",

@@ -24,22 +24,9 @@ _ROWS_PER_BLOCK = 32
 _BYTES_PER_ELEMENT = {"I": 4, "F": 4, "I;16": 2}
 
 
-class _ArrowArray(ctypes.Structure):
-    """The `ArrowArray` structure of the Arrow C data interface."""
-
-
-_ArrowArray._fields_ = [
-    ("length", ctypes.c_int64),
-    ("null_count", ctypes.c_int64),
-    ("offset", ctypes.c_int64),
-    ("n_buffers", ctypes.c_int64),
-    ("n_children", ctypes.c_int64),
-    ("buffers", ctypes.POINTER(ctypes.c_void_p)),
-    ("children", ctypes.POINTER(ctypes.POINTER(_ArrowArray))),
-    ("dictionary", ctypes.c_void_p),
-    ("release", ctypes.c_void_p),
-    ("private_data", ctypes.c_void_p),
-]
+_ARROW_WORDS = 10
+"""Words of the `ArrowArray` structure of the Arrow C data interface, each of 64 bits: length, null count,
+offset, number of buffers, number of children, buffers, children, dictionary, release, private data."""
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
@@ -58,14 +45,21 @@ def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
         _, capsule = image.__arrow_c_array__()
     except (ValueError, MemoryError):
         return None
-    array = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
-    values = array.children[0].contents if array.n_children else array
-    if values.n_buffers < 2 or values.offset or array.offset:
+    words = _words(_capsule_pointer(capsule, b"arrow_array"), _ARROW_WORDS)
+    outer_offset = words[2]
+    if words[4]:  # pixels of several bytes are the only child of a list of fixed size
+        words = _words(_words(words[6], 1)[0], _ARROW_WORDS)
+    length, _, offset, buffers, _, addresses, *_ = words
+    if buffers < 2 or offset or outer_offset:
         return None
-    size = values.length * _BYTES_PER_ELEMENT.get(image.mode, 1)
-    memory: Any = (ctypes.c_ubyte * size).from_address(values.buffers[1])
+    size = length * _BYTES_PER_ELEMENT.get(image.mode, 1)
+    memory: Any = (ctypes.c_ubyte * size).from_address(_words(addresses, 2)[1])
     memory.owner = capsule
     return np.frombuffer(memory, np.uint8).reshape(height, width, size // (width * height))
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int64 * count).from_address(address))
 
 
 def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
@@ -135,7 +129,8 @@ def resized_planes(
         MissingDependencyError: The torch back end without torch.
     """
     if backend == "pil":
-        return rgb_planes(LoadedImage(image=loaded.image.resize((width, height), Image.Resampling.BICUBIC)))
+        resized = loaded.image.resize((width, height), Image.Resampling.BICUBIC)
+        return rgb_planes(LoadedImage(resized, height, width))
     try:
         import torch
         from torch.nn.functional import interpolate

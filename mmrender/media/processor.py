@@ -6,17 +6,21 @@ placeholder tokens. It is immutable and may be used from many threads.
 
 import copy
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
-from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.errors import MissingDependencyError
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
+from mmrender.model.files import ModelDir
 from mmrender.spans import Expansion, MediaItem, Repeat
 
 
@@ -48,68 +52,56 @@ class Prepared:
     finish: Callable[[], MediaItem]
 
 
-@runtime_checkable
-class MediaProcessor(Protocol):
-    """One model's image processing, with its settings fixed."""
+class MediaProcessor(ABC):
+    """One model's image processing, with its settings fixed.
 
-    @property
-    def name(self) -> str:
-        """The reference image processor that this one equals, for display."""
-        ...
+    Attributes:
+        name: The reference image processor that this one equals, for display.
+        image_backend: Which of the reference's two back ends the tensors equal.
+        settings_digest: Digest of everything but the pixels that the tensors depend on, `image_backend`
+            among it.
+        placeholder: The text that the model's template writes for one image or video.
+        placeholder_tokens: Tokens that stand for media or are replaced by it; content must never become one
+            of them.
+        depends_on_image_count: Whether an image's tensors depend on how many images the conversation has.
+    """
 
-    @property
-    def settings_digest(self) -> bytes:
-        """Digest of everything but the pixels that the tensors depend on, `image_backend` among it."""
-        ...
+    name: str
+    image_backend: ImageBackend
+    settings_digest: bytes
+    placeholder: Mapping[Modality, str]
+    placeholder_tokens: frozenset[str]
+    depends_on_image_count: bool = False
 
-    @property
-    def image_backend(self) -> ImageBackend:
-        """Which of the reference's two back ends the tensors equal."""
-        ...
-
-    @property
-    def placeholder(self) -> Mapping[Modality, str]:
-        """The text that the model's template writes for one image or video."""
-        ...
-
-    @property
-    def placeholder_tokens(self) -> frozenset[str]:
-        """Tokens that stand for media or are replaced by it; content must never become one of them."""
-        ...
-
-    @property
-    def depends_on_image_count(self) -> bool:
-        """Whether an image's tensors depend on how many images the conversation has."""
-        ...
-
+    @abstractmethod
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Return grid and expansion of an image of this size.
+
+        Args:
+            height: Of the image, in pixels.
+            width: The same.
+            num_images: Number of images in the conversation, this one included; most families ignore it.
 
         Raises:
             MediaError: The family cannot process an image of this size.
         """
-        ...
 
+    @abstractmethod
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         """Identify one image, so that an item made before can be taken in place of a new one.
 
         Raises:
             MediaError: The family cannot process an image of this size.
         """
-        ...
 
     def process(self, loaded: LoadedImage, *, num_images: int = 1) -> MediaItem:
         """Process one image: `prepare` and finish.
 
-        Args:
-            loaded: The decoded image.
-            num_images: Number of images in the conversation, this one included; most families ignore it.
-
         Raises:
-            MediaError: The family cannot process an image of this size.
+            MediaError: The family cannot process the image.
             MissingDependencyError: The image back end needs a package that is not installed.
         """
-        ...
+        return self.prepare(loaded, num_images=num_images).finish()
 
 
 @dataclass(frozen=True)
@@ -117,35 +109,33 @@ class ProcessorFiles:
     """The settings files of a model directory that concern its processor.
 
     Attributes:
-        directory: The model directory.
+        model: The model directory.
         image: Settings of the image processor; empty where the directory has none.
         processor: Settings of the processor as a whole, such as the number of tokens per tile.
-        model: `config.json`.
-        tokenizer: `tokenizer_config.json`.
     """
 
-    directory: Path
-    image: Mapping[str, Any] = field(default_factory=dict)
-    processor: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    model: ModelDir
+    image: Mapping[str, Any]
+    processor: Mapping[str, Any]
 
     @classmethod
     def read(cls, directory: Path) -> "ProcessorFiles":
         """Read the files that exist; a nested `image_processor` comes before a file of its own.
 
         Raises:
-            ProcessorError: A file is not a JSON object.
+            ModelError: A file is not a JSON object.
         """
-        processor = _read(directory / "processor_config.json")
+        model = ModelDir(directory)
+        processor = model.read_json("processor_config.json")
         image = processor.get("image_processor")
-        return cls(
-            directory=directory,
-            image=image if isinstance(image, dict) else _read(directory / "preprocessor_config.json"),
-            processor=processor,
-            model=_read(directory / "config.json"),
-            tokenizer=_read(directory / "tokenizer_config.json"),
-        )
+        if not isinstance(image, dict):
+            image = model.read_json("preprocessor_config.json")
+        return cls(model, image, processor)
+
+    @property
+    def directory(self) -> Path:
+        """The model directory."""
+        return self.model.path
 
     @property
     def image_processor_type(self) -> str | None:
@@ -156,59 +146,48 @@ class ProcessorFiles:
     @property
     def processor_class(self) -> str | None:
         """Class of the whole processor, from whichever file names it."""
-        for settings in (self.processor, self.image, self.tokenizer):
+        for settings in (self.processor, self.image, self.model.tokenizer_config):
             if isinstance(name := settings.get("processor_class"), str):
                 return name
         return None
 
-    def named_token(self, name: str, default: str) -> str:
-        """Return the token that the tokenizer's settings call `name`, such as `image_token`."""
-        extra = self.tokenizer.get("extra_special_tokens")
-        named = extra if isinstance(extra, dict) else {}
-        token = self.tokenizer.get(name, named.get(name, default))
-        return str(token["content"] if isinstance(token, dict) else token)
+    @property
+    def image_token_ids(self) -> list[int]:
+        """Ids of the tokens that stand for image features, where `config.json` names any."""
+        ids = (self.model.config.get(key) for key in ("image_token_id", "image_token_index"))
+        return [index for index in ids if isinstance(index, int)]
 
 
-@dataclass(frozen=True)
-class UnavailableProcessor:
+class UnavailableProcessor(MediaProcessor):
     """The processor of a model whose images need a package that is not installed; its text still renders.
 
-    Attributes:
-        files: The model's settings.
+    Args:
+        files: The model's settings, which name its tokens.
         image_backend: As asked for.
         error: Raised for every image.
     """
 
-    files: ProcessorFiles
-    image_backend: ImageBackend
-    error: MissingDependencyError
-
     settings_digest = b""
-    depends_on_image_count = False
 
-    @property
-    def name(self) -> str:
-        """Class of the image processor."""
-        return self.files.image_processor_type or "unknown"
+    def __init__(
+        self, files: ProcessorFiles, image_backend: ImageBackend, error: MissingDependencyError
+    ) -> None:
+        self.name = files.image_processor_type or "unknown"
+        self.image_backend = image_backend
+        self.error = error
+        token = files.model.special_tokens.get("image_token")
+        self.placeholder = {"image": token} if token else {}
+        decoder = files.model.tokenizer_config.get("added_tokens_decoder") or {}
+        named = (decoder.get(str(index), {}).get("content", "") for index in files.image_token_ids)
+        self.placeholder_tokens = frozenset((*self.placeholder.values(), *named)) - {""}
 
-    @property
-    def placeholder(self) -> Mapping[Modality, str]:
-        """The image token that the tokenizer's settings name, if they do."""
-        token = self.files.named_token("image_token", "")
-        return {"image": token} if token else {}
-
-    @property
-    def placeholder_tokens(self) -> frozenset[str]:
-        """The tokens that the settings files name."""
-        decoder = self.files.tokenizer.get("added_tokens_decoder") or {}
-        ids = (self.files.model.get(key) for key in ("image_token_id", "image_token_index"))
-        named = (decoder.get(str(index), {}).get("content", "") for index in ids)
-        return frozenset((*self.placeholder.values(), *named)) - {""}
-
-    def _unavailable(self, *_: object, num_images: int = 1) -> NoReturn:
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        """Raise the error."""
         raise copy.copy(self.error)
 
-    geometry = prepare = process = _unavailable
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
+        """Raise the error."""
+        raise copy.copy(self.error)
 
 
 def digest_settings(settings: Mapping[str, Any]) -> bytes:
@@ -216,18 +195,17 @@ def digest_settings(settings: Mapping[str, Any]) -> bytes:
     return blake3(json.dumps(settings, sort_keys=True, allow_nan=True).encode()).digest()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ProcessorError("the settings file cannot be read", where=str(path), got=str(error)) from error
-    if not isinstance(content, dict):
-        raise ProcessorError(
-            "the settings file is not usable",
-            where=str(path),
-            expected="a JSON object",
-            got=type(content).__name__,
-        )
-    return content
+def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: bytes = b"") -> str:
+    """Return the identity of decoded pixels under given processor settings, as 64 hex digits.
+
+    One thread hashes: the library's thread pool does not survive a fork, and data loaders fork.
+
+    Args:
+        settings: The processor's `settings_digest`.
+        frames: Planes of shape `(3, height, width)` or `(frames, 3, height, width)`, uint8, C-contiguous.
+        context: Whatever else the tensors depend on, such as the number of images beside this one.
+    """
+    digest = blake3(settings)
+    digest.update(repr((frames.shape, context)).encode())
+    digest.update(frames.reshape(-1).data)
+    return digest.hexdigest()

@@ -1,25 +1,92 @@
 """From the media parts of a conversation to processed items, each image decoded and processed once.
 
-An item is found again by its identity. A source seen before is recognised by its fingerprint and not even
+An item is found again by its identity: a digest of decoded pixels and processor settings. A source seen
+before is recognised by its fingerprint, which is cheap enough to be taken on every render, and not even
 decoded; a new source with known pixels is decoded and not processed.
 """
 
 import copy
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+import xxhash
+from PIL import ExifTags, Image, ImageFile
+
+from mmrender.caching import CacheStats, LRUCache
 from mmrender.errors import MessageError, MMRenderError, ProcessorError
-from mmrender.media.cache import MediaCache, source_fingerprint
-from mmrender.media.load import load_image
+from mmrender.media.load import LoadedImage, load_image
+from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared, UnavailableProcessor
+from mmrender.media.sources import lock_of
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.spans import MediaItem
 
 MediaPart: TypeAlias = ImagePart | VideoPart
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+
+DEFAULT_MAX_BYTES = 1 << 30
+_MAX_SOURCES = 1 << 16
+# Fingerprints live in one process; a seed of its own keeps anyone from preparing two images that share one.
+_SEED = secrets.randbits(64)
+
+
+class MediaCache:
+    """Processed items; the least recently used are dropped first, one larger than the bound is never kept.
+
+    Safe to share between threads and between processors: identities hold the processor's settings. Threads
+    that ask for the same item at once compute it once: the first one works, the others wait.
+
+    Args:
+        max_bytes: Bound on the sum of `item.nbytes`; 0 keeps nothing.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self._items: LRUCache[str, MediaItem] = LRUCache(max_bytes, size_of=lambda item: item.nbytes)
+        self._identities: LRUCache[Hashable, str] = LRUCache(_MAX_SOURCES)
+        # Keeps nothing: it only lets threads that load the same source at once load it once.
+        self._loading: LRUCache[Hashable, MediaItem] = LRUCache(0)
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counters of items; sizes are bytes."""
+        return self._items.stats
+
+    def find(self, source: Hashable) -> MediaItem | None:
+        """Return the item that a source's key leads to, if it is held."""
+        identity = self._identities.get(source)
+        return None if identity is None else self._items.get(identity)
+
+    def get_or_load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
+        """Return the item of a source, loading and processing it unless the source was seen before.
+
+        Args:
+            source: A key that determines the item, such as a fingerprint with the processor's settings; None
+                for a source that may change.
+            prepare: Loads the source and identifies it.
+        """
+
+        def load() -> MediaItem:
+            # Another thread may have finished since this one looked.
+            item = None if source is None else self.find(source)
+            if item is None:
+                prepared = prepare()
+                item = self._items.get_or_compute(prepared.identity, prepared.finish)
+                if source is not None:
+                    self._identities.put(source, item.identity)
+            return item
+
+        return load() if source is None else self.find(source) or self._loading.get_or_compute(source, load)
+
+    def clear(self) -> None:
+        """Drop all items; counters stay."""
+        self._items.clear()
+        self._identities.clear()
 
 
 class MediaResolver:
@@ -96,42 +163,87 @@ class MediaResolver:
                 )
         if fingerprints is None:
             fingerprints = [source_fingerprint(part.source) for _, part in media]
-        # Within one call a source cannot change, so the object itself is a key where there is no other.
-        keys = [
-            _same_object(part.source) if fingerprint is None else fingerprint
-            for (_, part), fingerprint in zip(media, fingerprints, strict=True)
-        ]
-        first = {key: index for index, key in reversed(list(enumerate(keys)))}
-        order = [index for index, key in enumerate(keys) if first[key] == index]
-        items = map_shared(
-            lambda index: self._item(*media[index], fingerprints[index], total), order, self._executor
-        )
-        found = dict(zip(order, items, strict=True))
-        return [found[first[key]] for key in keys]
+        keys: list[Hashable] = []
+        jobs: dict[Hashable, tuple[str, MediaPart, Hashable | None]] = {}
+        for (where, part), fingerprint in zip(media, fingerprints, strict=True):
+            # Within one call a source cannot change, so the object itself is a key where there is no other.
+            same = part.source if isinstance(part.source, str) else id(part.source)
+            keys.append(("object", same) if fingerprint is None else fingerprint)
+            jobs.setdefault(keys[-1], (where, part, fingerprint))
+        items = map_shared(lambda job: self._item(*job, total), list(jobs.values()), self._executor)
+        found = dict(zip(jobs, items, strict=True))
+        return [found[key] for key in keys]
 
     def _item(self, where: str, part: MediaPart, fingerprint: Hashable | None, num_images: int) -> MediaItem:
         # The policy is part of the key: what one resolver may load, another that shares the cache may not.
         counted = num_images if self.processor.depends_on_image_count else None
         settings = (counted, self.processor.settings_digest, self.policy)
+        loaded: LoadedImage | None = None
 
         def prepare() -> Prepared:
-            loaded = load_image(part.source, self.policy, where=where)
-            return self.processor.prepare(loaded, num_images=num_images)
+            pixels = loaded or load_image(part.source, self.policy, where=where)
+            return self.processor.prepare(pixels, num_images=num_images)
 
         try:
-            if fingerprint is not None:
-                return self.cache.get_or_load((fingerprint, settings), prepare)
-            item = self.cache.get_or_finish(prepare())
-            # An image that was opened lazily has a fingerprint once it is decoded.
-            fingerprint = source_fingerprint(part.source)
-            return item if fingerprint is None else self.cache.bind((fingerprint, settings), item)
+            if fingerprint is None:
+                loaded = load_image(part.source, self.policy, where=where)
+                # An image that was opened lazily has a fingerprint once it is decoded.
+                fingerprint = source_fingerprint(part.source)
+            return self.cache.get_or_load(None if fingerprint is None else (fingerprint, settings), prepare)
         except MMRenderError as error:
             error.at(where)
             raise
 
 
-def _same_object(source: Any) -> Hashable:
-    return ("text", source) if isinstance(source, str) else ("object", id(source))
+def source_fingerprint(source: Any) -> Hashable | None:
+    """Return a key that equal sources share and that changes when the source does, or `None`.
+
+    - `bytes` and `data:` URLs give a seeded 128-bit digest of themselves, so no key keeps them alive.
+    - A path gives the file as it is now: inode, size and times of change.
+    - PIL images and numpy arrays, which can be written to, give a seeded 128-bit digest of their memory. An
+      image file that is not decoded yet has no key: its size has not been checked against the policy.
+    - A URL to fetch, a stream and anything else: `None`. Their content may change under the same name.
+    """
+    if isinstance(source, bytes):
+        return "bytes", xxhash.xxh3_128_digest(source, seed=_SEED)
+    if isinstance(source, str):
+        is_data = source[:5].lower() == "data:"
+        return ("text", xxhash.xxh3_128_digest(source.encode(), seed=_SEED)) if is_data else None
+    if isinstance(source, Path):
+        try:
+            found = source.stat()
+        except OSError:
+            return None
+        return "file", found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    if isinstance(source, Image.Image):
+        return _image_fingerprint(source)
+    if isinstance(source, np.ndarray) and not source.dtype.hasobject:
+        memory = np.ascontiguousarray(source).reshape(-1).view(np.uint8).data
+        return "array", xxhash.xxh3_128_digest(memory, seed=_SEED), source.shape, source.dtype.str
+    if isinstance(source, list | tuple):
+        frames = tuple(source_fingerprint(frame) for frame in source)
+        return None if None in frames else ("frames", *frames)
+    return None
+
+
+def _image_fingerprint(image: Image.Image) -> Hashable | None:
+    if isinstance(image, ImageFile.ImageFile) and (image.tile or getattr(image, "is_animated", False)):
+        return None
+    with lock_of(image):
+        image.load()
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    digest = xxhash.xxh3_128(seed=_SEED)
+    for strip in raw_strips(image):
+        digest.update(strip.reshape(-1).data)
+    palette = image.palette
+    described = (
+        image.mode,
+        image.size,
+        None if palette is None else (palette.mode, bytes(palette.palette)),
+        repr(image.info.get("transparency")),
+        orientation,
+    )
+    return "image", digest.digest(), described
 
 
 def map_shared(

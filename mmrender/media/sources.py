@@ -59,7 +59,8 @@ _LONGEST_PATH = 4096
 _SNIFFED = 64
 """Characters of base64 that hold enough bytes for `sniff`."""
 _PIECE = 1 << 16
-_STREAM_LOCKS = tuple(threading.Lock() for _ in range(64))
+# One object always gets the same lock; two objects rarely share one.
+_LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
 def sniff(data: bytes) -> str | None:
@@ -94,6 +95,11 @@ def describe(data: bytes) -> str:
     if start.startswith(b"<svg") or (start.startswith(b"<?xml") and b"<svg" in start):
         return "an SVG drawing"
     return f"{len(data)} bytes that begin with {data[:8]!r}"
+
+
+def lock_of(source: object) -> threading.Lock:
+    """Return the lock under which state of a caller's stream or image that reading changes is used."""
+    return _LOCKS[id(source) // 16 % len(_LOCKS)]
 
 
 def type_name(value: object) -> str:
@@ -228,7 +234,7 @@ def _decode_base64(payload: str, policy: MediaPolicy, where: str | None) -> byte
 def _read_stream(stream: Any, policy: MediaPolicy, where: str | None) -> bytes:
     data = bytearray()
     try:
-        with _STREAM_LOCKS[id(stream) // 16 % len(_STREAM_LOCKS)]:
+        with lock_of(stream):
             position = stream.tell() if getattr(stream, "seekable", lambda: False)() else None
             if position is not None:
                 stream.seek(0)

@@ -26,10 +26,9 @@ from msgspec import Meta
 
 import mmcodecs
 from mmrender.errors import MediaError
-from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
+from mmrender.media.item import Item, PatchItem, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Compact, Integers, Levels, PixelArithmetic
-from mmrender.messages import Modality
-from mmrender.spans import Count, Expansion, MediaItem, Repeat
+from mmrender.spans import MediaItem, Repeat
 
 WIRE_VERSION: Final = 2
 _MAX_VALUES: Final = 1 << 28
@@ -38,41 +37,14 @@ _INTEGERS: Final = ("bool", *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for
 _EXPECTED_GOT = re.compile(r"(?s)Expected (?P<expected>.*?)(?:, got (?P<got>.*))?")
 
 
-class _Form(msgspec.Struct, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    modality: Modality
-    identity: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    size: tuple[Count, Count]
-    grid: tuple[Count, ...]
-    expansion: Expansion
-
-
-class _Patches(_Form, kw_only=True, tag="patches"):
-    grid: tuple[Count, Count, Count]
-    frames: npt.NDArray[np.uint8]
-    layout: PatchLayout
-    arithmetic: PixelArithmetic
-
-
-class _Processed(_Form, kw_only=True, tag="processed"):
-    parts: dict[str, Compact]
-
-
-class _Reference(_Form, kw_only=True, tag="reference"):
-    expected_length: Count
+class _Reference(ReferenceItem, frozen=True, eq=False, kw_only=True, tag="reference"):
     source: Any
     """The URL, or an array of the encoded image's bytes."""
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
     version: Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
-    items: list[_Patches | _Processed | _Reference]
-
-
-_KINDS: Final[Mapping[type, str]] = {
-    PatchItem: "patches",
-    ProcessedItem: "processed",
-    ReferenceItem: "reference",
-}
+    items: list[PatchItem | ProcessedItem | _Reference]
 
 
 def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str = "items") -> dict[str, Any]:
@@ -86,33 +58,30 @@ def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str 
     Raises:
         MediaError: An item is of another class.
     """
-    written = []
     for index, item in enumerate(items):
-        if type(item) not in _KINDS:
-            expected = ", ".join(held.__name__ for held in _KINDS)
-            problem = "items of this class have no form on the wire"
-            _refuse(problem, f"{where}[{index}]", expected, type(item).__name__)
-        held: Any = type(item)
-        key = item.identity if share else None
-        fields = {name: _plain(getattr(item, name), key, name) for name in held.__slots__}
-        written.append({"kind": _KINDS[type(item)], **fields})
-    return {"version": WIRE_VERSION, "items": written}
+        if not isinstance(item, Item):
+            problem, got = "items of this class have no form on the wire", type(item).__name__
+            _refuse(problem, f"{where}[{index}]", "PatchItem, ProcessedItem, ReferenceItem", got)
+    return {
+        "version": WIRE_VERSION,
+        "items": [_plain(item, item.identity if share else None, "") for item in items],
+    }
 
 
-def _plain(value: Any, share: str | None, name: str = "") -> Any:
+def _plain(value: Any, share: str | None, name: str) -> Any:
     """Return the plain form of the value at `name` in an item; `share` and `name` make the keys of arrays."""
-    if isinstance(value, bytes):
-        value = np.frombuffer(value, np.uint8)
-    if isinstance(value, np.ndarray):
-        if share is None:
-            return value
-        return mmcodecs.Shared(value, blake3(f"{share} {name}".encode()).digest())
-    if isinstance(value, Compact):
-        fields = {own: _plain(getattr(value, own), share, f"{name}.{own}") for own in value.__struct_fields__}
-        return {"form": value.__struct_config__.tag, **fields}
+    if isinstance(value, Item | Compact):
+        config, plain = value.__struct_config__, {}
+        for field in value.__struct_fields__:
+            plain[field] = _plain(getattr(value, field), share, f"{name}.{field}")
+        return {config.tag_field: config.tag, **plain}
     if isinstance(value, dict):
         return {key: _plain(one, share, f"{name}.{key}") for key, one in value.items()}
-    return msgspec.to_builtins(value, enc_hook=str)  # str: of the dtype of integers
+    if isinstance(value, bytes):
+        value = np.frombuffer(value, np.uint8)
+    if not isinstance(value, np.ndarray):
+        return msgspec.to_builtins(value, enc_hook=str)  # str: of the dtype of integers
+    return value if share is None else mmcodecs.Shared(value, blake3(f"{share} {name}".encode()).digest())
 
 
 def items_from_wire(wire: Mapping[str, Any], *, where: str = "wire") -> list[MediaItem]:
@@ -135,23 +104,27 @@ def items_from_wire(wire: Mapping[str, Any], *, where: str = "wire") -> list[Med
             remedy="Write and read with the same release of mmrender" if version else None,
         ) from None
     items: list[MediaItem] = []
-    for index, form in enumerate(table.items):
-        path, fields = f"{where}.items[{index}]", msgspec.structs.asdict(form)
-        if isinstance(form, _Patches):
-            _check_patches(form, path)
-            items.append(PatchItem(**fields))
-        elif isinstance(form, _Processed):
-            for name, part in form.parts.items():
-                _check_part(part, f"{path}.parts.{name}")
-            items.append(ProcessedItem(**fields))
+    for index, item in enumerate(table.items):
+        path = f"{where}.items[{index}]"
+        if isinstance(item, _Reference):
+            items.append(_reference(item, f"{path}.source"))
+            continue
+        if isinstance(item, PatchItem):
+            _check_patches(item, path)
         else:
-            source = form.source.value if isinstance(form.source, mmcodecs.Shared) else form.source
-            if isinstance(source, np.ndarray) and source.dtype == np.uint8:
-                source = source.tobytes()  # copied: decoders of images take nothing but bytes
-            if not isinstance(source, str | bytes):
-                _refuse("a source is malformed", f"{path}.source", "a URL or uint8 [n]", _form_of(source))
-            items.append(ReferenceItem(**{**fields, "source": source}))
+            for name, part in item.parts.items():
+                _check_part(part, f"{path}.parts.{name}")
+        items.append(item)
     return items
+
+
+def _reference(item: _Reference, where: str) -> ReferenceItem:
+    source = item.source.value if isinstance(item.source, mmcodecs.Shared) else item.source
+    if isinstance(source, np.ndarray) and source.dtype == np.uint8:
+        source = source.tobytes()  # copied: decoders of images take nothing but bytes
+    if not isinstance(source, str | bytes):
+        _refuse("a source is malformed", where, "a URL or uint8 [n]", _form_of(source))
+    return ReferenceItem.of(item, source, item.expected_length)
 
 
 def _decoded(kind: Any, value: Any) -> Any:
@@ -172,21 +145,21 @@ def _decoded(kind: Any, value: Any) -> Any:
     return view
 
 
-def _check_patches(form: _Patches, where: str) -> None:
-    (time, height, width), layout, image = form.grid, form.layout, form.modality == "image"
+def _check_patches(item: PatchItem, where: str) -> None:
+    (time, height, width), layout, image = item.grid, item.layout, item.modality == "image"
     merged = height % layout.merge == 0 == width % layout.merge
-    if not merged or 0 in form.grid or (image and time != 1):
+    if not merged or 0 in item.grid or (image and time != 1):
         expected = f"sides that are multiples of {layout.merge}, and one time step for an image"
-        _refuse("a grid is malformed", f"{where}.grid", expected, str(list(form.grid)))
+        _refuse("a grid is malformed", f"{where}.grid", expected, str(list(item.grid)))
     shape = (1 if image else time * layout.temporal, 3, height * layout.patch, width * layout.patch)
-    if form.frames.shape != shape:
+    if item.frames.shape != shape:
         expected = f"uint8 {list(shape)}"
-        _refuse("frames do not fit their grid", f"{where}.frames", expected, _form_of(form.frames))
+        _refuse("frames do not fit their grid", f"{where}.frames", expected, _form_of(item.frames))
     features = time * height * width // layout.merge**2
-    embeds = sum(piece.count for piece in form.expansion if isinstance(piece, Repeat) and piece.embeds)
+    embeds = sum(piece.count for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds)
     if embeds != features:
         _refuse("an expansion does not fit its grid", f"{where}.expansion", f"{features} tokens", str(embeds))
-    _check_arithmetic(form.arithmetic, f"{where}.arithmetic")
+    _check_arithmetic(item.arithmetic, f"{where}.arithmetic")
 
 
 def _check_part(part: Compact, where: str) -> None:

@@ -17,11 +17,11 @@ from adapter_models import ADAPTER_FAMILIES
 from item_cases import same_tensors
 from mmrender.errors import MediaError
 from mmrender.media.item import expand_into, tensor_specs
-from mmrender.media.load import LoadedImage
+from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.transformers import TransformersProcessor, expansion_text
+from mmrender.media.processors.transformers import TransformersProcessor
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.spans import MediaItem
 from mmrender.testing.reference import (
@@ -29,7 +29,13 @@ from mmrender.testing.reference import (
     import_torchvision,
     load_reference_image_processor,
 )
-from reference_processors import ADAPTED_MODELS, PATCH_MODELS, TorchReplica, reference_processor
+from reference_processors import (
+    ADAPTED_MODELS,
+    PATCH_MODELS,
+    TorchReplica,
+    expansion_text,
+    reference_processor,
+)
 
 BACKENDS: tuple[ImageBackend, ...] = ("torch", "pil")
 PHOTOS = ("cow_in_beach.jpg", "kiwi.jpg", "lilly.jpg", "sunflower.jpg")
@@ -61,9 +67,9 @@ def assert_equal_to_reference(processor: MediaProcessor, reference: Any, image: 
         expected = reference(image, return_tensors="pt")
     except ValueError:
         with pytest.raises(MediaError):
-            processor.process(LoadedImage(image=image))
+            processor.process(load_image(image))
         return
-    item = processor.process(LoadedImage(image=image))
+    item = processor.process(load_image(image))
     got = item.tensors(framework="torch")
     assert torch.equal(got["image_grid_thw"], expected["image_grid_thw"])
     assert got["pixel_values"].dtype == expected["pixel_values"].dtype
@@ -179,9 +185,9 @@ def test_adapted_tensors(adapted: tuple[TransformersProcessor, Any], height: int
         expected = reference([[image]], return_tensors="pt", **options)
     except (ValueError, ZeroDivisionError):
         with pytest.raises(MediaError):
-            processor.process(LoadedImage(image=image))
+            processor.process(load_image(image))
         return
-    item = processor.process(LoadedImage(image=image))
+    item = processor.process(load_image(image))
     assert item.compact
     got = item.tensors(framework="torch")
     assert set(got) == set(expected) - {"num_patches", "rows", "cols", "num_crops", "num_tiles"}
@@ -204,11 +210,11 @@ def assert_survives_the_wire(item: MediaItem) -> None:
 
 
 def test_adapted_items_survive_the_wire(adapted: tuple[TransformersProcessor, Any]) -> None:
-    assert_survives_the_wire(adapted[0].process(LoadedImage(image=picture(210, 330))))
+    assert_survives_the_wire(adapted[0].process(load_image(picture(210, 330))))
 
 
 def test_native_items_survive_the_wire(native: tuple[MediaProcessor, Any]) -> None:
-    assert_survives_the_wire(native[0].process(LoadedImage(image=picture(210, 330))))
+    assert_survives_the_wire(native[0].process(load_image(picture(210, 330))))
 
 
 SHORT_SIDES = st.integers(20, 400)
@@ -234,7 +240,7 @@ def test_tiles_depend_on_company(tmp_path: Path) -> None:
     assert processor is not None
     assert processor.depends_on_image_count
     image = picture(90, 150)
-    loaded = LoadedImage(image=image)
+    loaded = load_image(image)
     alone, together = processor.process(loaded), processor.process(loaded, num_images=2)
     assert alone.identity != together.identity
     assert together.identity == processor.process(loaded, num_images=5).identity

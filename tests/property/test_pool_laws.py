@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mmrender import Renderer
 from mmrender.errors import TemplateError
-from mmrender.media.cache import MediaCache
+from mmrender.media.resolve import MediaCache
 from mmrender.pool import RendererPool
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.tiny_model import build_tiny_model

@@ -10,8 +10,9 @@ from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, cast, compacted, expanded
 from mmrender.media.processors.qwen import smart_resize
-from mmrender.media.processors.transformers import expansion_text, parse_expansion
+from mmrender.media.processors.transformers import parse_expansion
 from mmrender.spans import Repeat, Text
+from reference_processors import expansion_text
 
 SIDES = st.integers(1, 4000)
 UNIT = st.floats(0.0625, 1.0, width=32)
@@ -96,10 +97,18 @@ def test_patches_by_the_definition(
     rows: int, columns: int, patch: int, merge: int, temporal: int, arithmetic: PixelArithmetic, dtype: str
 ) -> None:
     layout = PatchLayout(patch, merge, temporal)
-    height, width = rows * layout.factor, columns * layout.factor
+    height, width = rows * patch * merge, columns * patch * merge
     planes = np.random.default_rng(rows).integers(0, 256, (1, 3, height, width), dtype=np.uint8)
     grid = (1, height // patch, width // patch)
-    item = PatchItem("image", "", (height, width), grid, (), planes, layout, arithmetic)
+    item = PatchItem(
+        identity="",
+        size=(height, width),
+        grid=grid,
+        expansion=(),
+        frames=planes,
+        layout=layout,
+        arithmetic=arithmetic,
+    )
     normalised = np.stack([cast(arithmetic.table()[c], dtype)[planes[0, c]] for c in range(3)])
     cut = normalised.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
     repeated = np.repeat(cut[:, :, :, :, :, None], temporal, axis=5)

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -136,7 +137,7 @@ def test_wrong_normalisation(samples, trainer):
         )
 
     changed = second_image(
-        lambda item: replace(item, arithmetic=replace(item.arithmetic, mean=mean, std=std))
+        lambda item: msgspec.structs.replace(item, arithmetic=replace(item.arithmetic, mean=mean, std=std))
     )
     item = samples[0].multi_modal_data.mm_items["image"][1]
     as_served = ChangedItem(item, clip).tensors()["pixel_values"]
@@ -150,8 +151,8 @@ def test_wrong_normalisation(samples, trainer):
 def test_stale_image_for_a_hash(samples, trainer):
     own = samples[0].multi_modal_data.mm_items["image"][1]
     other = samples[1].multi_modal_data.mm_items["image"][1]
-    stale = second_image(lambda item: replace(other, identity=item.identity))
-    report = planted(samples, trainer, stale, others=[replace(own, identity="f" * 64)])
+    stale = second_image(lambda item: msgspec.structs.replace(other, identity=item.identity))
+    report = planted(samples, trainer, stale, others=[msgspec.structs.replace(own, identity="f" * 64)])
     (finding,) = report.findings
     assert finding.cause == "pixels"
     assert "a stale image under this one's hash" in finding.statement

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrender.media.cache import MediaCache
+from mmrender.media.resolve import MediaCache
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -351,7 +352,9 @@ def test_how_fields_are_joined_must_be_known(image):
 def processed(image, **parts):
     """The same prompt with an item of another class in place of its own."""
     (place,) = image.multi_modal_data.mm_placeholders["image"]
-    item = ProcessedItem("ab" * 32, (8, 8), (1,), (Repeat("x", place.length),), parts)
+    item = ProcessedItem(
+        identity="ab" * 32, size=(8, 8), grid=(1,), expansion=(Repeat("x", place.length),), parts=parts
+    )
     return dataclasses.replace(image, multi_modal_data=MultiModalData.of([(place, item)]))
 
 
@@ -479,7 +482,7 @@ def test_a_server_that_does_not_say_may_be_vouched_for(image):
 def test_a_grid_that_does_not_fit_its_patches_is_not_sent(image):
     (item,) = image.multi_modal_data.mm_items["image"]
     (place,) = image.multi_modal_data.mm_placeholders["image"]
-    wrong = dataclasses.replace(item, grid=(1, 4, 8), identity="c" * 64)
+    wrong = msgspec.structs.replace(item, grid=(1, 4, 8), identity="c" * 64)
     data = MultiModalData.of([(place, wrong)])
     transport = server()
     with pytest.raises(PlaceholderError, match="the grid does not fit its placeholder range"):
@@ -521,7 +524,7 @@ def test_an_image_is_encoded_once(image, monkeypatch):
     monkeypatch.setattr(vllm_images, "item_tensors", counting)
     (item,) = image.multi_modal_data.mm_items["image"]
     (place,) = image.multi_modal_data.mm_placeholders["image"]
-    fresh = MultiModalData.of([(place, dataclasses.replace(item, identity="d" * 64))])
+    fresh = MultiModalData.of([(place, msgspec.structs.replace(item, identity="d" * 64))])
     transport = server()
     for _ in range(3):
         run(transport, image, VLLMBackend(pixels="uint8"), multi_modal_data=fresh)

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from PIL import Image
 
 from mmrender.errors import MediaError
-from mmrender.media.item import (
-    EncodedImage,
-    PatchItem,
-    ProcessedItem,
-    ReferenceItem,
-    encoded_image,
-)
+from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, encoded_image
 from mmrender.media.load import load_image
 from mmrender.media.processors.qwen import smart_resize
 from mmrender.renderer import Renderer
@@ -81,23 +76,23 @@ def test_an_image_is_encoded_once(processor):
     assert encoded_image(item) is encoded_image(processor.process(load_image(photo(256, 256, 1))))
 
 
-def reference(source):
-    return ReferenceItem("0" * 64, (8, 8), (1, 2, 2), (Repeat("<|image_pad|>", 1),), 1, source)
+def reference(number, source):
+    return ReferenceItem(
+        identity=f"{number:064x}",
+        size=(16, 24),
+        grid=(1, 1, 1),
+        expansion=(Repeat("x", 1),),
+        expected_length=1,
+        source=source,
+    )
 
 
 @pytest.mark.parametrize(
-    ("options", "mime"),
-    [
-        ({"format": "PNG"}, "image/png"),
-        ({"format": "JPEG"}, "image/jpeg"),
-        ({"format": "WEBP"}, "image/webp"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
+    ("name", "mime"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")]
 )
-def test_plain_encoded_images_are_passed_on_as_they_are(options, mime):
-    data = saved(photo(24, 16), **options)
-    item = ReferenceItem(f"{len(data):064x}", (16, 24), (1, 1, 1), (Repeat("x", 1),), 1, data)
-    assert encoded_image(item) == EncodedImage(data, mime)
+def test_plain_encoded_images_are_passed_on_as_they_are(name, mime):
+    data = saved(photo(24, 16), format=name)
+    assert encoded_image(reference(len(data), data)) == EncodedImage(data, mime)
 
 
 def turned(orientation=6):
@@ -119,8 +114,7 @@ def turned(orientation=6):
     ids=["turned", "alpha", "grey", "bmp", "cmyk"],
 )
 def test_images_that_decoders_disagree_on_are_sent_as_the_pixels_they_stand_for(number, data):
-    item = ReferenceItem(f"{number:064x}", (16, 24), (1, 1, 1), (Repeat("x", 1),), 1, data)
-    sent = encoded_image(item)
+    sent = encoded_image(reference(number, data))
     assert sent.mime == "image/png"
     # A plain decoder, which knows no orientation, sees what mmrender loads.
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent.data))), load_image(data).array)
@@ -133,33 +127,17 @@ def test_a_data_url_holds_the_bytes():
 @pytest.mark.parametrize("kind", ["processed", "video", "url"])
 def test_what_holds_no_image_is_refused(kind, processor):
     image = processor.process(load_image(photo(64, 64)))
-    item, got = {
-        "processed": (
-            ProcessedItem("ab" * 32, (8, 8), (1,), (Repeat("x", 1),), {}),
-            "ProcessedItem of modality 'image'",
-        ),
-        "video": (
-            PatchItem(
-                "video",
-                "ab" * 32,
-                (8, 8),
-                image.grid,
-                image.expansion,
-                image.frames,
-                image.layout,
-                image.arithmetic,
-            ),
-            "PatchItem of modality 'video'",
-        ),
-        "url": (
-            ReferenceItem("ab" * 32, (8, 8), (1,), (Repeat("x", 1),), 1, "https://images.test/a.png"),
-            "ReferenceItem of modality 'image'",
-        ),
+    common = {"identity": "ab" * 32, "size": (8, 8), "grid": (1,), "expansion": (Repeat("x", 1),)}
+    item = {
+        "processed": ProcessedItem(**common, parts={}),
+        "video": replace(image, modality="video", identity="ab" * 32),
+        "url": ReferenceItem(**common, expected_length=1, source="https://images.test/a.png"),
     }[kind]
     with pytest.raises(MediaError) as caught:
         encoded_image(item)
     assert str(caught.value) == (
         "item abababababab: an item cannot be sent as an encoded image - expected an image of the Qwen2-VL kind, "
-        f"or a reference that holds the encoded image, got {got}. "
+        "or a reference that holds the encoded image, "
+        f"got {type(item).__name__} of modality {item.modality!r}. "
         "Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem"
     )

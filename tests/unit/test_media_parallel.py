@@ -8,10 +8,9 @@ import pytest
 from PIL import Image
 
 from mmrender.errors import MediaError, ProcessorError
-from mmrender.media.cache import MediaCache
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.resolve import MediaResolver, map_shared
+from mmrender.media.resolve import MediaCache, MediaResolver, map_shared
 from mmrender.messages import ImagePart, VideoPart
 
 

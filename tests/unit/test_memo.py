@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmrender.content import normalize_messages
 from mmrender.content.parts import attach_media
-from mmrender.media.cache import source_fingerprint
+from mmrender.media.resolve import source_fingerprint
 from mmrender.renderer import Renderer
 from mmrender.rendering import conversation_key, new_memo
 from mmrender.spans import MultiModalData

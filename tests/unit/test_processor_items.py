@@ -10,7 +10,7 @@ from PIL import Image
 from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem, PatchLayout, expand_into
 from mmrender.media.levels import PixelArithmetic
-from mmrender.media.load import LoadedImage
+from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.pixels import raw_pixels, rgb_planes
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat
@@ -33,7 +33,7 @@ def processor(**changes: object) -> PatchProcessor:
 
 def picture(height: int, width: int, seed: int = 0) -> LoadedImage:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return LoadedImage(image=Image.fromarray(pixels, "RGB"))
+    return load_image(Image.fromarray(pixels, "RGB"))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_survives_pickling(item: PatchItem) -> None:
 
 def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:
     image = picture(64, 96)
-    as_array = LoadedImage(array=np.asarray(image.image))
+    as_array = load_image(np.asarray(image.image))
     assert processor().process(image).identity == processor().process(as_array).identity
     assert processor().process(image).identity != processor(min_pixels=3136).process(image).identity
     assert processor().process(image).identity != processor().process(picture(64, 96, seed=1)).identity
@@ -124,14 +124,14 @@ def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:
 
 
 def test_identity_tells_shapes_apart() -> None:
-    black = [LoadedImage(image=Image.new("RGB", size)) for size in ((64, 96), (96, 64))]
+    black = [load_image(Image.new("RGB", size)) for size in ((64, 96), (96, 64))]
     assert processor().process(black[0]).identity != processor().process(black[1]).identity
 
 
 @pytest.mark.parametrize("backend", ["torch", "pil"])
 def test_an_array_is_resized_as_the_image_of_it(backend: str) -> None:
     image = picture(100, 131)
-    as_array = LoadedImage(array=np.asarray(image.image))
+    as_array = load_image(np.asarray(image.image))
     made = processor(image_backend=backend)
     first, second = made.process(image), made.process(as_array)
     np.testing.assert_array_equal(first.tensors()["pixel_values"], second.tensors()["pixel_values"])
@@ -166,8 +166,8 @@ def test_planes_of_small_and_of_many_blocks(size: tuple[int, int]) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     image = Image.fromarray(pixels, "RGB")
     assert (raw_pixels(image) is None) == (size[0] * size[1] > 1 << 22)
-    np.testing.assert_array_equal(rgb_planes(LoadedImage(image=image)), pixels.transpose(2, 0, 1))
-    np.testing.assert_array_equal(rgb_planes(LoadedImage(array=pixels)), pixels.transpose(2, 0, 1))
+    np.testing.assert_array_equal(rgb_planes(load_image(image)), pixels.transpose(2, 0, 1))
+    np.testing.assert_array_equal(rgb_planes(load_image(pixels)), pixels.transpose(2, 0, 1))
 
 
 def test_raw_pixels_outlive_their_image() -> None:
@@ -193,4 +193,4 @@ def test_raw_pixels_are_whole_in_every_mode(mode: str, bytes_per_pixel: int) -> 
 
 def test_corpus_photograph(shared_images: Path) -> None:
     image = Image.open(shared_images / "kiwi.jpg").convert("RGB")
-    np.testing.assert_array_equal(rgb_planes(LoadedImage(image=image)), np.asarray(image).transpose(2, 0, 1))
+    np.testing.assert_array_equal(rgb_planes(load_image(image)), np.asarray(image).transpose(2, 0, 1))

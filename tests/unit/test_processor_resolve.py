@@ -12,11 +12,10 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, MessageError
-from mmrender.media.cache import MediaCache, source_fingerprint
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Prepared
-from mmrender.media.resolve import MediaResolver
+from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
 from mmrender.messages import ImagePart
 from mmrender.spans import MediaItem
 
@@ -219,7 +218,7 @@ def test_least_recently_used_items_go_first() -> None:
 
 def test_an_item_over_the_bound_is_given_and_not_kept() -> None:
     cache = MediaCache(max_bytes=50)
-    assert cache.get_or_finish(prepared("a")).identity == "a"
+    assert cache.get_or_load(None, lambda: prepared("a")).identity == "a"
     assert (cache.stats.entries, cache.stats.size) == (0, 0)
 
 

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -347,7 +348,9 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             "Put samples of different kinds into different batches",
         ),
         (
-            lambda: batch_of(GOOD, sample([replace(patch_item(32, 32), identity=ITEM.identity)], name="b")),
+            lambda: batch_of(
+                GOOD, sample([msgspec.structs.replace(patch_item(32, 32), identity=ITEM.identity)], name="b")
+            ),
             "b.mm_placeholders['image'][0]: one identity stands for two different items - "
             "expected {'pixel_values': [16, 96], 'image_grid_thw': [1, 3]}, "
             "got {'pixel_values': [64, 96], 'image_grid_thw': [1, 3]}",

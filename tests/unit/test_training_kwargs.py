@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -171,7 +172,7 @@ def by_reference(made_of: bytes, **changed: Any) -> tuple[Any, MediaItem]:
     item = PROCESSOR.process(load_image(made_of))
     whole = sample([item], name="a")
     length = whole.multi_modal_data.mm_placeholders["image"][0].length
-    reference = replace(ReferenceItem.of(item, made_of, length), **changed)
+    reference = msgspec.structs.replace(ReferenceItem.of(item, made_of, length), **changed)
     ranges = whole.multi_modal_data.mm_placeholders["image"]
     return replace(whole, multi_modal_data=MultiModalData.of([(ranges[0], reference)])), item
 

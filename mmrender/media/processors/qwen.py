@@ -7,17 +7,21 @@ token per merged square of patches. Families differ in the resizing rule and in 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 from mmrender.errors import MediaError, ProcessorError
-from mmrender.media.cache import media_identity
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, resized_planes, rgb_planes
-from mmrender.media.processor import Geometry, Prepared, ProcessorFiles, digest_settings
-from mmrender.messages import Modality
+from mmrender.media.processor import (
+    Geometry,
+    MediaProcessor,
+    Prepared,
+    ProcessorFiles,
+    digest_settings,
+    media_identity,
+)
 from mmrender.spans import MediaItem, Repeat
 
 MAX_ASPECT_RATIO = 200
@@ -58,9 +62,9 @@ PATCH_FAMILIES: Mapping[str, PatchFamily] = {
 }
 
 
-@dataclass(frozen=True)
-class PatchProcessor:
-    """A processor of the Qwen2-VL kind with its settings fixed. See `MediaProcessor`."""
+@dataclass(eq=False)
+class PatchProcessor(MediaProcessor):
+    """A processor of the Qwen2-VL kind. See `MediaProcessor`."""
 
     name: str
     image_backend: ImageBackend
@@ -72,7 +76,11 @@ class PatchProcessor:
     max_pixels: int
     counts_frames: bool
 
-    depends_on_image_count = False
+    def __post_init__(self) -> None:
+        settings = {"version": _ARITHMETIC_VERSION, "kind": "patches", **asdict(self)}
+        self.settings_digest = digest_settings(settings)
+        self.placeholder = {"image": self.image_token, "video": self.video_token}
+        self.placeholder_tokens = frozenset(self.placeholder.values())
 
     @classmethod
     def from_files(cls, files: ProcessorFiles, backend: ImageBackend) -> "PatchProcessor | None":
@@ -90,41 +98,27 @@ class PatchProcessor:
         if not all(settings.get(step, True) for step in steps):
             return None
         min_pixels, max_pixels = _pixel_bounds(settings, family, str(files.directory))
+        tokens = files.model.special_tokens
         return cls(
             name=name,
             image_backend=backend,
-            image_token=files.named_token("image_token", family.image_token),
-            video_token=files.named_token("video_token", family.video_token),
+            image_token=tokens.get("image_token", family.image_token),
+            video_token=tokens.get("video_token", family.video_token),
             layout=PatchLayout(
                 settings.get("patch_size", 14),
                 settings.get("merge_size", 2),
                 settings.get("temporal_patch_size", 2),
             ),
-            arithmetic=PixelArithmetic(
-                mean=_per_channel(settings.get("image_mean", _CLIP_MEAN)),
-                std=_per_channel(settings.get("image_std", _CLIP_STD)),
-                rescale=settings.get("rescale_factor", 1 / 255),
-                backend=backend,
+            arithmetic=PixelArithmetic.of(
+                settings.get("image_mean", _CLIP_MEAN),
+                settings.get("image_std", _CLIP_STD),
+                settings.get("rescale_factor", 1 / 255),
+                backend,
             ),
             min_pixels=min_pixels,
             max_pixels=max_pixels,
             counts_frames=family.counts_frames,
         )
-
-    @cached_property
-    def settings_digest(self) -> bytes:
-        """Digest of every field; the pixel arithmetic carries the back end."""
-        return digest_settings({"version": _ARITHMETIC_VERSION, "kind": "patches", **asdict(self)})
-
-    @property
-    def placeholder(self) -> Mapping[Modality, str]:
-        """The pad token of each modality."""
-        return {"image": self.image_token, "video": self.video_token}
-
-    @property
-    def placeholder_tokens(self) -> frozenset[str]:
-        """The two pad tokens."""
-        return frozenset((self.image_token, self.video_token))
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Return grid, expansion and resized size of an image; `num_images` makes no difference.
@@ -132,20 +126,17 @@ class PatchProcessor:
         Raises:
             MediaError: One side is over 200 times the other.
         """
-        del num_images
-        layout = self.layout
-        frames = layout.temporal if self.counts_frames else None
+        patch, merge = self.layout.patch, self.layout.merge
         resized = smart_resize(
             height,
             width,
-            factor=layout.factor,
+            factor=patch * merge,
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
-            frames=frames,
+            frames=self.layout.temporal if self.counts_frames else None,
         )
-        grid = (1, resized[0] // layout.patch, resized[1] // layout.patch)
-        count = grid[1] * grid[2] // layout.merge**2
-        return Geometry(grid, (Repeat(self.image_token, count),), resized)
+        rows, columns = resized[0] // patch, resized[1] // patch
+        return Geometry((1, rows, columns), (Repeat(self.image_token, rows * columns // merge**2),), resized)
 
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         """Check the size of one image and identify its pixels.
@@ -153,35 +144,29 @@ class PatchProcessor:
         Raises:
             MediaError: One side is over 200 times the other.
         """
-        del num_images
-        geometry = self.geometry(loaded.height, loaded.width)
         size = (loaded.height, loaded.width)
+        geometry = self.geometry(*size)
         planes = rgb_planes(loaded)
         identity = media_identity(self.settings_digest, planes)
         # Planes that are only hashed are given back before the resized ones are made.
         kept = planes if geometry.resized == size else None
 
         def finish() -> MediaItem:
-            resized = geometry.resized or size
-            frames = (resized_planes(loaded, *resized, self.image_backend) if kept is None else kept)[None]
+            height, width = geometry.resized or size
+            frames = resized_planes(loaded, height, width, self.image_backend) if kept is None else kept
             frames.flags.writeable = False
-            time, height, width = geometry.grid
+            _, rows, columns = geometry.grid
             return PatchItem(
-                modality="image",
                 identity=identity,
                 size=size,
-                grid=(time, height, width),
+                grid=(1, rows, columns),
                 expansion=geometry.expansion,
-                frames=frames,
+                frames=frames[None],
                 layout=self.layout,
                 arithmetic=self.arithmetic,
             )
 
         return Prepared(identity, finish)
-
-    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> MediaItem:
-        """Resize one image and keep it as planes. Raises what `prepare` raises."""
-        return self.prepare(loaded, num_images=num_images).finish()
 
 
 def smart_resize(
@@ -248,10 +233,3 @@ def _pixel_bounds(settings: Mapping[str, Any], family: PatchFamily, where: str) 
             got=repr(size),
         )
     return int(least), int(most)
-
-
-def _per_channel(values: Any) -> tuple[float, float, float]:
-    if isinstance(values, int | float):
-        return float(values), float(values), float(values)
-    red, green, blue = values
-    return float(red), float(green), float(blue)

@@ -35,7 +35,7 @@ def build_reference_processor(
     from transformers import AutoProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    name = files.processor_class or PROCESSOR_MAPPING_NAMES.get(str(files.model.get("model_type")))
+    name = files.processor_class or PROCESSOR_MAPPING_NAMES.get(str(files.model.config.get("model_type")))
     with _named_errors(files, name or "the processor"):
         cls = _processor_class(name) if isinstance(name, str) else None
         if cls is not None:
