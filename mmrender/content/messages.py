@@ -64,30 +64,31 @@ def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> t
         MessageError: At the first thing that cannot be read, naming its path such as
             `messages[2].content[1].type`.
     """
-    items = as_sequence(messages)
+    items = messages if type(messages) is list else as_sequence(messages)
     if items is None:
-        remedy = None
-        if isinstance(messages, str):
-            remedy = 'Write [{"role": "user", "content": …}], or decode JSON text first'
-        elif is_record(messages):
-            remedy = "Wrap a single message in a list"
+        as_record = "Wrap a single message in a list" if is_record(messages) else None
+        as_string = 'Write [{"role": "user", "content": …}], or decode JSON text first'
         raise MessageError(
             "is not a conversation",
             where=where,
             expected="a list of messages",
             got=describe(messages),
-            remedy=remedy,
+            remedy=as_string if isinstance(messages, str) else as_record,
         )
     if not items:
         raise MessageError("the conversation is empty", where=where, expected="at least one message")
     result: list[Message] = []
     for index, item in enumerate(items):
-        if type(item) is dict and len(item) == 2:
-            role, content = item.get("role"), item.get("content")
-            if type(content) is str and type(role) is str and role in ROLES and content.isascii():
-                result.append(Message(role=role, content=content))
-                continue
-        result.append(item if type(item) is Message else normalize_message(item, f"{where}[{index}]"))
+        # The shapes that most messages have are read here.
+        role: Any = item.get("role") if type(item) is dict and len(item) == 2 else None
+        content = item.get("content") if type(role) is str and role in ROLES else None
+        if type(content) is str and content.isascii():
+            result.append(Message(role=role, content=content))
+        elif type(content) is list:
+            parts = normalize_content(content, f"{where}[{index}].content")
+            result.append(Message(role=role, content=parts))
+        else:
+            result.append(item if type(item) is Message else normalize_message(item, f"{where}[{index}]"))
     return tuple(result)
 
 

@@ -10,6 +10,7 @@ a caller who writes `pathlib.Path` vouches for it.
 
 import math
 import numbers
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,54 +21,36 @@ from mmrender.content.values import (
     as_sequence,
     as_text,
     describe,
-    is_pixels,
     is_record,
     keys_of,
     member,
     one_of,
 )
 from mmrender.errors import MessageError
-from mmrender.messages import ImagePart, Message, Modality, Part, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart
 
 _KIND_OF_TYPE = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "text",
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "image_pil": "image",
-    "video": "video",
-    "video_url": "video",
-    "input_video": "video",
-    "thinking": "thinking",
-    "reasoning": "thinking",
-    "reasoning_text": "thinking",
+    **dict.fromkeys(("text", "input_text", "output_text", "refusal"), "text"),
+    **dict.fromkeys(("image", "image_url", "input_image", "image_pil"), "image"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("thinking", "reasoning", "reasoning_text"), "thinking"),
 }
 PART_TYPES = tuple(_KIND_OF_TYPE)
 """Every `type` that a part may name."""
 MEDIA_TYPES = frozenset(name for name, kind in _KIND_OF_TYPE.items() if kind in ("image", "video"))
 """Those of images and videos; most are keys of such parts too."""
 
-_CONTENT_KEYS = (
-    "text",
-    "refusal",
-    "image",
-    "image_url",
-    "image_pil",
-    "video",
-    "video_url",
-    "thinking",
-    "reasoning",
-)
-"""Keys that settle the kind of a part whose `type` is missing; each is a type too."""
-
-_TEXT_KEYS = {"text": ("text", "refusal"), "thinking": ("thinking", "reasoning", "text")}
-_SOURCE_KEYS: dict[Modality, tuple[str, ...]] = {
+_KEYS = {
+    "text": ("text", "refusal"),
     "image": ("image", "image_url", "image_pil", "source"),
     "video": ("video", "video_url", "source"),
+    "thinking": ("thinking", "reasoning", "text"),
 }
+"""Keys under which a part of each kind holds its text or source."""
+_SETTINGS = dict.fromkeys(("image", "video"), "; a processor has the same settings for all parts")
+_ARTICLE = {"text": "a", "image": "an", "video": "a", "thinking": "a"}
+_CONTENT_KEYS = tuple(key for keys in _KEYS.values() for key in keys if key in _KIND_OF_TYPE)
+"""Keys that settle the kind of a part whose `type` is missing."""
 _RECORD_KEYS = ("bytes", "path", "url", "base64", "data")
 """Keys of the source, in a dict that describes one."""
 _MEDIA_TYPE_KEYS = ("media_type", "mimeType", "mime_type")
@@ -77,30 +60,28 @@ IGNORED_KEYS = frozenset(
 )
 """Keys of a part that concern an API, not the prompt, and are ignored."""
 
-# Qwen's, InternVL's and MiniCPM's tools take these for a single image; processors on the Hub do not.
-_OVERRIDES = frozenset(
-    {
-        *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "do_resize", "size"),
-        *("min_frames", "max_frames", "nframes", "num_frames", "video_start", "video_end"),
-        *("sample_fps", "raw_fps", "do_sample_frames", "max_dynamic_patch", "max_slice_nums"),
-    }
-)
-
 _REMEDIES = {
-    "tool_use": "Pass tool calls as tool_calls of an assistant message",
-    "tool_call": "Pass tool calls as tool_calls of an assistant message",
-    "function_call": "Pass tool calls as tool_calls of an assistant message",
+    **dict.fromkeys(
+        ("tool_use", "tool_call", "function_call"), "Pass tool calls as tool_calls of an assistant message"
+    ),
+    **dict.fromkeys(("document", "file"), "Render its pages as images, or pass its text"),
     "tool_result": "Pass a tool's result as a message of role tool",
     "redacted_thinking": "Leave redacted reasoning out: there is no text to render",
-    "document": "Render its pages as images, or pass its text",
-    "file": "Render its pages as images, or pass its text",
 }
 _SOURCES = {
-    "image": "a PIL image, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of 'bytes', "
-    "'path', 'url', 'base64', 'data'",
-    "video": "a list of frames, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of "
-    "'bytes', 'path', 'url', 'base64', 'data'",
+    modality: f"{first}, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of "
+    + ", ".join(f"'{key}'" for key in _RECORD_KEYS)
+    for modality, first in (("image", "a PIL image"), ("video", "a list of frames"))
 }
+
+
+def is_pixels(value: object) -> bool:
+    """Tell whether a value is a PIL image or a numpy array, without importing either."""
+    # A library that nobody imported cannot have made the value.
+    pil, numpy = sys.modules.get("PIL.Image"), sys.modules.get("numpy")
+    return (pil is not None and isinstance(value, pil.Image)) or (
+        numpy is not None and isinstance(value, numpy.ndarray)
+    )
 
 
 def normalize_content(value: Any, where: str) -> str | tuple[Part, ...] | None:
@@ -118,7 +99,7 @@ def normalize_content(value: Any, where: str) -> str | tuple[Part, ...] | None:
         return None
     if isinstance(value, str):
         return as_text(value, where)
-    items = as_sequence(value)
+    items = value if type(value) is list else as_sequence(value)
     if items is None:
         if not is_pixels(value) and not is_record(value):
             raise MessageError(
@@ -156,9 +137,9 @@ def normalize_part(value: Any, where: str) -> Part:
     kind = _kind_of(given_type, fields, where)
     part: Part
     if kind == "text":
-        part = TextPart(_take_text(_TEXT_KEYS[kind], fields, where))
+        part = TextPart(_take_text(kind, fields, where))
     elif kind == "thinking":
-        part = ThinkingPart(_take_text(_TEXT_KEYS[kind], fields, where))
+        part = ThinkingPart(_take_text(kind, fields, where))
     elif kind == "image":
         part = ImagePart(_take_source("image", given_type, fields, where))
     else:
@@ -166,15 +147,23 @@ def normalize_part(value: Any, where: str) -> Part:
         # `numbers.Real` takes numpy's numbers too.
         rate = float(fps) if not isinstance(fps, bool) and isinstance(fps, numbers.Real) else None
         if fps is not None and (rate is None or not 0 < rate < math.inf):
+            path = f"{where}.fps"
             raise MessageError(
-                "fps is not a frame rate",
-                where=f"{where}.fps",
-                expected="a number above 0",
-                got=describe(fps),
+                "fps is not a frame rate", where=path, expected="a number above 0", got=describe(fps)
             )
         part = VideoPart(_take_source("video", given_type, fields, where), rate)
-    if fields:
-        _refuse_leftovers(fields, kind, where)
+    for key, left in fields.items():
+        if key in _CONTENT_KEYS or key in _RECORD_KEYS:
+            problem = f"the part is {kind}, yet it also holds {describe(key)}"
+            raise MessageError(problem, where=where, expected="a part of one kind")
+        if key not in IGNORED_KEYS:
+            raise MessageError(
+                "unknown key in a part",
+                where=member(where, key),
+                expected=f"the keys of {_ARTICLE[kind]} {kind} part",
+                got=describe(left),
+                remedy="Remove the key, or set it to None" + _SETTINGS.get(kind, ""),
+            )
     return part
 
 
@@ -190,45 +179,41 @@ def _kind_of(given_type: Any, fields: dict[str, Any], where: str) -> str:
             got=keys_of(fields),
             remedy="To pass a tool's JSON result as text, use json.dumps",
         )
-    kind = _KIND_OF_TYPE.get(given_type) if isinstance(given_type, str) else None
-    if kind is None:
+    name = given_type if isinstance(given_type, str) else ""
+    if name not in _KIND_OF_TYPE:
         raise MessageError(
             "unknown part type",
             where=f"{where}.type",
             expected=one_of(PART_TYPES),
             got=describe(given_type),
-            remedy=_REMEDIES.get(given_type) if isinstance(given_type, str) else None,
+            remedy=_REMEDIES.get(name),
         )
-    return kind
+    return _KIND_OF_TYPE[name]
 
 
-def _take_text(keys: tuple[str, ...], fields: dict[str, Any], where: str) -> str:
-    given = [key for key in keys if key in fields]
+def _take_text(kind: str, fields: dict[str, Any], where: str) -> str:
+    given = [key for key in _KEYS[kind] if key in fields]
     if len(given) != 1:
         raise MessageError(
             "the part holds two texts" if given else "the part holds no text",
             where=where,
-            expected=("a key " if len(keys) == 1 else "one key of ") + one_of([f"'{key}'" for key in keys]),
+            expected="one key of " + one_of([f"'{key}'" for key in _KEYS[kind]]),
             got=keys_of(fields),
         )
     return as_text(fields.pop(given[0]), f"{where}.{given[0]}")
 
 
-def _take_source(modality: Modality, given_type: str | None, fields: dict[str, Any], where: str) -> Any:
-    named = [key for key in _SOURCE_KEYS[modality] if key in fields]
-    loose = [key for key in _RECORD_KEYS if key in fields]
-    if len(named) + bool(loose) > 1:
-        raise MessageError(
-            f"the part gives more than one {modality}",
-            where=where,
-            expected="one source",
-            got=keys_of(fields),
-        )
+def _take_source(modality: str, given_type: str | None, fields: dict[str, Any], where: str) -> Any:
+    named = [key for key in _KEYS[modality] if key in fields]
+    record = [key for key in _RECORD_KEYS if key in fields]
+    if len(named) + bool(record) > 1:
+        problem = f"the part gives more than one {modality}"
+        raise MessageError(problem, where=where, expected="one source", got=keys_of(fields))
     if named:
         return media_source(fields.pop(named[0]), f"{where}.{named[0]}", modality)
-    if loose:
-        record = {key: fields.pop(key) for key in (*_RECORD_KEYS, *_MEDIA_TYPE_KEYS) if key in fields}
-        return _record_source(record, where, modality)
+    if record:
+        keys = [key for key in (*_RECORD_KEYS, *_MEDIA_TYPE_KEYS) if key in fields]
+        return _record_source({key: fields.pop(key) for key in keys}, where, modality)
     if given_type != modality:
         # Hugging Face supplies the images of bare parts beside the messages; no other spelling may be bare.
         raise MessageError(
@@ -241,33 +226,32 @@ def _take_source(modality: Modality, given_type: str | None, fields: dict[str, A
     return None
 
 
-def media_source(value: Any, where: str, modality: Modality) -> Any:
+def media_source(value: Any, where: str, modality: str) -> Any:
     """Reduce one description of an image or video to a source.
 
     Args:
         value: What the caller gave. Objects that are not containers go to the media layer as they are.
         where: Path of the value.
-        modality: `"video"` also takes a list of frames, each as an image is given; it becomes a tuple.
+        modality: `"image"` or `"video"`, which also takes a list of frames, each as an image is given; it
+            becomes a tuple.
 
     Raises:
         MessageError: The value is empty or can be no image or video.
     """
-    if isinstance(value, (str, bytes, bytearray, memoryview)):
-        if len(value) == 0:
-            raise MessageError(
-                f"the {modality} is empty", where=where, expected=_SOURCES[modality], got=describe(value)
-            )
-        return as_text(value, where) if isinstance(value, str) else bytes(value)
     if is_pixels(value):
         return value
+    if isinstance(value, str | bytes | bytearray | memoryview) and len(value):
+        return as_text(value, where) if isinstance(value, str) else bytes(value)
     if is_record(value):
         return _record_source(as_fields(value, where, _SOURCES[modality]), where, modality)
     frames = as_sequence(value) if modality == "video" else None
     if frames:
         return tuple(media_source(frame, f"{where}[{index}]", "image") for index, frame in enumerate(frames))
-    if value is None or isinstance(value, bool | int | float | list | tuple | set | frozenset):
+    refused = (bool, int, float, str, bytes, bytearray, memoryview, list, tuple, set, frozenset)
+    if value is None or isinstance(value, refused):
+        is_empty = isinstance(value, str | bytes | bytearray | memoryview)
         raise MessageError(
-            f"is not {'an image' if modality == 'image' else 'a video'}",
+            f"the {modality} is empty" if is_empty else f"is not {_ARTICLE[modality]} {modality}",
             where=where,
             expected=_SOURCES[modality],
             got=describe(value),
@@ -275,18 +259,16 @@ def media_source(value: Any, where: str, modality: Modality) -> Any:
     return value
 
 
-def _record_source(fields: dict[str, Any], where: str, modality: Modality) -> Any:
+def _record_source(fields: dict[str, Any], where: str, modality: str) -> Any:
     """Reduce a dict such as `{"url": …}`, `{"bytes": …, "path": …}` or Anthropic's `source` to a source.
 
     `bytes` wins over `path` where both are given: Hugging Face datasets keep a file's name beside its
     content. Any other two sources at once are an error.
     """
-    media_type = next(
-        (fields.pop(key) for key in _MEDIA_TYPE_KEYS if key in fields), "application/octet-stream"
-    )
+    media_types = [fields.pop(key) for key in _MEDIA_TYPE_KEYS if key in fields]
     kind = fields.pop("type", None)
     given = [key for key in _RECORD_KEYS if key in fields]
-    unknown = [key for key in fields if key not in (*_RECORD_KEYS, "detail", "uuid")]
+    unknown = fields.keys() - {*_RECORD_KEYS, "detail", "uuid"}
     if given == ["bytes", "path"]:
         given = ["bytes"]
     if unknown or len(given) != 1 or kind not in (None, "base64", "url"):
@@ -302,32 +284,8 @@ def _record_source(fields: dict[str, Any], where: str, modality: Modality) -> An
     text = value.decode("latin-1") if isinstance(value, bytes | bytearray) else as_text(value, where)
     if not text:
         raise MessageError("the base64 text is empty", where=where)
-    return text if text.startswith("data:") else f"data:{as_text(media_type, where)};base64,{text}"
-
-
-def _refuse_leftovers(fields: dict[str, Any], kind: str, where: str) -> None:
-    for key, value in fields.items():
-        if key in IGNORED_KEYS:
-            continue
-        if key in _CONTENT_KEYS or key in _RECORD_KEYS:
-            raise MessageError(
-                f"the part is {kind}, yet it also holds {describe(key)}",
-                where=where,
-                expected="a part of one kind",
-            )
-        if key in _OVERRIDES:
-            raise MessageError(
-                "settings of the processor cannot be given for a single part",
-                where=member(where, key),
-                remedy="Set it for the whole processor, or resize the image before passing it",
-            )
-        raise MessageError(
-            "unknown key in a part",
-            where=member(where, key),
-            expected=f"the keys of {'an' if kind == 'image' else 'a'} {kind} part",
-            got=describe(value),
-            remedy="Remove the key, or set it to None",
-        )
+    media_type = as_text(media_types[0], where) if media_types else "application/octet-stream"
+    return text if text.startswith("data:") else f"data:{media_type};base64,{text}"
 
 
 def attach_media(
@@ -349,10 +307,15 @@ def attach_media(
         MessageError: There are fewer or more of them than parts that wait for one.
     """
     sources: dict[type, Iterator[Any]] = {}
-    if images is not None:
-        sources[ImagePart] = _sources_for("image", images, messages, where)
-    if videos is not None:
-        sources[VideoPart] = _sources_for("video", videos, messages, where)
+    for kind, modality, given in ((ImagePart, "image", images), (VideoPart, "video", videos)):
+        if given is not None:
+            slots = [
+                f"{where}[{index}].content[{position}]"
+                for index, message in enumerate(messages)
+                for position, part in message.media()
+                if type(part) is kind and part.source is None
+            ]
+            sources[kind] = _sources_for(modality, given, slots)
 
     def filled(part: Part) -> Part:
         waits = isinstance(part, ImagePart | VideoPart) and part.source is None and type(part) in sources
@@ -360,32 +323,24 @@ def attach_media(
 
     return tuple([
         msgspec.structs.replace(message, content=tuple([filled(part) for part in message.content]))
-        if isinstance(message.content, tuple) and sources
+        if isinstance(message.content, tuple)
         else message
         for message in messages
     ])  # fmt: skip
 
 
-def _sources_for(modality: Modality, given: Any, messages: Sequence[Message], where: str) -> Iterator[Any]:
-    kind = ImagePart if modality == "image" else VideoPart
-    slots = [
-        f"{where}[{index}].content[{position}]"
-        for index, message in enumerate(messages)
-        for position, part in message.media()
-        if type(part) is kind and part.source is None
-    ]
-    items = as_sequence(given)
+def _sources_for(modality: str, given: Any, slots: Sequence[str]) -> Iterator[Any]:
+    """Read the sources that are given beside messages, one for each of the paths in `slots`."""
+    name, items = f"{modality}s", as_sequence(given)
     if items is None:
-        raise MessageError(
-            f"{modality}s come in a list", where=f"{modality}s", expected="a list", got=describe(given)
-        )
+        raise MessageError(f"{name} come in a list", where=name, expected="a list", got=describe(given))
     if len(items) != len(slots):
         few = len(items) < len(slots)
         raise MessageError(
             f"no {modality} is left for this part" if few else f"no part waits for this {modality}",
-            where=slots[len(items)] if few else f"{modality}s[{len(slots)}]",
-            expected=f"{len(slots)} {modality}{'' if len(slots) == 1 else 's'}",
+            where=slots[len(items)] if few else f"{name}[{len(slots)}]",
+            expected=f"{len(slots)} {modality if len(slots) == 1 else name}",
             got=str(len(items)),
             remedy=f'Each {{"type": "{modality}"}} part without a source of its own takes one, in order',
         )
-    return iter([media_source(item, f"{modality}s[{i}]", modality) for i, item in enumerate(items)])
+    return iter([media_source(item, f"{name}[{index}]", modality) for index, item in enumerate(items)])

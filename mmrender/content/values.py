@@ -61,15 +61,6 @@ def member(where: str, key: object) -> str:
     return f"{where}[{describe(key)}]"
 
 
-def is_pixels(value: object) -> bool:
-    """Tell whether a value is a PIL image or a numpy array, without importing either."""
-    # A library that nobody imported cannot have made the value.
-    pil, numpy = sys.modules.get("PIL.Image"), sys.modules.get("numpy")
-    return (pil is not None and isinstance(value, pil.Image)) or (
-        numpy is not None and isinstance(value, numpy.ndarray)
-    )
-
-
 def as_sequence(value: Any) -> Sequence[Any] | None:
     """Return a list or tuple of the items, or None if the value is not a sequence of items.
 

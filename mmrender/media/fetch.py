@@ -16,15 +16,14 @@ Rules:
 """
 
 import base64
-import contextlib
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import httpcore2 as httpcore
@@ -32,6 +31,8 @@ import httpcore2 as httpcore
 from mmrender._version import __version__
 from mmrender.errors import MediaBlockedError, MediaError, MediaFetchError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
+
+Error = TypeVar("Error", bound=MediaError)
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
@@ -102,24 +103,104 @@ class _Request(httpcore.NetworkBackend):
         self.where = where
         self.deadline = deadline
 
+    def error(self, kind: type[Error], problem: str, **details: str) -> Error:
+        """Build an error about the URL."""
+        return kind(f"{printable_url(self.url)} {problem}", where=self.where, **details)
+
+    def wait(self, limit: float) -> float:
+        """Return `limit` or what is left of the deadline, whichever is less; raise when nothing is left."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise self.too_slow("total_timeout")
+        return min(limit, left)
+
+    def too_slow(self, field: str) -> MediaLimitError:
+        """Build the error for a wait that ended without an answer."""
+        policy = self.policy
+        return self.error(
+            MediaLimitError,
+            f"was too slow ({field})",
+            expected=f"connect {policy.connect_timeout:g} s, read {policy.read_timeout:g} s, "
+            f"total {policy.total_timeout:g} s",
+            remedy="Raise MediaPolicy(connect_timeout=..., read_timeout=..., total_timeout=...).",
+        )
+
     def send(self) -> bytes | str:
         """Return the body, or the location that a redirect names."""
         target, headers = self._target_and_headers()
-        with (
-            self._named_errors(),
-            httpcore.ConnectionPool(ssl_context=_tls_context(), network_backend=self) as pool,
-            pool.stream("GET", target, headers=headers) as response,
-        ):
-            fields = {name.lower(): value.decode("latin-1") for name, value in response.headers}
-            if response.status in _REDIRECTS and b"location" in fields:
-                return quote(fields[b"location"], safe=_SAFE + "?#")
-            if response.status != 200:
-                reason = response.extensions.get("reason_phrase", b"").decode("latin-1")
-                raise self._failed(f"answered with status {response.status} {reason[:80]}".rstrip())
-            encoding = fields.get(b"content-encoding", "identity").strip().lower()
-            if encoding not in ("", "identity"):
-                raise self._failed(f"came compressed ({encoding[:40]!r}) although that was not asked for")
-            return self._body(response, int(fields.get(b"content-length", 0)))
+        try:
+            with (
+                httpcore.ConnectionPool(ssl_context=_tls_context(), network_backend=self) as pool,
+                pool.stream("GET", target, headers=headers) as response,
+            ):
+                return self._answer(response)
+        except httpcore.TimeoutException:
+            late = time.monotonic() >= self.deadline
+            raise self.too_slow("total_timeout" if late else "connect_timeout or read_timeout") from None
+        except (httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
+            problem = f"could not be fetched ({type(error).__name__}: {str(error)[:200]})"
+            raise self.error(MediaFetchError, problem) from error
+        except MediaError:
+            raise
+        except (httpcore.ProtocolError, httpcore.UnsupportedProtocol, ValueError) as error:
+            # Their texts may quote the request line, and with it a signature in the query.
+            problem = f"could not be fetched ({type(error).__name__})"
+            raise self.error(MediaFetchError, problem) from None
+
+    def _target_and_headers(self) -> tuple[httpcore.URL, list[tuple[str, str]]]:
+        try:
+            parts = urlsplit(self.url)
+            host = parts.hostname or ""
+            host = host.encode("ascii" if ":" in host else "idna").decode()
+            port = _PORTS[parts.scheme] if parts.port is None else parts.port
+        except (ValueError, KeyError):
+            host = ""
+        if not host:
+            raise self.error(MediaFetchError, "is not a URL with a host")
+        self.policy.check_scheme(parts.scheme, self.where)
+        path = quote(parts.path or "/", safe=_SAFE)
+        if parts.query:
+            path += "?" + quote(parts.query, safe=_SAFE + "?")
+        headers = [
+            ("Host", (f"[{host}]" if ":" in host else host) + (f":{port}" if parts.port else "")),
+            ("User-Agent", f"mmrender/{__version__}"),
+            ("Accept", "image/*, */*;q=0.5"),
+            ("Accept-Encoding", "identity"),
+            ("Connection", "close"),
+        ]
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers.append(("Authorization", "Basic " + base64.b64encode(pair.encode()).decode()))
+        return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=path), headers
+
+    def _answer(self, response: httpcore.Response) -> bytes | str:
+        fields = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+        if response.status in _REDIRECTS and b"location" in fields:
+            return quote(fields[b"location"], safe=_SAFE + "?#")
+        if response.status != 200:
+            reason = response.extensions.get("reason_phrase", b"").decode("latin-1")
+            problem = f"answered with status {response.status} {reason[:80]}".rstrip()
+            raise self.error(MediaFetchError, problem)
+        encoding = fields.get(b"content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            problem = f"came compressed ({encoding[:40]!r}) although that was not asked for"
+            raise self.error(MediaFetchError, problem)
+        limit = self.policy.max_bytes
+        stated = int(fields.get(b"content-length", 0))
+        body = bytearray()
+        for chunk in response.iter_stream() if stated <= limit else ():
+            body += chunk
+            if len(body) > limit:
+                break
+        if max(stated, len(body)) > limit:
+            raise self.error(
+                MediaLimitError,
+                "is too large",
+                expected=f"at most {limit} bytes",
+                got=f"{stated} bytes" if stated > limit else "more",
+                remedy="Raise MediaPolicy(max_bytes=...).",
+            )
+        return bytes(body)
 
     def connect_tcp(
         self,
@@ -140,40 +221,7 @@ class _Request(httpcore.NetworkBackend):
             except (httpcore.ConnectError, httpcore.ConnectTimeout):
                 if address == addresses[-1]:
                     raise
-        raise self._failed("has a host that resolves to no address")
-
-    def wait(self, limit: float) -> float:
-        """Return `limit` or what is left of the deadline, whichever is less; raise when nothing is left."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise self._too_slow("total_timeout")
-        return min(limit, left)
-
-    def _target_and_headers(self) -> tuple[httpcore.URL, list[tuple[str, str]]]:
-        try:
-            parts = urlsplit(self.url)
-            host = parts.hostname or ""
-            host = host.encode("ascii" if ":" in host else "idna").decode()
-            port = _PORTS[parts.scheme] if parts.port is None else parts.port
-        except (ValueError, KeyError):
-            host = ""
-        if not host:
-            raise self._failed("is not a URL with a host")
-        self.policy.check_scheme(parts.scheme, self.where)
-        path = quote(parts.path or "/", safe=_SAFE)
-        if parts.query:
-            path += "?" + quote(parts.query, safe=_SAFE + "?")
-        headers = {
-            "Host": (f"[{host}]" if ":" in host else host) + (f":{port}" if parts.port else ""),
-            "User-Agent": f"mmrender/{__version__}",
-            "Accept": "image/*, */*;q=0.5",
-            "Accept-Encoding": "identity",
-            "Connection": "close",
-        }
-        if parts.username is not None:
-            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=path), list(headers.items())
+        raise self.error(MediaFetchError, "has a host that resolves to no address")
 
     def _checked_addresses(self, host: str, port: int) -> list[str]:
         # The system resolver takes no timeout, so it runs in a thread that may be left behind.
@@ -186,73 +234,25 @@ class _Request(httpcore.NetworkBackend):
                 answer.set_exception(error)
 
         threading.Thread(target=run, name="mmrender-resolve", daemon=True).start()
-        limit = self.wait(self.policy.connect_timeout)
         try:
-            addresses = answer.result(limit)
+            addresses = answer.result(self.wait(self.policy.connect_timeout))
         except TimeoutError:
-            raise self._too_slow("connect_timeout") from None
+            raise self.too_slow("connect_timeout") from None
         except (OSError, UnicodeError) as error:
-            raise self._failed(f"has a host that cannot be resolved ({error})") from error
+            problem = f"has a host that cannot be resolved ({error})"
+            raise self.error(MediaFetchError, problem) from error
         refused = {address: reason for address in addresses if (reason := self.policy.refusal_of(address))}
         allowed = [address for address in addresses if address not in refused]
         if refused and not allowed:
             address, reason = next(iter(refused.items()))
-            raise MediaBlockedError(
-                f"{printable_url(self.url)} leads to an address that the media policy forbids",
-                where=self.where,
+            raise self.error(
+                MediaBlockedError,
+                "leads to an address that the media policy forbids",
                 expected="a public address",
                 got=f"{address} ({reason})",
                 remedy=f'If you trust it, pass MediaPolicy(allow_networks=("{address.partition("%")[0]}",)).',
             )
         return allowed
-
-    def _body(self, response: httpcore.Response, stated: int) -> bytes:
-        if stated > self.policy.max_bytes:
-            raise self._too_large(f"{stated} bytes")
-        body = bytearray()
-        for chunk in response.iter_stream():
-            body += chunk
-            if len(body) > self.policy.max_bytes:
-                raise self._too_large("more")
-        return bytes(body)
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except MediaError:
-            raise
-        except httpcore.TimeoutException:
-            late = time.monotonic() >= self.deadline
-            raise self._too_slow("total_timeout" if late else "connect_timeout or read_timeout") from None
-        except (httpcore.NetworkError, httpcore.RemoteProtocolError) as error:
-            problem = f"could not be fetched ({type(error).__name__}: {str(error)[:200]})"
-            raise self._failed(problem) from error
-        except (httpcore.ProtocolError, httpcore.UnsupportedProtocol, ValueError) as error:
-            # Their texts may quote the request line, and with it a signature in the query.
-            raise self._failed(f"could not be fetched ({type(error).__name__})") from None
-
-    def _failed(self, problem: str) -> MediaFetchError:
-        return MediaFetchError(f"{printable_url(self.url)} {problem}", where=self.where)
-
-    def _too_large(self, got: str) -> MediaLimitError:
-        return MediaLimitError(
-            f"{printable_url(self.url)} is too large",
-            where=self.where,
-            expected=f"at most {self.policy.max_bytes} bytes",
-            got=got,
-            remedy="Raise MediaPolicy(max_bytes=...).",
-        )
-
-    def _too_slow(self, field: str) -> MediaLimitError:
-        policy = self.policy
-        return MediaLimitError(
-            f"{printable_url(self.url)} was too slow ({field})",
-            where=self.where,
-            expected=f"connect {policy.connect_timeout:g} s, read {policy.read_timeout:g} s, "
-            f"total {policy.total_timeout:g} s",
-            remedy="Raise MediaPolicy(connect_timeout=..., read_timeout=..., total_timeout=...).",
-        )
 
 
 class _BoundedStream(httpcore.NetworkStream):
@@ -271,14 +271,14 @@ class _BoundedStream(httpcore.NetworkStream):
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._stream.write(buffer, self._request.wait(self._request.policy.read_timeout))
 
-    def close(self) -> None:
-        self._stream.close()
-
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
         limit = self._request.wait(self._request.policy.connect_timeout)
         return _BoundedStream(self._stream.start_tls(ssl_context, server_hostname, limit), self._request)
+
+    def close(self) -> None:
+        self._stream.close()
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

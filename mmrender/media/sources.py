@@ -1,15 +1,4 @@
-"""Read the encoded bytes that a source names, under a `MediaPolicy`.
-
-| source | rule |
-|---|---|
-| `bytes`, `bytearray`, `memoryview` | taken as they are |
-| binary stream | read from its beginning if it can seek, and put back to its position |
-| `os.PathLike` object | read; no root needed |
-| `str`, `http:` or `https:` | fetched; see `mmrender.media.fetch` |
-| `str`, `data:` | strict base64, line breaks allowed; or percent-encoded |
-| `str`, `file:` | percent-decoded absolute path, under a root of the policy |
-| `str` that is strict base64 of an image of a known format | decoded, line breaks allowed |
-| any other `str` | a path, under a root of the policy |
+"""Read the encoded bytes that a source names, under a `MediaPolicy`; `docs/media.md` lists the sources.
 
 The file system is never asked what a string is, and no file stays open. A path object is read because only
 the program can make one; a path in a string may come from a dataset or a web page, so it has to lie under one
@@ -33,31 +22,35 @@ from mmrender.media.policy import MediaPolicy
 FORMATS = ("PNG", "JPEG", "WebP", "AVIF", "GIF", "TIFF", "BMP")
 """Image formats that are decoded."""
 
-_AVIF_BRANDS = (b"avif", b"avis")
-_HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1")
-_PREFIXES = (
-    (b"\x89PNG\r\n\x1a\n", "PNG"),
-    (b"\xff\xd8\xff", "JPEG"),
-    (b"GIF87a", "GIF"),
-    (b"GIF89a", "GIF"),
-    (b"II*\x00", "TIFF"),
-    (b"MM\x00*", "TIFF"),
-    (b"II+\x00", "TIFF"),
-    (b"MM\x00+", "TIFF"),
-    (b"BM", "BMP"),
-)
-_OTHERS = (
-    (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
-    (b"\x00\x00\x01", "an MPEG video"),
-    (b"%PDF", "a PDF document"),
-    (b"PK\x03\x04", "a ZIP archive"),
-    (b"\x1f\x8b", "gzip data"),
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself"),
+_KINDS = tuple(
+    (name, re.compile(pattern, re.DOTALL))
+    for name, pattern in (
+        ("PNG", rb"\x89PNG\r\n\x1a\n"),
+        ("JPEG", rb"\xff\xd8\xff"),
+        ("WebP", rb"RIFF....WEBP"),
+        # An AVIF file may name a general brand first and `avif` among the compatible ones.
+        ("AVIF", rb"....ftyp(?:....)*?avi[fs]"),
+        ("GIF", rb"GIF8[79]a"),
+        ("TIFF", rb"II[*+]\x00|MM\x00[*+]"),
+        ("BMP", rb"BM"),
+        ("a HEIC image", rb"....ftyp(?:hei[cx]|hev[cx]|m[is]f1)"),
+        ("an MP4 or QuickTime video", rb"....ftyp"),
+        ("an AVI video", rb"RIFF....AVI"),
+        ("a Matroska or WebM video", rb"\x1aE\xdf\xa3"),
+        ("an MPEG video", rb"\x00\x00\x01"),
+        ("a PDF document", rb"%PDF"),
+        ("a ZIP archive", rb"PK\x03\x04"),
+        ("gzip data", rb"\x1f\x8b"),
+        ("a Git LFS pointer, not the file itself", rb"version https://git-lfs"),
+        ("an HTML page", rb"(?i)\s*<(?:!doctype html|html)"),
+        ("an SVG drawing", rb"(?i)\s*(?:<\?xml.*)?<svg"),
+        ("no bytes at all", rb"\Z"),
+    )
 )
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
 _LONGEST_PATH = 4096
 _SNIFFED = 64
-"""Characters of base64 that hold enough bytes for `sniff`."""
+"""Bytes that tell the format, and characters of base64 that hold enough of them."""
 _PIECE = 1 << 16
 # One object always gets the same lock; two objects rarely share one.
 _LOCKS = tuple(threading.Lock() for _ in range(64))
@@ -65,47 +58,20 @@ _LOCKS = tuple(threading.Lock() for _ in range(64))
 
 def sniff(data: bytes) -> str | None:
     """Return which of `FORMATS` the first bytes announce, or None. 32 bytes are enough."""
-    for prefix, name in _PREFIXES:
-        if data.startswith(prefix):
-            return name
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "WebP"
-    if data[4:8] == b"ftyp":
-        # An AVIF file may name a general brand first and `avif` among the compatible ones.
-        end = min(int.from_bytes(data[:4], "big"), len(data))
-        if any(data[start : start + 4] in _AVIF_BRANDS for start in (8, *range(16, end - 3, 4))):
-            return "AVIF"
-    return None
+    kind = describe(data[:_SNIFFED])
+    return kind if kind in FORMATS else None
 
 
 def describe(data: bytes) -> str:
-    """Name the kind of data, in a few words, for bytes that are not an image of `FORMATS`."""
-    if not data:
-        return "no bytes at all"
-    for prefix, name in _OTHERS:
-        if data.startswith(prefix):
-            return name
-    if data[4:8] == b"ftyp":
-        return "a HEIC image" if data[8:12] in _HEIC_BRANDS else "an MP4 or QuickTime video"
-    if data[:4] == b"RIFF" and data[8:11] == b"AVI":
-        return "an AVI video"
-    start = data[:512].lstrip().lower()
-    if start.startswith((b"<!doctype html", b"<html")):
-        return "an HTML page"
-    if start.startswith(b"<svg") or (start.startswith(b"<?xml") and b"<svg" in start):
-        return "an SVG drawing"
-    return f"{len(data)} bytes that begin with {data[:8]!r}"
+    """Name the kind of data, one of `FORMATS` or a few words, by its first bytes."""
+    start = data[:512]
+    found = next((name for name, pattern in _KINDS if pattern.match(start)), None)
+    return found or f"{len(data)} bytes that begin with {data[:8]!r}"
 
 
 def lock_of(source: object) -> threading.Lock:
     """Return the lock under which state of a caller's stream or image that reading changes is used."""
     return _LOCKS[id(source) // 16 % len(_LOCKS)]
-
-
-def type_name(value: object) -> str:
-    """Return the type of `value` for an error message, such as `torch.Tensor`."""
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def read_source(source: Any, policy: MediaPolicy, *, where: str | None = None) -> bytes:
@@ -126,14 +92,16 @@ def read_source(source: Any, policy: MediaPolicy, *, where: str | None = None) -
         return _read_file(Path(os.fsdecode(source)), policy, where)
     if callable(getattr(source, "read", None)):
         return _read_stream(source, policy, where)
-    got = type_name(source)
-    array = "Pass a uint8 array of shape (H, W, 3), such as tensor.permute(1, 2, 0).cpu().numpy()."
+    kind = type(source)
+    is_tensor = kind.__module__.partition(".")[0] == "torch"
     raise MediaDecodeError(
         "this names no image",
         where=where,
         expected="a PIL.Image, uint8 array, bytes, path, URL or binary stream",
-        got=got,
-        remedy=array if got.startswith("torch.") else None,
+        got=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}",
+        remedy="Pass a uint8 array of shape (H, W, 3), such as tensor.permute(1, 2, 0).cpu().numpy()."
+        if is_tensor
+        else None,
     )
 
 
@@ -142,24 +110,25 @@ def _read_str(source: str, policy: MediaPolicy, where: str | None) -> bytes:
     name = scheme.group(1).lower() if scheme else ""
     if name in ("http", "https", "data", "file"):
         policy.check_scheme(name, where)
-        if name == "data":
-            return _read_data_url(source, policy, where)
-        if name == "file":
-            parts = urlsplit(source)
-            path = unquote(parts.path, errors="surrogateescape")
-            local = parts.netloc.lower() in ("", "localhost") and path.startswith("/") and "\0" not in path
-            if not local or parts.query or parts.fragment:
-                raise MediaFetchError(
-                    "the file: URL does not name a file of this machine",
-                    where=where,
-                    expected="file:///absolute/path, with ?, # and % percent-encoded",
-                    got=_printable(source),
-                )
-            return _read_named_file(Path(path), policy, where)
+    if name in ("http", "https"):
         # An HTTP client would be a tenth of the package's import time, and many programs never fetch.
         from mmrender.media.fetch import fetch
 
         return fetch(source.strip(), policy, where=where)
+    if name == "data":
+        return _read_data_url(source, policy, where)
+    if name == "file":
+        parts = urlsplit(source)
+        path = unquote(parts.path, errors="surrogateescape")
+        local = parts.netloc.lower() in ("", "localhost") and path.startswith("/") and "\0" not in path
+        if not local or parts.query or parts.fragment:
+            raise MediaFetchError(
+                "the file: URL does not name a file of this machine",
+                where=where,
+                expected="file:///absolute/path, with ?, # and % percent-encoded",
+                got=_printable(source),
+            )
+        return _read_named_file(Path(path), policy, where)
     if scheme and scheme.group(2):
         raise MediaBlockedError(
             f"{name}: URLs cannot be read",
@@ -244,7 +213,7 @@ def _read_stream(stream: Any, policy: MediaPolicy, where: str | None) -> bytes:
                         "the stream is not binary",
                         where=where or "stream",
                         expected="read() to give bytes",
-                        got=type_name(part),
+                        got=type(part).__name__,
                     )
                 data += part
             if position is not None:

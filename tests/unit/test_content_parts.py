@@ -219,17 +219,12 @@ TYPES = ", ".join(PART_TYPES[:-1]) + f" or {PART_TYPES[-1]}"
         ({"type": "image", "base64": ""}, ".base64: the base64 text is empty"),
         (
             {"type": "image", "image": URL, "min_pixels": 3136},
-            ".min_pixels: settings of the processor cannot be given for a single part. "
-            "Set it for the whole processor, or resize the image before passing it",
+            ".min_pixels: unknown key in a part - expected the keys of an image part, got 3136. "
+            "Remove the key, or set it to None; a processor has the same settings for all parts",
         ),
         (
             {"type": "text", "text": "a", "colour": "red"},
             ".colour: unknown key in a part - expected the keys of a text part, got 'red'. "
-            "Remove the key, or set it to None",
-        ),
-        (
-            {"type": "image", "fps": 2},
-            ".fps: unknown key in a part - expected the keys of an image part, got 2. "
             "Remove the key, or set it to None",
         ),
         ({"type": "video", "fps": 0}, ".fps: fps is not a frame rate - expected a number above 0, got 0"),

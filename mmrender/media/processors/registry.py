@@ -1,7 +1,7 @@
 """Choose the processor of a model directory: a native family if its rules are known, else the model's own.
 
-To add a native family, write a module beside `qwen.py` whose class has `MediaProcessor`'s members and a
-`from_files`, and name the class in `NATIVE`. `tests/parity/test_processor_parity.py` compares it with the
+To add a native family, write a module beside `qwen.py` with a subclass of `MediaProcessor` that has
+`from_files`, and name it in `NATIVE`. `tests/parity/test_processor_parity.py` compares it with the
 reference.
 """
 
