@@ -20,7 +20,6 @@ from typing import Annotated, Any, Final, NoReturn, get_args, get_origin
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 from msgspec import Meta
 
