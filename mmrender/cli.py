@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -36,13 +38,15 @@ FileArgument = Annotated[
 BackendOption = Annotated[
     str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')
 ]
+PromptOption = Annotated[bool, typer.Option(help="Open the assistant's turn.")]
+EngineOption = Annotated[str, typer.Option(help='Engine of the server: "vllm", "sglang" or "dynamo".')]
 
 
 @app.command()
 def render(
     file: FileArgument,
     model: ModelOption,
-    generation_prompt: Annotated[bool, typer.Option(help="Open the assistant's turn.")] = True,
+    generation_prompt: PromptOption = True,
     image_backend: BackendOption = "torch",
 ) -> None:
     """Render a conversation and print ids, spans and media as JSON."""
@@ -66,7 +70,7 @@ def render(
 def view(
     file: FileArgument,
     model: ModelOption,
-    generation_prompt: Annotated[bool, typer.Option(help="Open the assistant's turn.")] = True,
+    generation_prompt: PromptOption = True,
     image_backend: BackendOption = "torch",
 ) -> None:
     """Show every token of a conversation, coloured by what it is."""
@@ -104,29 +108,27 @@ def parity(
 ) -> None:
     """Compare with the reference, Transformers, to the last bit; exit 1 at the first difference."""
     from mmrender.testing.conversations import load_pictures
-    from mmrender.testing.parity import ParityReport, check_parity
+    from mmrender.testing.parity import check_parity
 
     backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
     pictures = load_pictures(images) if images is not None else []
-    reports: list[ParityReport] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    reports = []
     with Progress(*columns, console=_log) as bars:
-        for model in models:
-            for backend in backends:
-                bar = bars.add_task(f"{model.name} {backend}", total=cases)
-                report = check_parity(
-                    model,
-                    image_backend=backend,
-                    cases=cases,
-                    seed=seed,
-                    pictures=pictures,
-                    progress=lambda done, bar=bar: bars.update(bar, completed=done),  # type: ignore[misc]
-                )
-                reports.append(report)
+        for model, backend in product(models, backends):
+            bar = bars.add_task(f"{model.name} {backend}", total=cases)
+            report = check_parity(
+                model,
+                image_backend=backend,
+                cases=cases,
+                seed=seed,
+                pictures=pictures,
+                progress=partial(bars.advance, bar),
+            )
+            reports.append(report)
     _out.print(_parity_table(reports))
     for report in reports:
-        if report.mismatch is not None:
-            found = report.mismatch
+        if (found := report.mismatch) is not None:
             heading = f"{report.model}, {report.image_backend}, case {found.case}: {found.what} differ"
             _out.print(f"\n[red]{heading}[/]")
             for name in ("ours", "reference", "options", "messages"):
@@ -137,10 +139,9 @@ def parity(
 @app.command()
 def demo(
     server: Annotated[
-        str | None,
-        typer.Option(help="Base URL of an inference server; without one a tiny model runs in this process."),
+        str | None, typer.Option(help="Base URL of an inference server; without one a tiny model runs here.")
     ] = None,
-    backend: Annotated[str, typer.Option(help='Its engine: "vllm", "sglang" or "dynamo".')] = "vllm",
+    backend: EngineOption = "vllm",
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Name under which the server knows the model.")
     ] = None,
@@ -150,18 +151,16 @@ def demo(
     ] = None,
 ) -> None:
     """Run the demonstration: here, or its rollouts against an inference server."""
-    if server is not None and model is None:
-        raise InputError(
-            "the server's model is not named", where="--model", expected="the name it is served by"
-        )
     if server is not None:
+        if model is None:
+            expected = "the name it is served by"
+            raise InputError("the server's model is not named", where="--model", expected=expected)
         # The demonstration keeps off the hub by itself; a model that a server runs may come from there.
         os.environ.setdefault("HF_HUB_OFFLINE", "0")
     from mmrender.demo.__main__ import main as demonstrate
 
-    raise typer.Exit(
-        demonstrate(server, backend=_engine(backend) if server else None, model=model, renderer_of=renderer)
-    )
+    engine = _engine(backend) if server else None
+    raise typer.Exit(demonstrate(server, backend=engine, model=model, renderer_of=renderer))
 
 
 @app.command()
@@ -174,7 +173,7 @@ def serve(
     engine_model: Annotated[
         str | None, typer.Option(help="Name under which the servers know the model; as --model by default.")
     ] = None,
-    backend: Annotated[str, typer.Option(help='Their engine: "vllm", "sglang" or "dynamo".')] = "vllm",
+    backend: EngineOption = "vllm",
     host: Annotated[
         str, typer.Option(help="Address to listen on; others than loopback need a key.")
     ] = "127.0.0.1",
@@ -232,9 +231,7 @@ def audit(
 
 
 def _parity_table(reports: "list[Any]") -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    for heading in ("model", "mode", "result"):
-        table.add_column(heading)
+    table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
     for heading in ("cases", "refused by both", "tokens", "images", "pixel values"):
         table.add_column(heading, justify="right")
     for report in reports:
@@ -255,9 +252,8 @@ def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool
         raise InputError("the file is not JSON", where=file, got=str(error)) from error
     options = document if isinstance(document, dict) else {"messages": document}
     if "messages" not in options:
-        raise InputError(
-            "no messages in the input", where=file, expected='a list, or an object with "messages"'
-        )
+        expected = 'a list, or an object with "messages"'
+        raise InputError("no messages in the input", where=file, expected=expected)
     renderer = _load(model, image_backend)
     messages = options.pop("messages")
     with _log.status("rendering"):

@@ -10,23 +10,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import (
-    AddedToken,
-    Regex,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
-from tokenizers import (
-    Tokenizer as Engine,
-)
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Engine
 
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
@@ -36,6 +25,7 @@ from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer
 from mmrender.spans import Expansion, Repeat, Text
+from mmrender.testing.tiny_model import train_byte_pairs
 
 TEMPLATES = Path(__file__).parent / "templates"
 NOW = datetime.datetime(2026, 7, 26, 9, 5, tzinfo=datetime.UTC)
@@ -118,26 +108,9 @@ SPECS: dict[str, Spec] = {
 
 @cache
 def _trained() -> str:
-    """A byte-level BPE of 800 tokens, as JSON."""
-    engine = Engine(models.BPE())
-    engine.normalizer = normalizers.NFC()
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    engine.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=800, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    corpus = files("mmrender.testing").joinpath("data", "corpus.txt").read_text(encoding="utf-8")
     # Letters of the markup too, so that merges across what is a token and what is text can happen.
-    engine.train_from_iterator(
-        [corpus, "<|im_end|> <think> user\nassistant\nsystem\n</s> [INST] <image>\n" * 20], trainer
-    )
-    return engine.to_str()
+    markup = "<|im_end|> <think> user\nassistant\nsystem\n</s> [INST] <image>\n"
+    return train_byte_pairs(800, markup * 20).to_str()
 
 
 def build_engine(special: Sequence[str], added: Sequence[str] = ADDED) -> Engine:

@@ -4,12 +4,14 @@ Needs the `hf`, `torch`, `client` and `cli` extras. Exits 1 where a proof does n
 """
 
 import asyncio
+import itertools
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +45,23 @@ class Report:
 
     def __init__(self) -> None:
         self.console = Console(width=min(WIDTH, Console().width), soft_wrap=False)
+        self.print = partial(self.console.print, highlight=False)
         self.failed: list[proofs.Proof] = []
-        self._steps = 0
+        self._steps = itertools.count(1)
 
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         """Head a section and show its duration; what is printed inside comes after the heading."""
-        self._steps += 1
         start = time.perf_counter()
-        self.console.print(f"\n[bold cyan]{self._steps}[/] [bold]{title}[/]", highlight=False)
+        self.print(f"\n[bold cyan]{next(self._steps)}[/] [bold]{title}[/]")
         yield
-        self.line(f"[dim]{time.perf_counter() - start:.1f} s[/]")
-
-    def line(self, text: str) -> None:
-        """Write one indented line."""
-        self.console.print(f"  {text}", highlight=False)
+        self.print(f"  [dim]{time.perf_counter() - start:.1f} s[/]")
 
     def prove(self, *found: proofs.Proof) -> None:
         """Show proofs; remember those that do not hold."""
         for proof in found:
-            self.line(f"{_MARKS[proof.holds]} {proof.claim:<35} [dim]{proof.detail}[/]")
-            if proof.holds is False:
-                self.failed.append(proof)
+            self.print(f"  {_MARKS[proof.holds]} {proof.claim:<35} [dim]{proof.detail}[/]")
+        self.failed += [proof for proof in found if proof.holds is False]
 
 
 def run_here(report: Report, folder: Path) -> None:
@@ -94,10 +91,9 @@ def describe(report: Report, renderer: Renderer) -> None:
     """Show the vocabulary, and what probing the template found."""
     profile = renderer.profile
     stops = ", ".join(renderer.decode([token_id]) for token_id in renderer.get_stop_token_ids())
-    report.line(f"{renderer.tokenizer.vocab_size:,} tokens; turns stop at {stops}")
-    report.line(
-        f"images in turns of {', '.join(profile.image_roles)}; prefix stable: {profile.prefix_stable}"
-    )
+    report.print(f"  {renderer.tokenizer.vocab_size:,} tokens; turns stop at {stops}")
+    roles = ", ".join(profile.image_roles)
+    report.print(f"  images in turns of {roles}; prefix stable: {profile.prefix_stable}")
 
 
 def sample_and_ship(
@@ -117,13 +113,14 @@ def sample_and_ship(
             conversation: list[Any] = [SYSTEM]
             for seed, asked in enumerate(turns):
                 conversation.append(asked)
+                sampling = {"seed": seed, "max_tokens": 24}
                 turn = await client.create_completion(
-                    conversation, trajectory=trajectory, sampling_params={"seed": seed, "max_tokens": 24}
+                    conversation, trajectory=trajectory, sampling_params=sampling
                 )
                 conversation.append(turn.message)
                 step = trajectory.steps[-1]
                 sampled = len(step.completion_ids)
-                report.line(f"turn {seed + 1}: {step.prompt_length:,} tokens in, {sampled} sampled")
+                report.print(f"  turn {seed + 1}: {step.prompt_length:,} tokens in, {sampled} sampled")
 
         asyncio.run(converse())
         report.prove(*proofs.prove_rollout(renderer, trajectory, pictures=3))
@@ -150,7 +147,7 @@ def main(
         renderer_of: Directory or hub id of the model; by default `model`.
     """
     report = Report()
-    report.console.print(f"[bold]mmrender {__version__}[/]: messages and pictures to tokens and tensors")
+    report.print(f"[bold]mmrender {__version__}[/]: messages and pictures to tokens and tensors")
     try:
         with tempfile.TemporaryDirectory(prefix="mmrender-demo-") as folder:
             if server is None:
@@ -163,10 +160,10 @@ def main(
                 client = RendererClient(renderer, server, model=name, backend=backend)
                 sample_and_ship(report, client, renderer, Path(folder))
     except MMRenderError as error:
-        report.console.print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        report.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 2
     for proof in report.failed:
-        report.console.print(f"\n[red]not so: {proof.claim} ({proof.detail})[/]", highlight=False)
+        report.print(f"\n[red]not so: {proof.claim} ({proof.detail})[/]")
     return 1 if report.failed else 0
 
 

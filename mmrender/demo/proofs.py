@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mmrender.demo.conversation import ARGUMENTS, CALLING_MESSAGE, Conversation
 from mmrender.demo.receiver import TIMEOUT, trajectory_digest
@@ -38,22 +39,22 @@ def prove_parity(directory: Path, conversation: Conversation, rendered: Rendered
     """Compare text, ids and pixels of a rendering by PIL with `apply_chat_template` and the processor."""
     reference = ReferenceRenderer(directory, "pil")
     expected = reference.render(conversation.messages, conversation.pictures, **conversation.options)
-    text = _same_sequence("text equals apply_chat_template", rendered.text, expected.text, "characters")
+
+    def same(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) -> Proof:
+        if ours == theirs:
+            return Proof(claim, True, f"{len(ours):,} {unit}")
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+        return Proof(claim, False, f"first difference at {first}")
+
+    text = same("text equals apply_chat_template", rendered.text, expected.text, "characters")
     if reference.processor_missing is not None:
         # Without the processor nothing widens the reference's placeholders, so ids cannot be compared either.
         return [text, Proof("ids and pixels equal its processor's", None, reference.processor_missing)]
-    ids = _same_sequence("ids equal its processor's", rendered.token_ids, expected.ids, "ids")
+    ids = same("ids equal its processor's", rendered.token_ids, expected.ids, "ids")
     items = rendered.multi_modal_data.mm_items["image"]
     ours = np.concatenate([item.tensors("float32")["pixel_values"] for item in items])
-    same = np.array_equal(ours, expected.tensors["pixel_values"])
-    return [text, ids, Proof("pixels equal its processor's", same, f"{ours.size:,} values")]
-
-
-def _same_sequence(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) -> Proof:
-    if ours == theirs:
-        return Proof(claim, True, f"{len(ours):,} {unit}")
-    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
-    return Proof(claim, False, f"first difference at {first}")
+    equal = np.array_equal(ours, expected.tensors["pixel_values"])
+    return [text, ids, Proof("pixels equal its processor's", equal, f"{ours.size:,} values")]
 
 
 def prove_text_stays_text(renderer: Renderer) -> Proof:
@@ -77,19 +78,26 @@ def prove_tool_call(renderer: Renderer, conversation: Conversation, rendered: Re
 
 def prove_forward(model: Any, rendered: RenderedTokens) -> list[Proof]:
     """Feed ids and pixels to a Transformers model, and take the loss of the sampled tokens."""
+    shape, logprobs = _forward(model, rendered.token_ids, rendered.multi_modal_data)
+    trained = logprobs[rendered.loss_mask()[1:]]
+    loss, size = -float(trained.mean()), " x ".join(f"{size:,}" for size in shape)
+    return [
+        Proof("the model takes ids and pixels", shape[1] == len(rendered), f"logits {size}"),
+        Proof("its loss is finite", math.isfinite(loss), f"{loss:.2f} nats, {len(trained)} tokens"),
+    ]
+
+
+def _forward(
+    model: Any, token_ids: Sequence[int] | npt.NDArray[np.int32], sidecar: MultiModalData
+) -> tuple[tuple[int, ...], npt.NDArray[np.float32]]:
+    """Shape of the logits, and the log-probability of each token but the first."""
     import torch
 
-    ids = torch.tensor([rendered.token_ids])
+    ids = torch.as_tensor(np.asarray(token_ids, np.int64))[None]
     with torch.inference_mode():
-        logits = model(input_ids=ids, **media_inputs(rendered.multi_modal_data, len(rendered))).logits
-    trained = torch.from_numpy(rendered.loss_mask().copy())[1:]  # position t predicts token t + 1
-    losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
-    loss = float(losses[trained].mean())
-    shape = " x ".join(f"{size:,}" for size in logits.shape)
-    return [
-        Proof("the model takes ids and pixels", logits.shape[1] == len(rendered), f"logits {shape}"),
-        Proof("its loss is finite", math.isfinite(loss), f"{loss:.2f} nats, {int(trained.sum())} tokens"),
-    ]
+        logits = model(input_ids=ids, **media_inputs(sidecar, len(token_ids))).logits
+    chosen = logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])
+    return tuple(logits.shape), chosen[:, 0].numpy()
 
 
 def media_inputs(sidecar: MultiModalData, length: int) -> dict[str, Any]:
@@ -126,17 +134,10 @@ def prove_rollout(renderer: Renderer, trajectory: Trajectory, pictures: int) -> 
 
 def prove_logprobs(model: Any, trajectory: Trajectory) -> Proof:
     """Compare the sampler's log-probabilities with one plain forward of the whole conversation."""
-    import torch
-
     (branch, *_) = trajectory.branches()
-    ids = torch.from_numpy(branch.token_ids.astype(np.int64))[None]
-    with torch.inference_mode():
-        logits = model(input_ids=ids, **media_inputs(branch.multi_modal_data, len(branch))).logits[0]
-    plain = logits[:-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
-    sample = branch.sample()
-    sampled = np.flatnonzero(sample.loss_mask)
-    reported = np.concatenate([step.logprobs for step in trajectory.steps])
-    worst = float(np.abs(plain[sampled - 1] - reported).max())
+    _, plain = _forward(model, branch.token_ids, branch.multi_modal_data)
+    sampled = plain[branch.sample().loss_mask[1:]]
+    worst = float(np.abs(sampled - np.concatenate([step.logprobs for step in trajectory.steps])).max())
     detail = f"{len(sampled)} of them, difference {worst:.0e}"
     return Proof("logprobs equal a plain forward's", worst < 1e-4, detail)
 
@@ -159,7 +160,6 @@ async def prove_shipping(trajectory: Trajectory, folder: Path) -> list[Proof]:
     url = f"unix://{folder / 'rollout.sock'}"
     command = (sys.executable, "-m", "mmrender.demo.receiver", url)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    output = asyncio.create_task(process.communicate())
 
     async def send() -> int:
         async with Sender(url) as sender:
@@ -169,17 +169,16 @@ async def prove_shipping(trajectory: Trajectory, folder: Path) -> list[Proof]:
 
     sending = asyncio.create_task(send())
     try:
-        await asyncio.wait({output, sending}, return_when=asyncio.FIRST_COMPLETED)
+        output, _ = await asyncio.wait_for(process.communicate(), 2 * TIMEOUT)
         if process.returncode:
             status = f"status {process.returncode}"
             raise ShippingConnectionError("the second process failed", where=url, got=status)
-        sent = await sending
-        received = json.loads((await asyncio.wait_for(output, TIMEOUT))[0])
+        sent, received = await sending, json.loads(output)
     finally:
         sending.cancel()
         if process.returncode is None:
             process.kill()
-        await asyncio.gather(output, sending, return_exceptions=True)
+        await asyncio.gather(sending, return_exceptions=True)
     same = received["digest"] == trajectory_digest(trajectory)
     plain = sum(step.multi_modal_data.nbytes + 4 * len(step) for step in trajectory.steps)
     return [

@@ -31,14 +31,12 @@ def trajectory_digest(trajectory: Trajectory) -> str:
     return digest.hexdigest()
 
 
-async def receive(url: str) -> str:
-    """Receive one trajectory and return its digest."""
+async def _receive(url: str) -> str:
     async with Receiver(url) as receiver:
-        received = await receiver.receive(TIMEOUT)
-        return trajectory_digest(received.value)
+        return trajectory_digest((await receiver.receive(TIMEOUT)).value)
 
 
 if __name__ == "__main__":
-    result = asyncio.run(receive(sys.argv[1]))
+    digest = asyncio.run(_receive(sys.argv[1]))
     modules = sorted({name.partition(".")[0] for name in sys.modules})
-    sys.stdout.write(json.dumps({"digest": result, "modules": modules}) + "\n")
+    sys.stdout.write(json.dumps({"digest": digest, "modules": modules}) + "\n")

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,6 @@ from mmrender.spans import MediaItem, Repeat
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering
 from mmrender.tokens.rendered import RenderedTokens
-
-Progress: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def check_parity(
     cases: int,
     seed: int = 0,
     pictures: Sequence[Image.Image] = (),
-    progress: Progress = lambda _: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> ParityReport:
     """Compare text, ids, tensors and placeholder ranges on generated conversations; stop at a difference.
 
@@ -75,7 +73,7 @@ def check_parity(
         cases: Number of conversations.
         seed: Of the generator.
         pictures: Photographs to use beside generated ones.
-        progress: Called with the number of cases done.
+        progress: Called after each case.
     """
     # First, since it makes torchvision importable where it can, and our adapter may run on it.
     reference = ReferenceRenderer(directory, image_backend)
@@ -93,7 +91,7 @@ def check_parity(
         messages, options = maker.make(source)
         report.mismatch = _compare(renderer, reference, messages, options, report=report, case=case)
         report.cases += 1
-        progress(case + 1)
+        progress()
         if report.mismatch is not None:
             break
     return report
@@ -110,20 +108,21 @@ def _compare(
 ) -> Mismatch | None:
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     pictures = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+    refusals = {}
     try:
-        expected: ReferenceRendering | str = reference.render(messages, pictures, **options)
+        expected = reference.render(messages, pictures, **options)
     except Exception as error:  # noqa: BLE001 - whatever the reference raises, ours must refuse too
-        expected = f"{type(error).__name__}: {error}"
+        refusals["reference"] = f"{type(error).__name__}: {error}"
     try:
-        ours: RenderedTokens | str = renderer.render(messages, **options)
+        ours = renderer.render(messages, **options)
     except MMRenderError as error:
-        ours = f"{type(error).__name__}: {error}"
-    if isinstance(ours, str) or isinstance(expected, str):
-        if isinstance(ours, str) and isinstance(expected, str):
-            report.refused += 1
-            return None
-        left, right = (side if isinstance(side, str) else "renders" for side in (ours, expected))
-        return Mismatch(case, "acceptance", left, right, messages, options)
+        refusals["ours"] = f"{type(error).__name__}: {error}"
+    if len(refusals) == 1:
+        sides = {"ours": "renders", "reference": "renders", **refusals}
+        return Mismatch(case, "acceptance", **sides, messages=messages, options=options)
+    if refusals:
+        report.refused += 1
+        return None
     difference = first_difference(renderer, ours, expected)
     if difference is not None:
         return Mismatch(case, *difference, messages, options)
