@@ -1,4 +1,4 @@
-"""One completion from several requests: what is asked next, and what the pieces make together. Pure.
+"""One completion from several requests: what is asked next, and what the pieces make together.
 
 An aborted request returns what it has. The next one asks with prompt + tokens so far and the rest of the
 budget, so that sampled tokens are never decoded, moved or sampled again.
@@ -7,15 +7,15 @@ budget, so that sampled tokens are never decoded, moved or sampled again.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, Usage
-from mmrender.engines.interface import check_budget
-from mmrender.errors import EngineReplyError
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
+from mmrender.engines.interface import InferenceEngineInterface, check_budget
+from mmrender.errors import EngineReplyError, PromptTooLongError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 Decode = Callable[[Sequence[int]], str]
@@ -36,6 +36,7 @@ MEMORYLESS: Final = frozenset(
         # vLLM and SGLang apply it to prompt and output alike, so a longer prompt changes nothing.
         "repetition_penalty",
         "return_token_ids",
+        "seed",
         "skip_special_tokens",
         "spaces_between_special_tokens",
         "stop_token_ids",
@@ -45,8 +46,9 @@ MEMORYLESS: Final = frozenset(
         "top_p",
     }
 )
-"""Parameters that do not depend on where the prompt ends. `seed`, `stop` and `frequency_penalty` are carried
-over; with any other one, such as a grammar or `presence_penalty`, an aborted completion starts over."""
+"""Parameters that do not depend on where the prompt ends, or are carried over. So are `stop` and
+`frequency_penalty` within limits; with any other one, such as a grammar or `presence_penalty`, an aborted
+completion starts over."""
 
 _MAX_BIAS: Final = 100.0
 """Engines clamp `logit_bias` to this range."""
@@ -58,6 +60,7 @@ class Continuation:
     Args:
         request: The request, with `max_tokens`; it is not changed.
         decode: Decodes tokens, to find stop strings across a seam; without it such requests start over.
+        listener: Called with tokens once they are final, each once and in order.
 
     Attributes:
         completion_ids: Tokens so far.
@@ -65,10 +68,15 @@ class Continuation:
         finished: Why it ended; None while it has not.
     """
 
-    def __init__(self, request: EngineRequest, decode: Decode | None = None) -> None:
+    def __init__(
+        self, request: EngineRequest, decode: Decode | None = None, listener: OnTokens | None = None
+    ) -> None:
         self.request = request
         self.budget = check_budget(request.sampling_params)
+        self.finished: FinishReason | None = None
         self._decode = decode
+        self._listener = listener
+        self._shown = 0
         stop = request.sampling_params.get("stop") or ()
         self._stops = [stop] if isinstance(stop, str) else list(stop)
         self._clear()
@@ -76,12 +84,8 @@ class Continuation:
     def _clear(self) -> None:
         self.completion_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.finished: FinishReason | None = None
-        self._top: list[tuple[tuple[int, float], ...]] | None = []
-        self._versions: list[WeightVersionSpan] = []
+        self._pieces: list[EngineResponse] = []
         self._experts: RoutedExperts | None = None
-        self._first: EngineResponse | None = None
-        self._last: EngineResponse | None = None
 
     # --- what to ask ---
 
@@ -91,28 +95,22 @@ class Continuation:
         return self.budget - len(self.completion_ids)
 
     @property
-    def can_stream(self) -> bool:
-        """Whether tokens of the next request are final as they arrive.
+    def kept(self) -> int:
+        """Tokens that the next request builds on."""
+        return len(self.completion_ids) if self.can_continue() else 0
 
-        Router choices come at the end of a stream, so a broken one would lose its tokens' rows. A stop string
-        across a seam is found in whole pieces only.
-        """
-        params = self.request.sampling_params
-        seam = bool(self._stops and self.completion_ids)
-        penalty = self.budget * abs(params.get("frequency_penalty") or 0.0)
-        bounded = not penalty or penalty + self._largest_bias(params) <= _MAX_BIAS
-        return self.can_continue() and bounded and not self.request.routed_experts and not seam
-
-    def can_continue(self) -> bool:
-        """Whether an aborted request can be continued as a longer prompt, rather than started over."""
+    def can_continue(self, more: int = 0) -> bool:
+        """Whether an abort can be continued as a longer prompt, also after `more` tokens of any kind."""
         params = self.request.sampling_params
         for name, value in params.items():
-            if name in MEMORYLESS or name == "seed" or value in (None, False, "", [], (), {}):
+            if name in MEMORYLESS or value in (None, False, "", [], (), {}):
                 continue
             if name == "stop" and self._decode is not None:
                 continue
-            if name == "frequency_penalty" and self._largest_bias(params) <= _MAX_BIAS:
-                continue
+            if name == "frequency_penalty":
+                largest = max(map(abs, self._carried_bias(params).values()), default=0.0)
+                if largest + more * abs(value) <= _MAX_BIAS:
+                    continue
             return False
         return True
 
@@ -123,15 +121,13 @@ class Continuation:
             bias[str(token)] = bias.get(str(token), 0.0) - params["frequency_penalty"] * count
         return bias
 
-    def _largest_bias(self, params: Mapping[str, Any]) -> float:
-        return max(map(abs, self._carried_bias(params).values()), default=0.0)
-
     def next_request(self) -> EngineRequest:
-        """Build the next request."""
-        params = {**self.request.sampling_params, "max_tokens": self.remaining}
-        done = len(self.completion_ids)
-        if not done:
+        """Build the next request; what cannot be continued starts over."""
+        if not self.kept:
+            self._clear()
             return self.request
+        done = len(self.completion_ids)
+        params = {**self.request.sampling_params, "max_tokens": self.remaining}
         if params.get("min_tokens"):
             params["min_tokens"] = max(0, params["min_tokens"] - done)
         if params.get("seed") is not None:
@@ -143,29 +139,77 @@ class Continuation:
         ids = [*self.request.prompt_ids, *self.completion_ids]
         return replace(self.request, prompt_ids=ids, sampling_params=params)
 
-    # --- what came ---
-
-    def add(self, piece: EngineResponse, *, ending: bool = False) -> bool:
-        """Take the response to `next_request`; return whether it brought the completion forward.
-
-        Args:
-            piece: What the engine sampled.
-            ending: Nothing will be asked after it, so that even a completion that would start over keeps it.
+    async def ask(self, engine: InferenceEngineInterface, session_id: Hashable | None) -> bool:
+        """Make the next request, and take what comes, also from a stream that breaks; return True.
 
         Raises:
+            EngineError: The engine failed before the completion was finished.
             EngineReplyError: Tokens and logprobs do not fit together, or exceed what was asked for.
+        """
+        if self.is_finished():  # by a request that failed behind its last token
+            return True
+        request = self.next_request()
+        ids: list[int] = []
+        logprobs: list[float] = []
+        ending: FinishReason = "abort"
+
+        def on_tokens(
+            new_ids: Sequence[int], new_logprobs: Sequence[float], reason: FinishReason | None, /
+        ) -> None:
+            nonlocal ending
+            check_piece(new_ids, new_logprobs, self.remaining - len(ids))
+            ids.extend(new_ids)
+            logprobs.extend(new_logprobs)
+            ending = reason or ending
+            self._shown += len(new_ids)
+            if new_ids and self._listener is not None:
+                self._listener(new_ids, new_logprobs, None)
+
+        # Router choices come at the end of a stream, so a broken one would lose its tokens' rows. A stop
+        # string across a seam is found in whole pieces only.
+        in_pieces = request.routed_experts or (self._stops and self.completion_ids)
+        streams = self._listener is not None and not in_pieces and self.can_continue(self.remaining)
+        try:
+            piece = await engine.complete(
+                request, session_id=session_id, on_tokens=on_tokens if streams else None
+            )
+            check_piece(piece.completion_ids, piece.logprobs, self.remaining)
+        except BaseException as error:
+            if ids or ending != "abort":  # it was shown, so it counts
+                self.add(EngineResponse(ids, logprobs, ending, Usage(len(request.prompt_ids), len(ids))))
+            if isinstance(error, PromptTooLongError) and self.completion_ids:
+                self.end("length")
+            if not self.is_finished() or not isinstance(error, Exception):
+                raise
+        else:
+            self.add(piece)
+        return True
+
+    # --- what came ---
+
+    def add(self, piece: EngineResponse) -> None:
+        """Take the response to `next_request`.
+
+        Raises:
+            EngineReplyError: Its router choices do not fit those of earlier pieces.
         """
         piece = self._cut_at_stop(piece)
         if piece.completion_ids or piece.finish_reason != "abort":
-            self._take(piece)
+            seam = len(self.request.prompt_ids) + len(self.completion_ids) - 1
+            self._experts = (
+                join_experts(self._experts, piece.routed_experts, seam)
+                if self.completion_ids
+                else piece.routed_experts
+            )
+            self.completion_ids += piece.completion_ids
+            self.logprobs += piece.logprobs
+            self._pieces.append(piece)
         if piece.finish_reason != "abort":
-            self.finished = piece.finish_reason
+            self.end(piece.finish_reason)
         elif self.remaining == 0:
-            self.finished = "length"
-        elif not ending and not self.can_continue():
-            self._clear()
-            return False
-        return bool(piece.completion_ids) or self.finished is not None
+            self.end("length")
+        elif self.can_continue(self.remaining):
+            self._show()
 
     def _cut_at_stop(self, piece: EngineResponse) -> EngineResponse:
         """End a piece where a stop string ends that began before the seam; the engine cannot see that one."""
@@ -182,32 +226,10 @@ class Continuation:
             for stop in self._stops:
                 start = text.find(stop, max(0, seam - len(stop) + 1), seam + len(stop) - 1)
                 if 0 <= start < seam and done + count > least:
-                    return _cut(piece, count, stop, len(self.request.prompt_ids) + done + count)
+                    return cut_piece(piece, count, stop, len(self.request.prompt_ids) + done + count)
             if len(text) >= seam + longest:
                 break
         return piece
-
-    def _take(self, piece: EngineResponse) -> None:
-        before = len(self.completion_ids)
-        for span in piece.weight_versions:
-            moved = WeightVersionSpan(span.version, span.start + before, span.stop + before)
-            last = self._versions[-1] if self._versions else None
-            if last is not None and last.version == moved.version and last.stop == moved.start:
-                self._versions[-1] = WeightVersionSpan(moved.version, last.start, moved.stop)
-            else:
-                self._versions.append(moved)
-        seam = len(self.request.prompt_ids) + before - 1
-        self._experts = (
-            join_experts(self._experts, piece.routed_experts, seam) if before else piece.routed_experts
-        )
-        if piece.top_logprobs is None and piece.completion_ids:
-            self._top = None
-        elif self._top is not None:
-            self._top += piece.top_logprobs or ()
-        self.completion_ids += piece.completion_ids
-        self.logprobs += piece.logprobs
-        self._first = self._first or piece
-        self._last = piece
 
     def is_finished(self) -> bool:
         """Whether it has ended."""
@@ -215,27 +237,48 @@ class Continuation:
 
     def end(self, reason: FinishReason) -> None:
         """End it with what it has, unless it has ended."""
-        self.finished = self.finished or reason
+        if self.finished is None:
+            self.finished = reason
+            self._show()
+
+    def _show(self) -> None:
+        """Show tokens that were not shown as they arrived, and the end."""
+        start, self._shown = self._shown, len(self.completion_ids)
+        if self._listener is not None and (self.finished is not None or start < self._shown):
+            self._listener(self.completion_ids[start:], self.logprobs[start:], self.finished)
 
     def result(self) -> EngineResponse:
         """Return the whole completion: the first piece's metadata, the last one's stop reason."""
         nothing = EngineResponse([], [], "abort", Usage(len(self.request.prompt_ids), 0))
-        first = self._first or nothing
+        first, last = (self._pieces[0], self._pieces[-1]) if self._pieces else (nothing, nothing)
+        versions: list[WeightVersionSpan] = []
+        top: list[Any] | None = []
+        done = 0
+        for piece in self._pieces:
+            for version, start, stop in piece.weight_versions:
+                begin = start + done
+                if versions and versions[-1].version == version and versions[-1].stop == begin:
+                    begin = versions.pop().start
+                versions.append(WeightVersionSpan(version, begin, stop + done))
+            if piece.completion_ids:
+                missing = top is None or piece.top_logprobs is None
+                top = None if missing else [*top, *piece.top_logprobs]  # type: ignore[misc]
+            done += len(piece.completion_ids)
         return EngineResponse(
             completion_ids=self.completion_ids,
             logprobs=self.logprobs,
             finish_reason=self.finished or "abort",
-            usage=Usage(first.usage.prompt_tokens, len(self.completion_ids), first.usage.cached_tokens),
-            stop_reason=(self._last or first).stop_reason,
+            usage=Usage(first.usage.prompt_tokens, done, first.usage.cached_tokens),
+            stop_reason=last.stop_reason,
             routed_experts=self._experts,
-            weight_versions=tuple(self._versions),
+            weight_versions=tuple(versions),
             request_id=first.request_id,
-            top_logprobs=tuple(self._top) if self._top else None,
+            top_logprobs=tuple(top) if top else None,
             raw=first.raw,
         )
 
 
-def _cut(piece: EngineResponse, count: int, stop: str, length: int) -> EngineResponse:
+def cut_piece(piece: EngineResponse, count: int, stop: str, length: int) -> EngineResponse:
     """Keep the first `count` tokens of a piece; prompt and completion then have `length` tokens."""
     experts = piece.routed_experts
     if experts is not None:
@@ -248,9 +291,9 @@ def _cut(piece: EngineResponse, count: int, stop: str, length: int) -> EngineRes
         stop_reason=stop,
         routed_experts=experts,
         weight_versions=tuple(
-            WeightVersionSpan(span.version, span.start, min(span.stop, count))
-            for span in piece.weight_versions
-            if span.start < count
+            WeightVersionSpan(version, start, min(end, count))
+            for version, start, end in piece.weight_versions
+            if start < count
         ),
         top_logprobs=None if piece.top_logprobs is None else piece.top_logprobs[:count],
     )
@@ -263,23 +306,19 @@ def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], most: 
         EngineReplyError: They do not fit.
     """
     count = len(completion_ids)
+    if count <= most and len(logprobs) == count and all(map(math.isfinite, logprobs)):
+        return
     if count > most:
-        raise EngineReplyError(
-            "the engine sampled more tokens than it was asked for",
-            where="completion_ids",
-            expected=f"at most {most}",
-            got=str(count),
-        )
-    if len(logprobs) != count:
-        raise EngineReplyError(
-            "tokens and logprobs differ in number",
-            where="logprobs",
-            expected=str(count),
-            got=str(len(logprobs)),
-        )
-    for position, value in enumerate(logprobs):
-        if not math.isfinite(value):
-            raise EngineReplyError("a logprob is not finite", where=f"logprobs[{position}]", got=repr(value))
+        problem, where = "the engine sampled more tokens than it was asked for", "completion_ids"
+        expected, got = f"at most {most}", str(count)
+    elif len(logprobs) != count:
+        problem, where = "tokens and logprobs differ in number", "logprobs"
+        expected, got = str(count), str(len(logprobs))
+    else:
+        position = next(index for index, value in enumerate(logprobs) if not math.isfinite(value))
+        problem, where = "a logprob is not finite", f"logprobs[{position}]"
+        expected, got = "a finite number", repr(logprobs[position])
+    raise EngineReplyError(problem, where=where, expected=expected, got=got)
 
 
 def join_experts(

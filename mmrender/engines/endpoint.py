@@ -5,31 +5,23 @@ Needs the `serve` extra: starlette, uvicorn and prometheus-client.
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import logging
 import socket
 import threading
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self, TypeVar
+from functools import partial
+from typing import Any, Final, Self
 
 import msgspec
 
 from mmrender.client.generation import BackendName
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
-from mmrender.engines.interface import RequestPayload
+from mmrender.engines.interface import OpenAICall, Result
+from mmrender.engines.replicas import Replica
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -51,10 +43,8 @@ from mmrender.protocols import RendererProtocol
 
 try:
     import uvicorn
-    from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-    from prometheus_client.registry import Collector
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
@@ -63,7 +53,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the HTTP endpoint") from error
 
-Result = TypeVar("Result")
 _log = logging.getLogger("mmrender.engines")
 _CALLER_LEFT: Final = 499
 """nginx's status of a request whose caller left."""
@@ -120,7 +109,7 @@ class CallerLeftError(Exception):
     """The caller closed the connection."""
 
 
-# --- errors as OpenAI's envelopes ---
+# --- replies ---
 
 _STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
     (PromptTooLongError, 400, "context_length_exceeded"),
@@ -139,15 +128,15 @@ _STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
 
 
 def failure_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the status and the envelope of an error. Unexpected ones reveal nothing of our insides."""
+    """Return the status and OpenAI's envelope of an error. Unexpected ones reveal nothing of our insides."""
     status, code, param, message = 500, "internal_error", None, "internal error"
     if isinstance(error, RequestError):
         status, code, param, message = error.status, error.code, error.param, str(error)
     elif isinstance(error, EngineStatusError) and error.status < 500:
         # The engine's own refusal is passed on; its breakdowns are ours to answer for.
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            body = msgspec.json.decode(error.body)
-            if isinstance(body, dict) and isinstance(body.get("error"), dict):
+            body = msgspec.json.decode(error.body, type=dict[str, Any])
+            if isinstance(body.get("error"), dict):
                 return error.status, body
         status, code, message = error.status, "engine_refused", str(error)
     else:
@@ -159,7 +148,16 @@ def failure_of(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": message, "type": kind_name, "param": param, "code": code}}
 
 
-# --- requests and responses ---
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _is_up(replica: Replica) -> float:
+    return float(replica.down is None)
+
+
+def _in_flight(replica: Replica) -> float:
+    return len(replica.calls)
 
 
 class JSONReply(Response):
@@ -172,18 +170,18 @@ class JSONReply(Response):
         return msgspec.json.encode(content)
 
 
+# --- requests ---
+
+
 def check_key(request: Request, key: str | None) -> None:
     """Check a request's API key in constant time.
 
     Raises:
         RequestError: It is missing or wrong.
     """
-    if key is None:
-        return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Digests have one length, so not even the key's length shows in the time.
-    digests = [hashlib.sha256(each.encode("utf-8", "replace")).digest() for each in (given.strip(), key)]
-    if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
+    is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), (key or "").encode())
+    if key is not None and not (is_right and scheme.lower() == "bearer"):
         raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
@@ -204,10 +202,9 @@ async def read_body(request: Request, limit: int) -> dict[str, Any]:
             body += piece
             if len(body) > limit:
                 raise too_long
+        return msgspec.json.decode(body, type=dict[str, Any])
     except ClientDisconnect as error:
         raise CallerLeftError from error
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
@@ -228,73 +225,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise CallerLeftError
-        return await task
+        return task.result()
     finally:
         task.cancel()
         leaving.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-# --- metrics ---
-
-
-class ServerMetrics:
-    """Counters of one server, in a registry of its own, and gauges of its engines."""
-
-    def __init__(self, client: InferenceEngineClient) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "mmrender_requests", "Requests answered.", ["route", "status"], registry=self.registry
-        )
-        self.seconds = Histogram(
-            "mmrender_request_seconds",
-            "Seconds from request to end of answer.",
-            ["route"],
-            registry=self.registry,
-            buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800),
-        )
-        self.tokens = Counter("mmrender_tokens", "Tokens.", ["kind"], registry=self.registry)
-        self.registry.register(_EngineGauges(client))
-
-    def answered(self, route: str, status: int, begun: float) -> None:
-        """Count an answer to a request that began at a monotonic time."""
-        self.requests.labels(route, str(status)).inc()
-        self.seconds.labels(route).observe(time.monotonic() - begun)
-
-    def count_usage(self, reply: Mapping[str, Any]) -> None:
-        """Count the tokens that a reply or chunk reports."""
-        usage = reply.get("usage")
-        if isinstance(usage, Mapping):
-            self.tokens.labels("prompt").inc(usage.get("prompt_tokens") or 0)
-            self.tokens.labels("completion").inc(usage.get("completion_tokens") or 0)
-
-
-class _EngineGauges(Collector):
-    def __init__(self, client: InferenceEngineClient) -> None:
-        self._client = client
-
-    def collect(self) -> Iterable[Metric]:
-        """Read the gauges off the client."""
-        up = GaugeMetricFamily("mmrender_engine_up", "Whether an engine gets requests.", labels=["engine"])
-        running = GaugeMetricFamily(
-            "mmrender_engine_requests_running", "Requests in flight.", labels=["engine"]
-        )
-        for replica in self._client.replicas:
-            up.add_metric([replica.name], float(replica.down is None))
-            running.add_metric([replica.name], len(replica.calls))
-        paused = float(self._client.is_paused)
-        return [up, running, GaugeMetricFamily("mmrender_paused", "Whether the client is paused.", paused)]
-
-
 # --- routes ---
 
 
 class Endpoint:
-    """The routes over one client.
+    """The routes over one client, and their metrics in a registry of its own.
 
     Args:
         client: Samples; with a renderer in tokens, without one on the engines' own routes.
@@ -304,8 +246,24 @@ class Endpoint:
     def __init__(self, client: InferenceEngineClient, settings: ServerSettings) -> None:
         self.client = client
         self.settings = settings
-        self.metrics = ServerMetrics(client)
         self._created = int(time.time())
+        to = self._registry = CollectorRegistry()
+        self._requests = Counter("mmrender_requests", "Requests answered.", ["route", "status"], registry=to)
+        self._seconds = Histogram(
+            "mmrender_request_seconds",
+            "Seconds from request to end of answer.",
+            ["route"],
+            buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800),
+            registry=to,
+        )
+        self._tokens = Counter("mmrender_tokens", "Tokens.", ["kind"], registry=to)
+        up = Gauge("mmrender_engine_up", "Whether an engine gets requests.", ["engine"], registry=to)
+        running = Gauge("mmrender_engine_requests_running", "Requests in flight.", ["engine"], registry=to)
+        for replica in client.replicas:
+            up.labels(replica.name).set_function(partial(_is_up, replica))
+            running.labels(replica.name).set_function(partial(_in_flight, replica))
+        paused = Gauge("mmrender_paused", "Whether the client is paused.", registry=to)
+        paused.set_function(lambda: float(client.is_paused))
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -313,15 +271,17 @@ class Endpoint:
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._counted(self._metrics), methods=["GET"]),
             Route("/v1/models", self._counted(self._models), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._counted(self._model), methods=["GET"]),
-            Route("/v1/chat/completions", self._counted(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._counted(self._completions), methods=["POST"]),
+            Route("/v1/models/{name:path}", self._counted(self._models), methods=["GET"]),
+            Route("/v1/chat/completions", self._counted(self._answer("chat_completion")), methods=["POST"]),
+            Route("/v1/completions", self._counted(self._answer("completion")), methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
     def _counted(
         self, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
+        """Check the key, answer errors, and count."""
+
         async def answer(request: Request) -> Response:
             begun = time.monotonic()
             try:
@@ -336,10 +296,15 @@ class Endpoint:
                 headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
                 response = JSONReply(envelope, status, headers.get(status))
             if not isinstance(response, StreamingResponse):
-                self.metrics.answered(request.scope["route"].path, response.status_code, begun)
+                self._count(request, response.status_code, begun)
             return response
 
         return answer
+
+    def _count(self, request: Request, status: int, begun: float) -> None:
+        route = request.scope["route"].path
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(time.monotonic() - begun)
 
     async def _health(self, request: Request) -> Response:
         try:
@@ -349,24 +314,18 @@ class Endpoint:
         return JSONReply({"status": "paused" if self.client.is_paused else "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _models(self, request: Request) -> Response:
-        return JSONReply({"object": "list", "data": [await self._card()]})
-
-    async def _model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONReply(await self._card())
-
-    async def _card(self) -> dict[str, Any]:
-        card = {
-            "id": self.settings.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "mmrender",
-        }
+        """The model served, in a list where no name is asked for."""
+        named = request.path_params.get("name")
+        if named is not None:
+            self._check_model(named)
+        card = {"id": self.settings.model, "object": "model", "created": self._created}
         limit = await self.client.max_prompt_len()
-        return card if limit is None else {**card, "max_model_len": limit + 1}
+        more = {} if limit is None else {"max_model_len": limit + 1}
+        card = {**card, "owned_by": "mmrender", **more}
+        return JSONReply({"object": "list", "data": [card]} if named is None else card)
 
     def _check_model(self, name: object) -> None:
         served = self.settings.model
@@ -374,24 +333,30 @@ class Endpoint:
             message = f"the model {name!r} is not served here, only {served}"
             raise RequestError(404, message, code="model_not_found", param="model")
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, self.client.chat_completion, self.client.stream_chat_completion)
+    def _answer(self, call: OpenAICall) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            begun = time.monotonic()
+            body, streams = await self._body(request)
+            if not streams:
+                reply = await while_connected(request, self.client.openai(call, {"json": body}))
+                return JSONReply(self._own(reply))
+            chunks = self.client.stream_openai(call, {"json": body})
+            try:
+                first = await while_connected(request, anext(chunks))
+            except BaseException:
+                await chunks.aclose()
+                raise
+            events = self._events(first, chunks, request, begun)
+            headers = {"cache-control": "no-cache"}
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, self.client.completion, self.client.stream_completion)
+        return answer
 
-    async def _answer(
-        self,
-        request: Request,
-        whole: Callable[[RequestPayload], Coroutine[Any, Any, dict[str, Any]]],
-        stream: Callable[[RequestPayload], AsyncIterator[dict[str, Any]]],
-    ) -> Response:
-        begun = time.monotonic()
-        settings, route = self.settings, request.scope["route"].path
-        body = await read_body(request, settings.max_body_bytes)
+    async def _body(self, request: Request) -> tuple[dict[str, Any], bool]:
+        """Body of a request without members that are null, and whether a stream is asked for."""
+        body = await read_body(request, self.settings.max_body_bytes)
         self._check_model(body.get("model"))
-        given = {name: value for name, value in body.items() if value is not None}
-        body = {**given, "model": settings.model}
+        body = {name: value for name, value in body.items() if value is not None}
         if session := request.headers.get("x-session-id"):
             body.setdefault("session_id", session)
         streams = body.pop("stream", False)
@@ -403,45 +368,37 @@ class Endpoint:
                 raise RequestError(400, f"{name} has a wrong type", code="invalid_value", param=name)
         if not streams:
             body.pop("stream_options", None)
-            reply = await while_connected(request, whole({"json": body}))
-            self.metrics.count_usage(reply)
-            return JSONReply({**reply, "model": settings.model})
-        values = self._watched(stream({"json": body}))
-        try:
-            first = await while_connected(request, anext(values))
-        except BaseException:
-            await values.aclose()
-            raise
-        events = self._events(first, values, lambda status: self.metrics.answered(route, status, begun))
-        headers = {"cache-control": "no-cache"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return body, streams
+
+    def _own(self, reply: Mapping[str, Any]) -> dict[str, Any]:
+        """Count the tokens that a reply or chunk reports, and give it the name of the model served."""
+        usage = reply.get("usage")
+        if isinstance(usage, Mapping):
+            for kind in ("prompt", "completion"):
+                self._tokens.labels(kind).inc(usage.get(f"{kind}_tokens") or 0)
+        return {**reply, "model": self.settings.model}
 
     async def _events(
-        self, first: Any, values: AsyncGenerator[Any, None], ended: Callable[[int], None]
+        self,
+        first: dict[str, Any],
+        chunks: AsyncGenerator[dict[str, Any], None],
+        request: Request,
+        begun: float,
     ) -> AsyncIterator[bytes]:
         """Yield server-sent events; the source ends with them, for whatever reason."""
         status = _CALLER_LEFT
         try:
-            yield _event(first)
+            yield _event(self._own(first))
             try:
-                async for value in values:
-                    yield _event(value)
+                async for chunk in chunks:
+                    yield _event(self._own(chunk))
             except Exception as error:  # noqa: BLE001 - the status is sent, so it goes into the stream
                 yield _event(failure_of(error)[1])
             yield b"data: [DONE]\n\n"
             status = 200
         finally:
-            await values.aclose()
-            ended(status)
-
-    async def _watched(self, values: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[dict[str, Any], None]:
-        try:
-            async for value in values:
-                self.metrics.count_usage(value)
-                yield {**value, "model": self.settings.model}
-        finally:
-            if isinstance(values, AsyncGenerator):
-                await values.aclose()
+            await chunks.aclose()
+            self._count(request, status, begun)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -493,65 +450,24 @@ class EngineServer:
         Raises:
             EngineStateError: It cannot listen.
         """
-        host, port = self.settings.host, self.settings.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            # Bound here: uvicorn would end the process where the port is taken.
-            listener = socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise EngineStateError(
-                "the server cannot listen", where=f"{host}:{port}", got=str(error)
-            ) from error
-        config = uvicorn.Config(
-            self.app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
-        )
-        server = self._server = uvicorn.Server(config)
-        with listener:
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            try:
-                while not server.started and not serving.done():
-                    await asyncio.sleep(0.005)
-                address, number = listener.getsockname()[:2]
-                self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
-                if started is not None:
-                    started(self._url)
-                await asyncio.shield(serving)
-            except asyncio.CancelledError:
-                server.should_exit = True
-                await serving
-                raise
-            finally:
-                self._url = None
+        await self._serve(self._listen(), started or (lambda _: None))
 
-    def start(self, *, seconds: float = 30.0) -> str:
-        """Serve on a thread of its own, and return the URL once it listens.
+    def start(self) -> str:
+        """Serve on a thread of its own, and return the URL.
 
         Raises:
             EngineStateError: It runs already, or cannot listen.
         """
         if self._thread is not None:
             raise EngineStateError("the server is running already")
-        listening = threading.Event()
-        failures: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                asyncio.run(self.serve(started=lambda _: listening.set()))
-            except BaseException as error:  # noqa: BLE001 - raised for whoever started it
-                failures.append(error)
-            finally:
-                listening.set()
-
-        self._thread = threading.Thread(target=run, name="mmrender-engines-server", daemon=True)
+        listener, begun = self._listen(), threading.Event()
+        serving = self._serve(listener, lambda _: begun.set())
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(serving,), name="mmrender-engines-server", daemon=True
+        )
         self._thread.start()
-        if listening.wait(seconds) and not failures and self._url is not None:
-            return self._url
-        self.stop()
-        raise failures[0] if failures else EngineStateError(f"the server did not start within {seconds:g} s")
+        begun.wait()
+        return self.url
 
     def stop(self) -> None:
         """Stop a server that `start` began, and wait for its thread. Idempotent."""
@@ -568,6 +484,40 @@ class EngineServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _listen(self) -> socket.socket:
+        # Bound here: uvicorn would end the process where the port is taken.
+        host, port = self.settings.host, self.settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise EngineStateError(
+                "the server cannot listen", where=f"{host}:{port}", got=str(error)
+            ) from error
+
+    async def _serve(self, listener: socket.socket, started: Callable[[str], None]) -> None:
+        config = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
+        )
+        server = self._server = uvicorn.Server(config)
+        address, number = listener.getsockname()[:2]
+        self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
+        with listener:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                started(self._url)  # connections made before it accepts them wait in the socket's queue
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                server.should_exit = True
+                await serving
+                raise
+            finally:
+                self._url = None
 
 
 def serve(

@@ -1,7 +1,8 @@
 """`HTTPEngine`: one inference server, by its backend's wire and its control routes."""
 
+import contextlib
 import uuid
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -9,20 +10,33 @@ import msgspec
 
 from mmrender.client.generation import BackendName, as_transport, resolve_backend
 from mmrender.client.placeholders import known_tokens
+from mmrender.client.reply import decode_as
 from mmrender.client.server_facts import prompt_limit
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.interface import (
+    Control,
     InferenceEngineInterface,
     NamedWeightsUpdate,
+    OpenAICall,
     PauseMode,
     RequestPayload,
 )
-from mmrender.engines.routes import TABLES, Controller, RouteTable
-from mmrender.errors import EngineReplyError, EngineStateError, EngineUnsupportedError, InputError
+from mmrender.engines.routes import TABLES, Route, RouteTable
+from mmrender.errors import (
+    EngineReplyError,
+    EngineStateError,
+    EngineStatusError,
+    EngineUnsupportedError,
+    InputError,
+)
 from mmrender.protocols import RendererProtocol
 
 SESSION_HEADER: Final = "X-Session-ID"
+_PATHS: Final = {"chat_completion": "/v1/chat/completions", "completion": "/v1/completions"}
+_ONCE: Final = ("init_weight_update_communicator", "update_named_weights")
+"""Calls that must not be repeated where the connection breaks."""
+_ABORTS_UNKNOWN: Final = "Give a renderer, or DynamoBackend(eos_token_ids=...)"
 
 
 class HTTPEngine(InferenceEngineInterface):
@@ -61,7 +75,8 @@ class HTTPEngine(InferenceEngineInterface):
         dp_size: int = 1,
     ) -> None:
         self.backend = resolve_backend(backend, None, model)
-        if routes is None and self.backend.name not in TABLES:
+        table = routes or TABLES.get(self.backend.name)
+        if table is None:
             raise InputError(
                 "the control routes of this backend are unknown",
                 where="backend",
@@ -77,26 +92,11 @@ class HTTPEngine(InferenceEngineInterface):
         self.renderer = renderer
         self.name = name or self.transport.base_url
         self.tp, self.pp, self.dp = tp_size, pp_size, dp_size
-        self._routes = routes or TABLES[self.backend.name]
-        self._controller = Controller(self._routes, self.transport, self.worker, self.name)
+        self._routes = table
         self._paused: bool | None = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_paused": False}
-
-    @property
-    def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
-        """Modes that the server knows; `abort` only where aborted and finished completions can be told apart.
-
-        Dynamo reports an abort as a stop, so that takes a renderer or `DynamoBackend(eos_token_ids=...)`.
-        """
-        modes = frozenset(self._routes.pause_modes if "pause" in self._controller else ())
-        return modes if self._knows_aborts else modes - {"abort"}
-
-    @property
-    def _knows_aborts(self) -> bool:
-        known = getattr(self.backend, "eos_token_ids", None) is not None or self.renderer is not None
-        return known or self._routes.engine != "dynamo"
 
     # --- sampling ---
 
@@ -121,34 +121,19 @@ class HTTPEngine(InferenceEngineInterface):
         """Return the most tokens that a prompt may have, as the server says; asked once."""
         return await prompt_limit(self.backend, self.model, self.transport)
 
-    async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Ask the server's own chat route; an abort is returned as such."""
-        return await self._post("/v1/chat/completions", request_payload)
+    async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
+        """Ask the server's own route; an abort is returned as such."""
+        body, headers = self._opened(request_payload)
+        reply = await self.transport.request("POST", _PATHS[call], json=body, headers=headers)
+        return decode_as(reply.body, dict[str, Any], where=f"{self.name}{_PATHS[call]}")
 
-    async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Ask the server's own completion route."""
-        return await self._post("/v1/completions", request_payload)
-
-    def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        """Ask the server's own chat route for a stream."""
-        return self._stream("/v1/chat/completions", request_payload)
-
-    def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        """Ask the server's own completion route for a stream."""
-        return self._stream("/v1/completions", request_payload)
-
-    async def _post(self, path: str, payload: RequestPayload) -> dict[str, Any]:
-        body, headers = self._opened(payload)
-        reply = await self.transport.request("POST", path, json=body, headers=headers)
-        try:
-            return msgspec.json.decode(reply.body, type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineReplyError("the reply is not a JSON object", where=f"{self.name}{path}") from error
-
-    def _stream(self, path: str, payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        body, headers = self._opened(payload)
-        lines = self.transport.stream("POST", path, json={**body, "stream": True}, headers=headers)
-        return read_events(lines, where=f"{self.name}{path}")
+    def stream_openai(
+        self, call: OpenAICall, request_payload: RequestPayload
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Ask the server's own route for a stream."""
+        body, headers = self._opened(request_payload)
+        lines = self.transport.stream("POST", _PATHS[call], json={**body, "stream": True}, headers=headers)
+        return read_events(lines, where=f"{self.name}{_PATHS[call]}")
 
     def _opened(self, payload: RequestPayload) -> tuple[dict[str, Any], dict[str, str]]:
         """Body and headers of a payload, the session among the latter."""
@@ -160,29 +145,44 @@ class HTTPEngine(InferenceEngineInterface):
 
     # --- control ---
 
+    @property
+    def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
+        """Modes that the server knows; `abort` only where aborted and finished completions can be told apart.
+
+        Dynamo reports an abort as a stop, so that takes a renderer or `DynamoBackend(eos_token_ids=...)`.
+        """
+        if self._routes.on_worker and self.worker is None:
+            return frozenset()
+        return frozenset(self._routes.pause_modes) - (frozenset() if self._knows_aborts else {"abort"})
+
+    @property
+    def _knows_aborts(self) -> bool:
+        known = getattr(self.backend, "eos_token_ids", None) is not None or self.renderer is not None
+        return known or self._routes.engine != "dynamo"
+
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Pause the server."""
         words = self._routes.pause_modes
         if mode not in words or (mode == "abort" and not self._knows_aborts):
             raise EngineUnsupportedError(
                 f"{self._routes.engine} cannot be paused this way",
-                where=f"{self.name}.pause",
+                where=f"{self.name}.pause_generation",
                 expected=" or ".join(sorted(self.pause_modes)),
                 got=repr(mode),
-                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)" if mode in words else None,
+                remedy=_ABORTS_UNKNOWN if mode in words else None,
             )
         if self._paused:
             raise EngineStateError("the engine is paused already", where=self.name)
         clear = clear_cache and mode != "keep"  # frozen requests keep theirs
         self._paused = None  # unknown until the server has answered
-        await self._controller.call("pause", mode=words[mode], clear_cache=clear)
+        await self.control("pause_generation", mode=words[mode], clear_cache=clear)
         self._paused = True
 
     async def resume_generation(self) -> None:
         """Resume the server."""
         if self._paused is False:
             raise EngineStateError("the engine is not paused", where=self.name)
-        await self._controller.call("resume")
+        await self.control("resume_generation")
         self._paused = False
 
     async def abort_generation(self) -> None:
@@ -190,57 +190,82 @@ class HTTPEngine(InferenceEngineInterface):
         if not self._knows_aborts:
             raise EngineUnsupportedError(
                 "an aborted completion would look like a finished one",
-                where=f"{self.name}.abort",
-                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)",
+                where=f"{self.name}.abort_generation",
+                remedy=_ABORTS_UNKNOWN,
             )
-        await self._controller.call("abort_all")
-
-    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Free the server's memory."""
-        await self._controller.call("sleep", level=level, tags=tags and list(tags))
-
-    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back."""
-        await self._controller.call("wake_up", tags=tags and list(tags))
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop the server's cached prefixes."""
-        await self._controller.call("reset_prefix_cache")
-
-    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """Let the server join the trainer's group."""
-        await self._controller.call("init_weights", init_info=dict(init_info))
+        await self.control("abort_generation")
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
         """Let the server receive weights; return when it has them."""
         missing = [name for name in ("names", "dtypes", "shapes") if name not in request]
         if missing:
             raise InputError("a part of the weight update is missing", where=f"request.{missing[0]}")
-        await self._controller.call(
-            "update_weights",
-            names=list(request["names"]),
-            dtypes=list(request["dtypes"]),
-            shapes=[list(shape) for shape in request["shapes"]],
-            version=request.get("weight_version"),
-            extras=dict(request.get("extras") or {}),
-        )
+        shapes = [list(shape) for shape in request["shapes"]]
+        await self.control("update_named_weights", **{**request, "shapes": shapes})
 
-    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Let the server read weights from a model directory that it can reach."""
-        await self._controller.call("load_weights", path=path, version=weight_version)
+    async def control(self, call: Control, /, **arguments: Any) -> Any:
+        """Make the requests of a control call; return the result that the last reply holds, or None.
 
-    async def weight_version(self) -> str | None:
-        """Return the server's name of its weights."""
-        version = await self._controller.call("get_version")
-        return None if version is None else str(version)
+        Raises:
+            EngineUnsupportedError: The engine lacks the call or an argument of it.
+            EngineStateError: The engine says that the call does not fit its state.
+            EngineError: The engine was not reached, or refused.
+        """
+        where, table = f"{self.name}.{call}", self._routes
+        routes = table.controls.get(call, ())
+        if not routes:
+            raise EngineUnsupportedError(f"{table.engine} has no such call", where=where)
+        transport = self.transport
+        if table.on_worker and call != "check_health":
+            if self.worker is None:
+                raise EngineUnsupportedError(
+                    f"{table.engine} has this call on its worker only", where=where, remedy=table.remedy
+                )
+            transport = self.worker
+        for name in {"level", "tags"} & arguments.keys():
+            value = arguments[name]
+            if value not in (None, 1) and not any(route.takes(name) for route in routes):  # 1 is all engines'
+                raise EngineUnsupportedError(
+                    f"{table.engine} does not know this argument of {call}",
+                    where=f"{where}.{name}",
+                    got=repr(value),
+                )
+        result = None
+        for route in routes:
+            if route.needs is None or arguments.get(route.needs):
+                result = await self._request(transport, route, call, arguments)
+        return result
 
-    async def set_weight_version(self, version: str) -> None:
-        """Name the server's weights."""
-        await self._controller.call("set_version", version=version)
-
-    async def check_health(self) -> None:
-        """Return if the server says that it serves."""
-        await self._controller.call("health")
+    async def _request(
+        self, transport: Transport, route: Route, call: Control, arguments: Mapping[str, Any]
+    ) -> Any:
+        """Make one request; some routes answer in plain text, and some refuse with status 200."""
+        where, remedy = f"{self.name}.{call}", "Pause first" if "cache" in route.path else None
+        method, _, _ = route.path.partition(" ")
+        path, body = route.filled(arguments)
+        try:
+            reply = await transport.request(method, path, json=body, idempotent=call not in _ONCE)
+        except EngineStatusError as error:
+            if error.status in (404, 405):
+                problem = f"the server has no route {path.partition('?')[0]}"
+                raise EngineUnsupportedError(problem, where=where, remedy=self._routes.remedy) from error
+            if error.status in self._routes.busy and remedy:
+                got = error.body[:200]
+                raise EngineStateError(
+                    "cached prefixes are in use", where=where, got=got, remedy=remedy
+                ) from error
+            raise
+        content = None
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            content = msgspec.json.decode(reply.body)
+        if isinstance(content, Mapping):
+            if content.get("success") is False or content.get("status") == "error":
+                got = str(content.get("message") or dict(content))[:300]
+                raise EngineStateError("the engine refused", where=where, got=got, remedy=remedy)
+            return None if route.answer is None else content.get(route.answer)
+        if route.answer is not None:
+            raise EngineReplyError("the reply is not a JSON object", where=where, got=repr(content)[:200])
+        return None
 
     async def teardown(self) -> None:
         """Close the engine's own connections of this event loop; the server runs on."""

@@ -1,6 +1,7 @@
 """`InferenceEngineInterface`: one inference engine, or many that act as one; its method names are SkyRL's.
 
-An engine implements `complete` and the control calls that it has; batches are split and merged here.
+An engine implements `complete`, `control` for the control calls that it has, and `openai` where it answers
+OpenAI requests. Batches are split and merged here.
 """
 
 import asyncio
@@ -18,6 +19,24 @@ Result = TypeVar("Result")
 
 PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
 """How running requests are paused: they end with what they have, are frozen, or run to their end."""
+
+Control: TypeAlias = Literal[
+    "pause_generation",
+    "resume_generation",
+    "abort_generation",
+    "sleep",
+    "wake_up",
+    "reset_prefix_cache",
+    "init_weight_update_communicator",
+    "update_named_weights",
+    "load_weights",
+    "weight_version",
+    "set_weight_version",
+    "check_health",
+]
+"""Control calls, by the names of their methods."""
+
+OpenAICall: TypeAlias = Literal["chat_completion", "completion"]
 
 
 class InferenceEngineInput(TypedDict, total=False):
@@ -88,13 +107,14 @@ class NamedWeightsUpdate(TypedDict, total=False):
 class InferenceEngineInterface(ABC):
     """One engine, or many that act as one.
 
-    A call that an engine lacks raises `EngineUnsupportedError`. Cancelling the task that awaits a completion
-    ends it on the engine.
+    A call that an engine lacks raises `EngineUnsupportedError`, another failure another `EngineError`.
+    Cancelling the task that awaits a completion ends it on the engine.
 
     Attributes:
         name: Name in errors, metrics and routing; unique among the engines of a client.
         pause_modes: Modes that the engine itself knows.
         renderer: Renders conversations and decodes completions; None to sample from token ids alone.
+        tp, pp, dp: Ranks that share each layer, pipeline stages, replicas.
     """
 
     name: str
@@ -103,6 +123,8 @@ class InferenceEngineInterface(ABC):
     tp: int = 1
     pp: int = 1
     dp: int = 1
+
+    # --- what an engine implements ---
 
     @abstractmethod
     async def complete(
@@ -118,10 +140,35 @@ class InferenceEngineInterface(ABC):
             request: What to sample; its `model` and `request_id` are the engine's to set.
             session_id: Requests of one session go to one engine.
             on_tokens: Called with tokens as they arrive, each once and in order.
+        """
+
+    async def control(self, call: Control, /, **arguments: Any) -> Any:
+        """Carry out a control call with the arguments of its method; return the result."""
+        raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
+
+    async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
+        """Answer an OpenAI request, as its JSON reply.
 
         Raises:
-            EngineError: The engine failed.
+            EngineStatusError: The engine refused; `status` and `body` are its own.
         """
+        raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
+
+    def stream_openai(
+        self, call: OpenAICall, request_payload: RequestPayload
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Answer an OpenAI request as the chunks of its stream; errors as for `openai`."""
+        raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.stream_{call}")
+
+    async def max_prompt_len(self) -> int | None:
+        """Return the most tokens that a prompt may have; None if unknown."""
+        return None
+
+    async def teardown(self) -> None:
+        """Close connections. Idempotent."""
+        return
+
+    # --- sampling ---
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         """Sample one completion for each prompt, concurrently; order is kept.
@@ -165,33 +212,23 @@ class InferenceEngineInterface(ABC):
             }
         )
 
-    async def max_prompt_len(self) -> int | None:
-        """Return the most tokens that a prompt may have; None if unknown."""
-        return None
-
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI chat request, as its JSON reply.
-
-        Raises:
-            EngineStatusError: The engine refused; `status` and `body` are its own.
-        """
-        raise self._lacks("chat_completion")
+        """Answer an OpenAI chat request; see `openai`."""
+        return await self.openai("chat_completion", request_payload)
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI completion request; errors as for `chat_completion`."""
-        raise self._lacks("completion")
+        """Answer an OpenAI completion request; see `openai`."""
+        return await self.openai("completion", request_payload)
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI chat request as the chunks of its stream."""
-        raise self._lacks("stream_chat_completion")
+        return self.stream_openai("chat_completion", request_payload)
 
     def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI completion request as the chunks of its stream."""
-        raise self._lacks("stream_completion")
+        return self.stream_openai("completion", request_payload)
 
-    async def abort_generation(self) -> None:
-        """End every request in flight: each returns what it has, with the stop reason `abort`."""
-        raise self._lacks("abort_generation")
+    # --- control ---
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Stop generating until `resume_generation`.
@@ -203,7 +240,7 @@ class InferenceEngineInterface(ABC):
         Raises:
             EngineStateError: It is paused already.
         """
-        raise self._lacks("pause_generation")
+        await self.control("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         """Resume generating.
@@ -211,15 +248,19 @@ class InferenceEngineInterface(ABC):
         Raises:
             EngineStateError: It is not paused.
         """
-        raise self._lacks("resume_generation")
+        await self.control("resume_generation")
+
+    async def abort_generation(self) -> None:
+        """End every request in flight: each returns what it has, with the stop reason `abort`."""
+        await self.control("abort_generation")
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Free memory: `level` 1 keeps weights on the host, 2 drops them; or the parts `tags` names."""
-        raise self._lacks("sleep")
+        await self.control("sleep", level=level, tags=tags)
 
     async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
         """Take the memory back; only the parts that `tags` names, such as `weights`."""
-        raise self._lacks("wake_up")
+        await self.control("wake_up", tags=tags)
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached prefixes.
@@ -227,39 +268,32 @@ class InferenceEngineInterface(ABC):
         Raises:
             EngineStateError: They are in use.
         """
-        raise self._lacks("reset_prefix_cache")
+        await self.control("reset_prefix_cache")
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
         """Join the group through which the trainer sends weights; fields in the engine's own names."""
-        raise self._lacks("init_weight_update_communicator")
+        await self.control("init_weight_update_communicator", init_info=init_info)
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Receive weights from the trainer."""
-        raise self._lacks("update_named_weights")
+        """Receive weights from the trainer; return when the engine has them."""
+        await self.control("update_named_weights", request=request)
 
     async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
         """Read weights from a model directory that the engine can reach."""
-        raise self._lacks("load_weights")
+        await self.control("load_weights", path=path, weight_version=weight_version)
 
     async def weight_version(self) -> str | None:
         """Return the name of the weights; None if they have none."""
-        raise self._lacks("weight_version")
+        version = await self.control("weight_version")
+        return None if version is None else str(version)
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights."""
-        raise self._lacks("set_weight_version")
+        await self.control("set_weight_version", version=version)
 
     async def check_health(self) -> None:
-        """Return if the engine serves.
-
-        Raises:
-            EngineError: It does not.
-        """
-        raise self._lacks("check_health")
-
-    async def teardown(self) -> None:
-        """Close connections. Idempotent."""
-        return
+        """Return if the engine serves; raise an `EngineError` if it does not."""
+        await self.control("check_health")
 
     def tp_size(self) -> int:
         """Ranks that share each layer."""
@@ -273,13 +307,10 @@ class InferenceEngineInterface(ABC):
         """Replicas."""
         return self.dp
 
-    def _lacks(self, call: str) -> EngineUnsupportedError:
-        return EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
-
 
 async def split_batch(
     batch: InferenceEngineInput, renderer: RendererProtocol | None = None
-) -> tuple[list[EngineRequest], Sequence[Hashable | None]]:
+) -> tuple[list[EngineRequest], list[Hashable | None]]:
     """Split a batch into requests and their sessions; conversations are rendered off the event loop.
 
     Raises:
@@ -290,43 +321,30 @@ async def split_batch(
     known = InferenceEngineInput.__annotations__
     if unknown := sorted(set(batch) - set(known)):
         raise InputError("unknown field", where=unknown[0], expected=f"one of {', '.join(sorted(known))}")
-    forms = [name for name in ("prompts", "prompt_token_ids") if batch.get(name) is not None]
-    if len(forms) != 1:
+    ids, prompts = batch.get("prompt_token_ids"), batch.get("prompts")
+    given: Sequence[Any] | None = prompts if ids is None else ids
+    if given is None or (ids is not None and prompts is not None):
         raise InputError(
             "prompts must be given in one form",
             expected="exactly one of 'prompts' and 'prompt_token_ids'",
-            got="both" if forms else "neither",
+            got="neither" if given is None else "both",
         )
-    given: Sequence[Any] = batch[forms[0]]  # type: ignore[literal-required]
+    form = "prompts" if ids is None else "prompt_token_ids"
     if given and isinstance(given[0], Mapping | int):
-        raise InputError(
-            "expected a list of prompts, got a single one", where=forms[0], remedy="Write [prompt]"
-        )
-
-    def one_each(name: str, values: Any) -> list[Any]:
-        if values is None or isinstance(values, Mapping):
-            return [values] * len(given)
-        if len(values) != len(given):
-            raise InputError(
-                "must have one entry for each prompt",
-                where=name,
-                expected=str(len(given)),
-                got=str(len(values)),
-            )
-        return list(values)
-
-    sessions = one_each("session_ids", batch.get("session_ids"))
-    sidecars = one_each("multi_modal_data", batch.get("multi_modal_data"))
+        raise InputError("expected a list of prompts, got a single one", where=form, remedy="Write [prompt]")
+    count = len(given)
+    sessions = one_each("prompt", count, batch.get("session_ids"), where="session_ids")
+    sidecars = one_each("prompt", count, batch.get("multi_modal_data"), where="multi_modal_data")
     if batch.get("sampling_params") is None:
         raise InputError(
             "sampling parameters are missing",
             where="sampling_params",
             remedy="Give at least {'max_tokens': N}",
         )
-    params = one_each("sampling_params", batch["sampling_params"])
+    params = one_each("prompt", count, batch["sampling_params"], where="sampling_params")
     for each in params:
         check_budget(each)
-    if forms == ["prompts"]:
+    if prompts is not None:
         if renderer is None:
             raise InputError(
                 "conversations need a renderer",
@@ -334,12 +352,22 @@ async def split_batch(
                 remedy="Give one to the engine or client, or pass prompt_token_ids",
             )
         tools, arguments = batch.get("tools"), batch.get("template_arguments") or {}
-        rendered = await gather_all([prompt_of(renderer, each, tools, arguments) for each in given])
+        rendered = await gather_all([prompt_of(renderer, each, tools, arguments) for each in prompts])
         given, sidecars = [each.ids for each in rendered], [each.data for each in rendered]
-    for index, ids in enumerate(given):
-        if not len(ids):
-            raise InputError("the prompt is empty", where=f"{forms[0]}[{index}]")
+    for index, each in enumerate(given):
+        if not len(each):
+            raise InputError("the prompt is empty", where=f"{form}[{index}]")
     return [new_request(*each) for each in zip(given, params, sidecars, strict=True)], sessions
+
+
+def one_each(what: str, count: int, values: Any, *, where: str) -> list[Any]:
+    """Return a value for each of `count` prompts or engines: one mapping, or None, is for all."""
+    if values is None or isinstance(values, Mapping):
+        return [values] * count
+    if len(values) != count:
+        problem = f"must have one entry for each {what}"
+        raise InputError(problem, where=where, expected=str(count), got=str(len(values)))
+    return list(values)
 
 
 async def prompt_of(

@@ -5,16 +5,18 @@ Requests are read strictly: a field that would be ignored is refused by name.
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
 from mmrender.client.sampling import PARAMETERS, check_sampling_params, complete_sampling
-from mmrender.client.types import EngineResponse, FinishReason, Prompt, finish_reason_of
+from mmrender.client.types import EngineResponse, FinishReason, Prompt, TopLogprobs, finish_reason_of
 from mmrender.engines.interface import (
     InferenceEngineInterface,
+    OpenAICall,
     gather_all,
     new_request,
     prompt_of,
@@ -23,8 +25,11 @@ from mmrender.engines.interface import (
 from mmrender.errors import EngineReplyError, InputError, PromptTooLongError, SamplingParameterError
 from mmrender.parsing import ParsedResponse
 from mmrender.protocols import RendererProtocol
+from mmrender.spans import MultiModalData
 
 Emit = Callable[[dict[str, Any]], None]
+Entry = tuple[int, float, Sequence[tuple[int, float]]]
+"""A token, its logprob and alternatives."""
 
 IGNORED: Final = frozenset(
     {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
@@ -32,11 +37,22 @@ IGNORED: Final = frozenset(
 """Fields that do not change the completion."""
 
 _RESERVED: Final = frozenset(
-    {"add_generation_prompt", "conversation", "continue_final_message", "messages", "self", "tools"}
+    {
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "conversation",
+        "images",  # sources from here would not be checked
+        "messages",
+        "self",
+        "tools",
+        "videos",
+    }
 )
-"""Template variables that a request sets by its own fields."""
+"""Keywords of a rendering that are no template variables, or that a request sets by its own fields."""
 
 _MEDIA: Final = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
+_REMOTE: Final = ("data:", "http://", "https://")
 _MARGIN: Final = 24
 """Characters held back where tools are offered; the openers of calls are shorter."""
 
@@ -46,7 +62,7 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: Literal[False] = False
 
 
-class _Common(msgspec.Struct, kw_only=True):
+class _Request(msgspec.Struct, kw_only=True):
     """Fields of both kinds of request that are not sampling parameters."""
 
     n: int = 1
@@ -59,7 +75,46 @@ class _Common(msgspec.Struct, kw_only=True):
     model: str = ""
 
 
-class _Chat(_Common, kw_only=True):
+class _Completion(_Request, kw_only=True):
+    prompt: list[int | list[int]]
+    logprobs: int | None = None
+
+    kind: ClassVar = "text_completion"
+    prefix: ClassVar = "cmpl"
+    streams_alone: ClassVar = True
+    has_tools: ClassVar = False
+
+    def params(self) -> dict[str, Any]:
+        """Sampling parameters that only this kind of request spells so."""
+        return {"logprobs": self.logprobs} if self.logprobs else {}
+
+    async def prompts(self, renderer: RendererProtocol) -> list[Prompt]:
+        """Return the prompts, one or many."""
+        given: list[Any] = self.prompt
+        if all(isinstance(each, int) for each in given):
+            given = [given]
+        if not all(isinstance(each, list) and each for each in given):
+            raise InputError("must be token ids, or lists of token ids", where="prompt")
+        return [Prompt(ids, MultiModalData(), None) for ids in given]
+
+    def parse(self, renderer: RendererProtocol, ids: Sequence[int], prompt: Prompt) -> ParsedResponse:
+        """Read a completion: its text, without the stop token."""
+        stopped = ids and ids[-1] in renderer.get_stop_token_ids()
+        return ParsedResponse(renderer.decode(ids[:-1] if stopped else ids))
+
+    def choice(self, message: Mapping[str, Any], *, is_delta: bool) -> dict[str, Any]:
+        """The text of a choice."""
+        return {"text": message.get("content") or ""}
+
+    def logprobs_of(self, entries: Iterable[Entry], text: Callable[[int], str]) -> dict[str, Any] | None:
+        """Logprobs of tokens, where they are asked for."""
+        if self.logprobs is None:
+            return None
+        pairs = [(text(token), value) for token, value, _ in entries]
+        return {"tokens": [token for token, _ in pairs], "token_logprobs": [value for _, value in pairs]}
+
+
+class _Chat(_Request, kw_only=True):
     messages: list[Any]
     tools: list[Any] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -70,15 +125,73 @@ class _Chat(_Common, kw_only=True):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
+    kind: ClassVar = "chat.completion"
+    prefix: ClassVar = "chatcmpl"
+
     @property
-    def offered(self) -> list[Any] | None:
-        """Tools that the model may call."""
-        return None if self.tool_choice == "none" or not self.tools else self.tools
+    def streams_alone(self) -> bool:
+        """Whether what was asked for comes with streamed tokens; alternatives come with completions only."""
+        return not self.top_logprobs
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
 
-class _Completion(_Common, kw_only=True):
-    prompt: list[int | list[int]]
-    logprobs: int | None = None
+    def params(self) -> dict[str, Any]:
+        """Sampling parameters that only this kind of request spells so."""
+        params: dict[str, Any] = {}
+        if self.top_logprobs is not None and not (self.logprobs and 0 <= self.top_logprobs <= 20):
+            raise InputError("must be from 0 to 20, with logprobs=true", where="top_logprobs")
+        if self.top_logprobs:
+            params["logprobs"] = self.top_logprobs
+        if self.max_completion_tokens is not None:
+            params["max_tokens"] = self.max_completion_tokens
+        wanted = self.response_format or {"type": "text"}
+        schema = wanted.get("json_schema")
+        if wanted.get("type") == "json_object":
+            params["structured_outputs"] = {"json_object": True}
+        elif wanted.get("type") == "json_schema" and isinstance(schema, dict) and "schema" in schema:
+            params["structured_outputs"] = {"json": schema["schema"]}
+        elif wanted.get("type") != "text":
+            raise InputError("must be of type text, json_object or json_schema", where="response_format")
+        return params
+
+    async def prompts(self, renderer: RendererProtocol) -> list[Prompt]:
+        """Render the conversation."""
+        arguments = self.chat_template_kwargs
+        if not self.messages:
+            raise InputError("must be a list of one or more messages", where="messages")
+        if reserved := sorted(_RESERVED.intersection(arguments)):
+            raise InputError("is not a template argument", where=f"chat_template_kwargs.{reserved[0]}")
+        if not isinstance(arguments.get("documents", []), list):
+            raise InputError("must be a list", where="chat_template_kwargs.documents")
+        _check_media(self.messages)
+        return [await prompt_of(renderer, self.messages, self.tools if self.has_tools else None, arguments)]
+
+    def parse(self, renderer: RendererProtocol, ids: Sequence[int], prompt: Prompt) -> ParsedResponse:
+        """Read a completion: reasoning, content and calls."""
+        tools, arguments = self.tools if self.has_tools else None, self.chat_template_kwargs
+        return renderer.parse_response(ids, tools=tools, prompt_ids=prompt.ids, **arguments)
+
+    def choice(self, message: Mapping[str, Any], *, is_delta: bool) -> dict[str, Any]:
+        """The message of a choice, or a part of it."""
+        return {"delta" if is_delta else "message": message}
+
+    def logprobs_of(self, entries: Iterable[Entry], text: Callable[[int], str]) -> dict[str, Any] | None:
+        """Logprobs of tokens, with alternatives, where they are asked for."""
+
+        def named(token_id: int, logprob: float) -> dict[str, Any]:
+            token = text(token_id)
+            return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}
+
+        if not self.logprobs:
+            return None
+        content = [
+            {**named(token_id, logprob), "top_logprobs": [named(*other) for other in others]}
+            for token_id, logprob, others in entries
+        ]
+        return {"content": content, "refusal": None}
 
 
 class TokenAPI:
@@ -93,171 +206,62 @@ class TokenAPI:
         self._engine = engine
         self._renderer = renderer
 
-    def takes_prompt(self, body: Mapping[str, Any]) -> bool:
-        """Whether a completion request's prompt is token ids; text is the engine's to tokenize."""
+    def takes(self, call: OpenAICall, body: Mapping[str, Any]) -> bool:
+        """Whether a request can be answered in tokens; a prompt that is text is the engine's to tokenize."""
         prompt = body.get("prompt")
         first = prompt[0] if isinstance(prompt, list) and prompt else None
-        return isinstance(first, int) or (isinstance(first, list) and all(isinstance(t, int) for t in first))
+        ids = first if isinstance(first, list) else [first]
+        return call == "chat_completion" or all(isinstance(token, int) for token in ids)
 
-    async def chat(self, body: Mapping[str, Any], emit: Emit | None = None) -> dict[str, Any]:
-        """Answer a chat request; with `emit`, chunk by chunk besides.
+    async def answer(
+        self, call: OpenAICall, body: Mapping[str, Any], emit: Emit | None = None
+    ) -> dict[str, Any]:
+        """Answer a request; with `emit`, chunk by chunk besides.
 
         Raises:
             InputError: A field is unknown, malformed, or asks for what is not offered; `where` names it.
             MMRenderError: The conversation cannot be rendered, or a completion failed.
         """
-        request: _Chat = _read(body, _Chat)
-        arguments = request.chat_template_kwargs
-        if not request.messages:
-            raise InputError("must be a list of one or more messages", where="messages")
-        if reserved := sorted(_RESERVED.intersection(arguments)):
-            raise InputError("is not a template argument", where=f"chat_template_kwargs.{reserved[0]}")
-        if not isinstance(arguments.get("documents", []), list):
-            raise InputError("must be a list", where="chat_template_kwargs.documents")
-        _check_media(request.messages)
-        params = _sampling(body)
-        if request.top_logprobs is not None and not (request.logprobs and 0 <= request.top_logprobs <= 20):
-            raise InputError("must be from 0 to 20, with logprobs=true", where="top_logprobs")
-        if request.top_logprobs:
-            params["logprobs"] = request.top_logprobs
-        if request.max_completion_tokens is not None:
-            params["max_tokens"] = request.max_completion_tokens
-        params |= _response_format(request.response_format)
-        prompt = await prompt_of(self._renderer, request.messages, request.offered, arguments)
-        return await self._answer(request, [prompt], params, emit)
-
-    async def completion(self, body: Mapping[str, Any], emit: Emit | None = None) -> dict[str, Any]:
-        """Answer a completion request of token ids, one prompt or many; as for `chat`."""
-        request: _Completion = _read(body, _Completion)
-        prompts: list[Any] = request.prompt
-        if all(isinstance(each, int) for each in prompts):
-            prompts = [prompts]
-        if not all(isinstance(each, list) and each for each in prompts):
-            raise InputError("must be token ids, or lists of token ids", where="prompt")
-        params = {"max_tokens": 16, **_sampling(body)}
-        if request.logprobs:
-            params["logprobs"] = request.logprobs
-        work = [Prompt(ids, new_request(ids, params).multi_modal_data, None) for ids in prompts]
-        return await self._answer(request, work, params, emit)
-
-    async def _answer(
-        self,
-        request: _Chat | _Completion,
-        prompts: Sequence[Prompt],
-        params: dict[str, Any],
-        emit: Emit | None,
-    ) -> dict[str, Any]:
-        """Sample `n` completions of each prompt, and answer them in the shape of the request's kind."""
+        request: _Chat | _Completion = _read(body, _Chat if call == "chat_completion" else _Completion)
+        # `n` and `logprobs` mean something else in a body.
+        names = [name for name in PARAMETERS if name not in ("n", "logprobs")]
+        params = check_sampling_params({name: body[name] for name in names if body.get(name) is not None})
         if not 1 <= request.n <= 128:
             raise InputError("must be from 1 to 128", where="n")
-        work = [
-            (prompt, each)
-            for prompt in prompts
-            for each in with_own_seeds(await self._completed(params, len(prompt.ids)), request.n)
-        ]
-        is_chat = isinstance(request, _Chat)
-        kind = "text_completion" if not is_chat else f"chat.completion{'.chunk' if emit else ''}"
+        defaults = {"max_tokens": 16} if call == "completion" else {}
+        params = {**defaults, **params, **request.params()}
+        prompts = await request.prompts(self._renderer)
         head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind,
+            "id": f"{request.prefix}-{uuid.uuid4().hex}",
+            "object": request.kind + (".chunk" if emit and call == "chat_completion" else ""),
             "created": int(time.time()),
             "model": request.model,
         }
-        more = {"prompt_token_ids": prompts[0].ids} if is_chat and request.return_token_ids else {}
+        is_asked = call == "chat_completion" and request.return_token_ids
+        more = {"prompt_token_ids": prompts[0].ids} if is_asked else {}
 
         def send(index: int, delta: Mapping[str, Any], reason: str | None = None, **members: Any) -> None:
-            said = {"delta": delta} if is_chat else {"text": delta.get("content") or ""}
+            said = request.choice(delta, is_delta=True)
             choice = {"index": index, **said, "logprobs": None, "finish_reason": reason, **members}
             first = more if index == 0 and "role" in delta else {}
             if emit is not None:
                 emit({**head, "choices": [choice], **first})
 
-        answers = await gather_all(
-            [
-                self._choice(request, prompt, each, index, send if emit is not None else None)
-                for index, (prompt, each) in enumerate(work)
-            ]
-        )
-        usage = _usage([response for response, _ in answers], request.n)
+        work = [
+            (prompt, each)
+            for prompt in prompts
+            for each in with_own_seeds(await self._completed(params, len(prompt.ids)), request.n)
+        ]
+        choices = [
+            _Choice(self._renderer, request, prompt, each, partial(send, index) if emit else None)
+            for index, (prompt, each) in enumerate(work)
+        ]
+        responses = await gather_all([choice.sampled(self._engine) for choice in choices])
+        usage = _usage(responses, request.n)
         if emit is not None and request.stream_options is not None and request.stream_options.include_usage:
             emit({**head, "choices": [], "usage": usage})
-        return {**head, "choices": [choice for _, choice in answers], "usage": usage, **more}
-
-    async def _choice(
-        self,
-        request: _Chat | _Completion,
-        prompt: Prompt,
-        params: Mapping[str, Any],
-        index: int,
-        send: Callable[..., None] | None,
-    ) -> tuple[EngineResponse, dict[str, Any]]:
-        """Sample one completion, sending its deltas; return the response and the whole choice."""
-        chat = request if isinstance(request, _Chat) else None
-
-        def parse(ids: Sequence[int]) -> ParsedResponse:
-            if chat is None:
-                stopped = ids and ids[-1] in self._renderer.get_stop_token_ids()
-                return ParsedResponse(self._renderer.decode(ids[:-1] if stopped else ids))
-            return self._renderer.parse_response(
-                ids, tools=chat.offered, prompt_ids=prompt.ids, **chat.chat_template_kwargs
-            )
-
-        def extras(ids: Sequence[int], logprobs: Sequence[float], top: Any = None) -> dict[str, Any]:
-            members: dict[str, Any] = {"token_ids": list(ids)} if request.return_token_ids else {}
-            if chat is not None and chat.logprobs:
-                members["logprobs"] = self._chat_logprobs(ids, logprobs, top)
-            elif chat is None and request.logprobs is not None:
-                texts = [self._renderer.decode([each]) for each in ids]
-                members["logprobs"] = {"tokens": texts, "token_logprobs": list(logprobs)}
-            return members
-
-        stops = params.get("stop") or []
-        stops = (
-            [] if params.get("include_stop_str_in_output") else [stops] if isinstance(stops, str) else stops
-        )
-        writer = _DeltaWriter(parse, margin=_MARGIN if chat is not None and chat.offered else 0, stops=stops)
-
-        def tell(ids: Sequence[int], logprobs: Sequence[float], top: Any = None) -> None:
-            if send is None:
-                return
-            for delta in writer.add(ids):
-                send(index, delta)
-            if ids and (members := extras(ids, logprobs, top)):
-                send(index, {}, **members)
-
-        def on_tokens(ids: Sequence[int], logprobs: Sequence[float], reason: FinishReason | None, /) -> None:
-            tell(ids, logprobs)
-
-        if send is not None and chat is not None:
-            send(index, {"role": "assistant", "content": ""})
-        # Alternatives come with whole completions only.
-        listens = send is not None and not (chat is not None and chat.top_logprobs)
-        response = await self._engine.complete(
-            replace(
-                new_request(prompt.ids, params, prompt.data),
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-            ),
-            session_id=request.session_id,
-            on_tokens=on_tokens if listens else None,
-        )
-        if not listens:
-            tell(response.completion_ids, response.logprobs, response.top_logprobs)
-        parsed = parse(response.completion_ids)
-        message = _message(parsed, response, stops)
-        reason = finish_reason_of(response, parsed)
-        if send is not None:
-            for delta in writer.end(message):
-                send(index, delta)
-            send(index, {}, reason)
-        choice = {
-            "index": index,
-            **({"message": message} if chat is not None else {"text": message["content"]}),
-            "logprobs": None,
-            "finish_reason": reason,
-            "stop_reason": response.stop_reason,
-        }
-        return response, choice | extras(response.completion_ids, response.logprobs, response.top_logprobs)
+        wholes = [{"index": index, **choice.whole} for index, choice in enumerate(choices)]
+        return {**head, "choices": wholes, "usage": usage, **more}
 
     async def _completed(self, params: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
         """Sampling parameters with a budget that fits the engine's context, and the model's stop tokens."""
@@ -272,83 +276,124 @@ class TokenAPI:
         room = None if limit is None else limit + 1 - prompt_tokens
         return complete_sampling(params, room=room, stop_token_ids=self._renderer.get_stop_token_ids())
 
-    def _chat_logprobs(self, ids: Sequence[int], logprobs: Sequence[float], top: Any) -> dict[str, Any]:
-        """Logprobs of tokens as OpenAI's chat replies hold them, with alternatives."""
 
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            text = self._renderer.decode([token_id])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-        content = []
-        for index, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-            others = top[index] if top is not None and index < len(top) else ()
-            content.append(
-                {**entry(token_id, logprob), "top_logprobs": [entry(other, value) for other, value in others]}
-            )
-        return {"content": content, "refusal": None}
-
-
-class _DeltaWriter:
-    """Turns a growing completion into deltas: reasoning and content as soon as they are certain.
+class _Choice:
+    """One completion of a request: sent in deltas as it grows, and answered whole.
 
     A delta cannot be taken back, so text is held back while it may still become something else: part of a
     character, a stop string, or the beginning of a tool call.
     """
 
     def __init__(
-        self, parse: Callable[[Sequence[int]], ParsedResponse], *, margin: int, stops: Sequence[str]
+        self,
+        renderer: RendererProtocol,
+        request: _Chat | _Completion,
+        prompt: Prompt,
+        params: Mapping[str, Any],
+        send: Callable[..., None] | None,
     ) -> None:
-        self._parse = parse
-        self._held = max([margin, *(len(stop) - 1 for stop in stops)])
-        self._stops = stops
+        self.whole: dict[str, Any] = {}
+        self._renderer = renderer
+        self._request = request
+        self._prompt = prompt
+        self._params = params
+        self._send = send or (lambda delta, reason=None, **members: None)
+        self._streams = send is not None
+        stops = params.get("stop") or []
+        kept = params.get("include_stop_str_in_output")
+        self._stops = [] if kept else [stops] if isinstance(stops, str) else stops
+        margin = _MARGIN if request.has_tools else 0
+        self._held = max([margin, *(len(stop) - 1 for stop in self._stops)])
         self._ids: list[int] = []
         self._parsed = 0
         self._shown = {"reasoning_content": "", "content": ""}
 
-    def add(self, token_ids: Sequence[int]) -> list[dict[str, str]]:
-        """Take tokens; return what can be shown by now."""
+    async def sampled(self, engine: InferenceEngineInterface) -> EngineResponse:
+        """Sample it, sending deltas; `whole` is the choice then."""
+        request, prompt, renderer = self._request, self._prompt, self._renderer
+        if isinstance(request, _Chat):
+            self._send({"role": "assistant", "content": ""})
+        listens = self._streams and request.streams_alone
+        asked = replace(
+            new_request(prompt.ids, self._params, prompt.data),
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        response = await engine.complete(
+            asked, session_id=request.session_id, on_tokens=self.add if listens else None
+        )
+        ids, logprobs, top = response.completion_ids, response.logprobs, response.top_logprobs
+        if self._streams and not listens:
+            self.add(ids, logprobs, top=top)
+        parsed = request.parse(renderer, ids, prompt)
+        message = _message(parsed, response, self._stops)
+        for name in self._shown:
+            self._show(name, message.get(name) or "", is_final=True)
+        if calls := message.get("tool_calls"):
+            self._send({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
+        reason = finish_reason_of(response, parsed)
+        self._send({}, reason)
+        self.whole = {
+            **request.choice(message, is_delta=False),
+            "logprobs": None,
+            "finish_reason": reason,
+            "stop_reason": response.stop_reason,
+            **self._extras(ids, logprobs, top),
+        }
+        return response
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        reason: FinishReason | None = None,
+        /,
+        *,
+        top: TopLogprobs | None = None,
+    ) -> None:
+        """Take tokens; send the text that is certain by now, and what else was asked for."""
         self._ids += token_ids
         # Parsing is linear in the whole, so a long completion is parsed at every 64th part of it.
-        if len(self._ids) - self._parsed < max(1, len(self._ids) // 64):
-            return []
-        self._parsed = len(self._ids)
-        parsed = self._parse(self._ids)
-        texts = {"reasoning_content": parsed.reasoning_content or ""}
-        if not parsed.tool_calls and parsed.reasoning_closed:
-            texts["content"] = parsed.content
-        deltas = []
-        for name, text in texts.items():
-            certain = text.rstrip("\ufffd")
-            for stop in self._stops:
-                certain = certain.split(stop)[0]
-            certain = certain[: max(0, len(certain) - self._held)].rstrip()
-            shown = self._shown[name]
-            if len(certain) > len(shown) and certain.startswith(shown):
-                self._shown[name] = certain
-                deltas.append({name: certain[len(shown) :]})
-        return deltas
+        if len(self._ids) - self._parsed >= max(1, len(self._ids) // 64):
+            self._parsed = len(self._ids)
+            parsed = self._request.parse(self._renderer, self._ids, self._prompt)
+            texts = {"reasoning_content": parsed.reasoning_content or ""}
+            if not parsed.tool_calls and parsed.reasoning_closed:
+                texts["content"] = parsed.content
+            for name, text in texts.items():
+                certain = text.rstrip("\ufffd")
+                for stop in self._stops:
+                    certain = certain.split(stop)[0]
+                self._show(name, certain[: max(0, len(certain) - self._held)].rstrip())
+        if token_ids and (members := self._extras(token_ids, logprobs, top)):
+            self._send({}, **members)
 
-    def end(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the rest, once the completion has ended.
+    def _show(self, name: str, text: str, *, is_final: bool = False) -> None:
+        """Send what text has more than was shown.
 
         Raises:
-            EngineReplyError: The whole does not begin with what was shown.
+            EngineReplyError: The final text does not begin with what was shown.
         """
-        deltas: list[dict[str, Any]] = []
-        for name, shown in self._shown.items():
-            whole = message.get(name) or ""
-            if not whole.startswith(shown):
-                raise EngineReplyError(
-                    "the completion parses differently as a whole than its beginning did",
-                    where=name,
-                    expected=repr(shown)[-80:],
-                    got=repr(whole)[-80:],
-                )
-            if len(whole) > len(shown):
-                deltas.append({name: whole[len(shown) :]})
-        if calls := message.get("tool_calls"):
-            deltas.append({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
-        return deltas
+        shown = self._shown[name]
+        if text.startswith(shown) and len(text) > len(shown):
+            self._shown[name] = text
+            self._send({name: text[len(shown) :]})
+        elif is_final and text != shown:
+            raise EngineReplyError(
+                "the completion parses differently as a whole than its beginning did",
+                where=name,
+                expected=repr(shown)[-80:],
+                got=repr(text)[-80:],
+            )
+
+    def _extras(
+        self, ids: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | None
+    ) -> dict[str, Any]:
+        """Token ids and logprobs, as far as they are asked for."""
+        entries = zip(ids, logprobs, top or [()] * len(ids), strict=True)
+        values = self._request.logprobs_of(entries, lambda token: self._renderer.decode([token]))
+        named = {} if values is None else {"logprobs": values}
+        return {**named, "token_ids": list(ids)} if self._request.return_token_ids else named
 
 
 def _read(body: Mapping[str, Any], kind: type[Any]) -> Any:
@@ -368,12 +413,6 @@ def _read(body: Mapping[str, Any], kind: type[Any]) -> Any:
         raise InputError(problem, where=path.strip("`$.") or None) from error
 
 
-def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters of a body, checked; `n` and `logprobs` mean something else there."""
-    names = [name for name in PARAMETERS if name not in ("n", "logprobs")]
-    return check_sampling_params({name: body[name] for name in names if body.get(name) is not None})
-
-
 def _check_media(messages: Sequence[Any]) -> None:
     """Require data and http(s) URLs: a caller must not name files of this machine.
 
@@ -386,27 +425,11 @@ def _check_media(messages: Sequence[Any]) -> None:
             for name in _MEDIA if isinstance(part, Mapping) else ():
                 source = part.get(name)
                 source = source.get("url", source) if isinstance(source, Mapping) else source
-                allowed = isinstance(source, str) and source.lower().startswith(
-                    ("data:", "http://", "https://")
-                )
-                if source is not None and not allowed:
+                if source is not None and not str(source).lower().startswith(_REMOTE):
                     raise InputError(
                         "media must be given as data: or http(s) URLs",
                         where=f"messages[{index}].content[{number}].{name}",
                     )
-
-
-def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The sampling parameter of a response format."""
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"structured_outputs": {"json_object": True}}
-    schema = given.get("json_schema")
-    if kind == "json_schema" and isinstance(schema, Mapping) and isinstance(schema.get("schema"), Mapping):
-        return {"structured_outputs": {"json": schema["schema"]}}
-    raise InputError("must be of type text, json_object or json_schema", where="response_format")
 
 
 def _message(parsed: ParsedResponse, response: EngineResponse, stops: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`ReplicaPool`: the engines of a client, the requests in flight on each, and the choice among them.
+"""`ReplicaPool`: the engines of a client as one state machine: requests, pauses, weight updates and health.
 
 A trainer pauses from its own event loop while an endpoint samples on another, so nothing here belongs to one
 loop.
@@ -12,12 +12,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from mmrender.client.transport import RetryPolicy
-from mmrender.engines.interface import InferenceEngineInterface
+from mmrender.engines.interface import InferenceEngineInterface, PauseMode
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -31,12 +31,10 @@ from mmrender.errors import (
 )
 
 Result = TypeVar("Result")
+Action: TypeAlias = Callable[[InferenceEngineInterface], Awaitable[Any]]
 State: TypeAlias = Literal["open", "pausing", "paused", "resuming", "closed"]
-Ending: TypeAlias = Literal["paused", "aborted", "down"]
+Ending: TypeAlias = Literal["paused", "aborted", "down", "late"]
 """Why the client itself ended a request."""
-
-FAILED: Final = -1
-"""Update count of an engine whose last weight update may be incomplete."""
 
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HEALTH_TIMEOUT: Final = 5.0
@@ -53,58 +51,49 @@ class Condition:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def notify_all(self) -> None:
         """Let all waiters test their predicates again. To be called after the change."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        for future, loop in waiting.items():
+        for event, loop in waiting.items():
             with contextlib.suppress(RuntimeError):  # its loop is closed
-                loop.call_soon_threadsafe(_release, future)
+                loop.call_soon_threadsafe(event.set)
 
     async def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `predicate()` holds; return False if `timeout` seconds pass before it does."""
-        loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while True:
+                    event = asyncio.Event()
                     with self._lock:
                         if predicate():
                             return True
-                        future: asyncio.Future[None] = loop.create_future()
-                        self._waiting[future] = loop
+                        self._waiting[event] = asyncio.get_running_loop()
                     try:
-                        await future
+                        await event.wait()
                     finally:
                         with self._lock:
-                            self._waiting.pop(future, None)
+                            self._waiting.pop(event, None)
         return predicate()
 
 
-def _release(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 class Call:
-    """One request in flight, which any thread can end; made and awaited on one event loop.
+    """One request in flight, which any thread can end; made and awaited on one event loop."""
 
-    `limit` is the seconds it may take, pauses not counted.
-    """
-
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self) -> None:
         self.ending: Ending | None = None
-        self._limit = limit
+        self.clock: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._scope = asyncio.timeout(limit)
+        self._scope = asyncio.timeout(None)
 
     async def run(self, request: Awaitable[Result], name: str) -> Result | None:
-        """Await the request; None where it was ended for a pause or an abort.
+        """Await the request to an engine; None where it was ended for a pause or an abort.
 
         Raises:
             EngineUnavailableError: It was ended because its engine is down.
-            EngineTimeoutError: It took too long.
+            EngineTimeoutError: It was ended because it took too long.
         """
         try:
             async with self._scope:
@@ -112,36 +101,25 @@ class Call:
         except TimeoutError as error:
             if not self._scope.expired():
                 raise
-            if self.ending in ("paused", "aborted"):
-                return None
             if self.ending == "down":
                 raise EngineUnavailableError("the engine does not answer", where=name) from error
-            raise EngineTimeoutError(
-                f"the engine did not answer within {self._limit:g} s", where=name
-            ) from error
+            if self.ending == "late":
+                raise EngineTimeoutError("the engine did not answer in time", where=name) from error
+            return None
+        finally:
+            if self.clock is not None:
+                self.clock.cancel()
 
     def end(self, reason: Ending) -> None:
         """End it."""
-        self._reschedule(0.0, reason)
 
-    def stop_clock(self) -> None:
-        """Stop counting time against its limit."""
-        self._reschedule(None)
-
-    def restart_clock(self) -> None:
-        """Count time again, from now."""
-        self._reschedule(self._limit)
-
-    def _reschedule(self, seconds: float | None, ending: Ending | None = None) -> None:
-        def change() -> None:
-            if ending is None and self.ending is not None:
-                return
-            self.ending = self.ending or ending
+        def end() -> None:
+            self.ending = self.ending or reason
             with contextlib.suppress(RuntimeError):  # it has ended, or not begun
-                self._scope.reschedule(None if seconds is None else self._loop.time() + seconds)
+                self._scope.reschedule(self._loop.time())
 
         with contextlib.suppress(RuntimeError):  # its loop is closed
-            self._loop.call_soon_threadsafe(change)
+            self._loop.call_soon_threadsafe(end)
 
 
 class Replica:
@@ -151,29 +129,23 @@ class Replica:
         engine: The engine.
         name: Its name.
         calls: Requests in flight.
-        idle: Notified when one of them ends.
         down: Why it gets no requests; None while it does.
         retry_at: Monotonic time at which it is looked at again.
-        updates: How many of the client's weight updates it has received; `FAILED` if the last failed on all.
+        stale: Whether it missed a weight update, or failed within one.
     """
 
     def __init__(self, engine: InferenceEngineInterface) -> None:
         self.engine = engine
         self.name = engine.name
         self.calls: set[Call] = set()
-        self.idle = Condition()
         self.down: str | None = None
         self.retry_at = 0.0
-        self.updates = 0
-
-    async def wait_idle(self, calls: Iterable[Call] | None = None, timeout: float | None = None) -> bool:
-        """Wait until none of `calls`, by default of all, is in flight."""
-        return await self.idle.wait_for(lambda: not self.calls.intersection(calls or self.calls), timeout)
+        self.stale = False
 
 
 @dataclass(slots=True)
-class Route:
-    """Where one piece of work goes, from request to request.
+class Work:
+    """One piece of work, from request to request.
 
     Attributes:
         session: Its session, or None.
@@ -195,22 +167,21 @@ class ReplicaPool:
         replicas: The engines, which control calls go to.
         targets: Where requests go: the engines, or the router.
         state: Requests pass while it is `open`.
-        aborts: How often all work was aborted.
-        updates: How many weight updates were carried out.
-        version: Name of the weights since the last one.
+        version: Name of the weights since the last update.
     """
 
     def __init__(
         self,
         engines: Sequence[InferenceEngineInterface],
         router: InferenceEngineInterface | None,
+        *,
         retries: RetryPolicy,
         attempt_timeout: float | None,
+        pause_timeout: float,
     ) -> None:
         if not engines:
             raise InputError("there is no engine", where="engines", expected="one or more")
-        names = Counter(engine.name for engine in engines)
-        name, count = names.most_common(1)[0]
+        (name, count), *_ = Counter(engine.name for engine in engines).most_common(1)
         if count > 1:
             raise InputError(
                 "two engines have one name", where="engines", got=repr(name), remedy="Name them apart"
@@ -218,56 +189,36 @@ class ReplicaPool:
         self.replicas = [Replica(engine) for engine in engines]
         self.targets = self.replicas if router is None else [Replica(router)]
         self.state: State = "open"
-        self.aborts = 0
-        self.updates = 0
         self.version: str | None = None
         self._retries = retries
         self._attempt_timeout = attempt_timeout
+        self._pause_timeout = pause_timeout
+        self._aborts = 0
+        self._told: list[Replica] = []
+        """Engines that were told to pause."""
+        self._clocks_stopped = False
+        self._resumed_at = 0.0
         self._lock = threading.Lock()
         self._changed = Condition()
+        self._ended = Condition()
         self._turns = itertools.count()
-
-    # --- state ---
-
-    def move(self, before: State, after: State, refusal: str) -> None:
-        """Change state.
-
-        Raises:
-            EngineStateError: The state is not `before`; `refusal` says what that means.
-        """
-        with self._lock:
-            if self.state == "closed":
-                raise _torn_down()
-            if self.state != before:
-                raise EngineStateError(refusal, expected=f"a client that is {before}", got=self.state)
-            self.state = after
-        self._changed.notify_all()
-
-    def close(self) -> bool:
-        """Let nothing pass any more; return False if it was closed already."""
-        with self._lock:
-            was, self.state = self.state, "closed"
-        self._changed.notify_all()
-        return was != "closed"
-
-    def abort(self) -> None:
-        """Tell all work, waiting or in flight, that it was aborted."""
-        with self._lock:
-            self.aborts += 1
-        self._changed.notify_all()
-
-    def route(self, session: Hashable | None = None) -> Route:
-        """Return the route of work that begins."""
-        return Route(session, self.aborts)
-
-    def is_aborted(self, route: Route) -> bool:
-        """Whether all work was aborted since the route's began."""
-        return route.aborts != self.aborts
 
     # --- requests ---
 
+    def begin(self, session: Hashable | None = None) -> Work:
+        """Begin a piece of work."""
+        return Work(session, self._aborts)
+
+    def is_aborted(self, work: Work) -> bool:
+        """Whether all work was aborted since this one began."""
+        return work.aborts != self._aborts
+
+    def calls(self) -> list[Call]:
+        """Requests in flight."""
+        return [call for target in self.targets for call in list(target.calls)]
+
     async def send(
-        self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], route: Route
+        self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], work: Work
     ) -> Result | None:
         """Ask an engine, and others after it where it fails; None where the client ended the request.
 
@@ -275,50 +226,51 @@ class ReplicaPool:
             MMRenderError: An engine refused, or every attempt failed.
         """
         avoided: set[Replica] = set()
-        try:
-            return await self._attempt(ask, route, avoided)
-        except EngineError as error:
-            left = self._retries.attempts - 1
-            if not left or not is_transient(error):
-                raise
 
-        def others() -> bool:
-            return any(each.down is None and each not in avoided for each in self.targets)
-
-        def rule(error: Exception) -> bool | float:
+        def wait_after(error: Exception) -> bool | float:
             if not is_transient(error):
                 return False
-            if others():
-                return 0.001  # at once
+            if any(each.down is None and each not in avoided for each in self.targets):
+                return 0.001  # at once, since there is another engine
             avoided.clear()
             return True
 
-        if not others():
-            await asyncio.sleep(self._retries.wait_initial)
-        async for attempt in replace(self._retries, attempts=left).attempts_on(rule):
+        left = self._retries.attempts - 1
+        try:  # stamina costs more than the rest of a request that succeeds
+            return await self._attempt(ask, work, avoided)
+        except EngineError as error:
+            if not left or not (wait := wait_after(error)):
+                raise
+        await asyncio.sleep(self._retries.wait_initial if wait is True else wait)
+        async for attempt in replace(self._retries, attempts=left).attempts_on(wait_after):
             with attempt:
-                return await self._attempt(ask, route, avoided)
+                return await self._attempt(ask, work, avoided)
         raise RuntimeError("unreachable: the last attempt returns or raises")
 
     async def _attempt(
         self,
         ask: Callable[[InferenceEngineInterface], Awaitable[Result]],
-        route: Route,
+        work: Work,
         avoided: set[Replica],
     ) -> Result | None:
-        route.paused = False
+        work.paused = False
         while True:
-            await self._changed.wait_for(lambda: self.state in ("open", "closed") or self.is_aborted(route))
+            if self.state != "open":
+                await self._changed.wait_for(
+                    lambda: self.state in ("open", "closed") or self.is_aborted(work)
+                )
             if self.state == "closed":
                 raise _torn_down()
-            if self.is_aborted(route):
+            if self.is_aborted(work):
                 return None
-            replica = await self._choose(route, avoided)
-            call = Call(self._attempt_timeout)
+            replica = await self._choose(work, avoided)
+            call = Call()
             with self._lock:  # so that a pause knows exactly which requests are in flight
-                if self.state == "open" and not self.is_aborted(route):
+                if self.state == "open" and not self.is_aborted(work):
                     replica.calls.add(call)
                     break
+        if self._attempt_timeout is not None:
+            self._watch(call, time.monotonic(), self._attempt_timeout)
         try:
             value = await call.run(ask(replica.engine), replica.name)
         except EngineError as error:
@@ -328,40 +280,210 @@ class ReplicaPool:
                 await self.look_at(replica, again=0.1)  # one question answers for all that fail together
             raise
         finally:
-            route.paused = self.state != "open"
+            work.paused = self.state != "open"
             replica.calls.discard(call)
-            replica.idle.notify_all()
-        route.preferred = replica
+            self._ended.notify_all()
+        work.preferred = replica
         return value
 
-    async def _choose(self, route: Route, avoided: set[Replica]) -> Replica:
+    def _watch(self, call: Call, begun: float, limit: float) -> None:
+        """End a request that takes more than `limit` seconds, counted from the end of the last pause."""
+        left = max(begun, self._resumed_at) + limit - time.monotonic()
+        if self._clocks_stopped:
+            left = limit
+        if left <= 0:
+            call.end("late")
+        else:
+            call.clock = asyncio.get_running_loop().call_later(left, self._watch, call, begun, limit)
+
+    async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
         """Choose a replica by session, else one that knows the work, else by load.
 
         Raises:
             EngineUnavailableError: All are down.
         """
-        now = time.monotonic()
         up = [each for each in self.targets if each.down is None]
-        looked_at = [each for each in self.targets if each.down is not None and now >= each.retry_at]
-        if not up:
-            looked_at = self.targets
-        if looked_at:
-            await asyncio.gather(*[self.look_at(each) for each in looked_at])
+        if len(up) < len(self.targets):
+            now = time.monotonic()
+            doubtful = [each for each in self.targets if each.down and (not up or now >= each.retry_at)]
+            await asyncio.gather(*map(self.look_at, doubtful))
             up = [each for each in self.targets if each.down is None]
-        if not up:
-            raise self.unavailable()
+            if not up:
+                raise self.unavailable()
         choices = [each for each in up if each not in avoided] or up
-        if route.session is not None:
+        if work.session is not None:
             # Rendezvous hashing: where an engine is down, only its own sessions move.
-            return max(
-                choices,
-                key=lambda each: hashlib.blake2b(f"{route.session!r}@{each.name}".encode()).digest(),
-            )
+            text = repr(work.session)
+            return max(choices, key=lambda each: hashlib.blake2b(f"{text}@{each.name}".encode()).digest())
         least = min(len(each.calls) for each in choices)
-        if route.preferred in choices and len(route.preferred.calls) <= least + _SLACK:
-            return route.preferred
+        if work.preferred in choices and len(work.preferred.calls) <= least + _SLACK:
+            return work.preferred
         idlest = [each for each in choices if len(each.calls) == least]
         return idlest[next(self._turns) % len(idlest)]
+
+    async def abort(self) -> None:
+        """End all work, waiting or in flight, and wait until it has ended."""
+        with self._lock:
+            self._aborts += 1
+        self._changed.notify_all()
+        await self._end_calls("aborted", look=0.0)
+
+    async def _end_calls(self, ending: Ending, look: float = 0.05) -> None:
+        """Let engines abort every request in flight, and wait until each has ended.
+
+        They are told repeatedly, since an engine that is told too early does not know of a request on its way
+        to it. Requests that run on after the timeout are cancelled, and return nothing.
+        """
+        running = set(self.calls())
+        deadline = time.monotonic() + self._pause_timeout
+        while not await self._ended.wait_for(lambda: running.isdisjoint(self.calls()), look):
+            told = [(each, each.calls & running) for each in self.targets if each.calls & running]
+            if self.targets is not self.replicas:  # any engine may have what the router was asked
+                told = [(each, running) for each in self.healthy()]
+            results = await asyncio.gather(
+                *[each.engine.abort_generation() for each, _ in told], return_exceptions=True
+            )
+            late = running if time.monotonic() > deadline else set()
+            for (_, calls), result in zip(told, results, strict=True):
+                if isinstance(result, EngineUnsupportedError):
+                    late = late | calls
+            for call in late:
+                call.end(ending)
+            look = min(2 * max(look, 0.05), 1.0)
+
+    async def close(self, wait: float) -> bool:
+        """Let nothing pass any more, and end what runs after `wait` seconds; False if it was closed."""
+        with self._lock:
+            was, self.state = self.state, "closed"
+        self._changed.notify_all()
+        if was != "closed" and not await self._ended.wait_for(lambda: not self.calls(), wait):
+            for call in self.calls():
+                call.end("aborted")
+            await self._ended.wait_for(lambda: not self.calls())
+        return was != "closed"
+
+    # --- pauses ---
+
+    @contextlib.contextmanager
+    def _moving(self, before: State, during: State, after: State, refusal: str) -> Iterator[None]:
+        """Pass from one state to another by way of a third; back again where the block fails.
+
+        Raises:
+            EngineStateError: The state is not `before`; `refusal` says what that means.
+        """
+
+        def move(expected: State, to: State) -> None:
+            with self._lock:
+                if self.state == "closed":
+                    raise _torn_down()
+                if self.state != expected:
+                    raise EngineStateError(refusal, expected=f"a client that is {expected}", got=self.state)
+                if to == "open":
+                    self._resumed_at, self._clocks_stopped = time.monotonic(), False
+                self.state = to
+            self._changed.notify_all()
+
+        move(before, during)
+        try:
+            yield
+        except BaseException:
+            move(during, before)
+            raise
+        move(during, after)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause all engines that know the mode; the others are held by their getting no requests."""
+        with self._moving("open", "pausing", "paused", "the client is paused already"):
+            replicas = self.healthy()
+            self._told = [each for each in replicas if mode in each.engine.pause_modes]
+            others = [each for each in replicas if each not in self._told]
+            if mode == "keep" and others:
+                raise EngineUnsupportedError(
+                    "the engine cannot freeze requests",
+                    where=others[0].name,
+                    remedy="Pause with 'abort' or 'wait'",
+                )
+            self._clocks_stopped = mode != "wait"
+            try:
+                if mode == "wait":
+                    # Before engines are told: a request that reaches one after its pause would never end.
+                    await self._ended.wait_for(lambda: not self.calls())
+                pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
+                await self._on_reached(self._told, pausing)
+                if mode == "abort":
+                    await self._end_calls("paused")
+                if clear_cache:
+                    await self._on_reached(others, lambda engine: engine.reset_prefix_cache())
+            except BaseException:
+                # Also those that have not answered, since a pause that fails may have reached its server.
+                told, self._told = self._told, []
+                for replica, error in await failures(told, lambda engine: engine.resume_generation()):
+                    if not isinstance(error, EngineStateError | EngineUnsupportedError):
+                        self.take_down(replica, str(error))  # it may still be paused
+                raise
+
+    async def _on_reached(self, replicas: Sequence[Replica], action: Action) -> None:
+        """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
+        failed = await failures(replicas, action)
+        for replica, error in failed:
+            if isinstance(error, EngineConnectionError):
+                self._told = [each for each in self._told if each is not replica]
+                self.take_down(replica, str(error))
+        for _, error in failed:
+            if not isinstance(error, EngineConnectionError):
+                raise error
+
+    async def resume(self) -> None:
+        """Resume the engines that were paused; one that does not resume is down, unless none is left."""
+        with self._moving("paused", "resuming", "open", "the client is not paused"):
+            failed = await failures(self._told, lambda engine: engine.resume_generation())
+            serves = set(self.healthy()) - dict(failed).keys()
+            refusals = [error for _, error in failed if not isinstance(error, EngineConnectionError)]
+            if refusals and not (serves and all(isinstance(error, EngineError) for error in refusals)):
+                raise refusals[0]
+            self._told = []
+            for replica, error in failed:
+                self.take_down(replica, str(error))
+
+    # --- weights ---
+
+    async def update(
+        self, replicas: Sequence[Replica], action: Action, version: str | None
+    ) -> list[BaseException]:
+        """Carry out a weight update; an engine that fails gets no requests until a later one succeeds."""
+        failed = dict(await failures(replicas, action))
+        if len(failed) < len(replicas):
+            self.version = version
+        for replica in replicas:
+            replica.stale = replica in failed
+            if replica.stale:
+                self.take_down(replica, f"it missed a weight update: {failed[replica]}")
+        return list(failed.values())
+
+    async def all_present(self) -> list[Replica]:
+        """Return every engine, once each is known to serve; where all failed in an update, all may try again.
+
+        Raises:
+            EngineUnavailableError: One is down.
+        """
+        all_failed = all(each.stale for each in self.replicas)
+
+        async def serves(replica: Replica) -> bool:
+            if not all_failed:
+                return replica.down is None or await self.look_at(replica)
+            with contextlib.suppress(EngineError):
+                await replica.engine.check_health()
+                return True
+            return False
+
+        down = [f"{each.name}: {each.down}" for each in self.replicas if not await serves(each)]
+        if down:
+            raise EngineUnavailableError(
+                "weights are sent to all engines at once, and some are down",
+                got="; ".join(down),
+                remedy="Bring them back, or make a client without them",
+            )
+        return self.replicas
 
     # --- health ---
 
@@ -403,7 +525,7 @@ class ReplicaPool:
 
     async def _bring_back(self, replica: Replica) -> None:
         """Resume an engine that serves again; it must have the weights of the others, and the client run."""
-        if replica in self.replicas and replica.updates != self.updates:
+        if replica.stale:
             raise EngineStateError(
                 "the engine missed a weight update", where=replica.name, remedy="Update the weights again"
             )
@@ -419,6 +541,17 @@ class ReplicaPool:
             await replica.engine.resume_generation()  # it may have missed the end of a pause
         _log.info("engine %s is back", replica.name)
         replica.down = None
+
+
+async def failures(replicas: Collection[Replica], action: Action) -> list[tuple[Replica, BaseException]]:
+    """Act on engines concurrently; return those that failed, with their errors."""
+    answers = await asyncio.gather(*[action(each.engine) for each in replicas], return_exceptions=True)
+    failed = []
+    for replica, answer in zip(replicas, answers, strict=True):
+        if isinstance(answer, BaseException):
+            answer.add_note(f"engine {replica.name}")
+            failed.append((replica, answer))
+    return failed
 
 
 def is_transient(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import xxhash
 
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Usage
-from mmrender.engines.interface import InferenceEngineInterface, NamedWeightsUpdate, PauseMode
+from mmrender.engines.interface import Control, InferenceEngineInterface, PauseMode
 from mmrender.errors import (
     EngineConnectionError,
     EngineStateError,
@@ -230,69 +230,41 @@ class ScriptedEngine(InferenceEngineInterface):
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Pause as vLLM does: requests that come later wait here."""
-        self._note(f"pause {mode}")
+        self._note(f"pause_generation {mode}")
         if mode not in self.pause_modes:
             raise EngineUnsupportedError("no such pause", where=self.name)
         if self.paused is not None:
             raise EngineStateError("the engine is paused already", where=self.name)
         self.paused = mode
-        if mode == "abort":
-            await self.abort_generation(noted=False)
+        for running in self.running if mode == "abort" else ():
+            running.aborted = True
         while mode == "wait" and any(not each.aborted for each in self.running):
             await self._turn()
 
     async def resume_generation(self) -> None:
         """Resume."""
-        self._note("resume")
+        self._note("resume_generation")
         if self.paused is None:
             raise EngineStateError("the engine is not paused", where=self.name)
         self.paused = None
 
-    async def abort_generation(self, *, noted: bool = True) -> None:
+    async def abort_generation(self) -> None:
         """Abort what has reached it."""
-        if noted:
-            self._note("abort")
+        self._note("abort_generation")
         for running in self.running:
             running.aborted = True
 
-    async def check_health(self) -> None:
-        """Fail if it is dead."""
+    async def control(self, call: Control, /, **arguments: Any) -> Any:
+        """Note a call with its arguments; those that name weights name its own."""
+        if call == "weight_version":
+            return self.version
         self._check_alive()
-
-    async def weight_version(self) -> str | None:
-        """Name of its weights."""
-        return self.version
-
-    async def set_weight_version(self, version: str) -> None:
-        """Name its weights."""
-        self._note(f"version {version}")
-        self.version = version
-
-    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Note the call."""
-        self._note("update")
-        self.version = request.get("weight_version") or self.version
-
-    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Note the call."""
-        self._note(f"load {path}")
-        self.version = weight_version or self.version
-
-    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """Note the call."""
-        self._note("init")
-
-    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Note the call."""
-        self._note(f"sleep {level}")
-
-    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
-        """Note the call."""
-        self._note("wake")
-
-    async def reset_prefix_cache(self) -> None:
-        """Note the call."""
-        self._note("reset")
+        if call != "check_health":
+            given = [str(value) for value in arguments.values() if value is not None]
+            self._note(" ".join([call, *given]))
+            named = arguments.get("request", arguments)
+            self.version = named.get("weight_version") or named.get("version") or self.version
+        return None
 
     async def teardown(self) -> None:
         """Note the call."""

@@ -163,8 +163,8 @@ def test_a_penalty_beyond_what_engines_take_as_bias_starts_over():
     params = {"max_tokens": 300, "frequency_penalty": 2.0}
     continuation = Continuation(new_request([1], params))
     continuation.add(EngineResponse([5] * 60, [-1.0] * 60, "abort", Usage(1, 60)))
-    assert continuation.completion_ids == []
     assert continuation.next_request().sampling_params == params
+    assert continuation.completion_ids == []
 
 
 @given(prompts, st.integers(8, 24), pauses)

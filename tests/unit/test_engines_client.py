@@ -537,11 +537,10 @@ def test_where_no_engine_resumes_the_client_stays_paused():
 @pytest.mark.parametrize(
     ("modes", "mode", "clear_cache", "told"),
     [
-        (("abort", "keep"), "wait", True, ["reset", "pause keep"]),
-        (("abort", "keep"), "wait", False, ["pause keep"]),
-        ((), "abort", True, ["reset"]),
+        (("abort", "keep"), "wait", True, ["reset_prefix_cache"]),
+        ((), "abort", True, ["reset_prefix_cache"]),
         ((), "abort", False, []),
-        (("abort", "keep", "wait"), "keep", True, ["pause keep"]),
+        (("abort", "keep", "wait"), "keep", True, ["pause_generation keep"]),
     ],
 )
 def test_caches_are_cleared_where_the_pause_itself_does_not(modes, mode, clear_cache, told):
@@ -578,13 +577,19 @@ def test_control_calls_reach_every_engine():
         await client.wake_up(tags=["weights"])
         await client.reset_prefix_cache()
         await client.init_weight_update_communicator({"master_port": 1})
-        await client.update_named_weights(
-            {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "weight_version": "v3"}
-        )
+        update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "weight_version": "v3"}
+        await client.update_named_weights(update)
         await client.set_weight_version("v4")
         assert await client.weight_version() == "v4"
         for engine in case.engines:
-            assert engine.controls == ["sleep 2", "wake", "reset", "init", "update", "version v4"]
+            assert engine.controls == [
+                "sleep 2",
+                "wake_up ['weights']",
+                "reset_prefix_cache",
+                "init_weight_update_communicator {'master_port': 1}",
+                f"update_named_weights {update}",
+                "set_weight_version v4",
+            ]
         with pytest.raises(
             InputError, match=r"^init_info: must have one entry for each engine - expected 2, got 1$"
         ):

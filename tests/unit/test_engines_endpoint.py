@@ -40,36 +40,28 @@ SETTINGS = ServerSettings(model="m", api_key="secret", max_body_bytes=4096)
 class Passing(ScriptedEngine):
     """Has routes for text; each completion is one of the formula's, of the prompt 2."""
 
-    async def completion(self, request_payload):
+    async def openai(self, call, request_payload):
         body = request_payload["json"]
         whole = await self.complete(new_request([2], {"max_tokens": body.get("max_tokens", 4)}))
         choice = {"index": 0, "text": letters(whole.completion_ids), "finish_reason": whole.finish_reason}
         usage = {"prompt_tokens": 1, "completion_tokens": len(whole.completion_ids), "total_tokens": 9}
+        if call == "chat_completion":
+            choice["message"] = {"role": "assistant", "content": choice["text"]}
         return {
             "id": "cmpl-1",
-            "object": "text_completion",
+            "object": call.replace("_", "."),
             "created": 1,
             "model": "x",
             "choices": [choice],
             "usage": usage,
         }
 
-    async def chat_completion(self, request_payload):
-        reply = await self.completion(request_payload)
-        message = {"role": "assistant", "content": reply["choices"][0]["text"]}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return {**reply, "object": "chat.completion", "choices": [choice]}
-
-    async def stream_completion(self, request_payload):
-        reply = await self.completion(request_payload)
+    async def stream_openai(self, call, request_payload):
+        self._check_alive()
+        reply = await self.openai("completion", request_payload)
         for letter in reply["choices"][0]["text"]:
             yield {**reply, "choices": [{"index": 0, "text": letter, "finish_reason": None}], "usage": None}
         yield {**reply, "choices": []}
-
-    async def stream_chat_completion(self, request_payload):
-        self._check_alive()
-        async for chunk in self.stream_completion(request_payload):
-            yield chunk
 
 
 class Saying(ScriptedEngine):
@@ -404,6 +396,7 @@ def test_calls_and_reasoning_are_read(renderer):
         ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs.self"),
         ({"chat_template_kwargs": {"documents": 5}}, 400, "chat_template_kwargs.documents"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "chat_template_kwargs": {"images": ["/etc/hostname"]}}, 400, "chat_template_kwargs.images"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "pyproject.toml"}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hostname"}]}]}, 400, "messages[0].content[0]"),

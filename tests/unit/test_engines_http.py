@@ -115,7 +115,7 @@ EXPECTED: dict[str, dict[str, list[tuple[str, str, Any]] | str]] = {
         "pause abort": [("POST", "/pause_generation", {"mode": "abort"}), ("POST", "/flush_cache", None)],
         "pause abort, cache kept": [("POST", "/pause_generation", {"mode": "abort"})],
         "pause keep": [("POST", "/pause_generation", {"mode": "in_place"})],
-        "pause wait": "e.pause: sglang cannot be paused this way - expected abort or keep, got 'wait'",
+        "pause wait": "e.pause_generation: sglang cannot be paused this way - expected abort or keep, got 'wait'",
         "abort": [("POST", "/abort_request", {"abort_all": True})],
         "sleep": [("POST", "/release_memory_occupation", {})],
         "wake": [("POST", "/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})],
@@ -132,7 +132,7 @@ EXPECTED: dict[str, dict[str, list[tuple[str, str, Any]] | str]] = {
         "pause abort, cache kept": [("POST", "/engine/pause_generation", {"mode": "abort", "clear_cache": False})],
         "pause keep": [("POST", "/engine/pause_generation", {"mode": "keep", "clear_cache": False})],
         "pause wait": [("POST", "/engine/pause_generation", {"mode": "wait", "clear_cache": True})],
-        "abort": "e.abort_all: dynamo has no such call",
+        "abort": "e.abort_generation: dynamo has no such call",
         "sleep": [("POST", "/engine/control/sleep", {"level": 1})],
         "wake": [("POST", "/engine/control/wake_up", {"tags": ["weights", "kv_cache"]})],
         "reset": [("POST", "/engine/flush_cache", {})],
@@ -200,8 +200,8 @@ FLUSH = "POST /flush_cache"
         ("sglang", {}, lambda e: e.sleep(level=2), EngineUnsupportedError, "e.sleep.level: sglang does not know this argument of sleep - got 2"),
         ("vllm", {"POST /reset_prefix_cache": {"success": False}}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: the engine refused - got {'success': False}. Pause first"),
         ("sglang", {FLUSH: Answer("Flush cache failed.", status=400)}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: cached prefixes are in use - got Flush cache failed.. Pause first"),
-        ("vllm", {}, lambda e: e.pause_generation("abort"), EngineUnsupportedError, "e.pause: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"),
-        ("dynamo", {}, lambda e: e.pause_generation("keep"), EngineUnsupportedError, "e.pause: dynamo has this call on its worker only. Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"),
+        ("vllm", {}, lambda e: e.pause_generation("abort"), EngineUnsupportedError, "e.pause_generation: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"),
+        ("dynamo", {}, lambda e: e.pause_generation("keep"), EngineUnsupportedError, "e.pause_generation: dynamo has this call on its worker only. Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"),
         ("sglang", {}, lambda e: e.update_named_weights({"names": [], "dtypes": []}), InputError, "request.shapes: a part of the weight update is missing"),
     ],
 )  # fmt: skip
@@ -312,7 +312,7 @@ def test_dynamo_without_known_ends_refuses_pauses_by_abort():
     with pytest.raises(EngineUnsupportedError) as caught:
         run(engine.pause_generation("abort"))
     assert str(caught.value) == (
-        "e.pause: dynamo cannot be paused this way - expected keep or wait, got 'abort'. "
+        "e.pause_generation: dynamo cannot be paused this way - expected keep or wait, got 'abort'. "
         "Give a renderer, or DynamoBackend(eos_token_ids=...)"
     )
     with pytest.raises(EngineUnsupportedError, match="would look like a finished one"):
@@ -327,7 +327,7 @@ def test_dynamo_without_known_ends_refuses_pauses_by_abort():
 def test_a_backend_without_routes_needs_some():
     with pytest.raises(InputError, match=r"^backend: the control routes of this backend are unknown"):
         HTTPEngine(Echo(name="mine"), MemoryTransport(), model="m")
-    table = RouteTable("mine", {"health": (Route("/ok", method="GET"),)}, {})
+    table = RouteTable("mine", {"check_health": (Route("GET /ok"),)}, {})
     engine = HTTPEngine(Echo(name="mine"), MemoryTransport({"GET /ok": "fine"}), model="m", routes=table)
     run(engine.check_health())
     with pytest.raises(EngineUnsupportedError, match=r"^http://memory.sleep: mine has no such call$"):
@@ -346,10 +346,16 @@ def test_chat_is_passed_on_with_the_engines_model_name():
     assert body["session_id"] == "s"
 
 
-@pytest.mark.parametrize("answer", ["no json", Answer([1])])
-def test_replies_that_are_none(answer):
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("no json", "not JSON - got JSON is malformed"),
+        (Answer([1]), "malformed - expected object, got array"),
+    ],
+)
+def test_replies_that_are_none(answer, problem):
     engine, _ = engine_of("vllm", {"POST /v1/completions": answer})
-    with pytest.raises(EngineReplyError, match=r"^e/v1/completions: the reply is not a JSON object"):
+    with pytest.raises(EngineReplyError, match=rf"^e/v1/completions: the server's reply is {problem}"):
         run(engine.completion({"json": {}}))
 
 
