@@ -33,7 +33,7 @@ import numpy as np
 
 import mmcodecs
 from mmcodecs.vllm import decode_mm_kwargs_item
-from mmcodecs.wire import fill_head, head_room
+from mmcodecs.wire import make_head
 
 Message = bytes | list[bytes]
 Decode = Callable[[Any], Any]
@@ -86,9 +86,7 @@ def vllm_messages() -> list[bytes]:
 
 def lay(body: bytes, payloads: Sequence[bytes], *, single: bool) -> Message:
     """A message whose head fits this body and these payloads, whatever they hold."""
-    head = bytearray(head_room(len(payloads))) + body
-    lengths = [len(payload) for payload in payloads]
-    *offsets, total = fill_head(head, lengths, single=single)
+    head, (*offsets, total) = make_head(body, [len(payload) for payload in payloads], single=single)
     if not single:
         return [bytes(head), *payloads]
     out = bytearray(total)
@@ -359,7 +357,7 @@ class Fuzzer:
                 return *self._pick(decoders.codec), lay(body, payloads, single=True)
         # Mutate body and payloads, and lay a head around them that fits; or leave it as it was.
         head, *payloads = rng.choice(self.frames)
-        body = mutate(head[head_room(len(payloads)) :])
+        body = mutate(head[64 + 24 * len(payloads) :])
         if payloads and rng.random() < 0.2:
             at = rng.randrange(len(payloads))
             payloads[at] = mutate(payloads[at])

@@ -139,8 +139,7 @@ class RawTensor:
         return hash((self.dtype, self.bits.shape, self.bits.tobytes()))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """An array to be written.
 
     Attributes:
@@ -153,33 +152,18 @@ class Source:
     kind: int
     array: AnyArray
 
-    @property
-    def big_endian(self) -> bool:
-        """Whether the elements lie in memory most significant byte first."""
-        order = self.array.dtype.byteorder
-        return order == ">" or (order == "=" and sys.byteorder == "big")
-
-    def contiguous(self) -> memoryview:
-        """Give the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
-        flat = np.ascontiguousarray(self.array).reshape(-1)
-        return flat.view(np.uint8).data.toreadonly()
-
-    def little_endian(self) -> Source:
-        """Give the same elements least significant byte first, copied if they are not."""
-        if not self.big_endian:
-            return self
-        return Source(self.row, self.kind, self.array.astype(self.array.dtype.newbyteorder("<")))
-
     def record(self, storage: int, rest: bytes) -> bytes:
         """Write the array record; `rest` is what the storage needs: a frame index, a key, or the elements."""
         shape = self.array.shape
-        flags = self.kind | (self.big_endian << 2) | storage << 3
+        flags = self.kind | (self.array.dtype.str[0] == ">") << 2 | storage << 3
         start = _START.pack(self.row.id, flags, len(shape), 0, 0)
         return start + _DIMS[len(shape)].pack(*shape) + rest
 
-    def form(self) -> bytes:
-        """Give dtype and shape as bytes, equal for an array and a tensor of equal content."""
-        return Source(self.row, ARRAY, self.array).record(INLINE, b"")
+
+def contiguous(array: AnyArray) -> memoryview:
+    """Give the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).data.toreadonly()
 
 
 def describe(value: Any) -> Source | None:
@@ -188,28 +172,25 @@ def describe(value: Any) -> Source | None:
     Raises:
         UnsupportedTypeError: An array or tensor that the wire cannot keep.
     """
+    kind, array = ARRAY, value
     if isinstance(value, np.ndarray):
         if type(value) is not np.ndarray and type(value) is not np.memmap:
             raise UnsupportedTypeError(
                 f"{type(value).__name__} is a subclass of numpy.ndarray, and what it adds would be lost",
                 remedy="Give numpy.asarray(value), and what it adds beside it",
             )
-        return Source(_numpy_row(value.dtype), ARRAY, value)
-    if isinstance(value, RawTensor):
+    elif isinstance(value, np.generic):
+        kind, array = SCALAR, np.asarray(value)
+    elif isinstance(value, RawTensor):
         return Source(BY_NAME[value.dtype], RAW, value.bits)
-    if isinstance(value, np.generic):
-        array = np.asarray(value)
-        return Source(_numpy_row(array.dtype), SCALAR, array)
-    torch = sys.modules.get("torch")
-    return _of_tensor(value) if torch is not None and isinstance(value, torch.Tensor) else None
-
-
-def _numpy_row(dtype: np.dtype[Any]) -> DType:
-    row = _BY_CODE.get(dtype.kind + str(dtype.itemsize))
+    else:
+        torch = sys.modules.get("torch")
+        return _of_tensor(value) if torch is not None and isinstance(value, torch.Tensor) else None
+    row = _BY_CODE.get(array.dtype.kind + str(array.dtype.itemsize))
     if row is None:
         remedy = "Give a list, a dict of a structured array's fields, or an array of a numeric dtype"
-        raise UnsupportedTypeError(f"dtype {dtype} has no form on the wire", remedy=remedy)
-    return row
+        raise UnsupportedTypeError(f"dtype {array.dtype} has no form on the wire", remedy=remedy)
+    return Source(row, kind, array)
 
 
 def _of_tensor(value: Any) -> Source:
@@ -234,14 +215,13 @@ def _of_tensor(value: Any) -> Source:
 
 
 class Record(NamedTuple):
-    """A checked array record.
+    """An array record, read and checked but for its elements.
 
     Attributes:
         row: Dtype.
         scalar: Whether the sender held a numpy scalar.
         dtype: numpy dtype of the elements or their bits.
         shape: Dimensions.
-        nbytes: Length of the elements.
         storage: FRAME, INLINE, ENTER or REFER.
         rest: What follows the dimensions in the record.
     """
@@ -250,7 +230,6 @@ class Record(NamedTuple):
     scalar: bool
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    nbytes: int
     storage: int
     rest: memoryview
 
@@ -268,29 +247,12 @@ def read_record(data: memoryview, max_ndim: int) -> Record:
         raise DecodeError("reserved bits of an array record are set", got=f"{bytes(data[:8]).hex()}")
     if ndim > max_ndim:
         raise limit_exceeded("max_ndim", max_ndim, ndim)
-    shape = _DIMS[ndim].unpack_from(data, _START.size)
-    nbytes = element_bytes(row, shape)
     kind, storage = flags & 3, flags >> 3
     if kind == SCALAR and (ndim or storage != INLINE or not row.in_numpy):
         raise DecodeError("a scalar has no dimensions and lies inline", got=f"{ndim} dimensions")
     dtype = np.dtype((">" if flags & 4 else "<") + row.carrier)
-    return Record(row, kind == SCALAR, dtype, shape, nbytes, storage, data[dims_end:])
-
-
-def element_bytes(row: DType, shape: tuple[int, ...]) -> int:
-    """Give the length of an array's elements; `DecodeError` if numpy can hold no array of this shape."""
-    nbytes = math.prod(shape) * row.itemsize
-    # numpy multiplies the dimensions that are not zero, and refuses a product beyond its index type.
-    if not nbytes and math.prod(n for n in shape if n) * row.itemsize >= 1 << 63:
-        raise DecodeError("array too large to exist", got=f"shape {shape}")
-    return nbytes
-
-
-def check_length(row: DType, shape: tuple[int, ...], expected: int, data: memoryview) -> None:
-    """Raise `DecodeError` where elements do not fill their bytes."""
-    if data.nbytes != expected:
-        problem = f"{row.name} of shape {shape} does not fill its bytes"
-        raise DecodeError(problem, expected=f"{expected} bytes", got=str(data.nbytes))
+    shape = _DIMS[ndim].unpack_from(data, _START.size)
+    return Record(row, kind == SCALAR, dtype, shape, storage, data[dims_end:])
 
 
 def restore(
@@ -302,10 +264,18 @@ def restore(
     framework: Framework,
     copy: bool,
 ) -> Any:
-    """Build an array, tensor or `RawTensor` over `data`, the elements in C order, whose length is checked.
+    """Build an array, tensor or `RawTensor` over `data`, the elements in C order.
 
     `dtype` is that of the elements or their bits, byte order included; `copy` gives writable memory.
+    `DecodeError` where the elements do not fill their bytes.
     """
+    nbytes = math.prod(shape) * row.itemsize
+    if data.nbytes != nbytes:
+        problem = f"{row.name} of shape {shape} does not fill its bytes"
+        raise DecodeError(problem, expected=f"{nbytes} bytes", got=str(data.nbytes))
+    # numpy multiplies the dimensions that are not zero, and refuses a product beyond its index type.
+    if not nbytes and math.prod(n for n in shape if n) * row.itemsize >= 1 << 63:
+        raise DecodeError("array too large to exist", got=f"shape {shape}")
     # frombuffer keeps the memoryview itself alive, which BufferPool relies on. ndarray(buffer=...) does not:
     # it looks through a memoryview and holds the owner of the memory.
     if framework == "torch":

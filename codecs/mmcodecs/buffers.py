@@ -65,15 +65,12 @@ class BufferPool:
             slab = aligned_empty(max(1, -(-nbytes // _STEP)) * _STEP)
         # A view of its own, which every memoryview and array over it keeps alive, and nothing else does.
         lease = slab[:nbytes]
-        weakref.finalize(lease, self._give_back, slab).atexit = False
+        weakref.finalize(lease, self._settle, slab).atexit = False
         return lease.data
 
-    def _give_back(self, slab: Bytes) -> None:
-        self._returned.append(slab)
-        self._settle()
-
-    def _settle(self) -> None:
+    def _settle(self, *returned: Bytes) -> None:
         """Sort what came back into the idle list, unless somebody does so already; then they see it, too."""
+        self._returned.extend(returned)
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:

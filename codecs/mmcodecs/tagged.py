@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from mmcodecs.arrays import Framework, check_length, describe, dtype_named, element_bytes, restore
+from mmcodecs.arrays import contiguous, describe, dtype_named, restore
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
 from mmcodecs.values import DEFAULT_LIMITS, Limits, neutral_form, pack
 from mmcodecs.wire import as_bytes
@@ -57,9 +57,8 @@ def decode_tensor_payload(
     shape = tuple(shape)
     if len(shape) > limits.max_ndim:
         raise limit_exceeded("max_ndim", limits.max_ndim, len(shape))
-    check_length(row, shape, element_bytes(row, shape), data)
-    framework: Framework = "torch" if to_torch else "numpy"
-    return restore(row, np.dtype("<" + row.carrier), shape, data, framework=framework, copy=copy)
+    dtype = np.dtype("<" + row.carrier)
+    return restore(row, dtype, shape, data, framework="torch" if to_torch else "numpy", copy=copy)
 
 
 def walk_decode_tensors(
@@ -91,9 +90,9 @@ def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
         if isinstance(item, np.generic):
             return item.item()
         if (source := describe(item)) is not None:
-            source = source.little_endian()
-            shape = list(source.array.shape)
-            return {TAG: True, "dtype": source.row.name, "shape": shape, "data": source.contiguous()}
+            array = source.array.astype(source.array.dtype.newbyteorder("<"), copy=False)
+            shape = list(array.shape)
+            return {TAG: True, "dtype": source.row.name, "shape": shape, "data": contiguous(array)}
         return _rebuild(neutral_form(item), leaf, depth, limits)
 
     return _rebuild(value, leaf, 0, limits)

@@ -14,24 +14,25 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec.msgpack import Ext
 
 from mmcodecs.arrays import (
+    ARRAY,
     ENTER,
     FRAME,
     INDEX,
     INLINE,
     REFER,
+    AnyArray,
     Framework,
     Record,
     Source,
-    check_length,
+    contiguous,
     describe,
     read_record,
     restore,
@@ -45,7 +46,7 @@ from mmcodecs.errors import (
     limit_exceeded,
     require,
 )
-from mmcodecs.shared import ReaderTurn, Shared, SharedTable
+from mmcodecs.shared import Entered, Shared, SharedTable, Uses
 
 ARRAY_RECORD, LIST, TUPLE, DATA = 1, 2, 3, 7
 BYTES, BYTEARRAY, MEMORYVIEW, TEXT = range(4)
@@ -56,7 +57,6 @@ INLINE_BYTES = 256
 LEAF_COST = 4
 """What an extension counts in `Limits.max_values`; a container counts one."""
 
-Payload: TypeAlias = Source | memoryview
 _ENCODER = msgspec.msgpack.Encoder()
 _NUMBERS = frozenset((type(None), bool, int, float))
 _SCALARS = _NUMBERS | {str}
@@ -99,26 +99,26 @@ class ValueWriter:
 
     Attributes:
         frames: The payloads that the body names, in the order of their indices.
-        uses: Key and length of each shared array in the message; the flag says whether it enters the table.
+        uses: What the message does to the table of its connection.
     """
 
     def __init__(
         self, limits: Limits, table: SharedTable[bool] | None = None, share_from: int | None = None
     ) -> None:
-        self.frames: list[Payload] = []
-        self.uses: dict[bytes, tuple[int, bool | None]] = {}
+        self.frames: list[AnyArray] = []
+        self.uses: Uses[bool] = {}
         self._limits = limits
         self._table = table
         self._share_from = share_from
         self._budget = limits.max_values
         # The objects are kept beside their records, or an id might come to mean another object.
         self._written: dict[int, tuple[Any, bytes]] = {}
-        self._keys: dict[bytes, tuple[bytes, int, bytes]] = {}
+        self._keyed: dict[bytes, tuple[tuple[Any, ...], int, bytes]] = {}
 
-    def write(self, value: Any) -> Any:
-        """Give the body as a tree for `pack`; errors name the path of the value."""
+    def write(self, value: Any) -> bytes:
+        """Write the body; errors name the path of the value."""
         try:
-            return self._walk(value, 0)
+            return pack(self._walk(value, 0))
         except CodecError as error:
             raise error.at("$") from error.__cause__
 
@@ -134,14 +134,8 @@ class ValueWriter:
                 return self._data(TEXT, value.encode(), value)
             except UnicodeEncodeError:
                 raise _culprit(value) from None
-        if kind is dict:
-            return self._dict(value, self._enter(depth))
-        if kind is list:
-            inner = self._enter(depth)
-            packed = pack_flat(value)
-            return self._each(value, inner) if packed is None else Ext(LIST, packed)
-        if kind is tuple:
-            return Ext(TUPLE, pack(self._each(value, self._enter(depth))))
+        if kind in _CONTAINERS:
+            return self._container(value, kind, depth)
         if kind is bytes and len(value) < FRAMED_BYTES:
             return value
         if kind in _BYTE_KINDS:
@@ -154,41 +148,38 @@ class ValueWriter:
             return self._array(value, None, source)
         return self._walk(neutral_form(value), depth)
 
-    def _enter(self, depth: int) -> int:
+    def _container(self, value: Any, kind: type, depth: int) -> Any:
         if depth >= self._limits.max_depth:
             error = limit_exceeded("max_depth", self._limits.max_depth)
             error.problem += ", or the value holds itself"
             raise error
         self._spend(1)
-        return depth + 1
+        if kind is list and (packed := pack_flat(value)) is not None:
+            return Ext(LIST, packed)
+        fields: dict[str, Any] = {}
+        items: list[Any] = []
+        key: Any = None
+        try:
+            if kind is dict:
+                for key, item in value.items():
+                    if type(key) is not str:
+                        raise UnsupportedTypeError(
+                            "a key must be a string", remedy="Convert the keys with str()"
+                        )
+                    fields[key] = item if type(item) in _NUMBERS else self._walk(item, depth + 1)
+                return fields
+            for item in value:
+                # Not a comprehension: its length is the index that an error's path needs.
+                items.append(item if type(item) in _NUMBERS else self._walk(item, depth + 1))  # noqa: PERF401
+        except CodecError as error:
+            raise error.under(f".{key}" if kind is dict else f"[{len(items)}]") from error.__cause__
+        return Ext(TUPLE, pack(items)) if kind is tuple else items
 
     def _spend(self, values: int) -> None:
         self._budget -= values
         if self._budget < 0:
             remedy = "Give arrays in place of nested lists; or raise the limit on both sides"
             raise limit_exceeded("max_values", self._limits.max_values, remedy=remedy)
-
-    def _each(self, items: Iterable[Any], depth: int) -> list[Any]:
-        out: list[Any] = []
-        try:
-            for item in items:
-                # Not a comprehension: its length is the index that an error's path needs.
-                out.append(item if type(item) in _NUMBERS else self._walk(item, depth))  # noqa: PERF401
-        except CodecError as error:
-            raise error.under(f"[{len(out)}]") from error.__cause__
-        return out
-
-    def _dict(self, value: dict[Any, Any], depth: int) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        key: Any = None
-        try:
-            for key, item in value.items():
-                if type(key) is not str:
-                    raise UnsupportedTypeError("a key must be a string", remedy="Convert the keys with str()")
-                out[key] = item if type(item) in _NUMBERS else self._walk(item, depth)
-        except CodecError as error:
-            raise error.under(f".{key}") from error.__cause__
-        return out
 
     def _data(self, kind: int, data: bytes | bytearray | memoryview, value: Any) -> Ext:
         """Write a byte string, or a text in UTF-8."""
@@ -197,7 +188,7 @@ class ValueWriter:
             return Ext(DATA, bytes((kind, INLINE)) + bytes(data))
         done = self._written.get(id(value))
         if done is None:
-            record = bytes((kind, FRAME)) + self._add(memoryview(data).toreadonly())
+            record = bytes((kind, FRAME)) + self._add(np.frombuffer(data, np.uint8))
             done = self._written[id(value)] = value, record
         return Ext(DATA, done[1])
 
@@ -214,38 +205,38 @@ class ValueWriter:
         if array.ndim > self._limits.max_ndim:
             raise limit_exceeded("max_ndim", self._limits.max_ndim, array.ndim)
         if array.nbytes <= INLINE_BYTES:
-            return Ext(ARRAY_RECORD, source.record(INLINE, bytes(source.contiguous())))
+            return Ext(ARRAY_RECORD, source.record(INLINE, bytes(contiguous(array))))
         if key is None and self._share_from is not None and array.nbytes >= self._share_from:
-            blake3 = require("blake3", "hashing arrays").blake3
-            key = bytes(blake3(source.form()).update(source.contiguous()).digest())
+            form = source._replace(kind=ARRAY).record(INLINE, b"")  # equal for an array and a tensor
+            key = bytes(require("blake3", "hashing arrays").blake3(form).update(contiguous(array)).digest())
         if key is None:
-            record = source.record(FRAME, self._add(source))
+            record = source.record(FRAME, self._add(array))
         else:
-            form = source.form()
-            known, storage, rest = self._keys.get(key) or self._enter_key(source, key, form)
-            if known != form:
-                raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
-            record = source.record(storage, rest)
+            record = source.record(*self._by_key(key, source))
         self._written[id(value)] = value, record
         return Ext(ARRAY_RECORD, record)
 
-    def _enter_key(self, source: Source, key: bytes, form: bytes) -> tuple[bytes, int, bytes]:
-        """Give the form of an array that is new in this message, and the storage and rest of its record."""
-        if len(key) > self._limits.max_key_bytes:
-            raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
-        nbytes = source.array.nbytes
-        if self._table is None or nbytes > self._table.capacity_bytes:
-            storage, rest = FRAME, self._add(source)
-        elif key in self._table:
-            self.uses[key] = nbytes, None
-            storage, rest = REFER, key
-        else:
-            self.uses[key] = nbytes, True
-            storage, rest = ENTER, self._add(source) + key
-        self._keys[key] = form, storage, rest
-        return self._keys[key]
+    def _by_key(self, key: bytes, source: Source) -> tuple[int, bytes]:
+        """Give the storage and the rest of the record of an array under a key."""
+        form, nbytes = (source.row, source.array.dtype.str, source.array.shape), source.array.nbytes
+        if key not in self._keyed:
+            if len(key) > self._limits.max_key_bytes:
+                raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
+            if self._table is None or nbytes > self._table.capacity_bytes:
+                storage, rest = FRAME, self._add(source.array)
+            elif key in self._table.entries:
+                self.uses[key] = nbytes, None
+                storage, rest = REFER, key
+            else:
+                self.uses[key] = nbytes, True
+                storage, rest = ENTER, self._add(source.array) + key
+            self._keyed[key] = form, storage, rest
+        known, storage, rest = self._keyed[key]
+        if known != form:
+            raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
+        return storage, rest
 
-    def _add(self, payload: Payload) -> bytes:
+    def _add(self, payload: AnyArray) -> bytes:
         """Add a frame, and give its index as a record holds it."""
         self.frames.append(payload)
         return INDEX.pack(len(self.frames) - 1)
@@ -281,15 +272,12 @@ def pack_flat(items: list[Any]) -> bytes | None:
     return None
 
 
-def pack(tree: Any, head: bytearray | None = None) -> bytes:
-    """Write a tree of scalars, lists, dicts and extensions as msgpack, behind a head if there is one."""
+def pack(tree: Any) -> bytes:
+    """Write a tree of scalars, lists, dicts and extensions as msgpack."""
     try:
-        if head is None:
-            return _ENCODER.encode(tree)
-        _ENCODER.encode_into(tree, head, len(head))
+        return _ENCODER.encode(tree)
     except (OverflowError, UnicodeEncodeError, TypeError):
         raise _culprit(tree).at("$") from None
-    return b""
 
 
 def _culprit(tree: Any) -> UnsupportedTypeError:
@@ -349,7 +337,19 @@ def neutral_form(value: Any) -> Any:
 
 
 class ValueReader:
-    """Read one body over its payload frames; `turn` is what the message does to its connection's table."""
+    """Read one body over its payload frames.
+
+    Args:
+        frames: The payloads.
+        framework: As in `mmcodecs.decode`.
+        copy: As in `mmcodecs.decode`.
+        limits: Bounds to enforce.
+        table: The table of the connection, if there is one.
+        capacity: The writer's capacity for it; 0 if it keeps none.
+
+    Attributes:
+        uses: What the message does to the table.
+    """
 
     def __init__(
         self,
@@ -358,13 +358,16 @@ class ValueReader:
         framework: Framework,
         copy: bool,
         limits: Limits,
-        turn: ReaderTurn | None,
+        table: SharedTable[Entered] | None = None,
+        capacity: int = 0,
     ) -> None:
+        self.uses: Uses[Entered] = {}
         self._frames = frames
         self._framework: Framework = framework
         self._copy = copy
         self._limits = limits
-        self._turn = turn
+        self._table = table
+        self._capacity = capacity
         self._budget = limits.max_values
         self._extensions = 0
         self._unused = set(range(len(frames)))
@@ -376,7 +379,8 @@ class ValueReader:
     def read(self, body: memoryview) -> Any:
         """Give the value, or raise nothing but `CodecError`."""
         try:
-            value = self._decode(body)
+            # A decoder kept in an attribute would make a cycle, and hold the message until it is collected.
+            value = msgspec.msgpack.decode(body, ext_hook=self._extension)
         except CodecError as error:
             raise error.at(f"extension {self._extensions} of the body") from error.__cause__
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
@@ -388,10 +392,6 @@ class ValueReader:
         if self._missing:
             raise MissingKeyError(self._missing)
         return value
-
-    def _decode(self, data: memoryview) -> Any:
-        # A decoder kept in an attribute would make a cycle, and hold the message until it is collected.
-        return msgspec.msgpack.decode(data, ext_hook=self._extension)
 
     def _check(self, value: Any, depth: int) -> None:
         """Check depth, number and keys of the containers that msgspec built."""
@@ -419,7 +419,7 @@ class ValueReader:
         """Give the value of one extension; called by msgspec in the order of the body."""
         self._extensions += 1
         if code == TUPLE:
-            items = self._decode(payload)
+            items = msgspec.msgpack.decode(payload, ext_hook=self._extension)
             if type(items) is not list:
                 raise DecodeError("a tuple extension holds an array", got=type(items).__name__)
             return tuple(items)
@@ -428,54 +428,64 @@ class ValueReader:
             self._flat[id(flat)] = flat
             return flat
         self._spend(LEAF_COST)
-        if code == ARRAY_RECORD:
-            # The same record twice is one object sent twice: it comes out as one object, too.
-            key = bytes(payload[:1024])
-            if payload.nbytes <= 1024 and key in self._seen:
-                return self._seen[key]
-            record = read_record(payload, self._limits.max_ndim)
-            value = self._array(record)
-            if record.storage != INLINE:
-                self._seen[key] = value
-            return value
         if code == DATA:
             return self._data(payload)
-        expected = "1 (array), 2 (list), 3 (tuple) or 7 (bytes, text)"
-        raise DecodeError("unknown extension type", expected=expected, got=str(code))
+        if code != ARRAY_RECORD:
+            expected = "1 (array), 2 (list), 3 (tuple) or 7 (bytes, text)"
+            raise DecodeError("unknown extension type", expected=expected, got=str(code))
+        # The same record twice is one object sent twice: it comes out as one object, too.
+        content = bytes(payload[:1024])
+        if payload.nbytes <= 1024 and content in self._seen:
+            return self._seen[content]
+        record = read_record(payload, self._limits.max_ndim)
+        value = self._array(record)
+        if record.storage != INLINE:
+            self._seen[content] = value
+        return value
 
     def _array(self, record: Record) -> Any:
-        row, dtype, shape, rest = record.row, record.dtype, record.shape, record.rest
-        if record.storage == REFER:
-            key = self._key(rest)
-            found = self._turn.find(key) if self._turn is not None else None
-            if found is None:
-                self._missing[key] = None
-                return None
-            kept, data = found
-            if (kept.row, kept.dtype, kept.shape) != (row, dtype, shape):
-                raise DecodeError(
-                    "a shared array is not what its reference says",
-                    expected=f"{row.name} of shape {shape}",
-                    got=f"{kept.row.name} of shape {kept.shape}",
-                )
-        elif record.storage == INLINE:
-            check_length(row, shape, record.nbytes, rest)
+        row, scalar, dtype, shape, storage, rest = record
+        if storage == INLINE:
             # Elements in the head lie at any address, so they get aligned memory of their own.
             data = memoryview(bytearray(rest))
+        elif storage == FRAME:
+            data = self._frame(rest)
         else:
-            data = self._frame(rest[: INDEX.size] if record.storage == ENTER else rest)
-            check_length(row, shape, record.nbytes, data)
-            if record.storage == ENTER:
-                key = self._key(rest[INDEX.size :])
-                data = data if self._turn is None else self._turn.enter(key, record, data)
-        if record.scalar:
-            return np.frombuffer(data, dtype)[0]
+            found = self._by_key(record)
+            if found is None:
+                return None
+            data = found
+        if scalar:
+            return restore(row, dtype, shape, data, framework="numpy", copy=False)[()]
         return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
 
-    def _key(self, data: memoryview) -> bytes:
-        if not 1 <= data.nbytes <= self._limits.max_key_bytes:
-            raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, data.nbytes)
-        return bytes(data)
+    def _by_key(self, record: Record) -> memoryview | None:
+        """Give the elements of a shared array, which come with the record or came before; None if missing."""
+        start = INDEX.size if record.storage == ENTER else 0
+        key, table = bytes(record.rest[start:]), self._table
+        if not 1 <= len(key) <= self._limits.max_key_bytes:
+            raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
+        if record.storage == ENTER:
+            data = self._frame(record.rest[:start])
+            if table is not None:
+                if data.nbytes > self._capacity:
+                    raise DecodeError("an array longer than the table", got=str(data.nbytes))
+                data = data.toreadonly() if table.keep_views else data
+                entered = record._replace(rest=memoryview(b"")), data
+                self.uses.setdefault(key, (data.nbytes, entered))
+            return data
+        if table is None or key not in table.entries:
+            self._missing[key] = None
+            return None
+        nbytes, (kept, data) = table.entries[key]
+        self.uses.setdefault(key, (nbytes, None))
+        if (kept.row, kept.dtype, kept.shape) != (record.row, record.dtype, record.shape):
+            raise DecodeError(
+                "a shared array is not what its reference says",
+                expected=f"{record.row.name} of shape {record.shape}",
+                got=f"{kept.row.name} of shape {kept.shape}",
+            )
+        return data
 
     def _frame(self, index_bytes: memoryview) -> memoryview:
         if index_bytes.nbytes != INDEX.size:

@@ -37,10 +37,8 @@ from mmcodecs.arrays import (
     Framework,
     RawTensor,
     Source,
-    check_length,
     describe,
     dtype_named,
-    element_bytes,
     restore,
 )
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
@@ -315,7 +313,6 @@ class _ItemReader:
         data = self._message[start : start + elements.size]
         try:
             row = dtype_named(name)
-            check_length(row, shape, element_bytes(row, shape), data)
             dtype = np.dtype("<" + row.carrier)
             return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
         except CodecError as error:

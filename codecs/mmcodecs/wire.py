@@ -52,16 +52,16 @@ enters the array under its key, 3 refers to the array that was entered.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmcodecs.arrays import Framework, Record, Source
+from mmcodecs.arrays import Framework, contiguous
 from mmcodecs.buffers import ALIGNMENT, Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, CodecError, DecodeError, EncodeError, limit_exceeded
-from mmcodecs.shared import ReaderTurn, SharedTable
-from mmcodecs.values import DEFAULT_LIMITS, Limits, Payload, ValueReader, ValueWriter, convert, pack
+from mmcodecs.shared import Entered, SharedTable, copied
+from mmcodecs.values import DEFAULT_LIMITS, Limits, ValueReader, ValueWriter, convert
 
 MAGIC = b"\x89mmcodec"
 VERSION = 1
@@ -69,7 +69,6 @@ SINGLE = 1
 
 Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 TABLE_BYTES = 2 << 30
-T = TypeVar("T")
 _PREAMBLE = struct.Struct("<8sHHIQQQ24s")
 _ENTRY = struct.Struct("<QQQ")
 
@@ -102,7 +101,7 @@ def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytear
     Payloads are views of the arrays' own memory: do not write to an array before its frames are sent. Errors
     are those of `encode`.
     """
-    return Message(value, limits).separate()
+    return Message(value, limits).frames()
 
 
 def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:
@@ -152,30 +151,29 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def head_room(frames: int) -> int:
-    """Give the length of preamble and frame table for so many frames."""
-    return _PREAMBLE.size + _ENTRY.size * frames
+def make_head(
+    body: bytes, lengths: Sequence[int], *, single: bool, table_bytes: int = 0
+) -> tuple[bytearray, list[int]]:
+    """Write the head of a message, and give the offset of each payload in single mode, and of the end.
 
-
-def fill_head(head: bytearray, lengths: Sequence[int], *, single: bool, table_bytes: int = 0) -> list[int]:
-    """Write preamble and frame table, and give the offset of each payload and the length of the message.
-
-    `head` is `head_room(len(lengths))` bytes, then the body; `lengths` are those of the payloads.
+    `lengths` are those of the payloads.
     """
-    body_bytes = len(head) - head_room(len(lengths))
-    offsets, end = [], len(head)
+    head = bytearray(_PREAMBLE.size + _ENTRY.size * len(lengths))
+    end = len(head) + len(body)
+    offsets = []
     for index, length in enumerate(lengths):
         start = align(end) if single else end
-        offsets.append(start if single else 0)
-        _ENTRY.pack_into(head, head_room(index), offsets[-1], length, 0)
+        offsets.append(start)
+        _ENTRY.pack_into(head, _PREAMBLE.size + _ENTRY.size * index, start if single else 0, length, 0)
         end = start + length
     flags = SINGLE if single else 0
-    _PREAMBLE.pack_into(head, 0, MAGIC, VERSION, flags, len(lengths), body_bytes, end, table_bytes, bytes(24))
-    return [*offsets, end]
+    _PREAMBLE.pack_into(head, 0, MAGIC, VERSION, flags, len(lengths), len(body), end, table_bytes, bytes(24))
+    head += body
+    return head, [*offsets, end]
 
 
 class Message:
-    """One value as a head and payloads that are still in the memory of their arrays.
+    """One value as a body and payloads that are still in the memory of their arrays.
 
     Args:
         value: What to write.
@@ -195,58 +193,44 @@ class Message:
         share_from: int | None = None,
     ) -> None:
         writer = ValueWriter(limits, table, share_from)
-        tree = writer.write(value)
+        self._body = writer.write(value)
         self.uses = writer.uses
         self._limits = limits
         self._table_bytes = 0 if table is None else table.capacity_bytes
         self._payloads = writer.frames
-        self._head = bytearray(head_room(len(self._payloads)))
-        pack(tree, self._head)
 
     def single(self, buffer: BufferPool | Buffer | None) -> memoryview:
         """Write the message into one buffer; see `encode`."""
-        *offsets, total = self._fill(single=True)
+        head, (*offsets, total) = self._head(single=True)
         out = _writable(buffer, total)
-        end = len(self._head)
-        out[:end] = self._head
-        for offset, payload in zip(offsets, self._payloads, strict=True):
-            out[end:offset] = bytes(offset - end)
-            end = offset + _nbytes(payload)
-            if isinstance(payload, Source):
-                array = payload.array
-                np.copyto(np.ndarray(array.shape, array.dtype, buffer=out[offset:end]), array)
-            else:
-                np.copyto(np.frombuffer(out[offset:end], np.uint8), np.frombuffer(payload, np.uint8))
+        end = len(head)
+        out[:end] = head
+        for start, array in zip(offsets, self._payloads, strict=True):
+            out[end:start] = bytes(start - end)
+            end = start + array.nbytes
+            np.copyto(np.ndarray(array.shape, array.dtype, buffer=out[start:end]), array)
         return out
 
-    def separate(self) -> list[bytearray | memoryview]:
+    def frames(self) -> list[bytearray | memoryview]:
         """Give head and payloads as frames; see `encode_frames`."""
-        self._fill(single=False)
-        return [self._head, *map(_contiguous, self._payloads)]
+        head, _ = self._head(single=False)
+        return [head, *map(contiguous, self._payloads)]
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
         """Give the pieces of the single form; see `encode_parts`."""
-        *offsets, _ = self._fill(single=True)
-        parts: list[bytes | bytearray | memoryview] = [self._head]
-        end = len(self._head)
-        for offset, payload in zip(offsets, self._payloads, strict=True):
-            parts += [bytes(offset - end)] * (offset > end) + [_contiguous(payload)]
-            end = offset + _nbytes(payload)
+        head, (*offsets, _) = self._head(single=True)
+        parts: list[bytes | bytearray | memoryview] = [head]
+        end = len(head)
+        for start, array in zip(offsets, self._payloads, strict=True):
+            parts += [bytes(start - end)] * (start > end) + [contiguous(array)]
+            end = start + array.nbytes
         return parts
 
-    def _fill(self, *, single: bool) -> list[int]:
-        lengths = [_nbytes(payload) for payload in self._payloads]
-        out = fill_head(self._head, lengths, single=single, table_bytes=self._table_bytes)
-        _check_limits(self._limits, len(lengths), len(self._head), out[-1])
-        return out
-
-
-def _contiguous(payload: Payload) -> memoryview:
-    return payload.contiguous() if isinstance(payload, Source) else payload
-
-
-def _nbytes(payload: Payload) -> int:
-    return payload.array.nbytes if isinstance(payload, Source) else payload.nbytes
+    def _head(self, *, single: bool) -> tuple[bytearray, list[int]]:
+        lengths = [array.nbytes for array in self._payloads]
+        head, offsets = make_head(self._body, lengths, single=single, table_bytes=self._table_bytes)
+        _check_limits(self._limits, len(lengths), len(head), offsets[-1])
+        return head, offsets
 
 
 def _check_limits(limits: Limits, frames: int, head_bytes: int, total: int) -> None:
@@ -262,6 +246,7 @@ def _check_limits(limits: Limits, frames: int, head_bytes: int, total: int) -> N
 class _Preamble(NamedTuple):
     single: bool
     frames: int
+    table_end: int
     head_bytes: int
     total: int
     table_bytes: int
@@ -277,9 +262,9 @@ def _read_preamble(view: memoryview, limits: Limits) -> _Preamble:
         raise DecodeError("unknown version", where="head", expected=str(VERSION), got=str(version))
     if flags & ~SINGLE or rest != bytes(24):
         raise DecodeError("reserved bits of the preamble are set", where="head", got=f"flags {flags:#06x}")
-    head_bytes = head_room(count) + body
-    _check_limits(limits, count, head_bytes, total)
-    return _Preamble(bool(flags & SINGLE), count, head_bytes, total, table_bytes)
+    table_end = _PREAMBLE.size + _ENTRY.size * count
+    _check_limits(limits, count, table_end + body, total)
+    return _Preamble(bool(flags & SINGLE), count, table_end, table_end + body, total, table_bytes)
 
 
 def read_message(
@@ -288,7 +273,7 @@ def read_message(
     copy: bool,
     framework: Framework,
     limits: Limits,
-    turn: ReaderTurn | None = None,
+    table: SharedTable[Entered] | None = None,
 ) -> Any:
     """Read a message, with the table of a connection or without; see `decode`."""
     if framework not in ("numpy", "torch"):
@@ -307,15 +292,29 @@ def read_message(
         problem = "the message ends early" if head.nbytes < expected else "bytes follow the message"
         raise DecodeError(problem, where="head", expected=f"{expected} bytes", got=str(head.nbytes))
     payloads = _read_payloads(head, preamble, frames)
-    if turn is not None:
-        turn.begin(preamble.table_bytes, preamble.total)
-    reader = ValueReader(payloads, framework=framework, copy=copy, limits=limits, turn=turn)
-    return reader.read(head[head_room(preamble.frames) : preamble.head_bytes])
+    capacity = preamble.table_bytes
+    if table is not None and capacity > table.capacity_bytes:
+        raise DecodeError(
+            "the writer's table is larger than this reader allows",
+            where="head",
+            expected=f"at most {table.capacity_bytes} bytes",
+            got=str(capacity),
+        )
+    reader = ValueReader(
+        payloads, framework=framework, copy=copy, limits=limits, table=table, capacity=capacity
+    )
+    value = reader.read(head[preamble.table_end : preamble.head_bytes])
+    if table is not None and capacity:
+        # A view keeps its whole message alive, which must not be much more than the table accounts for.
+        entered = sum(nbytes for nbytes, content in reader.uses.values() if content is not None)
+        views = table.keep_views and 2 * entered >= preamble.total
+        table.commit(reader.uses if views else copied(reader.uses), capacity)
+    return value
 
 
 def _read_payloads(head: memoryview, preamble: _Preamble, frames: list[memoryview]) -> list[memoryview]:
     """Check the frame table, and give the payloads: the frames, or the slices of a message in single mode."""
-    entries = list(_ENTRY.iter_unpack(head[_PREAMBLE.size : head_room(preamble.frames)]))
+    entries = list(_ENTRY.iter_unpack(head[_PREAMBLE.size : preamble.table_end]))
     payloads = frames
     end = preamble.head_bytes
     if preamble.single:
@@ -395,22 +394,21 @@ class Encoder:
 
     def encode(self, value: Any, *, buffer: BufferPool | Buffer | None = None) -> memoryview:
         """Write a value as one buffer; see `mmcodecs.encode`."""
-        return self._write(value, lambda message: message.single(buffer))
+        message = Message(value, self.limits, self._table, self.share_from)
+        out = message.single(buffer)
+        self._table.commit(message.uses, self.table_bytes)
+        return out
 
     def encode_frames(self, value: Any) -> list[bytearray | memoryview]:
         """Write a value as frames; see `mmcodecs.encode_frames`."""
-        return self._write(value, Message.separate)
+        message = Message(value, self.limits, self._table, self.share_from)
+        out = message.frames()
+        self._table.commit(message.uses, self.table_bytes)
+        return out
 
     def reset(self) -> None:
         """Empty the table, as towards a new reader."""
         self._table.clear()
-
-    def _write(self, value: Any, form: Callable[[Message], T]) -> T:
-        message = Message(value, self.limits, self._table, self.share_from)
-        out = form(message)
-        uses = ((key, nbytes, new) for key, (nbytes, new) in message.uses.items())
-        self._table.commit(uses, self.table_bytes)
-        return out
 
 
 class Decoder:
@@ -438,9 +436,8 @@ class Decoder:
         self.table_bytes = table_bytes
         self.copy = copy
         self.framework: Framework = framework
-        self.keep_views = keep_views
         self.limits = limits
-        self._table: SharedTable[tuple[Record, memoryview]] = SharedTable(table_bytes)
+        self._table: SharedTable[Entered] = SharedTable(table_bytes, keep_views=keep_views)
 
     def decode(self, data: Readable | Sequence[Readable], *, type: Any = None) -> Any:
         """Read a message; see `mmcodecs.decode`.
@@ -449,9 +446,9 @@ class Decoder:
             MissingKeyError: It refers to arrays that are not in the table.
             CodecError: Anything else. The table is then as it was.
         """
-        turn = ReaderTurn(self._table, keep_views=self.keep_views)
-        value = read_message(data, copy=self.copy, framework=self.framework, limits=self.limits, turn=turn)
-        turn.commit()
+        value = read_message(
+            data, copy=self.copy, framework=self.framework, limits=self.limits, table=self._table
+        )
         return value if type is None else convert(value, type)
 
     def reset(self) -> None:

@@ -24,7 +24,7 @@ def test_tables_agree_without_talking(sent: list[tuple[list[int], bool]], capaci
     for numbers, _ in sent:
         got = decoder.decode(encoder.encode_frames(value(numbers)))
         assert [array[0] for array in got] == numbers
-        assert list(encoder._table._entries) == list(decoder._table._entries)
+        assert list(encoder._table.entries) == list(decoder._table.entries)
         assert encoder._table.total_bytes == decoder._table.total_bytes <= capacity
 
 

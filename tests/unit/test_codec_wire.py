@@ -12,21 +12,14 @@ import pytest
 from msgspec.msgpack import Ext, encode
 
 import mmcodecs
+from codec_fuzz import lay
 from mmcodecs.errors import BufferTooSmallError, DecodeError
-from mmcodecs.wire import fill_head, head_room
 
 
 def message(body: bytes, payloads: list[bytes] = [], *, single: bool = True) -> bytes:  # noqa: B006
     """A message with this body, its layout right; in single mode with its payloads, else the head alone."""
-    head = bytearray(head_room(len(payloads))) + body
-    *offsets, total = fill_head(head, [len(p) for p in payloads], single=single)
-    if not single:
-        return bytes(head)
-    out = bytearray(total)
-    out[: len(head)] = head
-    for offset, payload in zip(offsets, payloads, strict=True):
-        out[offset : offset + len(payload)] = payload
-    return bytes(out)
+    laid = lay(body, payloads, single=single)
+    return laid[0] if isinstance(laid, list) else laid
 
 
 def record(
