@@ -27,6 +27,7 @@ from mmrender.protocols import RenderOptions
 from mmrender.rendering import Rendering, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
 from mmrender.template.limits import TemplateLimits
+from mmrender.template.processes import TemplateProcesses
 from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
@@ -117,6 +118,7 @@ class Renderer:
         tool_call_grammar: str | None = None,
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
+        template_processes: TemplateProcesses | None = None,
         memo_bytes: int = 128 << 20,
         profile_cache: bool = True,
     ) -> "Renderer":
@@ -135,6 +137,7 @@ class Renderer:
             tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.grammars.GRAMMARS`.
             limits: Bounds on one run of the template.
             clock: Gives the time that the template's `strftime_now` formats.
+            template_processes: Child processes with limits, in which the template is compiled and run.
             memo_bytes: As for `Renderer`.
             profile_cache: Keep the findings of probes of the template on disk, in the folder that the
                 environment variable `MMRENDER_CACHE` names.
@@ -164,6 +167,7 @@ class Renderer:
                 chat_template=chat_template,
                 limits=limits,
                 clock=clock,
+                processes=template_processes,
                 profile_cache=profile_cache,
             ),
             tokenizer,

@@ -30,6 +30,7 @@ from mmrender.probing.probes import Probes
 from mmrender.probing.profile import TemplateProfile, probe_template
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.limits import TemplateLimits
+from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
 from mmrender.template.sources import choose_template, load_templates
 from mmrender.template.text import TracedStr, clip, plain
 
@@ -211,6 +212,7 @@ class TemplateSet:
         model_stop_ids: Stop tokens that the model's files name.
         limits: What one run may spend.
         clock: What `strftime_now` reads.
+        processes: Child processes that compile and run the templates; None runs them in this one.
         folder: Where findings are kept between processes, or None.
 
     Raises:
@@ -227,6 +229,7 @@ class TemplateSet:
         model_stop_ids: Sequence[int] = (),
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
+        processes: TemplateProcesses | None = None,
         folder: Path | None = None,
     ) -> None:
         self._names = {
@@ -234,8 +237,11 @@ class TemplateSet:
         }
         self._tokenizer = tokenizer
         self._model_stop_ids = frozenset(model_stop_ids)
-        compile_template = partial(ChatTemplate, special_tokens=special_tokens, limits=limits, clock=clock)
-        self._templates = {name: compile_template(sources[name], name=name) for name in self._names.values()}
+        kind = ChatTemplate if processes is None else partial(IsolatedTemplate, processes=processes)
+        self._templates = {
+            name: kind(sources[name], name=name, special_tokens=special_tokens, limits=limits, clock=clock)
+            for name in self._names.values()
+        }
         self._folder = folder
         self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
@@ -248,6 +254,7 @@ class TemplateSet:
         chat_template: str | None = None,
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
+        processes: TemplateProcesses | None = None,
         profile_cache: bool = True,
     ) -> "TemplateSet":
         """Compile a model's templates, or the one given in their place.
@@ -258,6 +265,7 @@ class TemplateSet:
             chat_template: Jinja text, or the name of one of the model's templates.
             limits: What one run may spend.
             clock: What `strftime_now` reads.
+            processes: Child processes that compile and run the templates; None runs them in this one.
             profile_cache: Whether findings are kept on disk; see the module.
 
         Raises:
@@ -275,6 +283,7 @@ class TemplateSet:
             model_stop_ids=model.stop_token_ids(tokenizer.token_id),
             limits=limits,
             clock=clock,
+            processes=processes,
             folder=cache_folder() if profile_cache else None,
         )
 

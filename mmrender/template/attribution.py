@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jinja2 import nodes
 
-from mmrender.template.limits import BUDGET, PER_ELEMENT, grow
+from mmrender.template.limits import BUDGET, grow
 from mmrender.template.text import Origin, Span, TracedStr
 
 MarkKind: TypeAlias = Literal["enter", "look", "leave"]
@@ -130,7 +130,7 @@ class Joiner:
         while self._open:
             self._close(self._open.pop())
         self._own_outside(self._position, len(self._spans))
-        grow(self._position + PER_ELEMENT // 4 * len(self._spans))
+        grow(self._position)
         return TracedStr("".join(self._held), tuple(self._spans))
 
     def _push(self, start: int, stop: int, origin: Origin) -> None:

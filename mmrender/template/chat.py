@@ -96,17 +96,21 @@ class ChatTemplate:
         self.reads_clock = re.search(r"\bstrftime_now\b", source) is not None
         self._clock = clock
         self._environment = TracingEnvironment()
+        self._compile()
+
+    def _compile(self) -> None:
+        problem = f"the chat template {self.name!r} does not compile"
         try:
-            self._template = self._environment.compile_template(source)
+            self._template = self._environment.compile_template(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateSyntaxError(
-                f"the chat template {name!r} does not compile",
+                problem,
                 where=f"line {error.lineno}",
                 got=(error.message or type(error).__name__).rstrip("."),
                 remedy="Pass a corrected one as chat_template=<Jinja text>",
             ) from error
         except RecursionError as error:
-            raise TemplateSyntaxError(f"the chat template {name!r} is nested too deep to compile") from error
+            raise TemplateSyntaxError(problem, got="too deep a nesting") from error
 
     def syntax_tree(self) -> nodes.Template:
         """The parsed source."""

@@ -1,12 +1,13 @@
 """The sandboxed Jinja environment that compiles and runs chat templates on traced strings.
 
 It gives a template what Transformers gives it (`transformers.utils.chat_template_utils`): trimmed blocks,
-loop controls, `{% generation %}`, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `dict`
-and `namespace`. Operations on plain text are replaced by those that keep provenance and respect the limits.
-What reaches Python objects that grow without bound (`encode`, `to_bytes`, ...) is hidden from templates.
+loop controls, `{% generation %}`, `raise_exception`, `strftime_now` and `tojson` without HTML escapes.
+Operations on plain text are replaced by those that keep provenance; what would lose it (`encode`,
+`translate`, ...) is hidden from templates.
 """
 
 import datetime
+import functools
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -17,27 +18,14 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
-from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
-from jinja2.utils import Namespace
 
 from mmrender.template import attribution
 from mmrender.template.filters import FILTERS, LEFT_OUT
-from mmrender.template.limits import (
-    BUDGET,
-    CONTAINERS,
-    LONG,
-    PER_ELEMENT,
-    Budget,
-    TemplateLimits,
-    check_number,
-    check_power,
-    grow,
-    weigh,
-)
-from mmrender.template.text import TracedStr, check_width, concat, lay_out, percent, plain, tainted, text_of
+from mmrender.template.limits import BUDGET, Budget, TemplateLimits, grow
+from mmrender.template.text import TracedStr, concat, lay_out, percent, plain, tainted, text_of
 from mmrender.template.values import (
     IDENTITY_TESTS,
     TracedBool,
@@ -62,29 +50,11 @@ _SEEN_AS: dict[type, type] = {
 }
 """The types that a template takes the traced ones for: it sees no attribute that those lack."""
 _HIDDEN = frozenset({"encode", "expandtabs", "from_bytes", "maketrans", "to_bytes", "translate"})
+"""Methods that would lose provenance."""
 
-_SIZED = (str, *CONTAINERS)
 _TEXTS = frozenset({str, TracedStr})
-_TEXT_METHODS = frozenset(
-    {"center", "join", "ljust", "replace", "rjust", "rsplit", "split", "splitlines", "zfill"}
-)
-"""Methods of plain text that are run as those of traced text, which are bounded."""
-
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "gt": operator.gt,
-    "gteq": operator.ge,
-    "lt": operator.lt,
-    "lteq": operator.le,
-    "in": lambda left, right: left in right,
-    "notin": lambda left, right: left not in right,
-}
-
-_COMPARING_TESTS = (
-    *("==", "eq", "equalto", "!=", "ne", "in", "<", "lt", "lessthan", "<=", "le"),
-    *(">", "gt", "greaterthan", ">=", "ge"),
-)
+_TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust"})
+"""Methods of plain text that may bring traced text in, so they are run as those of traced text."""
 
 CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
 """What `strftime_now` reads in the rendering of this context."""
@@ -95,7 +65,7 @@ class RefusedByTemplate(jinja2.TemplateError):
 
 
 class TracingCodeGenerator(CodeGenerator):
-    """Calls the environment where Jinja writes plain Python, which loses spans or cannot be bounded."""
+    """Calls the environment where Jinja writes plain Python, which loses spans."""
 
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - Jinja calls it so
         """Write what the template prints, or a mark of `attribution.instrument`."""
@@ -104,9 +74,8 @@ class TracingCodeGenerator(CodeGenerator):
             super().visit_Output(node, frame)
             return
         self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
-        self.write(f"environment.marked({mark[0]!r}, {mark[1]!r}, ")
-        self.visit(node.nodes[0], frame)
-        self.write(")" if frame.buffer is None else f", len({frame.buffer})))")
+        after = ")" if frame.buffer is None else "))"
+        self._call(f"environment.marked({mark[0]!r}, {mark[1]!r}, ", node.nodes, after, frame)
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
@@ -120,47 +89,7 @@ class TracingCodeGenerator(CodeGenerator):
         while isinstance(left, nodes.Add):
             operands.append(left.right)
             left = left.left
-        self._call("environment.added(context, (", [left, *reversed(operands)], "))", frame)
-
-    @optimizeconst
-    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Write a comparison; two structures are compared only within the limits."""
-        operands = [node.expr, *[operand.expr for operand in node.ops]]
-        if len(operands) != 2 or any(isinstance(operand, nodes.Const) for operand in operands):
-            super().visit_Compare(node, frame)
-        else:
-            self._call(f"environment.compared({node.ops[0].op!r}, ", operands, ")", frame)
-
-    @optimizeconst
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Write a look-up: what a slice copies is counted, a structure as key is hashed within the limits."""
-        if isinstance(node.arg, nodes.Const):
-            super().visit_Getitem(node, frame)
-        elif isinstance(node.arg, nodes.Slice):
-            self.write("environment.counted(")
-            super().visit_Getitem(node, frame)
-            self.write(")")
-        else:
-            self.write("environment.getitem(")
-            self.visit(node.node, frame)
-            self._call(", environment.hashed(", [node.arg], "))", frame)
-
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
-        """Write a list; a long one is counted."""
-        if len(node.items) > LONG:
-            self.write("environment.counted(")
-        super().visit_List(node, frame)
-        if len(node.items) > LONG:
-            self.write(")")
-
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        """Write a dict; a key that is a structure is hashed only within the limits."""
-        self.write("{")
-        for item in node.items:
-            self._call("environment.hashed(", [item.key], "): ", frame)
-            self.visit(item.value, frame)
-            self.write(", ")
-        self.write("}")
+        self._call("environment.added((", [left, *reversed(operands)], "))", frame)
 
     def _call(self, before: str, operands: list[nodes.Expr], after: str, frame: Frame) -> None:
         self.write(before)
@@ -189,9 +118,8 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
     """Jinja with provenance. Templates compiled here may run in many threads at once."""
 
     code_generator_class = TracingCodeGenerator
-    intercepted_binops = frozenset({"+", "*", "**", "%", "//"})
+    intercepted_binops = frozenset({"*", "%"})
     concat = staticmethod(lambda pieces: attribution.Joiner().join(pieces))
-    hashed = staticmethod(weigh)
 
     def __init__(self) -> None:
         super().__init__(
@@ -205,14 +133,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         for name in LEFT_OUT:
             del self.filters[name]
         self.tests.update(IDENTITY_TESTS)
-        for name in _COMPARING_TESTS:
-            self.tests[name] = _bounded_test(self.tests[name])
-        self.globals.update(
-            raise_exception=_raise_exception,
-            strftime_now=_strftime_now,
-            dict=_TemplateDict(),
-            namespace=_TemplateNamespace,
-        )
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         # Random filler text has no place in a prompt, and its length is unbounded.
         del self.globals["lipsum"]
 
@@ -225,26 +146,18 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         if len(source) > _MAX_SOURCE:
             raise jinja2.TemplateSyntaxError(f"longer than {_MAX_SOURCE:,} characters", 1)
         tree = attribution.instrument(self.parse(source))
-        # Jinja computes constants while it compiles.
-        budget = BUDGET.set(Budget(TemplateLimits()))
         try:
             code = self.compile(tree)
         except (SyntaxError, MemoryError, ValueError) as error:
             # Python bounds the depth of blocks and of parentheses, and knows where `break` may stand.
             message = error.msg if isinstance(error, SyntaxError) else f"nested too deep: {error}"
             raise jinja2.TemplateSyntaxError(message, 1) from error
-        finally:
-            BUDGET.reset(budget)
         return self.template_class.from_code(self, code, self.make_globals(None))
 
-    def marked(
-        self, loop: int, kind: attribution.MarkKind, value: Any, buffered: int = 0
-    ) -> attribution.Mark:
+    def marked(self, loop: int, kind: attribution.MarkKind, value: Any) -> attribution.Mark:
         """Count a loop iteration; carry the scaffold origin of its message to `Joiner`."""
         if kind == "enter" and (budget := BUDGET.get()) is not None:
             budget.step()
-            if buffered > budget.limits.max_steps:
-                grow(PER_ELEMENT * buffered)
         origin = None
         if type(value) is attribution.MessageDict:
             origin = value._owner
@@ -257,62 +170,34 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         """Run the `~` operator."""
         return concat([text_of(operand) for operand in operands])
 
-    def added(self, context: Context, operands: tuple[Any, ...]) -> Any:
+    def added(self, operands: tuple[Any, ...]) -> Any:
         """Run a chain of the `+` operator."""
         if _TEXTS.issuperset(map(type, operands)):
             text, spans = lay_out(operands)
             return TracedStr(text, spans) if spans else text
-        total = operands[0]
-        for operand in operands[1:]:
-            total = self.call_binop(context, "+", total, operand)
-        return total
-
-    def compared(self, name: str, left: Any, right: Any) -> Any:
-        """Compare two values that the template did not write out."""
-        if isinstance(right, CONTAINERS):
-            _comparable(left, right)
-        return _COMPARISONS[name](left, right)
-
-    def counted(self, value: Any) -> Any:
-        """Count the memory of what a slice or a call built."""
-        if isinstance(value, _SIZED) and len(value) > LONG:
-            grow(len(value) if isinstance(value, str) else PER_ELEMENT * len(value))
-        return value
+        return functools.reduce(operator.add, operands)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run `+`, `*`, `**`, `%` or `//` within the limits."""
-        if isinstance(left, int) and isinstance(right, int):
-            if operator != "+":
-                check_number(left)
-                check_number(right)
-            if operator == "**":
-                check_power(left, right)
-        elif operator == "%" and isinstance(left, str):
+        """Run `*` or `%`, of text with provenance."""
+        if operator == "%" and isinstance(left, str):
             return percent(left, right)
-        elif operator == "*":
+        if operator == "*":
             for value, count in ((left, right), (right, left)):
-                if isinstance(count, int) and isinstance(value, _SIZED):
-                    grow(len(value) * count * (1 if isinstance(value, str) else PER_ELEMENT))
-        elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
-            grow(PER_ELEMENT * (len(left) + len(right)))
+                if isinstance(value, str | list | tuple) and isinstance(count, int):
+                    grow(len(value) * count)
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call an object from a template: counted, bounded, and traced for methods of plain text."""
+        """Call an object from a template: counted, and traced for methods of plain text."""
         budget = BUDGET.get()
         if budget is not None:
             budget.step()
         kind = type(__obj)
-        if kind is types.MethodType or kind is types.BuiltinMethodType:
-            owner = __obj.__self__
-            if isinstance(owner, str):
-                if type(owner) is str and __obj.__name__ in _TEXT_METHODS:
-                    __obj = getattr(TracedStr(owner), __obj.__name__)
-                args = tuple([None if type(item) is TracedNull else item for item in args])
-        if kind is not Macro:
-            for item in args:
-                weigh(item)
-        return __self.counted(super().call(__context, __obj, *args, **kwargs))
+        if (kind is types.MethodType or kind is types.BuiltinMethodType) and isinstance(__obj.__self__, str):
+            if type(__obj.__self__) is str and __obj.__name__ in _TEXT_METHODS:
+                __obj = getattr(TracedStr(__obj.__self__), __obj.__name__)
+            args = tuple([None if type(item) is TracedNull else item for item in args])
+        return super().call(__context, __obj, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may see an attribute; of a traced value, those of the plain one only."""
@@ -334,46 +219,15 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         if name not in ("format", "format_map") or not isinstance(text, str):
             return None
 
+        formatter = SandboxedFormatter(self)
+
         def formatted(*args: Any, **kwargs: Any) -> str:
             if name == "format_map":
                 (mapping,) = args
-                return tainted(_BoundedFormatter(self).vformat(plain(text), (), mapping), text, mapping)
-            return tainted(_BoundedFormatter(self).vformat(plain(text), args, kwargs), text, args, kwargs)
+                return tainted(formatter.vformat(plain(text), (), mapping), text, mapping)
+            return tainted(formatter.vformat(plain(text), args, kwargs), text, args, kwargs)
 
         return formatted
-
-
-class _BoundedFormatter(SandboxedFormatter):
-    """`str.format` with sandboxed look-ups, whose fields are counted as they are written."""
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        check_width(format_spec)
-        text = plain(format(value, format_spec) if format_spec else text_of(value))
-        grow(LONG + len(text))
-        return text
-
-
-class _TemplateNamespace(Namespace):
-    """A namespace without underscore names, so that templates cannot reach Python internals through it."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        Namespace.__init__(self)
-        for name, value in values.items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold the underscore name {name!r}")
-        super().__setitem__(name, value)
-
-
-class _TemplateDict:
-    """`dict(...)` without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
 
 
 def _raise_exception(message: Any) -> NoReturn:
@@ -381,24 +235,7 @@ def _raise_exception(message: Any) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    # Python tries buffers of up to 256 times the length of the format.
-    grow(256 * len(format))
     return CLOCK.get()().strftime(plain(format))
-
-
-def _comparable(left: Any, right: Any) -> tuple[Any, Any]:
-    """Return two values, if comparing them or finding one in the other takes a bounded time."""
-    if isinstance(right, CONTAINERS):
-        if isinstance(left, CONTAINERS):
-            weigh(left)
-            weigh(right)
-        elif isinstance(left, str) and len(left) > LONG:
-            grow(len(left) // 256 * len(right))
-    return left, right
-
-
-def _bounded_test(test: Any) -> Callable[[Any, Any], bool]:
-    return lambda left, right: test(*_comparable(left, right))
 
 
 def _output_text(value: Any) -> Any:

@@ -4,15 +4,15 @@ Slicing, stripping, splitting, replacing, joining and concatenating keep the spa
 keep characters apart, its result is tainted: content as a whole, never syntax (law 7).
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import index
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias
 
 from jinja2.utils import Namespace
 
 from mmrender.messages import Role
-from mmrender.template.limits import LONG, PER_ELEMENT, grow, weigh
+from mmrender.template.limits import LONG, grow
 
 Kind: TypeAlias = Literal[
     "content",  # text parts
@@ -31,9 +31,6 @@ template arguments, names and tool-call arguments."""
 
 _SCAFFOLD: frozenset[Kind] = frozenset({"role", "scaffold"})
 _BY_CALLER: frozenset[Kind] = frozenset({"tools", "documents", "name", "tool_call"})
-_MAX_WIDTH = 10_000
-_SPACES = [char for char in map(chr, range(0x3001)) if char.isspace()]
-_PRINTF = re.compile(r"%(?:\([^)]*\))?([-#0 +.\d*]*)")
 
 
 class Origin:
@@ -88,6 +85,26 @@ def clip(spans: Spans, start: int, stop: int) -> Spans:
         for low, high, origin in spans
         if low < stop and high > start
     )
+
+
+def _cased(method: Callable[[str], str]) -> Any:
+    """A case mapping that keeps spans where the length stays, and else taints."""
+
+    def cased(self: "TracedStr") -> "TracedStr":
+        text = method(self)
+        return TracedStr(text, self.spans) if len(text) == len(self) else tainted(text, self)
+
+    return cased
+
+
+def _padded(method: Callable[..., str]) -> Any:
+    """A method that pads to a width, tainted."""
+
+    def padded(self: "TracedStr", width: SupportsIndex, *fill: str) -> "TracedStr":
+        grow(index(width))
+        return tainted(method(self, width, *fill), self, fill)
+
+    return padded
 
 
 class Proxy:
@@ -155,17 +172,12 @@ class TracedStr(str):
     def __mul__(self, count: SupportsIndex) -> "TracedStr":
         times = max(index(count), 0)
         grow(len(self) * times)
-        if not self.spans:
-            return TracedStr(str.__mul__(self, times))
-        grow(PER_ELEMENT * times)
-        return concat([self] * times)
+        return concat([self] * times) if self.spans else TracedStr(str.__mul__(self, times))
 
     __rmul__ = __mul__
 
     def join(self, pieces: Iterable[str]) -> "TracedStr":
         """Join `pieces`, which must all be strings, with this text between them."""
-        if isinstance(pieces, str):
-            grow(PER_ELEMENT * len(pieces))
         held = list(pieces)
         for number, piece in enumerate[Any](held):
             if not isinstance(piece, str):
@@ -179,24 +191,17 @@ class TracedStr(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> "TracedStr":
         """Replace `old`; what `new` brings keeps the origin of `new`."""
-        limit = index(count)
+        str.replace(self, old, new, 0)  # refuses what is not text
         found = str.count(self, old)
-        times = found if limit < 0 else min(found, limit)
+        times = index(count) if 0 <= index(count) < found else found
         if times == 0:
-            str.replace(self, old, new, 0)  # refuses what is not text
             return self
         grow(len(self) + times * (len(new) - len(old)))
-        if not self.spans and not spans_of(new):
-            return TracedStr(str.replace(self, old, new, limit))
-        grow(PER_ELEMENT * times)
-        pieces: list[str] = []
-        position = start = 0
-        for _ in range(times):
-            start = str.find(self, old, start)
-            pieces += (self._cut(position, start), new)
-            position = start + len(old)
-            start = position if old else position + 1  # an empty text occurs between all characters
-        return concat([*pieces, self._cut(position, len(self))])
+        if old:
+            return TracedStr.join(text_of(new), self.split(old, times))
+        # An empty text occurs between all characters.
+        places = [0, *range(times), len(self)]
+        return TracedStr.join(text_of(new), [self._cut(*place) for place in pairwise(places)])
 
     # Trimming and splitting: every result is a slice.
 
@@ -215,32 +220,25 @@ class TracedStr(str):
 
     def removeprefix(self, prefix: str, /) -> Self:
         """Slice without `prefix`."""
-        return self._cut(len(prefix), len(self)) if str.startswith(self, prefix) else self
+        return self._cut(len(self) - len(str.removeprefix(self, prefix)), len(self))
 
     def removesuffix(self, suffix: str, /) -> Self:
         """Slice without `suffix`."""
-        return self._cut(0, len(self) - len(suffix)) if suffix and str.endswith(self, suffix) else self
+        return self._cut(0, len(str.removesuffix(self, suffix)))
 
     def split(  # type: ignore[override]
         self, sep: str | None = None, maxsplit: SupportsIndex = -1
     ) -> list[Self]:
         """Split as `str.split` does, into slices."""
-        self._admit_pieces(sep)
         return self._separated(str.split(self, sep, maxsplit), sep)
 
     def rsplit(  # type: ignore[override]
         self, sep: str | None = None, maxsplit: SupportsIndex = -1
     ) -> list[Self]:
         """Split as `str.rsplit` does, into slices."""
-        self._admit_pieces(sep)
         return self._separated(str.rsplit(self, sep, maxsplit), sep)
 
-    def _admit_pieces(self, sep: str | None) -> None:
-        if len(self) > LONG:
-            ends = _SPACES if sep is None else [sep]
-            grow(PER_ELEMENT * sum(str.count(self, end) for end in ends if end))
-
-    def _separated(self, pieces: list[str], sep: str | None) -> list[Self]:
+    def _separated(self, pieces: Iterable[str], sep: str | None) -> list[Self]:
         found, position = [], 0
         for piece in pieces:
             start = str.index(self, piece, position) if sep is None else position
@@ -250,80 +248,37 @@ class TracedStr(str):
 
     def splitlines(self, keepends: bool = False) -> list[Self]:  # type: ignore[override]
         """Split at line ends, into slices."""
-        self._admit_pieces(None)
-        whole = str.splitlines(self, True)
-        kept = whole if keepends else str.splitlines(self)
         cuts, position = [], 0
-        for line, text in zip(whole, kept, strict=True):
+        for line, text in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
             cuts.append(self._cut(position, position + len(text)))
             position += len(line)
         return cuts
 
     def partition(self, sep: str, /) -> tuple[Self, Self, Self]:
         """Split at the first `sep`."""
-        before, middle, _ = str.partition(self, sep)
-        return self._thirds(len(before), len(middle))
+        before, middle, after = self._separated(str.partition(self, sep), "")
+        return before, middle, after
 
     def rpartition(self, sep: str, /) -> tuple[Self, Self, Self]:
         """Split at the last `sep`."""
-        before, middle, _ = str.rpartition(self, sep)
-        return self._thirds(len(before), len(middle))
-
-    def _thirds(self, first: int, second: int) -> tuple[Self, Self, Self]:
-        end = first + second
-        return self._cut(0, first), self._cut(first, end), self._cut(end, len(self))
+        before, middle, after = self._separated(str.rpartition(self, sep), "")
+        return before, middle, after
 
     # Case: spans stay where every character has one image.
 
-    def changed(self, text: str) -> "TracedStr":
-        """Give `text`, in which each character has one image; it is tainted if the length differs."""
-        return TracedStr(text, self.spans) if len(text) == len(self) else tainted(text, self)
-
-    def lower(self) -> "TracedStr":
-        """Lower case."""
-        return self.changed(str.lower(self))
-
-    def upper(self) -> "TracedStr":
-        """Upper case."""
-        return self.changed(str.upper(self))
-
-    def casefold(self) -> "TracedStr":
-        """Folded case."""
-        return self.changed(str.casefold(self))
-
-    def swapcase(self) -> "TracedStr":
-        """Swapped case."""
-        return self.changed(str.swapcase(self))
-
-    def title(self) -> "TracedStr":
-        """Title case."""
-        return self.changed(str.title(self))
-
-    def capitalize(self) -> "TracedStr":
-        """First character in title case, the rest in lower case."""
-        return self.changed(str.capitalize(self))
+    lower = _cased(str.lower)
+    upper = _cased(str.upper)
+    casefold = _cased(str.casefold)
+    swapcase = _cased(str.swapcase)
+    title = _cased(str.title)
+    capitalize = _cased(str.capitalize)
 
     # Padding and formatting: the result is tainted. What the sandbox hides or replaces stays that of `str`.
 
-    def ljust(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
-        """Pad on the right."""
-        grow(index(width))
-        return tainted(str.ljust(self, width, fillchar), self, fillchar)
-
-    def rjust(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
-        """Pad on the left."""
-        grow(index(width))
-        return tainted(str.rjust(self, width, fillchar), self, fillchar)
-
-    def center(self, width: SupportsIndex, fillchar: str = " ", /) -> "TracedStr":
-        """Pad on both sides."""
-        grow(index(width))
-        return tainted(str.center(self, width, fillchar), self, fillchar)
-
-    def zfill(self, width: SupportsIndex, /) -> "TracedStr":
-        """Pad with zeros after the sign."""
-        grow(index(width))
-        return tainted(str.zfill(self, width), self)
+    ljust = _padded(str.ljust)
+    rjust = _padded(str.rjust)
+    center = _padded(str.center)
+    zfill = _padded(str.zfill)
 
     def __mod__(self, values: Any) -> "TracedStr":
         return percent(self, values)
@@ -347,7 +302,7 @@ def lay_out(pieces: Sequence[str]) -> tuple[str, Spans]:
                 spans.append((start, high + position, origin))
         position += len(piece)
     if position > LONG:
-        grow(position + PER_ELEMENT // 4 * len(spans))
+        grow(position)
     return "".join(pieces), tuple(spans)
 
 
@@ -367,6 +322,7 @@ def tainted(text: str, *sources: Any) -> TracedStr:
     If any of them holds content, all of the text is content: of its value if there is one, of the caller's
     before the message's own, and of no message where it came from several.
     """
+    grow(len(text))
     origins = dict.fromkeys(_origins_in(sources))
     content = [origin for origin in origins if origin.is_content]
     if not content:
@@ -406,7 +362,6 @@ def text_of(value: Any) -> TracedStr:
     if isinstance(value, TracedStr):
         return value
     if isinstance(value, _PRINTED_BY_ELEMENT):
-        weigh(list(value) if isinstance(value, _VIEWS) else value)
         return tainted(str(value), value)
     text = str(value)
     return text if isinstance(text, TracedStr) else TracedStr(text)
@@ -414,13 +369,4 @@ def text_of(value: Any) -> TracedStr:
 
 def percent(template: str, values: Any) -> TracedStr:
     """Return `template % values`, tainted."""
-    for flags in _PRINTF.findall(plain(template)):
-        check_width(flags)
-    grow(len(template) + str.count(template, "%") * len(text_of(values)))
     return tainted(str.__mod__(plain(template), values), template, values)
-
-
-def check_width(spec: str) -> None:
-    """Refuse a width or precision that would pad far, or that a value gives."""
-    if "*" in spec or any(int(digits[:9]) > _MAX_WIDTH for digits in re.findall(r"\d+", spec)):
-        grow(1 << 60)

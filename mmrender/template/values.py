@@ -106,7 +106,7 @@ def untraced(value: Any) -> Any:
     if isinstance(value, TracedDict | TracedList):
         return value._source
     if isinstance(value, TracedNull | TracedBool):
-        return _single(value)
+        return single(value)
     if isinstance(value, Mapping):
         return {untraced(key): untraced(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -114,7 +114,7 @@ def untraced(value: Any) -> Any:
     return value
 
 
-def _single(value: Any) -> Any:
+def single(value: Any) -> Any:
     """Return the singleton that a proxy stands for; any other value as it is."""
     if type(value) is TracedNull:
         return None
@@ -122,15 +122,15 @@ def _single(value: Any) -> Any:
 
 
 def _is_boolean(value: Any) -> bool:
-    return isinstance(_single(value), bool)
+    return isinstance(single(value), bool)
 
 
 IDENTITY_TESTS = {
-    "none": lambda value: _single(value) is None,
+    "none": lambda value: single(value) is None,
     "boolean": _is_boolean,
-    "true": lambda value: _single(value) is True,
-    "false": lambda value: _single(value) is False,
+    "true": lambda value: single(value) is True,
+    "false": lambda value: single(value) is False,
     "integer": lambda value: isinstance(value, int) and not _is_boolean(value),
-    "sameas": lambda value, other: _single(value) is _single(other),
+    "sameas": lambda value, other: single(value) is single(other),
 }
 """Jinja tests that compare by identity or type, replaced so that proxies pass them."""

@@ -71,11 +71,6 @@ def test_a_template_that_does_not_compile_says_where(source, message):
             "chat template 'default', line 1: access to attribute '__class__' of 'str' object is unsafe.",
         ),
         (
-            "{% set ns = namespace() %}{% set ns._x = 1 %}",
-            TemplateSecurityError,
-            "chat template 'default', line 1: a namespace cannot hold the underscore name '_x'",
-        ),
-        (
             "{% for a in range(1001) %}{% for b in range(1001) %}\n{% endfor %}{% endfor %}",
             TemplateLimitError,
             "chat template 'default', line 1: the chat template used too much: steps - expected at most 1,000,000 loop "
@@ -86,12 +81,6 @@ def test_a_template_that_does_not_compile_says_where(source, message):
             TemplateLimitError,
             "chat template 'default', line 1: the chat template used too much: text - expected at most 8,000,000 "
             "characters, got 100,000,000. If you trust the template, pass larger TemplateLimits",
-        ),
-        (
-            "{{ 10 ** (10 ** 6) }}",
-            TemplateLimitError,
-            "chat template 'default', line 1: the chat template used too much: numbers - expected integers of at most "
-            "100,000 bits, got a larger power. If you trust the template, pass larger TemplateLimits",
         ),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
