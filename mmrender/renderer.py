@@ -227,9 +227,15 @@ class Renderer:
             known = self._memo.get(key) if key is not None else None
             if known is not None:
                 return copy_rendered(known)
-        rendering = self._rendering(tools, documents, template_arguments)
-        rendered = rendering.render(conversation, add_generation_prompt, fingerprints)
-        if self._memo is not None and key is not None and not rendering.known.template.reads_clock:
+        template = self._known(tools is not None, template_arguments)
+        rendered = Rendering(template, self._writer, self.media).render(
+            conversation,
+            tools=normalize_tools(tools),
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            fingerprints=fingerprints,
+        )
+        if self._memo is not None and key is not None and not template.template.reads_clock:
             self._memo.put(key, copy_rendered(rendered))
         return rendered
 
@@ -251,17 +257,13 @@ class Renderer:
     ) -> TracedStr:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
         arguments = {**(chat_template_kwargs or {}), **template_arguments}
-        rendering = self._rendering(tools, documents, arguments)
-        return rendering.text(normalize_messages(messages), add_generation_prompt)
-
-    def _rendering(
-        self,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        arguments: Mapping[str, Any],
-    ) -> Rendering:
-        known = self._known(tools is not None, arguments)
-        return Rendering(known, self._writer, self.media, normalize_tools(tools), documents)
+        rendering = Rendering(self._known(tools is not None, arguments), self._writer, self.media)
+        return rendering.text(
+            normalize_messages(messages),
+            tools=normalize_tools(tools),
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+        )
 
     def _known(self, has_tools: bool, arguments: Mapping[str, Any]) -> KnownTemplate:
         """Find the template with the findings about it; refuse arguments that nobody reads."""
@@ -318,7 +320,8 @@ class Renderer:
             if images is not None or videos is not None:
                 messages = attach_media(messages, images, videos, where="new_messages")
             known = self._known(tools is not None, template_arguments)
-            bridge = self._bridges.get_or_compute(known, lambda: Bridge(known, self._writer, self.media))
+            rendering = Rendering(known, self._writer, self.media)
+            bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
             return bridge.extend(
                 previous_prompt_ids,
                 previous_completion_ids,

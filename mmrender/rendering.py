@@ -1,6 +1,6 @@
 """From canonical messages to attributed tokens with their sidecar, and a memo of whole renderings.
 
-`encode_with_media` puts the media items of messages in place of the placeholders that the template wrote, for
+`Rendering.encode` puts the media items of messages in place of the placeholders that the template wrote, for
 a whole prompt and for the tail of a bridge alike. Placeholders and parts come in the same order; where the
 template's own loop says which message a placeholder belongs to, that must be the part's message.
 
@@ -12,7 +12,8 @@ same name (a URL, an open file) are never memoised.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from mmrender.caching import LRUCache
 from mmrender.errors import (
@@ -31,49 +32,50 @@ from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.tokens.sampled import assistant_turns, mark_sampled
 
+
+class Given(TypedDict, total=False):
+    """What a template is given besides the conversation."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+
+
 _MAX_DEPTH = 32
 _BYTES_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Everything that one rendering needs but the conversation.
+    """What every rendering with one template, one set of arguments and one tokenizer needs.
 
     Attributes:
         known: The chat template with its arguments, and the findings about it.
         writer: Turns text into tokens.
         media: Turns media parts into items, or None for a text-only model.
-        tools: Tool definitions for the template.
-        documents: Documents for the template.
     """
 
     known: KnownTemplate
     writer: TokenWriter
     media: MediaResolver | None
-    tools: Sequence[Mapping[str, Any]] | None = None
-    documents: Sequence[Mapping[str, Any]] | None = None
 
-    def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> TracedStr:
+    def text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **given: Unpack[Given]
+    ) -> TracedStr:
         """Run the template; each character is attributed."""
         try:
-            return self.known.render(
-                messages,
-                tools=self.tools,
-                documents=self.documents,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return self.known.render(messages, add_generation_prompt=add_generation_prompt, **given)
         except (TemplateRefusedError, TemplateRuntimeError) as error:
-            index = self._first_refused(messages)
+            index = self._first_refused(messages, given)
             if index is not None:
                 error.where = f"messages[{index}], {error.where}"
             raise
 
-    def _first_refused(self, messages: Sequence[Message]) -> int | None:
+    def _first_refused(self, messages: Sequence[Message], given: Given) -> int | None:
         """Index of the message with which the conversation stops being accepted, if there is one."""
         accepted = 0
         for count in range(1, len(messages) + 1):
             try:
-                self.known.render(messages[:count], tools=self.tools, documents=self.documents)
+                self.known.render(messages[:count], **given)
             except TemplateError:
                 if accepted == count - 1 and (accepted or len(messages) == 1):
                     return count - 1
@@ -84,24 +86,26 @@ class Rendering:
     def render(
         self,
         messages: Sequence[Message],
+        *,
         add_generation_prompt: bool,
-        fingerprints: Sequence[Hashable | None] | None = None,
+        fingerprints: Sequence[Hashable | None],
+        **given: Unpack[Given],
     ) -> RenderedTokens:
         """Render a conversation; errors as for `Renderer.render`.
 
         Args:
             messages: The conversation.
             add_generation_prompt: Whether to open the assistant's turn.
-            fingerprints: That of each media part's source, where the caller has taken them already.
+            fingerprints: That of each media part's source.
+            **given: Tool definitions and documents for the template.
         """
-        layout = self.writer.lay_out(self.text(messages, add_generation_prompt))
-        turns, rewritten = assistant_turns(layout.text, messages, self.known.profile, self.text)
-        encoded, sidecar = encode_with_media(
+        profile = self.known.profile
+        text = self.text(messages, add_generation_prompt=add_generation_prompt, **given)
+        layout = self.writer.lay_out(text)
+        turns, rewritten = assistant_turns(text, messages, profile, partial(self.text, **given))
+        encoded, sidecar = self.encode(
             layout,
             messages,
-            writer=self.writer,
-            media=self.media,
-            image_roles=self.known.profile.image_roles,
             fingerprints=fingerprints,
             cuts=sorted({turn.prompt_stop for turn in turns}),
         )
@@ -111,17 +115,99 @@ class Rendering:
             (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
             for message in messages
         ]
-        spans, misaligned = mark_sampled(encoded, turns, self.known.profile.stop_ids)
+        spans, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,
             roles=tuple([message.role for message in messages]),
             tool_names=tuple(tool_names),
             multi_modal_data=sidecar,
-            text=plain(layout.text),
+            text=plain(text),
             rewritten=tuple(sorted([*rewritten, *misaligned])),
             _decode=self.writer.tokenizer.decode,
         )
+
+    def encode(
+        self,
+        layout: Layout,
+        messages: Sequence[Message],
+        *,
+        fingerprints: Sequence[Hashable | None] | None = None,
+        cuts: Sequence[int] = (),
+        after: int = 0,
+        earlier: MultiModalData | None = None,
+        skipped: int = 0,
+        where: str = "messages",
+    ) -> tuple[Encoded, MultiModalData]:
+        """Encode a rendered text, each placeholder widened to its media item.
+
+        Args:
+            layout: The text and its syntax.
+            messages: The messages whose media parts the placeholders stand for.
+            fingerprints: That of each part's source, where the caller has taken them already.
+            cuts: Rising character positions whose token index is wanted.
+            after: Number of tokens that the text is appended to.
+            earlier: Sidecar of those tokens.
+            skipped: Number of messages that the template was given before `messages`.
+            where: Name of the messages in errors.
+
+        Returns:
+            The tokens of the text, and the sidecar of all tokens.
+
+        Raises:
+            PlaceholderError: A part has no placeholder, or a placeholder no part.
+            ProcessorError: The model takes no media.
+            MediaError: A part has no source, or cannot be loaded or processed.
+        """
+        earlier = MultiModalData() if earlier is None else earlier
+        places = [
+            _MediaPlace(
+                f"{where}[{index}].content[{position}]",
+                index,
+                "image" if isinstance(part, ImagePart) else "video",
+                part,
+            )
+            for index, message in enumerate(messages)
+            if type(message.content) is tuple
+            for position, part in message.media()
+        ]
+        items: Sequence[MediaItem | None] = ()
+        if places or layout.placeholders:
+            written = [
+                replace(found, message=found.message - skipped if found.message >= skipped else -1)
+                for found in layout.placeholders
+            ]
+            if self.media is None and places:
+                raise ProcessorError(
+                    "the model has no image processor",
+                    where=places[0].where,
+                    expected="preprocessor_config.json or processor_config.json in the model directory",
+                    got="a text-only model",
+                    remedy="Use a vision-language model, or remove the image",
+                )
+            if self.media is not None:
+                if places:
+                    self.media.require_processor(places[0].where)
+                _check_placement(places, written, self.known.profile.image_roles, where=where)
+                images = sum(place.modality == "image" for place in places)
+                items = [None] * len(places)
+                # The parts of a probe stay unexpanded placeholders.
+                if not any(place.part.source is UNKNOWN_SOURCE for place in places):
+                    items = self.media.resolve(
+                        [(place.where, place.part) for place in places],
+                        num_images=len(earlier.mm_hashes.get("image", ())) + images,
+                        fingerprints=fingerprints,
+                    )
+        encoded = self.writer.write(layout, items, cuts, begins=not after)
+        entries = [
+            (found.shifted(after) if after else found, item)
+            for found, item in zip(encoded.ranges, items, strict=True)
+            if item is not None
+        ]
+        if not entries:
+            return encoded, earlier
+        found = MultiModalData.of(entries)
+        return encoded, earlier.merged(found) if earlier.mm_hashes else found
 
 
 class _MediaPlace(NamedTuple):
@@ -131,92 +217,6 @@ class _MediaPlace(NamedTuple):
     message: int
     modality: Modality
     part: ImagePart | VideoPart
-
-
-def encode_with_media(
-    layout: Layout,
-    messages: Sequence[Message],
-    *,
-    writer: TokenWriter,
-    media: MediaResolver | None,
-    image_roles: Iterable[str],
-    fingerprints: Sequence[Hashable | None] | None = None,
-    cuts: Sequence[int] = (),
-    after: Sequence[int] | None = None,
-    earlier: MultiModalData | None = None,
-    skipped: int = 0,
-    where: str = "messages",
-) -> tuple[Encoded, MultiModalData]:
-    """Encode a rendered text, each placeholder widened to its media item.
-
-    Args:
-        layout: The text and its syntax.
-        messages: The messages whose media parts the placeholders stand for.
-        writer: Turns text into tokens.
-        media: What resolves the parts, or None for a text-only model.
-        image_roles: Roles in which the template is known to write placeholders, for remedies.
-        fingerprints: That of each part's source, where the caller has taken them already.
-        cuts: Rising character positions whose token index is wanted.
-        after: Tokens that the text is appended to; None for a text that begins the prompt.
-        earlier: Sidecar of those tokens.
-        skipped: Number of messages that the template was given before `messages`.
-        where: Name of the messages in errors.
-
-    Returns:
-        The tokens of the text, and the sidecar of all tokens.
-
-    Raises:
-        PlaceholderError: A part has no placeholder, or a placeholder no part.
-        ProcessorError: The model takes no media.
-        MediaError: A part has no source, or cannot be loaded or processed.
-    """
-    earlier = MultiModalData() if earlier is None else earlier
-    items: Sequence[MediaItem | None] = ()
-    places = [
-        _MediaPlace(
-            f"{where}[{index}].content[{position}]",
-            index,
-            "image" if isinstance(part, ImagePart) else "video",
-            part,
-        )
-        for index, message in enumerate(messages)
-        if type(message.content) is tuple
-        for position, part in message.media()
-    ]
-    if places or layout.placeholders:
-        written = [
-            replace(found, message=found.message - skipped if found.message >= skipped else -1)
-            for found in layout.placeholders
-        ]
-        if media is not None:
-            if places:
-                media.require_processor(places[0].where)
-            _check_placement(places, written, image_roles, where=where)
-        elif places:
-            raise ProcessorError(
-                "the model has no image processor",
-                where=places[0].where,
-                expected="preprocessor_config.json or processor_config.json in the model directory",
-                got="a text-only model",
-                remedy="Use a vision-language model, or remove the image",
-            )
-        if any(place.part.source is UNKNOWN_SOURCE for place in places):
-            items = [None] * len(places)  # a probe: its parts stay unexpanded placeholders
-        elif media is not None:
-            images = sum(place.modality == "image" for place in places)
-            items = media.resolve(
-                [(place.where, place.part) for place in places],
-                num_images=len(earlier.mm_hashes.get("image", ())) + images,
-                fingerprints=fingerprints,
-            )
-    encoded = writer.write(layout, items, cuts, begins=after is None)
-    base = len(after or ())
-    entries = [
-        (found.shifted(base) if base else found, item)
-        for found, item in zip(encoded.ranges, items, strict=True)
-        if item is not None
-    ]
-    return encoded, earlier.merged(MultiModalData.of(entries)) if entries else earlier
 
 
 def _check_placement(
@@ -289,7 +289,12 @@ def conversation_key(
     media = iter(fingerprints)
     try:
         return (
-            *[_message_key(message, media) for message in messages],
+            *[
+                (message.role, message.content, message.reasoning_content, message.name, message.tool_call_id)
+                if type(message.content) is not tuple and not message.tool_calls and not message.extra
+                else _message_key(message, media)
+                for message in messages
+            ],
             *[_key(option, 0) for option in options],
         )
     except _NoKeyError:
@@ -298,8 +303,6 @@ def conversation_key(
 
 def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable:
     content: Hashable = message.content
-    if type(content) is not tuple and not message.tool_calls and not message.extra:
-        return message.role, content, message.reasoning_content, message.name, message.tool_call_id
     if type(message.content) is tuple:
         content = tuple(
             [
@@ -352,6 +355,9 @@ def copy_rendered(rendered: RenderedTokens) -> RenderedTokens:
     copy = object.__new__(RenderedTokens)  # five times as fast as `dataclasses.replace`
     copy.__dict__.update(rendered.__dict__)
     copy.__dict__["token_ids"] = rendered.token_ids.copy()
-    if rendered.multi_modal_data:
-        copy.__dict__["multi_modal_data"] = rendered.multi_modal_data.merged(MultiModalData())
+    sidecar = rendered.multi_modal_data
+    if sidecar.mm_hashes:
+        fields: Any = (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
+        copies = [{modality: [*held] for modality, held in field.items()} for field in fields]
+        copy.__dict__["multi_modal_data"] = MultiModalData(*copies)
     return copy

@@ -8,7 +8,6 @@ does, the bridge is refused with a reason.
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -17,13 +16,10 @@ from mmrender.bridge.histories import Reads
 from mmrender.bridge.proof import Proof, TailProver
 from mmrender.bridge.tail import MediaCount, NotBridged, Tails, shape_of, skeleton
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
-from mmrender.media.resolve import MediaResolver
 from mmrender.messages import Message
-from mmrender.probing.templates import KnownTemplate
-from mmrender.rendering import encode_with_media
+from mmrender.rendering import Rendering
 from mmrender.spans import MultiModalData
 from mmrender.template.text import TracedStr, plain
-from mmrender.tokens.encode import TokenWriter
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 __all__ = ["Bridge", "History", "NotBridged", "TokenIds"]
@@ -42,21 +38,17 @@ class Bridge:
     """Bridges turns of one template with one set of template arguments. Safe to use from many threads.
 
     Args:
-        known: The template, and what is known about it.
-        writer: Encodes the tail.
-        media: Turns media parts into items, or None for a text-only model.
+        rendering: The template with what is known about it, and what encodes a tail.
     """
 
-    def __init__(self, known: KnownTemplate, writer: TokenWriter, media: MediaResolver | None) -> None:
-        self._profile = known.profile
-        self._findings = known.findings
-        self._writer = writer
-        self._media = media
+    def __init__(self, rendering: Rendering) -> None:
+        self._rendering = rendering
+        self._profile = rendering.known.profile
+        self._writer = writer = rendering.writer
+        media = rendering.media
         self._counts_images = media is not None and media.processor.depends_on_image_count
-        reads = Reads.of(known.template.syntax_tree())
-        self._marks = reads.marks
-        self._tails = Tails(known, writer)
-        self._prover = TailProver(self._tails, reads)
+        self._reads = Reads.of(rendering.known.template.syntax_tree())
+        self._tails = Tails(rendering.known, writer)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
 
     def extend(
@@ -116,13 +108,10 @@ class Bridge:
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error
         sampled = [*prompt, *completion]
-        encoded, sidecar = encode_with_media(
+        encoded, sidecar = self._rendering.encode(
             layout,
             new_messages,
-            writer=self._writer,
-            media=self._media,
-            image_roles=self._profile.image_roles,
-            after=sampled,
+            after=len(sampled),
             earlier=previous,
             skipped=_FIRST_NEW,
             where="new_messages",
@@ -158,10 +147,14 @@ class Bridge:
         Raises:
             NotBridged: Something else does.
         """
-        media = MediaCount()
-        prove = partial(self._prover.prove, messages, against_rewriting=history == "template")
-        key: tuple[Any, ...] = ("bridge", self._setting, shape_of(messages, self._marks), history)
-        proof = self._findings.get_or_find(key, Proof, prove)
+        media, findings = MediaCount(), self._rendering.known.findings
+
+        def prove(media: MediaCount | None = None) -> Proof:
+            prover = TailProver(self._tails, self._reads, messages, media)
+            return prover.prove(against_rewriting=history == "template")
+
+        key: tuple[Any, ...] = ("bridge", self._setting, shape_of(messages, self._reads.marks), history)
+        proof = findings.get_or_find(key, Proof, prove)
         if proof.counts_media:
             hashes = previous.mm_hashes
             media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
@@ -171,7 +164,7 @@ class Bridge:
                 )
             # Not every count can be tried; what is tried is where that many media stand.
             key = (*key, min(media.images, 2), min(media.videos, 2))
-            proof = self._findings.get_or_find(key, Proof, partial(prove, media=media))
+            proof = findings.get_or_find(key, Proof, lambda: prove(media))
         ended_alike = bool(completion) and completion[-1] == proof.stop_id
         failure = proof.failure if ended_alike else proof.failure_otherwise
         if failure is not None:

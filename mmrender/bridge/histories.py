@@ -7,41 +7,72 @@ read from its source.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 from jinja2 import nodes
 
 from mmrender.bridge.tail import MediaCount, ProbeHistory, skeleton
-from mmrender.messages import (
-    Message,
-    Role,
-    TextPart,
-    ThinkingPart,
-    ToolCall,
-)
+from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
 from mmrender.probing.probes import WORD, assistant, probe_call, tool_definition, tool_result, user
 from mmrender.probing.profile import TemplateProfile
 
-Change: TypeAlias = Callable[[ProbeHistory], ProbeHistory]
 
-
-class Variation(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Variation:
     """One respect in which histories differ.
 
     Attributes:
         looks_at: What a template that notices has looked at.
-        change: Makes the other history.
+        system: Messages before all others.
+        opening: Messages before the earlier turns.
+        earlier: Messages after them.
+        rounds: Messages between the last user message and the assistant's turn.
+        question: Fields of the last user message.
+        says: Its text, beside its media.
+        answer: Fields of the assistant's turn.
+        tools: Tool definitions.
+        documents: Documents.
+        moves_media: Whether it takes the media out of the last user message, and needs some there.
         combines: Whether it is also tried together with others.
         in_parts: Whether it gives content as a list of parts, which some templates print as Python does.
     """
 
     looks_at: str
-    change: Change
+    system: tuple[Message, ...] = ()
+    opening: tuple[Message, ...] = ()
+    earlier: tuple[Message, ...] = ()
+    rounds: tuple[Message, ...] = ()
+    question: Mapping[str, Any] = field(default_factory=dict)
+    says: str | None = None
+    answer: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    documents: tuple[Mapping[str, Any], ...] | None = None
+    moves_media: bool = False
     combines: bool = True
     in_parts: bool = False
+
+    def of(self, history: ProbeHistory) -> ProbeHistory:
+        """Return the history that differs from `history` in this respect."""
+        media = tuple(part for _, part in history.user.media())
+        if self.moves_media and not media:
+            return history
+        question = dict(self.question)
+        if self.says is not None:
+            kept = () if self.moves_media else media
+            question["content"] = (*kept, TextPart(self.says)) if kept else self.says
+        return replace(
+            history,
+            system=(*self.system, *history.system),
+            earlier=(*self.opening, *history.earlier, *self.earlier),
+            user=msgspec.structs.replace(history.user, **question),
+            rounds=(*history.rounds, *self.rounds),
+            assistant=msgspec.structs.replace(history.assistant, **self.answer),
+            tools=history.tools if self.tools is None else self.tools,
+            documents=history.documents if self.documents is None else self.documents,
+        )
 
 
 def _tool_round(results: int, *, first: int, text: str = "") -> tuple[Message, ...]:
@@ -49,86 +80,58 @@ def _tool_round(results: int, *, first: int, text: str = "") -> tuple[Message, .
     return (assistant(text, tool_calls=calls), *map(tool_result, calls))
 
 
-_DOCUMENTS = ({"title": "probe", "text": f"{WORD}D"},)
+_SYSTEM = Message(role="system", content=f"{WORD}S")
+_DEVELOPER = Message(role="developer", content=f"{WORD}S")
+_THOUGHT = assistant(f"{WORD}H", reasoning_content=f"{WORD}G")
 _TURN = (user(f"{WORD}E"), assistant(f"{WORD}F"))
 _TOOL_LOOP = (user(f"{WORD}L"), *_tool_round(1, first=0), assistant(f"{WORD}M"))
 
-
-def _before(role: Role, text: str = f"{WORD}S") -> Change:
-    message = Message(role=role, content=text)
-    return lambda history: replace(history, system=(message, *history.system))
-
-
-def _earlier(*messages: Message) -> Change:
-    return lambda history: replace(history, earlier=(*history.earlier, *messages))
-
-
-def _opening(message: Message) -> Change:
-    return lambda history: replace(history, earlier=(message, *history.earlier))
-
-
-def _round(messages: tuple[Message, ...]) -> Change:
-    return lambda history: replace(history, rounds=(*history.rounds, *messages))
-
-
-def _assistant_with(**fields: Any) -> Change:
-    return lambda history: history.answering(**fields)
-
-
-def _user_says(text: str) -> Change:
-    def change(history: ProbeHistory) -> ProbeHistory:
-        media = tuple(part for _, part in history.user.media())
-        return history.asking(content=(*media, TextPart(text)) if media else text)
-
-    return change
+_ANY_TURN = (
+    Variation(looks_at="the number of earlier turns", earlier=_TURN),
+    Variation(looks_at="the number of earlier turns", earlier=_TURN * 5),
+    Variation(looks_at="the number of earlier turns", earlier=_TURN * 30, combines=False),
+    Variation(looks_at="the system prompt", system=(_SYSTEM,)),
+    Variation(looks_at="a developer message", system=(_DEVELOPER,)),
+    Variation(looks_at="how many user messages stand together", earlier=(user(f"{WORD}V"),)),
+    Variation(looks_at="the role of the first message", opening=(assistant(f"{WORD}W"),)),
+    Variation(looks_at="earlier tool calls", earlier=_TOOL_LOOP),
+    Variation(looks_at="earlier reasoning", earlier=(user(f"{WORD}E"), _THOUGHT)),
+    Variation(looks_at="tool results since the last user message", rounds=_tool_round(1, first=10)),
+    Variation(looks_at="the number of tool results", rounds=_tool_round(2, first=20, text=f"{WORD}N")),
+    Variation(looks_at="the text of the last user message", says=f"Another text.\n\n1. {WORD}\n"),
+    Variation(looks_at="the text of the last user message", says=f"{WORD} " * 500),
+    Variation(looks_at="the name of the user", question={"name": f"n{WORD}"}),
+    Variation(looks_at="the assistant's reasoning", answer={"reasoning_content": f"{WORD}T"}),
+    Variation(looks_at="the tool definitions", tools=(tool_definition("probe"),)),
+    Variation(looks_at="the tool definitions", tools=tuple(map(tool_definition, "abc"))),
+    Variation(looks_at="the documents", documents=({"title": "probe", "text": f"{WORD}D"},)),
+)
 
 
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:
     """Everything that can be different while the number of media stays as it is."""
     calls = skeleton(extension, profile).assistant.tool_calls
-    thought = assistant(f"{WORD}H", reasoning_content=f"{WORD}G")
-    begin, close = "<think>", "</think>\n\n"
-    if (reasoning := profile.reasoning) is not None:
-        begin, close = reasoning.begin, reasoning.before_end + reasoning.end + reasoning.after_end
-    found = [
-        Variation("the number of earlier turns", _earlier(*_TURN)),
-        Variation("the number of earlier turns", _earlier(*_TURN * 5)),
-        Variation("the number of earlier turns", _earlier(*_TURN * 30), combines=False),
-        Variation("the system prompt", _before("system")),
-        Variation("a developer message", _before("developer")),
-        Variation("how many user messages stand together", _earlier(user(f"{WORD}V"))),
-        Variation("the role of the first message", _opening(assistant(f"{WORD}W"))),
-        Variation("earlier tool calls", _earlier(*_TOOL_LOOP)),
-        Variation("earlier reasoning", _earlier(user(f"{WORD}E"), thought)),
-        Variation("tool results since the last user message", _round(_tool_round(1, first=10))),
-        Variation("the number of tool results", _round(_tool_round(2, first=20, text=f"{WORD}N"))),
-        Variation("the text of the last user message", _user_says(f"Another text.\n\n1. {WORD}\n")),
-        Variation("the text of the last user message", _user_says(f"{WORD} " * 500)),
-        Variation("the name of the user", lambda history: history.asking(name=f"n{WORD}")),
-        Variation("the assistant's reasoning", _assistant_with(reasoning_content=f"{WORD}T")),
-        *_call_variations(calls, extension),
-        Variation(
-            "the tool definitions", lambda history: replace(history, tools=(tool_definition("probe"),))
-        ),
-        Variation(
-            "the tool definitions", lambda history: replace(history, tools=tuple(map(tool_definition, "abc")))
-        ),
-        Variation("the documents", lambda history: replace(history, documents=_DOCUMENTS)),
-    ]
+    found = [*_ANY_TURN, *_call_variations(calls, extension)]
     if calls and not profile.writes_content_before_results:
         # Such content was not sampled before the call that ends the completion.
         return found
     said = TextPart(f"{WORD}A")
     thinking = (ThinkingPart(f"{WORD}T"), said)
-    return [
-        *found,
-        Variation("the assistant's text", _assistant_with(content="Something else. " * 100)),
-        Variation("the assistant's text", _assistant_with(content=f"{WORD} \n\n")),
-        Variation("the assistant's text", _assistant_with(content=f'[{{"answer": 1}}] {WORD}?')),
-        Variation("the assistant's reasoning", _assistant_with(content=f"{begin}{WORD}T{close}{WORD}A")),
-        Variation("whether the assistant wrote text", _assistant_with(content="")),
-        Variation("the shape of the assistant's content", _assistant_with(content=(said,)), in_parts=True),
-        Variation("the assistant's reasoning", _assistant_with(content=thinking), in_parts=True),
+    begin, close = "<think>", "</think>\n\n"
+    if (reasoning := profile.reasoning) is not None:
+        begin, close = reasoning.begin, reasoning.before_end + reasoning.end + reasoning.after_end
+    answers: list[tuple[str, Any]] = [
+        ("the assistant's text", "Something else. " * 100),
+        ("the assistant's text", f"{WORD} \n\n"),
+        ("the assistant's text", f'[{{"answer": 1}}] {WORD}?'),
+        ("the assistant's reasoning", f"{begin}{WORD}T{close}{WORD}A"),
+        ("whether the assistant wrote text", ""),
+        ("the shape of the assistant's content", (said,)),
+        ("the assistant's reasoning", thinking),
+    ]
+    return found + [
+        Variation(looks_at=name, answer={"content": content}, in_parts=isinstance(content, tuple))
+        for name, content in answers
     ]
 
 
@@ -136,7 +139,7 @@ def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) ->
     """Other calls by the assistant, as far as the extension's tool messages leave them open."""
     extra = probe_call(90099, name="another", alpha="bravo")
     if not calls:
-        return [Variation("tool calls that nothing answers", _assistant_with(tool_calls=(extra,)))]
+        return [Variation(looks_at="tool calls that nothing answers", answer={"tool_calls": (extra,)})]
     renamed = tuple(
         ToolCall(
             name=message.name or "another",
@@ -146,8 +149,8 @@ def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) ->
         for index, message in enumerate(extension[: len(calls)])
     )
     return [
-        Variation("the number of tool calls", _assistant_with(tool_calls=(*calls, extra))),
-        Variation("the name, id or arguments of a tool call", _assistant_with(tool_calls=renamed)),
+        Variation(looks_at="the number of tool calls", answer={"tool_calls": (*calls, extra)}),
+        Variation(looks_at="the name, id or arguments of a tool call", answer={"tool_calls": renamed}),
     ]
 
 
@@ -159,16 +162,10 @@ def media_placements(media: MediaCount | None) -> list[Variation]:
     call, result = _tool_round(1, first=30)
     answer = msgspec.structs.replace(result, content=(*parts, TextPart(f"{WORD}R")))
     shown = Message(role="user", content=(*parts, TextPart(f"{WORD}I")))
-
-    def placed(place: Change) -> Change:
-        def move(history: ProbeHistory) -> ProbeHistory:
-            return place(history.asking(content=f"{WORD}U")) if any(history.user.media()) else history
-
-        return place if media is None else move
-
+    moved: dict[str, Any] = {} if media is None else {"moves_media": True, "says": f"{WORD}U"}
     return [
-        Variation("which turn holds the images", placed(_earlier(shown, _TURN[1]))),
-        Variation("images in tool results", placed(_round((call, answer)))),
+        Variation(looks_at="which turn holds the images", earlier=(shown, _TURN[1]), **moved),
+        Variation(looks_at="images in tool results", rounds=(call, answer), **moved),
     ]
 
 
@@ -203,25 +200,28 @@ class Reads:
         found = []
         for mark in self.marks:
             for text in (mark, f"{mark}{WORD}{mark}"):
+                system = Message(role="system", content=text)
+                earlier = (user(text), assistant(text))
                 found += [
-                    Variation(f"{mark!r} in the system prompt", _before("system", text)),
-                    Variation(f"{mark!r} in the last user message", _user_says(text)),
-                    Variation(f"{mark!r} in an earlier message", _earlier(user(text), assistant(text))),
+                    Variation(looks_at=f"{mark!r} in the system prompt", system=(system,)),
+                    Variation(looks_at=f"{mark!r} in the last user message", says=text),
+                    Variation(looks_at=f"{mark!r} in an earlier message", earlier=earlier),
                 ]
+            answer = {"content": f"{mark}{WORD}"}
+            found.append(Variation(looks_at=f"{mark!r} in the assistant's text", answer=answer))
+        for name in sorted(self.fields):
+            fields = {"extra": {name: f"{WORD}X"}}
             found.append(
-                Variation(f"{mark!r} in the assistant's text", _assistant_with(content=f"{mark}{WORD}"))
+                Variation(
+                    looks_at=f"the field {name!r} of earlier messages",
+                    question=fields,
+                    answer=fields,
+                    combines=False,
+                )
             )
-        for field in sorted(self.fields):
-            extra = {field: f"{WORD}X"}
-            system = Message(role="system", content=f"{WORD}S", extra=extra)
-
-            def extended(history: ProbeHistory, extra: dict[str, Any] = extra) -> ProbeHistory:
-                return history.asking(extra=extra).answering(extra=extra)
-
-            found += [
-                Variation(f"the field {field!r} of earlier messages", extended, combines=False),
-                Variation(f"the field {field!r} of the system prompt", _opening(system), combines=False),
-            ]
+            system = Message(role="system", content=f"{WORD}S", extra=fields["extra"])
+            looks_at = f"the field {name!r} of the system prompt"
+            found.append(Variation(looks_at=looks_at, opening=(system,), combines=False))
         return found
 
 

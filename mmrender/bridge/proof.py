@@ -9,7 +9,7 @@ the one that was sampled is no evidence.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -21,14 +21,13 @@ from mmrender.bridge.tail import (
     NotBridged,
     NotPrinted,
     ProbeHistory,
-    Tail,
     Tails,
     content_end,
     skeleton,
 )
 from mmrender.errors import TemplateError
 from mmrender.messages import Message, TextPart
-from mmrender.template.text import TracedStr, plain
+from mmrender.template.text import plain
 
 _COMBINATIONS = 24
 """Histories that differ in many respects at once. Any two respects meet in one of four."""
@@ -51,115 +50,102 @@ class Proof:
     failure: str | None
     failure_otherwise: str | None
     stop_id: int | None
-    counts_media: bool
+    counts_media: bool = False
 
 
 class TailProver:
-    """Proves extensions of one template.
+    """Proves one extension of a conversation.
 
     Args:
         tails: Renders and cuts tails.
         reads: What the template's source says that it reads.
+        extension: The new messages.
+        media: What the skeleton holds; None where it is not known that the tail depends on it.
     """
 
-    def __init__(self, tails: Tails, reads: Reads) -> None:
+    def __init__(
+        self, tails: Tails, reads: Reads, extension: Sequence[Message], media: MediaCount | None
+    ) -> None:
         self._tails = tails
         self._reads = reads
+        self._extension = extension
+        self._media = media
+        self._history = skeleton(extension, tails.profile, media or NO_MEDIA)
 
-    def prove(
-        self, extension: Sequence[Message], *, against_rewriting: bool, media: MediaCount | None = None
-    ) -> Proof:
-        """Prove an extension.
-
-        Args:
-            extension: The new messages.
-            against_rewriting: Whether earlier turns must stay as the template wrote them, too.
-            media: What the skeleton holds; None where it is not known that the tail depends on it.
-        """
-        history = skeleton(extension, self._tails.profile, media or NO_MEDIA)
+    def prove(self, *, against_rewriting: bool) -> Proof:
+        """Prove it; `against_rewriting`: earlier turns must stay as the template wrote them, too."""
         try:
-            expected = self._tails.find(history, extension)
+            self._expected = self._tails.find(self._history, self._extension)
         except TemplateError as error:
-            return _failed(f"the template does not take this extension after a short conversation: {error}")
+            reason = f"the template does not take this extension after a short conversation: {error}"
+            return Proof(reason, reason, None)
         except NotBridged as refusal:
-            return _failed(str(refusal))
-        if media is None and any(
-            self._follows(skeleton(extension, self._tails.profile, count), extension, expected)
-            == "another tail"
-            for count in _MEDIA_PROBES
+            return Proof(str(refusal), str(refusal), None)
+        stop_id = self._expected.stop_id
+        probes = () if self._media is not None else _MEDIA_PROBES
+        if any(
+            self._follows(skeleton(self._extension, self._tails.profile, count)) == "another tail"
+            for count in probes
         ):
-            return Proof(None, None, expected.stop_id, counts_media=True)
-        dropped = self._dropped(history, extension)
-        if dropped is not None:
-            return _failed(f"the template does not print the text of new_messages[{dropped}]")
-        failure, after_other_stops = self._dependence(history, extension, expected, media)
+            return Proof(None, None, stop_id, counts_media=True)
+        failure, after_other_stops = self._dropped(), None
+        if failure is None:
+            failure, after_other_stops = self._dependence()
         if failure is None and against_rewriting:
-            failure = self._rewriting(history, extension)
-        return Proof(failure, failure or after_other_stops, expected.stop_id, counts_media=False)
+            failure = self._rewriting()
+        return Proof(failure, failure or after_other_stops, stop_id)
 
-    def _dependence(
-        self, history: ProbeHistory, extension: Sequence[Message], expected: Tail, media: MediaCount | None
-    ) -> tuple[str | None, str | None]:
+    def _dependence(self) -> tuple[str | None, str | None]:
         """What the tail depends on: after histories that end in the same stop token, and after any other."""
-        combined: list[Variation] = []
+        taken: list[Variation] = []
         otherwise: str | None = None
-        for variation in self._variations(history, extension, media):
-            follows = self._follows(variation.change(history), extension, expected)
+        for variation in self._variations():
+            follows = self._follows(variation.of(self._history))
             if follows == "another tail":
                 return _named([variation]), None
             if follows == "another stop":
                 otherwise = otherwise or _named([variation])
             if follows == "the same" and variation.combines:
-                combined.append(variation)
-        return self._joint_dependence(history, extension, expected, combined), otherwise
+                taken.append(variation)
+        # Many at once, for templates that look at two things together.
+        source = random.Random(0)  # noqa: S311 - the same combinations every time
+        for _ in range(_COMBINATIONS):
+            chosen = [variation for variation in taken if source.random() < _SHARE]
+            if self._notices(chosen):
+                for variation in list(chosen):
+                    fewer = [other for other in chosen if other is not variation]
+                    chosen = fewer if self._notices(fewer) else chosen
+                return _named(chosen), otherwise
+        return None, otherwise
 
-    def _variations(
-        self, history: ProbeHistory, extension: Sequence[Message], media: MediaCount | None
-    ) -> Iterator[Variation]:
-        for variation in variations(extension, self._tails.profile):
+    def _notices(self, chosen: Iterable[Variation]) -> bool:
+        changed = self._history
+        for variation in chosen:
+            changed = variation.of(changed)
+        return self._follows(changed) == "another tail"
+
+    def _variations(self) -> Iterator[Variation]:
+        for variation in variations(self._extension, self._tails.profile):
             if variation.in_parts:
-                changed = variation.change(history)
                 try:
-                    shown = _rendered(self._tails, changed, changed.messages, prompt=False)
+                    shown = self._tails.render(variation.of(self._history))
                 except TemplateError:
                     continue
                 if "'type'" in shown:
                     continue
             yield variation
-        yield from chain(media_placements(media), self._reads.variations())
+        yield from chain(media_placements(self._media), self._reads.variations())
 
-    def _joint_dependence(
-        self, history: ProbeHistory, extension: Sequence[Message], expected: Tail, taken: Sequence[Variation]
-    ) -> str | None:
-        """The same with many variations at once, for templates that look at two things together."""
-
-        def differs(chosen: Sequence[Variation]) -> bool:
-            changed = history
-            for variation in chosen:
-                changed = variation.change(changed)
-            return self._follows(changed, extension, expected) == "another tail"
-
-        source = random.Random(0)  # noqa: S311 - the same combinations every time
-        for _ in range(_COMBINATIONS):
-            chosen = [variation for variation in taken if source.random() < _SHARE]
-            if differs(chosen):
-                for variation in list(chosen):
-                    fewer = [other for other in chosen if other is not variation]
-                    chosen = fewer if differs(fewer) else chosen
-                return _named(chosen)
-        return None
-
-    def _follows(
-        self, history: ProbeHistory, extension: Sequence[Message], expected: Tail
-    ) -> Literal["the same", "another tail", "another stop"] | None:
+    def _follows(self, history: ProbeHistory) -> Literal["the same", "another tail", "another stop"] | None:
         """What follows this history, from the stop token on; None where the template refuses it."""
+        expected = self._expected
         wanted = expected.text[expected.start :]
         try:
-            tail = self._tails.find(history, extension)
+            tail = self._tails.find(history, self._extension)
         except TemplateError:
             return None
         except NotPrinted:
-            text = _rendered(self._tails, history, [*history.messages, *extension], prompt=True)
+            text = self._tails.render(history, self._extension)
             return "the same" if text.endswith(wanted) else "another tail"
         except NotBridged:
             return "another tail"
@@ -169,29 +155,27 @@ class TailProver:
         stops = not expected.is_opener and expected.stop_id is not None and tail.stop_id is not None
         return "another stop" if stops and tail.stop_id != expected.stop_id else "another tail"
 
-    def _dropped(self, history: ProbeHistory, extension: Sequence[Message]) -> int | None:
-        """Index of a new message whose text the template leaves out, or None."""
-        first = len(history.messages)
-        text = _rendered(self._tails, history, [*history.messages, *extension], prompt=True)
+    def _dropped(self) -> str | None:
+        """Why not, if the template leaves out the text of a new message."""
+        first = len(self._history.messages)
+        text = self._tails.render(self._history, self._extension)
         printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
-        missing = (
-            index for index, message in enumerate(extension) if index not in printed and _holds_text(message)
-        )
-        return next(missing, None)
+        for index, message in enumerate(self._extension):
+            if index not in printed and _holds_text(message):
+                return f"the template does not print the text of new_messages[{index}]"
+        return None
 
-    def _rewriting(self, history: ProbeHistory, extension: Sequence[Message]) -> str | None:
-        """Why the template would write earlier turns differently once the extension follows, or None."""
+    def _rewriting(self) -> str | None:
+        """Why not, if the template would write earlier turns differently once the extension follows."""
         if self._tails.profile.reads_clock:
             return "the template writes the date, which may have changed since"
-        unchanged = Variation("", lambda given: given)
-        for variation in [unchanged, *variations(extension, self._tails.profile)]:
-            changed = variation.change(history)
-            messages = changed.messages
+        for variation in [Variation(looks_at=""), *variations(self._extension, self._tails.profile)]:
+            history = variation.of(self._history)
             try:
-                prompt = plain(_rendered(self._tails, changed, messages[:-1], prompt=True))
-                alone = _rendered(self._tails, changed, messages, prompt=False)
-                full = plain(_rendered(self._tails, changed, [*messages, *extension], prompt=True))
-                written = plain(alone)[: content_end(alone.spans, len(messages) - 1)]
+                prompt = plain(self._tails.render(history, unanswered=True))
+                alone = self._tails.render(history)
+                full = plain(self._tails.render(history, self._extension))
+                written = plain(alone)[: content_end(alone.spans, len(history.messages) - 1)]
             except (TemplateError, NotBridged):
                 continue
             if not (full.startswith(prompt) and full.startswith(written)):
@@ -200,20 +184,9 @@ class TailProver:
         return None
 
 
-def _failed(reason: str) -> Proof:
-    return Proof(reason, reason, None, counts_media=False)
-
-
 def _named(found: Sequence[Variation]) -> str:
     names = " together with ".join(dict.fromkeys(variation.looks_at for variation in found))
     return f"what the template writes for this extension depends on {names}"
-
-
-def _rendered(tails: Tails, history: ProbeHistory, messages: Sequence[Message], *, prompt: bool) -> TracedStr:
-    """Messages rendered with the tools and documents of a history."""
-    return tails.known.render(
-        messages, tools=history.tools, documents=history.documents, add_generation_prompt=prompt
-    )
 
 
 def _holds_text(message: Message) -> bool:

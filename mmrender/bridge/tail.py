@@ -19,7 +19,7 @@ from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, TextPart
 from mmrender.probing.probes import WORD, probe_call, with_reasoning
 from mmrender.probing.profile import ReasoningFormat, TemplateProfile
 from mmrender.probing.templates import KnownTemplate
-from mmrender.template.text import Span, plain
+from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 
 _PROMPT_TOKENS = 64
@@ -71,10 +71,6 @@ class ProbeHistory:
     def answering(self, **fields: Any) -> "ProbeHistory":
         """The history with other fields in the assistant's turn."""
         return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
-
-    def asking(self, **fields: Any) -> "ProbeHistory":
-        """The history with other fields in the last user message."""
-        return replace(self, user=msgspec.structs.replace(self.user, **fields))
 
 
 def skeleton(
@@ -174,11 +170,23 @@ class Tails:
 
     def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
         self.profile = known.profile
-        self.known = known
+        self._known = known
         self._writer = writer
         self._tokenizer = writer.tokenizer
         end = self._tokenizer.find(self.profile.closes.get("end", ""), lambda _: True)
         self._end_ids = frozenset(self._tokenizer.added_ids[match.token] for match in end)
+
+    def render(
+        self, history: ProbeHistory, following: Sequence[Message] = (), *, unanswered: bool = False
+    ) -> TracedStr:
+        """Render a history, without the assistant's turn if `unanswered`, and what follows it."""
+        messages = history.messages[:-1] if unanswered else history.messages
+        return self._known.render(
+            [*messages, *following],
+            tools=history.tools,
+            documents=history.documents,
+            add_generation_prompt=unanswered or bool(following),
+        )
 
     def find(self, history: ProbeHistory, following: Sequence[Message]) -> Tail:
         """Render what follows a history, and cut it after the assistant's content.
@@ -189,14 +197,8 @@ class Tails:
             NotBridged: It writes new messages before the assistant's turn, or earlier ones after it.
             SpecialTokenError: Content holds a special token, and its role is set to `error`.
         """
-        messages = history.messages
-        last = len(messages) - 1
-        text = self.known.render(
-            [*messages, *following],
-            tools=history.tools,
-            documents=history.documents,
-            add_generation_prompt=bool(following),
-        )
+        last = len(history.messages) - 1
+        text = self.render(history, following)
         tail = text[content_end(text.spans, last) :]
         # Where the first new content begins.
         limit = len(tail)

@@ -28,7 +28,7 @@ def assistant_turns(
     text: TracedStr,
     messages: Sequence[Message],
     profile: TemplateProfile,
-    render: Callable[[Sequence[Message], bool], TracedStr],
+    render: Callable[..., TracedStr],
 ) -> tuple[list[Turn], list[int]]:
     """Find the assistant turns that follow their prompt, and the messages whose turns do not.
 
@@ -37,7 +37,7 @@ def assistant_turns(
         messages: The conversation.
         profile: Says what the generation prompt is. Where it depends on the conversation, or where the
             template rewrites history, each turn's prompt is rendered.
-        render: Renders messages, with the generation prompt where the flag says so.
+        render: Renders messages; takes `add_generation_prompt`.
     """
     body = plain(text)
     starts: dict[int, int] = {}
@@ -52,23 +52,18 @@ def assistant_turns(
         if is_fixed and index in starts and body.startswith(profile.generation_prompt, starts[index]):
             stop = starts[index] + len(profile.generation_prompt)
         if not is_fixed or (stop is not None and not profile.prefix_stable):
-            prompt = _prompt_of(messages[:index], render)
-            follows = prompt is not None and body.startswith(prompt) and stop in (None, len(prompt))
-            stop = len(prompt) if prompt is not None and follows else None
+            try:
+                prompt = plain(render(messages[:index], add_generation_prompt=True))
+            except TemplateError:
+                stop = None
+            else:
+                follows = body.startswith(prompt) and stop in (None, len(prompt))
+                stop = len(prompt) if follows else None
         if stop is None:
             rewritten.append(index)
         else:
             turns.append(Turn(index, stop))
     return turns, rewritten
-
-
-def _prompt_of(
-    messages: Sequence[Message], render: Callable[[Sequence[Message], bool], TracedStr]
-) -> str | None:
-    try:
-        return plain(render(messages, True))
-    except TemplateError:
-        return None
 
 
 def mark_sampled(

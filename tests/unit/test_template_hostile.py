@@ -85,7 +85,6 @@ LIMIT = {
     "doubling ~": doubled("'ab'", "ns.v ~ ns.v"),
     "doubling *": doubled("'ab'", "ns.v * 2"),
     "doubling join": doubled("'ab'", "[ns.v, ns.v]|join"),
-    "doubling replace of content": doubled("messages[0].content", "ns.v.replace('o', 'oo')"),
     "doubling %": doubled("'ab'", "'%s%s' % (ns.v, ns.v)"),
     "doubling format": doubled("'ab'", "'{0}{0}'.format(ns.v)"),
     "doubling macro": "{% macro m(v) %}{{ v }}{{ v }}{% endmacro %}" + doubled("'ab'", "m(ns.v)"),
@@ -98,6 +97,7 @@ LIMIT = {
 
 # Stopped by the operating system, or by Python.
 OUTSIDE = {
+    "doubling replace of content": doubled("messages[0].content", "ns.v.replace('o', 'oo')"),
     "doubling list": doubled("[1]", "ns.v + ns.v"),
     "power": "{{ 9 ** (9 ** 9) }}",
     "% width": "{{ '%10000000000d' % 1 }}",
