@@ -12,10 +12,10 @@ from typing import Any
 
 from mmrender import Renderer, generate
 from mmrender.client.http import HTTPTransport
-from mmrender.client.placeholders import check_prompt
+from mmrender.client.placeholders import check_request
 from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.client.vllm import GenerateCall, VLLMBackend
+from mmrender.client.vllm import VLLMBackend, sample_tokens
 from mmrender.spans import MultiModalData
 
 Call = Callable[[], Awaitable[Any]]
@@ -54,13 +54,13 @@ class GivenFeatures:
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        ids = check_prompt(request.prompt_ids, request.vocab_size)
-        call = GenerateCall(request, transport, ids, aborts=True)
+        ids, _ = check_request(request)
+        prompt: dict[str, Any] = {"token_ids": ids.tolist()}
         features = self.load.features
         if features is not None:
             # As the backend's own encoding gives it: a JSON text.
-            features = {**features, "kwargs_data": {"image": [JSONText(self.load.image_json)]}}
-        return await call.send({} if features is None else {"features": features})
+            prompt["features"] = {**features, "kwargs_data": {"image": [JSONText(self.load.image_json)]}}
+        return await sample_tokens(request, transport, prompt, aborts=True)
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
         return await VLLMBackend().resolve_max_prompt_len(model, transport)

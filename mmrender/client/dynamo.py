@@ -18,41 +18,29 @@ from `content`, where each must name the token that it belongs to. Present but e
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from mmrender.client.placeholders import Ids, check_placeholders, check_prompt, check_prompt_seen
+from mmrender.client.exchange import HTTPBackend, sample
+from mmrender.client.placeholders import Ids, check_request
 from mmrender.client.reply import (
     LogprobEntry,
     ReportedExperts,
     ReportedUsage,
-    alternatives,
-    check_completion,
-    check_count,
-    check_named,
-    check_prompt_count,
+    add_alternatives,
     convert,
-    decode_json,
-    experts_from_mapping,
-    finish_reason_in,
-    read_reply,
+    response_of,
+    without_large,
 )
 from mmrender.client.sampling import spell
-from mmrender.client.server_facts import model_cards
 from mmrender.client.transport import Transport
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
-from mmrender.client.vllm import GENERATE_PATH, GenerateCall, with_extra_body
-from mmrender.client.vllm_images import PixelDtype, features_of, wire_form
-from mmrender.errors import (
-    EngineReplyError,
-    EngineStatusError,
-    EngineUnsupportedError,
-    InputError,
-    PromptTooLongError,
-)
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.vllm import GENERATE_PATH, sample_tokens
+from mmrender.client.vllm_images import PixelDtype, features_of, wire_forms
+from mmrender.errors import EngineReplyError, EngineStatusError, EngineUnsupportedError, InputError
 from mmrender.spans import MediaSpan
-from mmrender.trajectory.engine_data import RoutedExperts
 
 CHAT_PATH: Final = "/v1/chat/completions"
 EXTRA_FIELDS: Final = ("completion_token_ids", "prompt_token_ids", "engine_data")
@@ -61,7 +49,7 @@ _BYTES_PER_ID: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class DynamoBackend:
+class DynamoBackend(HTTPBackend):
     """A Dynamo frontend.
 
     It erases what a worker says of an error, so an overflow is recognised only before sending. A call that is
@@ -97,34 +85,21 @@ class DynamoBackend:
             EngineMismatchError: The worker had another prompt than the renderer's.
             MMRenderError: As for `RendererBackend.generate`.
         """
-        ids = check_prompt(request.prompt_ids, request.vocab_size)
-        spans = check_placeholders(ids, request, takes_sparse=False)
+        ids, spans = check_request(request, takes_sparse=False)
         try:
             if spans:
                 response = await self._with_images(request, transport, ids, spans)
-            else:
-                ends = self._ends(request)
-                body = with_extra_body(chat_body(request, self.nvext), request)
-                _check_size(len(ids) * _BYTES_PER_ID, self.max_body_bytes, where=CHAT_PATH)
-                reply = await transport.request("POST", CHAT_PATH, json=body, headers=request.extra_headers)
-                response = await read_reply(reply.body, lambda body: parse_reply(body, request, ends))
+                if on_tokens is not None:
+                    on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+                return response
+            read = partial(read_reply, request, self._ends(request))
+            body = chat_body(request, self.nvext)
+            _check_size(len(ids) * _BYTES_PER_ID, self.max_body_bytes, where=CHAT_PATH)
+            return await sample(request, transport, CHAT_PATH, body, read, on_tokens=on_tokens)
         except EngineStatusError as error:
             if error.status == 400 and error.remedy is None:
                 error.remedy = "A frontend withholds the worker's message; the worker's log has it"
             raise
-        if on_tokens is not None:
-            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
-        return response
-
-    async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
-        """Return one token less than the model's `context_window`."""
-        card = (await model_cards(transport)).get(model)
-        window = None if card is None else card.context_window
-        return window and window - 1
-
-    def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether the prompt was found too long before it was sent; no reply says so."""
-        return isinstance(exc, PromptTooLongError)
 
     def _ends(self, request: EngineRequest) -> frozenset[int]:
         """Return the tokens that can end a completion."""
@@ -151,18 +126,15 @@ class DynamoBackend:
                 remedy="Say it with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers "
                 "with --no-mm-device-do-normalize",
             )
-        forms = {
-            span.item.identity: await wire_form(span, ids, request.model, transport, pixels=self.pixels)
-            for span in spans
-        }
-        features = await asyncio.to_thread(features_of, spans, forms)
-        texts = [text for texts in features["kwargs_data"].values() for text in texts]
+        forms = await wire_forms(spans, ids, request.model, transport, self.pixels)
+        prompt = await asyncio.to_thread(features_of, spans, forms)
+        texts = [text for texts in prompt["features"]["kwargs_data"].values() for text in texts]
         size = len(ids) * _BYTES_PER_ID + sum(map(len, texts))
         _check_size(size, self.max_image_bytes, where=GENERATE_PATH)
-        # The frontend has no route that aborts; closing the connection does.
-        call = GenerateCall(request, transport, ids, aborts=False)
+        prompt["token_ids"] = ids.tolist()
         try:
-            return await call.send({"features": features})
+            # The frontend has no route that aborts; closing the connection does.
+            return await sample_tokens(request, transport, prompt, aborts=False)
         except EngineUnsupportedError as error:
             if not isinstance(error.__cause__, EngineStatusError):
                 raise
@@ -254,103 +226,57 @@ class _Reply(msgspec.Struct):
     usage: ReportedUsage | None = None
 
 
-_REASONS: Final[Mapping[str, FinishReason]] = {
-    "stop": "stop",
-    "length": "length",
-    "tool_calls": "stop",  # the frontend's own parser found a call
-    "abort": "abort",
-}
-_CONTENT: Final = "choices[0].logprobs.content"
-_LARGE: Final = ("engine_data", "routed_experts", "completion_token_ids", "prompt_token_ids", "token_data")
-
-
-def parse_reply(body: bytes, request: EngineRequest, ends: frozenset[int]) -> EngineResponse:
-    """Parse a chat reply of status 200; `ends` are the tokens that can end a completion."""
-    decoded = decode_json(body, where="reply")
-    reply = convert(decoded, _Reply, where="reply")
+def read_reply(request: EngineRequest, ends: frozenset[int], decoded: Any, where: str) -> EngineResponse:
+    """Read a chat reply of status 200; `ends` are the tokens that can end a completion."""
+    reply = convert(decoded, _Reply, where=where)
     if len(reply.choices) != 1:
-        raise EngineReplyError(
-            "the reply is not one completion", where="choices", got=str(len(reply.choices))
-        )
+        raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
     choice, nvext = reply.choices[0], reply.nvext or _Nvext()
     data = nvext.engine_data or _EngineData()
-    _check_prompt(reply, nvext, data, request)
     if data.finished is False:
         raise EngineReplyError(
-            "the worker failed during the request", where="nvext.engine_data.finished", got="false"
+            "the worker failed during the request",
+            where=f"{where} nvext.engine_data.finished",
+            got="false",
         )
-    content = choice.logprobs.content if choice.logprobs is not None else None
-    ids, logprobs = check_completion(*_completion(data, nvext, content), request, where="completion")
-    top = None
-    if request.sampling_params.get("logprobs"):
-        check_count(content, len(ids), what="alternatives", where=_CONTENT)
-        top = alternatives(content or [], where=_CONTENT)
-    return EngineResponse(
-        completion_ids=ids,
-        logprobs=logprobs,
-        finish_reason=_finish_reason(choice.finish_reason, ids, request, ends),
-        usage=Usage(len(request.prompt_ids), len(ids), reply.usage.cached_tokens if reply.usage else None),
-        routed_experts=_experts(nvext, data, request) if request.routed_experts else None,
+    content = (choice.logprobs and choice.logprobs.content) or []
+    ids = _completion_ids(data, nvext, choice, where)
+    entries = content
+    if data.completion_token_ids is not None and data.completion_logprobs is not None:
+        entries = [LogprobEntry(logprob) for logprob in data.completion_logprobs]
+        if request.sampling_params.get("logprobs"):
+            add_alternatives(entries, [entry.top_logprobs for entry in content], where=where)
+    reason = choice.finish_reason
+    ended = bool(ids) and ids[-1] in ends
+    # A frontend says `stop` also of a completion that was aborted; a stop string may end it at any token.
+    if reason in ("stop", "tool_calls") and not ended and not request.sampling_params.get("stop"):
+        reason = "abort"
+    return response_of(
+        request,
+        where=where,
+        raw=without_large(decoded),
+        ids=ids,
+        entries=entries,
+        named=False,
+        reason=reason,
+        seen=nvext.prompt_token_ids if data.prompt_token_ids is None else data.prompt_token_ids,
+        usage=reply.usage,
+        experts=nvext.routed_experts or data.routed_experts,
         request_id=reply.id,
-        top_logprobs=top,
-        raw={
-            **decoded,
-            "choices": [{key: value for key, value in decoded["choices"][0].items() if key != "logprobs"}],
-            "nvext": {key: value for key, value in (decoded.get("nvext") or {}).items() if key not in _LARGE},
-        },
     )
 
 
-def _finish_reason(
-    reported: str | None, ids: Sequence[int], request: EngineRequest, ends: frozenset[int]
-) -> FinishReason:
-    """Return why sampling ended: a frontend says `stop` also of a completion that was aborted."""
-    reason = finish_reason_in(_REASONS, reported, where="choices[0].finish_reason")
-    ended = bool(ids) and ids[-1] in ends
-    # A stop string may end it at any token.
-    return "abort" if reason == "stop" and not ended and not request.sampling_params.get("stop") else reason
-
-
-def _completion(
-    data: _EngineData, nvext: _Nvext, content: list[LogprobEntry] | None
-) -> tuple[list[int], Sequence[float | None]]:
-    """Return tokens and logprobs, from the first channel that has them, never of different tokens."""
-    if data.completion_token_ids is not None and data.completion_logprobs is not None:
-        return data.completion_token_ids, data.completion_logprobs
-    ids = data.completion_token_ids
-    if ids is None:
-        ids = nvext.completion_token_ids
-    if ids is None and content is not None:
-        named = [entry.token_id for entry in content]
-        # Frontends before 1.6 give the text only.
-        ids = [token for token in named if token is not None] if None not in named else None
-    if ids is None:
-        raise EngineReplyError(
-            "the reply holds no token ids",
-            where="nvext",
-            expected="engine_data or completion_token_ids",
-            remedy="Retokenizing its text would train on other tokens; use a frontend that gives them",
-        )
-    entries = content or []
-    check_named(entries, ids, where=_CONTENT, required=False)
-    return ids, [entry.logprob for entry in entries]
-
-
-def _check_prompt(reply: _Reply, nvext: _Nvext, data: _EngineData, request: EngineRequest) -> None:
-    if data.prompt_token_ids is not None:
-        check_prompt_seen(data.prompt_token_ids, request, where="nvext.engine_data.prompt_token_ids")
-    elif nvext.prompt_token_ids is not None:
-        check_prompt_seen(nvext.prompt_token_ids, request, where="nvext.prompt_token_ids")
-    else:
-        check_prompt_count(reply.usage, request, where="usage.prompt_tokens")
-
-
-def _experts(nvext: _Nvext, data: _EngineData, request: EngineRequest) -> RoutedExperts:
-    reported = nvext.routed_experts or data.routed_experts
-    if reported is None:
-        raise EngineUnsupportedError(
-            "router choices were asked for, and the worker gives none",
-            where="nvext.routed_experts",
-            remedy="Start the workers with --enable-return-routed-experts, with a mixture-of-experts model",
-        )
-    return experts_from_mapping(reported, request.routed_experts_prompt_start, where="nvext.routed_experts")
+def _completion_ids(data: _EngineData, nvext: _Nvext, choice: _Choice, where: str) -> list[int]:
+    """Return the tokens from the first channel that has them."""
+    content = None if choice.logprobs is None else choice.logprobs.content
+    # Frontends before 1.6 give the text of each token only.
+    named = None if content is None else [entry.token_id for entry in content]
+    for ids in (data.completion_token_ids, nvext.completion_token_ids, named):
+        if ids is not None and None not in ids:
+            return [token for token in ids if token is not None]
+    raise EngineReplyError(
+        "the reply holds no token ids",
+        where=f"{where} nvext",
+        expected="engine_data or completion_token_ids",
+        remedy="Retokenizing its text would train on other tokens; use a frontend that gives them",
+    )

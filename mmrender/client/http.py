@@ -5,8 +5,8 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,6 @@ from mmrender.errors import (
 
 try:
     import aiohttp
-    from aiohttp.abc import AbstractStreamWriter
 except ImportError as error:
     raise MissingDependencyError.of_extra("aiohttp", "client", "the HTTP client") from error
 
@@ -42,28 +41,13 @@ _SLICE: Final = 256 << 10
 """Larger bodies are written in slices, so that other tasks have their turn."""
 
 
-class _SlicedPayload(aiohttp.Payload):
-    """Writes a body as slices of its pieces, so that the socket may drain between two."""
-
-    _value: list[bytes]
-    _autoclose = True
-
-    def __init__(self, pieces: list[bytes], size: int) -> None:
-        super().__init__(pieces, content_type="application/json")
-        self._size = size
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Return the body as text, for aiohttp's own diagnostics."""
-        return b"".join(self._value).decode(encoding, errors)
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        """Write all of it."""
-        for piece in self._value:
-            view = memoryview(piece)
-            for start in range(0, len(view), _SLICE):
-                await writer.write(view[start : start + _SLICE])
-                # A socket with a large buffer takes slice after slice at once; let others have their turn.
-                await asyncio.sleep(0)
+async def _slices(pieces: list[bytes]) -> AsyncIterator[memoryview]:
+    """Yield a large body in slices; a socket with a large buffer would take all of it at once."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _SLICE):
+            yield view[start : start + _SLICE]
+            await asyncio.sleep(0)
 
 
 def encode_json(value: Any) -> list[bytes]:
@@ -112,22 +96,24 @@ class HTTPTransport:
     def __init__(self, config: TransportConfig | str, *, hooks: Sequence[ClientHooks] = ()) -> None:
         self.config = TransportConfig(config) if isinstance(config, str) else config
         self.hooks = tuple(hooks)
-        self._sessions = _LoopSessions(self.config)
+        self.base_url = self.config.base_url
+        self._sessions: dict[int, _LoopSession] = {}
+        self._lock = threading.Lock()
+        # Sessions outlive a dropped transport until their loops have closed them, as that takes an `await`.
+        weakref.finalize(self, _close_sessions, self._sessions).atexit = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(HTTPTransport, self.config, hooks=self.hooks), ()
 
     def __repr__(self) -> str:
-        return f"HTTPTransport({self.config.base_url!r})"
-
-    @property
-    def base_url(self) -> str:
-        """Root of the server, without a trailing slash."""
-        return self.config.base_url
+        return f"HTTPTransport({self.base_url!r})"
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop; a later call opens new ones."""
-        await self._sessions.aclose()
+        with self._lock:
+            entry = self._sessions.pop(id(asyncio.get_running_loop()), None)
+        if entry is not None:
+            await entry.keeper.aclose()
 
     async def request(
         self,
@@ -153,11 +139,13 @@ class HTTPTransport:
         """
         repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
-        call = self._begun(method, path, json, headers)
         policy = self.config.retries
+        failure: Exception | None = None
 
         def is_retried(error: Exception) -> bool | float:
             """Whether to try again, or after how many seconds."""
+            nonlocal failure
+            failure = error
             if isinstance(error, EngineConnectionError):
                 cause = error.__cause__
                 return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
@@ -165,7 +153,7 @@ class HTTPTransport:
                 return False
             return True if error.retry_after is None else min(error.retry_after, policy.wait_max)
 
-        failure: EngineError | None = None
+        call = self._begun(method, path, json, headers)
         try:
             async with asyncio.timeout(seconds):
                 async for attempt in policy.attempts_on(is_retried):
@@ -175,11 +163,7 @@ class HTTPTransport:
                             call.attempt = attempt.num
                             call.report("on_retry", error=failure)
                             call.status = None
-                        try:
-                            reply = await self._once(call)
-                        except EngineError as error:
-                            failure = error
-                            raise
+                        reply = await self._once(call)
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
             call.report("on_error", error=late)
@@ -189,23 +173,6 @@ class HTTPTransport:
             raise
         call.report("on_response", reply_bytes=len(reply.body))
         return reply
-
-    def _begun(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> ObservedCall:
-        """Encode and report a call; the caller's headers override those of hooks."""
-        body = [] if json is None else encode_json(json)
-        call = ObservedCall(method, self.config.base_url + path, body, self.hooks)
-        content_type = {"Content-Type": "application/json"} if body else {}
-        call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
-        return call
-
-    async def _once(self, call: ObservedCall) -> Reply:
-        async with self._opened(call) as response:
-            content = bytearray()
-            async for chunk in response.content.iter_any():
-                content += chunk
-                if len(content) > self.config.max_reply_bytes:
-                    raise _too_long(self.config.max_reply_bytes, call.where)
-            return Reply(response.status, response.headers, bytes(content))
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -220,42 +187,67 @@ class HTTPTransport:
         """
         call = self._begun(method, path, json, headers)
         total = 0
+        pending = bytearray()
         try:
             async with self._opened(call, silence=self.config.timeout) as response:
-                pending = bytearray()
                 async for chunk in response.content.iter_any():
                     total += len(chunk)
                     pending += chunk
                     if b"\n" in chunk:
-                        *lines, rest = bytes(pending).split(b"\n")
-                        pending = bytearray(rest)
+                        *lines, pending = pending.split(b"\n")
                         for line in lines:
-                            yield line.removesuffix(b"\r")
-                    if len(pending) > self.config.max_reply_bytes:
-                        raise _too_long(self.config.max_reply_bytes, call.where)
-                if pending:
-                    yield bytes(pending).removesuffix(b"\r")
+                            yield bytes(line.removesuffix(b"\r"))
+                    self._check_size(len(pending), call)
+            if pending:
+                yield bytes(pending.removesuffix(b"\r"))
         except BaseException as error:
             call.report("on_error", error=error)
             raise
         call.report("on_response", reply_bytes=total)
+
+    def _begun(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> ObservedCall:
+        """Encode and report a call; the caller's headers override those of hooks."""
+        body = [] if json is None else encode_json(json)
+        call = ObservedCall(method, self.base_url + path, body, self.hooks)
+        content_type = {"Content-Type": "application/json"} if body else {}
+        call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
+        return call
+
+    async def _once(self, call: ObservedCall) -> Reply:
+        async with self._opened(call) as response:
+            content = bytearray()
+            async for chunk in response.content.iter_any():
+                content += chunk
+                self._check_size(len(content), call)
+            return Reply(response.status, response.headers, bytes(content))
+
+    def _check_size(self, size: int, call: ObservedCall) -> None:
+        if size > self.config.max_reply_bytes:
+            raise EngineReplyError(
+                "the server's reply is too long",
+                where=call.where,
+                expected=f"at most {self.config.max_reply_bytes} bytes",
+                remedy="Raise max_reply_bytes of the transport",
+            )
 
     @contextlib.asynccontextmanager
     async def _opened(
         self, call: ObservedCall, *, silence: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one attempt and yield its reply, of status 2xx; errors of aiohttp become ours."""
-        with _engine_errors(call.where):
-            session = await self._sessions.get()
-            waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
+        headers, data = call.headers, b"".join(call.body) if call.size <= _SLICE else _slices(call.body)
+        if call.size > _SLICE:
+            headers = {**headers, "Content-Length": str(call.size)}
+        waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
+        start = b""
+        try:
+            session = await self._session()
             # aiohttp writes bytes with the headers in one piece.
-            large = call.size > _SLICE
-            data = _SlicedPayload(call.body, call.size) if large else b"".join(call.body) or None
             async with session.request(
                 call.method,
                 call.target,
-                data=data,
-                headers=call.headers,
+                data=data or None,
+                headers=headers,
                 timeout=waits,
                 allow_redirects=False,
             ) as response:
@@ -263,105 +255,73 @@ class HTTPTransport:
                 if 200 <= response.status < 300:
                     yield response
                     return
-                start = b""
                 async for chunk in response.content.iter_any():
                     start += chunk
                     if len(start) >= MAX_ERROR_BYTES:
                         break
-            raise status_error(call.method, call.url, response.status, start, response.headers)
+        except EngineError:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
+            raise _engine_error(error, call.where) from error
+        raise status_error(call.method, call.url, response.status, start, response.headers)
 
-
-def _too_long(limit: int, where: str) -> EngineReplyError:
-    return EngineReplyError(
-        "the server's reply is too long",
-        where=where,
-        expected=f"at most {limit} bytes",
-        remedy="Raise max_reply_bytes of the transport",
-    )
-
-
-@contextmanager
-def _engine_errors(where: str) -> Iterator[None]:
-    """Turn aiohttp's errors into errors that name the call; the cause stays beneath."""
-    try:
-        yield
-    except EngineError:
-        raise
-    except _UNTRUSTED as error:
-        raise EngineConnectionError("the server cannot be trusted", where=where, got=str(error)) from error
-    except _NEVER_MADE as error:
-        raise EngineConnectionError("the server was not reached", where=where, got=_text(error)) from error
-    except aiohttp.SocketTimeoutError as error:
-        raise EngineTimeoutError("the server went silent", where=where, got=_text(error)) from error
-    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-        raise InputError("the path cannot be requested", where=where, got=str(error)) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise EngineConnectionError("the connection broke", where=where, got=_text(error)) from error
-    except (ValueError, TypeError) as error:
-        raise InputError("the request cannot be sent", where=where, got=str(error)) from error
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-class _Entry(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    session: aiohttp.ClientSession
-    keeper: AsyncGenerator[None, None]
-
-
-class _LoopSessions:
-    """One aiohttp session for each event loop.
-
-    A session is closed by `aclose` in its loop; by `asyncio.run` at the loop's end, since a suspended
-    asynchronous generator keeps it; or, where this object is dropped first, by that generator's finalizer.
-    """
-
-    def __init__(self, config: TransportConfig) -> None:
-        self._config = config
-        self._entries: dict[int, _Entry] = {}
-        self._lock = threading.Lock()
-
-    async def get(self) -> aiohttp.ClientSession:
-        """Return the session of the running loop."""
+    async def _session(self) -> aiohttp.ClientSession:
+        """Return the session of the running event loop."""
         loop = asyncio.get_running_loop()
-        entry = self._entries.get(id(loop))
+        entry = self._sessions.get(id(loop))
         # A loop that ended may have left its address to another one.
         if entry is not None and entry.loop is loop and not entry.session.closed:
             return entry.session
-        config = self._config
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=config.max_connections, limit_per_host=0, keepalive_timeout=config.keepalive
-            ),
-            headers={"Accept": "application/json", "Accept-Encoding": "identity", **config.all_headers},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=1 << 20,
-        )
-        keeper = _close_at_end(session)
+        keeper = _open_session(self.config)
         # Runs to its first `yield` without giving way, so no second task can open another session meanwhile.
-        await anext(keeper)
+        session = await anext(keeper)
         with self._lock:
-            ended = [key for key, entry in self._entries.items() if entry.loop.is_closed()]
-            dropped = [self._entries.pop(key) for key in ended]
-            self._entries[id(loop)] = _Entry(loop, session, keeper)
+            ended = [key for key, entry in self._sessions.items() if entry.loop.is_closed()]
+            dropped = [self._sessions.pop(key) for key in ended]
+            self._sessions[id(loop)] = _LoopSession(loop, session, keeper)
         for entry in dropped:
             # Its loop ended without ending its generators, so nothing can be awaited there.
             with contextlib.suppress(StopIteration):
                 entry.session.close().send(None)
         return session
 
-    async def aclose(self) -> None:
-        """Close the session of the running loop; a later `get` opens another."""
-        with self._lock:
-            entry = self._entries.pop(id(asyncio.get_running_loop()), None)
-        if entry is not None:
-            await entry.keeper.aclose()
+
+class _LoopSession(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    session: aiohttp.ClientSession
+    keeper: AsyncGenerator[aiohttp.ClientSession, None]
 
 
-async def _close_at_end(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        await session.close()
+async def _open_session(config: TransportConfig) -> AsyncGenerator[aiohttp.ClientSession, None]:
+    """Yield a session, and close it when the generator ends: by hand, or by `asyncio.run` at its end."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=config.max_connections, limit_per_host=0, keepalive_timeout=config.keepalive
+        ),
+        headers={"Accept": "application/json", "Accept-Encoding": "identity", **config.all_headers},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        read_bufsize=1 << 20,
+    ) as session:
+        yield session
+
+
+def _close_sessions(sessions: dict[int, _LoopSession]) -> None:
+    for entry in sessions.values():
+        if not entry.loop.is_closed():
+            entry.loop.call_soon_threadsafe(entry.loop.create_task, entry.keeper.aclose())
+
+
+def _engine_error(error: Exception, where: str) -> EngineError | InputError:
+    """Return the error that names the call, for one of aiohttp's."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, _UNTRUSTED):
+        return EngineConnectionError("the server cannot be trusted", where=where, got=text)
+    if isinstance(error, _NEVER_MADE):
+        return EngineConnectionError("the server was not reached", where=where, got=text)
+    if isinstance(error, aiohttp.SocketTimeoutError):
+        return EngineTimeoutError("the server went silent", where=where, got=text)
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return InputError("the path cannot be requested", where=where, got=text)
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return EngineConnectionError("the connection broke", where=where, got=text)
+    return InputError("the request cannot be sent", where=where, got=text)

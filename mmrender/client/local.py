@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
-from mmrender.client.placeholders import check_placeholders, check_prompt
+from mmrender.client.placeholders import check_request
 from mmrender.client.sampling import check_sampling_params, where
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
@@ -227,7 +228,7 @@ class LocalBackend:
         limit, length = self._limit(model), len(request.prompt_ids)
         if length >= limit:
             raise PromptTooLongError(length, limit - 1)
-        check_placeholders(check_prompt(request.prompt_ids, config.vocab_size), request, only_images=False)
+        check_request(replace(request, vocab_size=config.vocab_size), takes_videos=True)
         stop_ids = set(params.get("stop_token_ids") or ())
         if not params.get("ignore_eos"):
             own = getattr(model.generation_config, "eos_token_id", None)

@@ -1,8 +1,8 @@
 """Check a prompt and its sidecar before sending: a mistake kills an engine, or gives wrong answers silently.
 
 `MultiModalData.spans` checks the sidecar against itself. What is checked here is engine specific: ids within
-the vocabulary, ranges that are exactly the runs of pad tokens that their items stand for, no image without a
-range. `collapse` gives the prompt as the template wrote it, for engines that widen placeholders themselves.
+the vocabulary, ranges that hold exactly the tokens of their items, no image without a range. `collapse` gives
+the prompt as the template wrote it, for engines that widen placeholders themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,51 +18,29 @@ from mmrender.spans import MediaSpan, MultiModalData, Repeat, Text, common_prefi
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int | None, *, where: str = "prompt_ids") -> Ids:
-    """Return the prompt as an integer array of shape `(n,)`."""
-    try:
-        ids = np.asarray(prompt_ids)
-    except (ValueError, OverflowError):
-        ids = np.zeros((), object)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise InputError(
-            "a prompt is a list of token ids",
-            where=where,
-            expected="one or more integers",
-            got=f"{type(prompt_ids).__name__} {list(ids.shape)} of {ids.dtype}" if ids.size else "nothing",
-        )
-    outside = ids < 0
-    if vocab_size is not None:
-        outside |= ids >= vocab_size
-    if outside.any():
-        index = int(outside.argmax())
-        raise InputError(
-            "a token id is outside the vocabulary",
-            where=f"{where}[{index}]",
-            expected=f"0 to {vocab_size - 1}" if vocab_size is not None else "0 or more",
-            got=str(ids[index]),
-        )
-    return ids
-
-
-def check_placeholders(
-    ids: Ids, request: EngineRequest, *, only_images: bool = True, takes_sparse: bool = True
-) -> list[MediaSpan]:
-    """Check items, ranges and tokens of a request against each other; return the spans in prompt order.
+def check_request(
+    request: EngineRequest, *, takes_videos: bool = False, takes_sparse: bool = True
+) -> tuple[Ids, list[MediaSpan]]:
+    """Return the prompt as an array of shape `(n,)` and its media in order, checked against each other.
 
     Args:
-        ids: The prompt, placeholders widened; of shape `(n,)`.
-        request: Its sidecar, and what is known of the model's tokens. Without `media_token_ids` the first
-            token of a range counts as the pad token.
-        only_images: Whether the engine takes images only.
+        request: The prompt, its sidecar, and what is known of the model's tokens. Without `media_token_ids`
+            the first token of a range counts as the pad token.
+        takes_videos: Whether the engine takes videos.
         takes_sparse: Whether the engine keeps which tokens of a range stand for features, where not all do.
+
+    Raises:
+        InputError: The prompt is empty, or holds something else than ids of the vocabulary.
+        EngineUnsupportedError: A video, or a range that the engine cannot keep.
+        PlaceholderError: Tokens, ranges and items do not fit together.
     """
+    ids = _check_ids(request.prompt_ids, request.vocab_size)
     if not request.multi_modal_data:
-        return []
+        return ids, []
     spans = request.multi_modal_data.spans(len(ids))
     pads: dict[str, int] = {}
     for span in spans:
-        if only_images and span.modality != "image":
+        if span.modality != "image" and not takes_videos:
             raise EngineUnsupportedError(
                 "only images can be sent to this engine", where=span.where, got=span.modality
             )
@@ -74,83 +52,96 @@ def check_placeholders(
                 got=f"{span.range.num_embeds} of {span.range.length}",
                 remedy="Send the encoded image, or use another engine for this model",
             )
-        runs = span.range.embed_spans or ((0, span.range.length),)
-        pad = pads.setdefault(span.modality, int(ids[span.start + runs[0][0]]))
-        for start, stop in runs:
-            run = ids[span.start + start : span.start + stop]
-            if (run != pad).any():
-                index = span.start + start + int((run != pad).argmax())
-                raise PlaceholderError(
-                    "a placeholder range is not a run of pad tokens",
-                    where=span.where,
-                    expected=f"the token {pad} from {span.start + start} to {span.start + stop - 1}",
-                    got=f"the token {ids[index]} at {index}",
-                )
-        _check_expansion(span, ids, request.media_token_ids)
-    _check_edges(spans, ids, pads)
-    return spans
+        expected = _expected_tokens(span, ids, request.media_token_ids, pads)
+        found = ids[span.start : span.stop]
+        if not np.array_equal(found, expected):
+            same = common_prefix(found, expected)
+            raise PlaceholderError(
+                "a placeholder range does not hold the tokens of its item",
+                where=span.where,
+                expected=f"{token_at(expected, same)}, {len(expected)} tokens in all",
+                got=f"{token_at(found, same)} at {span.start + same}, {len(found)} in all",
+            )
+    for modality, pad in pads.items():
+        _check_edges(spans, ids, modality, pad)
+    return ids, spans
 
 
-def _check_expansion(span: MediaSpan, ids: Ids, token_ids: Mapping[str, int]) -> None:
-    """Require exactly the tokens of the expansion, where it holds no text and its tokens are known."""
-    pieces = [
-        piece for piece in span.item.expansion if isinstance(piece, Repeat) and piece.token in token_ids
-    ]
-    if len(pieces) != len(span.item.expansion):
-        return
-    expected = np.repeat([token_ids[piece.token] for piece in pieces], [piece.count for piece in pieces])
-    found = ids[span.start : span.stop]
-    if not np.array_equal(found, expected):
-        same = common_prefix(found, expected)
-        raise PlaceholderError(
-            "a placeholder range does not hold the tokens of its item",
-            where=span.where,
-            expected=f"{token_at(expected, same)}, {len(expected)} tokens in all",
-            got=f"{token_at(found, same)} at {span.start + same}, {len(found)} in all",
+def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
+    try:
+        ids = np.asarray(prompt_ids)
+    except (ValueError, OverflowError):
+        ids = np.zeros((), object)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise InputError(
+            "a prompt is a list of token ids",
+            where="prompt_ids",
+            expected="one or more integers",
+            got=f"{type(prompt_ids).__name__} {list(ids.shape)} of {ids.dtype}" if ids.size else "nothing",
         )
+    outside = ids < 0
+    if vocab_size is not None:
+        outside |= ids >= vocab_size
+    if outside.any():
+        index = int(outside.argmax())
+        raise InputError(
+            "a token id is outside the vocabulary",
+            where=f"prompt_ids[{index}]",
+            expected=f"0 to {vocab_size - 1}" if vocab_size is not None else "0 or more",
+            got=str(ids[index]),
+        )
+    return ids
 
 
-def _check_edges(spans: Sequence[MediaSpan], ids: Ids, pads: Mapping[str, int]) -> None:
+def _expected_tokens(
+    span: MediaSpan, ids: Ids, token_ids: Mapping[str, int], pads: dict[str, int]
+) -> npt.NDArray[Any]:
+    """Return the tokens that a range must hold: those of its expansion, or its runs of pads if unknown."""
+    runs = span.range.embed_spans or ((0, span.range.length),)
+    pad = pads.setdefault(span.modality, int(ids[span.start + runs[0][0]]))
+    pieces = span.item.expansion
+    known = [piece for piece in pieces if isinstance(piece, Repeat) and piece.token in token_ids]
+    if len(known) == len(pieces):
+        return np.repeat([token_ids[piece.token] for piece in known], [piece.count for piece in known])
+    expected = ids[span.start : span.stop].copy()
+    for start, stop in runs:
+        expected[start:stop] = pad
+    return expected
+
+
+def _check_edges(spans: Sequence[MediaSpan], ids: Ids, modality: str, pad: int) -> None:
     """Require that runs of pads end where their ranges do, and that no image lacks a range.
 
     A model may sample a pad token, and it stays one. Pads between the same two tokens that every image of the
     prompt lies between are an image that the sidecar lacks.
     """
     padded = np.concatenate(([-1], ids, [-1]))  # so that the token before the first has an index
-    starts, stops = {span.start for span in spans}, {span.stop for span in spans}
-    frames: dict[str, set[tuple[int, int]]] = {}
+    stray = padded == pad
     for span in spans:
-        before, after = int(padded[span.start]), int(padded[span.stop + 1])
-        frames.setdefault(span.modality, set()).add((before, after))
-        pad = pads[span.modality]
-        outside = [
-            span.start - 1 if before == pad and span.start not in stops else None,
-            span.stop if after == pad and span.stop not in starts else None,
-        ]
-        if found := [index for index in outside if index is not None]:
-            raise PlaceholderError(
-                "a placeholder range ends within a run of pad tokens",
-                where=span.where,
-                expected=f"no token {pad} next to it",
-                got=f"one at {found[0]}",
-            )
-    for modality, pad in pads.items():
-        if len(frames[modality]) != 1 or -1 in (frame := next(iter(frames[modality]))):
-            continue
-        stray = padded == pad
-        for span in spans:
-            if span.modality == modality:
-                stray[span.start + 1 : span.stop + 1] = False
-        edges = np.flatnonzero(np.diff(stray)).reshape(-1, 2).tolist() if stray.any() else []
-        for start, stop in edges:
-            if (int(padded[start]), int(padded[stop + 1])) == frame:
+        stray[span.start + 1 : span.stop + 1] = False
+    if not stray.any():
+        return
+    own = [span for span in spans if span.modality == modality]
+    for span in own:
+        for index in (span.start - 1, span.stop):
+            if stray[index + 1]:
                 raise PlaceholderError(
-                    "an image of the prompt has no placeholder range",
-                    where=f"prompt_ids[{start}:{stop}]",
-                    expected="a range and an item for each image",
-                    got=f"a run of the token {pad} between {frame[0]} and {frame[1]}, as images have it",
-                    remedy="Pass the sidecar of the whole prompt as multi_modal_data",
+                    "a placeholder range ends within a run of pad tokens",
+                    where=span.where,
+                    expected=f"no token {pad} next to it",
+                    got=f"one at {index}",
                 )
+    frames = {(int(padded[span.start]), int(padded[span.stop + 1])) for span in own}
+    for start, stop in np.flatnonzero(np.diff(stray)).reshape(-1, 2).tolist():
+        before, after = frame = int(padded[start]), int(padded[stop + 1])
+        if frames == {frame}:
+            raise PlaceholderError(
+                "an image of the prompt has no placeholder range",
+                where=f"prompt_ids[{start}:{stop}]",
+                expected="a range and an item for each image",
+                got=f"a run of the token {pad} between {before} and {after}, as images have it",
+                remedy="Pass the sidecar of the whole prompt as multi_modal_data",
+            )
 
 
 def collapse(
@@ -234,22 +225,18 @@ def known_tokens(renderer: Any, data: MultiModalData) -> KnownTokens:
     media: Any = getattr(renderer, "media", None)
     tokenizer: Any = getattr(renderer, "tokenizer", None)
     stops = getattr(renderer, "get_stop_token_ids", None)
-    written = media.processor.placeholder if media is not None and tokenizer is not None and data else {}
-    texts = (
-        set()
-        if tokenizer is None
-        else {
-            piece.token
-            for items in data.mm_items.values()
-            for item in items
-            for piece in item.expansion
-            if isinstance(piece, Repeat)
-        }
-    )
-    ids = {text: tokenizer.token_id(text) for text in {*written.values(), *texts}}
+    placeholders: dict[str, int] = {}
+    tokens: dict[str, int] = {}
+    if tokenizer is not None and data:
+        written = media.processor.placeholder if media is not None else {}
+        items = (item for items in data.mm_items.values() for item in items)
+        texts = {piece.token for item in items for piece in item.expansion if isinstance(piece, Repeat)}
+        ids = {text: tokenizer.token_id(text) for text in {*written.values(), *texts}}
+        placeholders = {kind: ids[text] for kind, text in written.items() if ids[text] is not None}
+        tokens = {text: ids[text] for text in texts if ids[text] is not None}
     return {
         "vocab_size": getattr(renderer, "vocab_size", None),
-        "placeholder_ids": {kind: ids[text] for kind, text in written.items() if ids[text] is not None},
-        "media_token_ids": {text: ids[text] for text in texts if ids[text] is not None},
+        "placeholder_ids": placeholders,
+        "media_token_ids": tokens,
         "eos_token_ids": None if stops is None else stops(),
     }

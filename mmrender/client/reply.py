@@ -1,35 +1,53 @@
-"""What the replies of all engines have in common: decoding, completions, router choices.
+"""What the replies of all servers have in common: decoding, and the checks of a completion.
 
 A reply is foreign: whatever a server answers gives an `EngineResponse` that can be trained on, or an
-`EngineReplyError` that names the field.
+`EngineReplyError` that names the field. A backend knows its server's form and passes the parts to
+`response_of`, which checks them.
 """
 
-import asyncio
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from mmrender.client.types import EngineRequest, FinishReason, TopLogprobs
-from mmrender.errors import EngineMismatchError, EngineReplyError
+from mmrender.client.placeholders import check_prompt_seen
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, TopLogprobs, Usage
+from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 T = TypeVar("T")
-Base64: TypeAlias = str | bytes
 
-_LARGE_REPLY: Final = 1 << 20
 LOGPROB_SENTINEL: Final = -9999.0
 """What vLLM writes where it has no logprob."""
 _LEAST_LOGPROB: Final = -3.0e38
 """SGLang writes the least float32 in place of minus infinity."""
 _ROUNDING: Final = 1e-4
 """How far above 0 rounding may take the logprob of a certain token."""
-_DTYPES: Final = frozenset({"uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"})
+_INTEGERS: Final = frozenset({"uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"})
+_REASONS: Final[Mapping[str, FinishReason]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "repetition": "stop",  # vLLM's detection of repetition, which a caller asked for
+    "tool_calls": "stop",  # a Dynamo frontend's own parser found a call
+}
+_LARGE: Final = re.compile(
+    r".*token_ids|output_ids|.*logprobs|routed_experts|engine_data|token_data|sampling_mask"
+)
+"""Members of replies that are left out of `EngineResponse.raw`."""
+
+
+class FailedInEngineError(EngineReplyError):
+    """The engine gave up on the request, and said so with HTTP 200.
+
+    vLLM 0.27 and 0.28 answer so to a hash that they do not have the data of.
+    """
 
 
 def decode_json(body: bytes, *, where: str) -> Any:
@@ -40,122 +58,34 @@ def decode_json(body: bytes, *, where: str) -> Any:
         raise EngineReplyError("the server's reply is not JSON", where=where, got=str(error)) from error
 
 
-def decode_as(body: bytes, type: type[T], *, where: str) -> T:
-    """Decode a JSON reply to a struct, strictly."""
-    return convert(decode_json(body, where=where), type, where=where)
-
-
 def convert(value: Any, type: type[T], *, where: str) -> T:
     """Convert decoded JSON to a struct, strictly."""
     try:
         return msgspec.convert(value, type)
     except msgspec.ValidationError as error:
-        raise _malformed_reply(error, where) from error
-
-
-def _malformed_reply(error: msgspec.ValidationError, where: str) -> EngineReplyError:
-    problem, _, path = str(error).partition(" - at ")
-    expected, _, got = problem.removeprefix("Expected ").partition(", got ")
-    if not problem.startswith("Expected "):  # "Object missing required field `x`"
-        expected, got = "", problem
-    field = path.strip("`").removeprefix("$").removeprefix(".")
-    return EngineReplyError(
-        "the server's reply is malformed",
-        where=f"{where} {field}".strip(),
-        expected=expected.replace("`", "") or None,
-        got=got.replace("`", "") or None,
-    )
-
-
-async def read_reply(body: bytes, read: Callable[[bytes], T]) -> T:
-    """Return `read(body)`, on a thread where the body is so large that the event loop would wait."""
-    if len(body) < _LARGE_REPLY:
-        return read(body)
-    return await asyncio.to_thread(read, body)
-
-
-def check_completion(
-    ids: Sequence[int],
-    logprobs: Sequence[float | None],
-    request: EngineRequest,
-    *,
-    where: str,
-    before: int = 0,
-) -> tuple[list[int], list[float]]:
-    """Return a completion's tokens with one finite logprob for each.
-
-    Args:
-        ids: The sampled tokens, integers.
-        logprobs: What the engine says of each, numbers or None.
-        request: Bounds them: `vocab_size`, and `max_tokens` of the sampling parameters.
-        where: The completion in errors.
-        before: Tokens that came in earlier chunks.
-    """
-    most = request.sampling_params.get("max_tokens")
-    if most is not None and before + len(ids) > most:
+        # "Expected `int`, got `str` - at `$.data[0]`", or "Object missing required field `x`"
+        text = str(error).replace("`", "")
+        found = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
+        expected, got, path = found.groups() if found else (None, text, None)
+        where = f"{where} {path or ''}".strip()
         raise EngineReplyError(
-            "the engine sampled more tokens than were asked for",
-            where=where,
-            expected=f"at most {most}",
-            got=str(before + len(ids)),
-        )
-    if len(ids) != len(logprobs):
-        raise EngineReplyError(
-            "tokens and logprobs are not equally many",
-            where=where,
-            expected=f"{len(ids)} logprobs, one for each token",
-            got=str(len(logprobs)),
-        )
-    vocab_size = request.vocab_size
-    values = np.array(logprobs, np.float64)  # None becomes nan
-    usable = (values > _LEAST_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
-    inside = min(ids, default=0) >= 0 and (vocab_size is None or max(ids, default=0) < vocab_size)
-    if inside and usable.all():
-        return list(ids), values.tolist()
-    index, token = next(
-        (index, token)
-        for index, token in enumerate(ids)
-        if not usable[index] or token < 0 or (vocab_size is not None and token >= vocab_size)
-    )
-    if usable[index]:
-        raise EngineReplyError(
-            "the engine gave a token that is outside the vocabulary",
-            where=f"{where}[{index}]",
-            expected="an id of 0 or more" if vocab_size is None else f"an id from 0 to {vocab_size - 1}",
-            got=repr(token),
-        )
-    raise EngineReplyError(
-        f"the engine has no usable logprob for the token {token}",
-        where=f"{where}[{index}]",
-        expected="a finite number of at most 0",
-        got=repr(logprobs[index]),
-    )
+            "the server's reply is malformed", where=where, expected=expected, got=got
+        ) from error
 
 
-def finish_reason_in(
-    reasons: Mapping[str, FinishReason], reported: str | None, *, where: str
-) -> FinishReason:
-    """Return why sampling ended, by an engine's names of reasons."""
-    reason = reasons.get(reported or "")
-    if reason is None:
-        raise EngineReplyError(
-            "the completion ended for an unknown reason",
-            where=where,
-            expected=", ".join(reasons),
-            got=repr(reported),
-        )
-    return reason
+def decode_as(body: bytes, type: type[T], *, where: str) -> T:
+    """Decode a JSON reply to a struct, strictly."""
+    return convert(decode_json(body, where=where), type, where=where)
 
 
-def check_count(rows: Sequence[Any] | None, count: int, *, what: str, where: str) -> None:
-    """Require `count` rows, one for each token."""
-    if rows is None or len(rows) != count:
-        raise EngineReplyError(
-            f"{what} and tokens are not equally many",
-            where=where,
-            expected=str(count),
-            got="nothing" if rows is None else str(len(rows)),
-        )
+def without_large(value: Any, depth: int = 3) -> Any:
+    """Return decoded JSON without its large members, looked for `depth` levels deep."""
+    if depth and isinstance(value, dict):
+        small = {key: member for key, member in value.items() if not _LARGE.fullmatch(key)}
+        return {key: without_large(member, depth - 1) for key, member in small.items()}
+    if depth and isinstance(value, list):
+        return [without_large(member, depth - 1) for member in value]
+    return value
 
 
 class LogprobEntry(msgspec.Struct):
@@ -175,38 +105,6 @@ class LogprobEntry(msgspec.Struct):
         return self.token_id
 
 
-def check_named(entries: Sequence[LogprobEntry], ids: Sequence[int], *, where: str, required: bool) -> None:
-    """Require that each logprob names the token that was sampled there, or none unless `required`."""
-    if [entry.token_id for entry in entries] == ids:
-        return
-    for index, (token, entry) in enumerate(zip(ids, entries, strict=False)):
-        named = entry.id
-        if named != token and (required or named is not None):
-            raise EngineReplyError(
-                "a logprob is that of another token",
-                where=f"{where}[{index}]",
-                expected=f"the token {token}, as token_id or token 'token_id:{token}'",
-                got=f"the token {named}" if named is not None else repr(entry)[:200],
-            )
-
-
-def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:
-    """Return the alternatives of each token."""
-    for index, entry in enumerate(entries):
-        for other in entry.top_logprobs or ():
-            if other.id is None or other.logprob is None:
-                raise EngineReplyError(
-                    "an alternative lacks its token or its logprob",
-                    where=f"{where}[{index}].top_logprobs",
-                    expected="token_id, or token as 'token_id:N', and logprob",
-                    got=repr(other)[:200],
-                )
-    return tuple(
-        tuple((other.id or 0, other.logprob or 0.0) for other in entry.top_logprobs or ())
-        for entry in entries
-    )
-
-
 class PromptDetails(msgspec.Struct):
     """Details of OpenAI's token counts."""
 
@@ -219,23 +117,6 @@ class ReportedUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """Prompt tokens that came from a cache."""
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
-
-
-def check_prompt_count(usage: ReportedUsage | None, request: EngineRequest, *, where: str) -> None:
-    """Require that the server counted as many prompt tokens as it should have used."""
-    counted = None if usage is None else usage.prompt_tokens
-    if counted is not None and counted != len(request.prompt_ids):
-        raise EngineMismatchError(
-            "the server counted other prompt tokens than were sent",
-            where=where,
-            expected=str(len(request.prompt_ids)),
-            got=str(counted),
-        )
-
 
 class ReportedVersion(msgspec.Struct):
     """Completion tokens `[start, end)` that one version of the weights sampled."""
@@ -243,78 +124,6 @@ class ReportedVersion(msgspec.Struct):
     version: str | int
     start: int
     end: int
-
-
-def version_spans(
-    reported: Sequence[ReportedVersion] | None, count: int, *, where: str
-) -> tuple[WeightVersionSpan, ...]:
-    """Return the weight versions of a completion of `count` tokens; empty spans are left out."""
-    spans: list[WeightVersionSpan] = []
-    position = 0
-    for index, span in enumerate(reported or ()):
-        if not position <= span.start <= span.end <= count:
-            raise EngineReplyError(
-                "weight versions are not spans of the completion",
-                where=f"{where}[{index}]",
-                expected=f"start and end within [{position}, {count}]",
-                got=repr(span),
-            )
-        position = span.end
-        if span.start < span.end:
-            spans.append(WeightVersionSpan(str(span.version), span.start, span.end))
-    return tuple(spans)
-
-
-# --- router choices ---
-#
-# Every form leaves out the last sampled token: it is never fed back, so no router saw it. Of `n` tokens of
-# prompt and completion and a start of 0 there are `n - 1` rows. Arrays are read-only views of decoded base64.
-
-
-def experts_from_npy(data: Base64, start: int = 0, *, where: str) -> RoutedExperts:
-    """Read vLLM's form: base64 of an `.npy` file, of shape `(rows, layers, top_k)`.
-
-    Args:
-        data: The base64 text.
-        start: Position of the token that row 0 belongs to.
-        where: The field in errors.
-    """
-    raw = _decode_base64(data, where)
-    stream = io.BytesIO(raw)
-    try:
-        # `np.load` would reserve what the header claims before it has looked at the data.
-        version = np.lib.format.read_magic(stream)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, is_fortran, dtype = read_header(stream)
-    except (ValueError, KeyError, EOFError) as error:
-        raise _malformed_experts(where, "base64 of an .npy file", str(error)) from error
-    if is_fortran:
-        raise _malformed_experts(where, "an array in C order", "Fortran order")
-    return _experts(memoryview(raw)[stream.tell() :], dtype, shape, start, where)
-
-
-def experts_from_int32(
-    data: Base64, *, rows: int, layers: int, top_k: int, start: int = 0, where: str
-) -> RoutedExperts:
-    """Read SGLang's form: base64 of little-endian int32 in C order, without a shape.
-
-    Args:
-        data: The base64 text.
-        rows: Prompt plus completion tokens, less 1 and less `start`. Where the data has `start` rows more,
-            the server gave every row.
-        layers: Layers of the model that SGLang reports; from its configuration.
-        top_k: Experts that each token is routed to.
-        start: Position of the token that row 0 belongs to.
-        where: The field in errors.
-    """
-    raw = _decode_base64(data, where)
-    if start and len(raw) == (rows + start) * layers * top_k * 4:
-        whole = _experts(raw, np.dtype("<i4"), (rows + start, layers, top_k), 0, where)
-        return whole.from_position(start)
-    return _experts(raw, np.dtype("<i4"), (rows, layers, top_k), start, where)
 
 
 class ReportedExperts(msgspec.Struct):
@@ -326,39 +135,289 @@ class ReportedExperts(msgspec.Struct):
     start: int = 0
 
 
-def experts_from_mapping(
-    value: ReportedExperts, asked_from: int | None = None, *, where: str
-) -> RoutedExperts:
-    """Read Dynamo's form, without the rows before `asked_from`, which a worker may have left out already."""
-    if value.dtype not in _DTYPES:
-        raise _malformed_experts(f"{where}.dtype", "the name of an integer type", repr(value.dtype)[:100])
-    raw = _decode_base64(value.data, f"{where}.data")
-    dtype = np.dtype(value.dtype).newbyteorder("<")
-    experts = _experts(raw, dtype, value.shape, value.start, where)
-    return experts.from_position(max(asked_from or 0, experts.start))
+def response_of(
+    request: EngineRequest,
+    *,
+    where: str,
+    raw: Mapping[str, Any],
+    ids: Sequence[int],
+    entries: Sequence[LogprobEntry],
+    named: bool = True,
+    reason: str | None,
+    stop_reason: int | str | None = None,
+    seen: Sequence[int] | None = None,
+    usage: ReportedUsage | None = None,
+    experts: str | ReportedExperts | None = None,
+    experts_shape: tuple[int, int] | None = None,
+    versions: Sequence[ReportedVersion] | None = None,
+    request_id: str | None = None,
+) -> EngineResponse:
+    """Check what a server says of one completion.
 
-
-def _decode_base64(data: Base64, where: str) -> bytes:
-    try:
-        return pybase64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise _malformed_experts(where, "base64 text", str(error)) from error
-
-
-def _experts(
-    raw: bytes | memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], start: int, where: str
-) -> RoutedExperts:
-    if len(shape) != 3 or dtype.name not in _DTYPES or min(*shape, start) < 0:
-        got = f"{dtype} {list(shape)}" if start >= 0 else f"start {start}"
-        raise _malformed_experts(where, "integers of shape (rows, layers, top_k)", got)
-    needed = math.prod(shape) * dtype.itemsize
-    if len(raw) != needed:
-        raise _malformed_experts(where, f"{needed} bytes for {dtype.name} {list(shape)}", f"{len(raw)} bytes")
-    array: npt.NDArray[Any] = np.frombuffer(raw, dtype).reshape(shape)
-    return RoutedExperts(array, start)
-
-
-def _malformed_experts(where: str, expected: str, got: str) -> EngineReplyError:
-    return EngineReplyError(
-        "the routed experts of the reply are malformed", where=where, expected=expected, got=got
+    Args:
+        request: What was asked.
+        where: The call in errors.
+        raw: The reply without its large members.
+        ids: The sampled tokens.
+        entries: The logprob of each, with alternatives where they were asked for.
+        named: Whether each logprob must name its token.
+        reason: Why sampling ended, in the server's words.
+        stop_reason: The stop token or string that was met.
+        seen: The prompt that the server used, which must be ours; None where it does not say.
+        usage: The server's token counts.
+        experts: Router choices, see `routed_experts`.
+        experts_shape: Layers, and experts of a token, for router choices that come without a shape.
+        versions: Which weights sampled which tokens.
+        request_id: The server's name of the request.
+    """
+    finish_reason = finish_reason_in(reason, where=where)
+    completion_ids, logprobs = check_completion(ids, entries, request, where=where, named=named)
+    if seen is not None:
+        check_prompt_seen(seen, request, where=f"{where} prompt_token_ids")
+    usage = usage or ReportedUsage()
+    prompt_count = len(request.prompt_ids)
+    if usage.prompt_tokens not in (None, prompt_count):
+        raise EngineMismatchError(
+            "the server counted other prompt tokens than were sent",
+            where=f"{where} usage.prompt_tokens",
+            expected=str(prompt_count),
+            got=str(usage.prompt_tokens),
+        )
+    details = usage.prompt_tokens_details
+    count = len(completion_ids)
+    return EngineResponse(
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        usage=Usage(prompt_count, count, None if details is None else details.cached_tokens),
+        stop_reason=stop_reason,
+        routed_experts=routed_experts(experts, request, count, shape=experts_shape, where=where)
+        if request.routed_experts
+        else None,
+        weight_versions=version_spans(versions, count, where=where) if versions else (),
+        request_id=request_id,
+        top_logprobs=alternatives(entries, where=where) if request.sampling_params.get("logprobs") else None,
+        raw=raw,
     )
+
+
+def finish_reason_in(reported: str | None, *, where: str) -> FinishReason:
+    """Return why sampling ended, by the words of any server."""
+    if reported == "error":
+        raise FailedInEngineError(
+            "the engine failed during the request",
+            where=where,
+            got="finish_reason 'error'",
+            remedy="The server's log says why",
+        )
+    reason = _REASONS.get(reported or "")
+    if reason is None:
+        raise EngineReplyError(
+            "the completion ended for an unknown reason",
+            where=f"{where} finish_reason",
+            expected=", ".join(_REASONS),
+            got=repr(reported),
+        )
+    return reason
+
+
+def check_completion(
+    ids: Sequence[int],
+    entries: Sequence[LogprobEntry],
+    request: EngineRequest,
+    *,
+    where: str,
+    named: bool = True,
+    before: int = 0,
+) -> tuple[list[int], list[float]]:
+    """Return a completion's tokens with one finite logprob for each.
+
+    Args:
+        ids: The sampled tokens.
+        entries: What the engine says of each.
+        request: Bounds them: `vocab_size`, and `max_tokens` of the sampling parameters.
+        where: The call in errors.
+        named: Whether each entry must name its token; one that names another is an error in any case.
+        before: Tokens that came in earlier chunks.
+    """
+    most = request.sampling_params.get("max_tokens")
+    if most is not None and before + len(ids) > most:
+        raise EngineReplyError(
+            "the engine sampled more tokens than were asked for",
+            where=f"{where} token_ids",
+            expected=f"at most {most}",
+            got=str(before + len(ids)),
+        )
+    if len(ids) != len(entries):
+        raise EngineReplyError(
+            "tokens and logprobs are not equally many",
+            where=f"{where} token_ids",
+            expected=f"{len(ids)} logprobs, one for each token",
+            got=str(len(entries)),
+        )
+    values = np.array([entry.logprob for entry in entries], np.float64)  # None becomes nan
+    usable = (values > _LEAST_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
+    if not usable.all():
+        index = int(usable.argmin())
+        raise EngineReplyError(
+            f"the engine has no usable logprob for the token {ids[index]}",
+            where=f"{where} logprobs[{index}]",
+            expected="a finite number of at most 0",
+            got=repr(entries[index].logprob),
+        )
+    end = math.inf if request.vocab_size is None else request.vocab_size
+    if min(ids, default=0) < 0 or max(ids, default=0) >= end:
+        index = next(index for index, token in enumerate(ids) if not 0 <= token < end)
+        raise EngineReplyError(
+            "the engine gave a token that is outside the vocabulary",
+            where=f"{where} token_ids[{index}]",
+            expected="an id of 0 or more" if end == math.inf else f"an id from 0 to {end - 1}",
+            got=repr(ids[index]),
+        )
+    if [entry.token_id for entry in entries] != ids:
+        for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
+            if entry.id != token and (named or entry.id is not None):
+                raise EngineReplyError(
+                    "a logprob is that of another token",
+                    where=f"{where} logprobs[{index}]",
+                    expected=f"the token {token}, as token_id or token 'token_id:{token}'",
+                    got=repr(entry)[:200] if entry.id is None else f"the token {entry.id}",
+                )
+    return list(ids), values.tolist()
+
+
+def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:
+    """Return the alternatives of each token."""
+    rows: list[tuple[Any, ...]] = []
+    for index, entry in enumerate(entries):
+        rows.append(tuple((other.id, other.logprob) for other in entry.top_logprobs or ()))
+        if any(None in pair for pair in rows[-1]):
+            raise EngineReplyError(
+                "an alternative lacks its token or its logprob",
+                where=f"{where} logprobs[{index}].top_logprobs",
+                expected="token_id, or token as 'token_id:N', and logprob",
+                got=repr(entry.top_logprobs)[:200],
+            )
+    return tuple(rows)
+
+
+def add_alternatives(
+    entries: Sequence[LogprobEntry], rows: Sequence[list[LogprobEntry] | None], *, where: str
+) -> None:
+    """Set the alternatives of each token, where a reply holds them apart from the tokens."""
+    if len(rows) != len(entries):
+        raise EngineReplyError(
+            "alternatives and tokens are not equally many",
+            where=f"{where} top_logprobs",
+            expected=str(len(entries)),
+            got=str(len(rows)),
+        )
+    for entry, row in zip(entries, rows, strict=True):
+        entry.top_logprobs = row
+
+
+def version_spans(
+    reported: Sequence[ReportedVersion], count: int, *, where: str
+) -> tuple[WeightVersionSpan, ...]:
+    """Return the weight versions of a completion of `count` tokens; empty spans are left out."""
+    position = 0
+    for index, span in enumerate(reported):
+        if not position <= span.start <= span.end <= count:
+            raise EngineReplyError(
+                "weight versions are not spans of the completion",
+                where=f"{where} weight_versions[{index}]",
+                expected=f"start and end within [{position}, {count}]",
+                got=repr(span),
+            )
+        position = span.end
+    return tuple(
+        WeightVersionSpan(str(span.version), span.start, span.end)
+        for span in reported
+        if span.start < span.end
+    )
+
+
+def routed_experts(
+    data: str | ReportedExperts | None,
+    request: EngineRequest,
+    completion: int,
+    *,
+    shape: tuple[int, int] | None = None,
+    where: str,
+) -> RoutedExperts | None:
+    """Read the router choices of a prompt and its completion, from the position that was asked for.
+
+    Every form leaves out the last sampled token: it is never fed back, so no router saw it. A server that
+    does not say where its rows start gave either all of them or those that were asked for. The array is a
+    read-only view of the decoded base64.
+
+    Args:
+        data: vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`; SGLang's base64 of
+            little-endian int32 in C order without a shape; or Dynamo's struct.
+        request: Says from which position on rows were asked for.
+        completion: Number of sampled tokens.
+        shape: Layers, and experts of a token, for SGLang's form.
+        where: The call in errors.
+    """
+    where = f"{where} routed_experts"
+    if data is None:
+        if not completion:
+            return None
+        raise EngineUnsupportedError(
+            "router choices were asked for, and the server gives none",
+            where=where,
+            remedy="Start it with --enable-return-routed-experts, with a mixture-of-experts model",
+        )
+    array = _expert_rows(data, shape, where)
+    asked = request.routed_experts_prompt_start or 0
+    whole = max(0, len(request.prompt_ids) + completion - 1)
+    if isinstance(data, ReportedExperts):
+        start = data.start
+    elif len(array) in (whole, whole - asked):
+        start = whole - len(array)
+    else:
+        raise EngineReplyError(
+            "the reply has another number of routed rows",
+            where=where,
+            expected=str(whole),
+            got=str(len(array)),
+        )
+    experts = RoutedExperts(array, start)
+    return experts.from_position(min(max(asked, start), experts.stop))
+
+
+def _expert_rows(data: str | ReportedExperts, shape: tuple[int, int] | None, where: str) -> npt.NDArray[Any]:
+    """Decode router choices in any form to `(rows, layers, top_k)`."""
+    try:
+        text = data.data if isinstance(data, ReportedExperts) else data
+        raw = memoryview(pybase64.b64decode(text, validate=True))
+        sizes: tuple[int, ...]
+        if isinstance(data, ReportedExperts):
+            if data.start < 0:
+                raise ValueError(f"start {data.start}")
+            dtype, sizes = np.dtype(data.dtype).newbyteorder("<"), data.shape
+        elif shape is not None:
+            dtype = np.dtype("<i4")
+            sizes = (len(raw) // max(1, math.prod(shape) * dtype.itemsize), *shape)
+        else:
+            stream = io.BytesIO(raw)
+            # `np.load` would reserve what the header claims before it has looked at the data.
+            version = np.lib.format.read_magic(stream)
+            read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")
+            sizes, is_fortran, dtype = read_header(stream)
+            if is_fortran:
+                raise ValueError("Fortran order")
+            raw = raw[stream.tell() :]
+        if len(sizes) != 3 or min(sizes) < 0 or dtype.name not in _INTEGERS:
+            raise ValueError(f"{dtype} {list(sizes)}")
+        needed = math.prod(sizes) * dtype.itemsize
+        if len(raw) != needed:
+            raise ValueError(f"{len(raw)} bytes for {needed} of {dtype.name} {list(sizes)}")
+    except (ValueError, TypeError, AttributeError, EOFError) as error:
+        raise EngineReplyError(
+            "the routed experts of the reply are malformed",
+            where=where,
+            expected="base64 of integers of shape (rows, layers, top_k), in C order",
+            got=str(error),
+        ) from error
+    return np.frombuffer(raw, dtype).reshape(sizes)

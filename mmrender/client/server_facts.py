@@ -1,13 +1,14 @@
-"""What is known of a server between calls: its models, its prompt limit, the images it has seen.
+"""What is known of a server between calls: its prompt limit, the pixels it takes, the images it has seen.
 
-Everything is asked once and kept beside the transport, for as long as that lives. A connection that breaks
-may mean that the server restarts with other flags; `forget` drops everything then.
+Everything is asked once and kept beside the transport. A server may come back with other flags behind the
+same URL, so what is known is dropped when a connection breaks, when the server fails, and after a minute
+without a call.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -17,48 +18,36 @@ from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
 from mmrender.client.transport import Transport
 from mmrender.client.types import RendererBackend
-from mmrender.errors import (
-    EngineConnectionError,
-    EngineError,
-)
+from mmrender.errors import EngineConnectionError, EngineError
 
-RENDER_PATH: Final = "/v1/chat/completions/render"
-INFO_PATH: Final = "/server_info?config_format=json"
 _log = logging.getLogger("mmrender.client")
 _PAUSE: Final = 10.0
 """Seconds after a failed look-up of the prompt limit in which it is not repeated."""
+_IDLE: Final = 60.0
+"""Seconds without a call after which a server is asked anew."""
 
 
 class ServerFacts:
-    """Answers of one server, and the hashes of images it was sent. Thread-safe."""
+    """Answers of one server.
+
+    Attributes:
+        hashes: Hashes of the images whose data the server has been sent.
+        limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
+        used_at: When something was last asked here.
+    """
 
     def __init__(self) -> None:
-        self._answers: LRUCache[Hashable, tuple[Any]] = LRUCache(4096)
+        self._answers: dict[Hashable, Any] = {}
         self._asking: AsyncSingleFlight[Hashable, Any] = AsyncSingleFlight()
-        self._seen: LRUCache[str, bool] = LRUCache(1 << 16)
+        self.hashes: LRUCache[str, bool] = LRUCache(1 << 16)
         self.limits_failed_at: dict[Hashable, float] = {}
+        self.used_at = time.monotonic()
 
     async def ask_once(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the answer to a question; concurrent callers share one request, and errors are not kept."""
-        if (known := self._answers.get(key)) is not None:
-            return known[0]
-        answer = await self._asking.run(key, ask)
-        self._answers.put(key, (answer,))
-        return answer
-
-    def seen(self, hashes: Collection[str]) -> set[str]:
-        """Return those of `hashes` whose data the server has been sent."""
-        return {digest for digest in hashes if self._seen.get(digest)}
-
-    def remember(self, hashes: Iterable[str]) -> None:
-        """Note that the server has the data of these."""
-        for digest in hashes:
-            self._seen.put(digest, True)
-
-    def unsee(self, hashes: Iterable[str]) -> None:
-        """Note that the server no longer has the data of these."""
-        for digest in hashes:
-            self._seen.pop(digest)
+        if key not in self._answers:
+            self._answers[key] = await self._asking.run(key, ask)
+        return self._answers[key]
 
 
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
@@ -67,10 +56,12 @@ _lock = threading.Lock()
 
 def facts_of(transport: Transport) -> ServerFacts:
     """Return what is known of the server of a transport."""
+    now = time.monotonic()
     with _lock:
         facts = _facts.get(transport)
-        if facts is None:
+        if facts is None or now - facts.used_at > _IDLE:
             facts = _facts[transport] = ServerFacts()
+        facts.used_at = now
     return facts
 
 
@@ -103,12 +94,17 @@ async def prompt_limit(backend: RendererBackend, model: str, transport: Transpor
 
 
 class ModelCard(msgspec.Struct):
-    """One entry of `/v1/models`. `max_model_len` is vLLM's and SGLang's, `context_window` Dynamo's."""
+    """One entry of `/v1/models`. `max_model_len` is vLLM's, `context_window` Dynamo's."""
 
     id: str
     parent: str | None = None
     max_model_len: int | None = None
     context_window: int | None = None
+
+    @property
+    def length(self) -> int | None:
+        """Tokens that the model's context holds."""
+        return self.max_model_len or self.context_window
 
 
 class _ModelCards(msgspec.Struct):

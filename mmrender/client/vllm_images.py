@@ -11,9 +11,10 @@ normalised values are then normalised again, silently. So before the first image
 import asyncio
 import io
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from mmcodecs.errors import CodecError
 from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_item_as_bytes
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.caching import LRUCache
-from mmrender.client.reply import decode_as, read_reply
+from mmrender.client.reply import decode_as
 from mmrender.client.server_facts import facts_of
 from mmrender.client.transport import JSONText, Transport
 from mmrender.errors import (
@@ -161,48 +162,44 @@ def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
 
 
 def features_of(
-    spans: Sequence[MediaSpan],
-    forms: Mapping[str, WireForm],
-    left_out: Collection[str] = (),
-    *,
-    repeats_left_out: bool = False,
+    spans: Sequence[MediaSpan], forms: Mapping[str, WireForm], known: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return the `features` of a request.
+    """Return the member `features` of a request.
 
     Args:
         spans: Items in prompt order.
         forms: How the server takes each, by identity.
-        left_out: Hashes whose data the server has; the data of these is not sent.
-        repeats_left_out: Send the data of an item once within the request. A server takes the second hash
-            for one whose data it has, so this is safe only where hashes without data are.
+        known: Hashes whose data the server has; it is sent neither of these nor of repeats within the
+            request, which a server takes for hashes that it knows. None sends all data.
     """
-    features: dict[str, Any] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
-    sent: dict[str, JSONText] = {}
+    hashes: dict[str, list[str]] = {}
+    places: dict[str, list[dict[str, int]]] = {}
+    data: dict[str, list[JSONText | None]] = {}
+    left_out = set(known or ())
     for span in spans:
         form = forms[span.item.identity]
         mm_hash = form.mm_hash(span.item)
-        is_repeat = mm_hash in sent
-        if mm_hash not in left_out and not is_repeat:
-            sent[mm_hash] = encode_item(span, form)
-        data = None if is_repeat and repeats_left_out else sent.get(mm_hash)
+        hashes.setdefault(span.modality, []).append(mm_hash)
         place = {"offset": span.range.offset, "length": span.range.length}
-        features["mm_hashes"].setdefault(span.modality, []).append(mm_hash)
-        features["mm_placeholders"].setdefault(span.modality, []).append(place)
-        features["kwargs_data"].setdefault(span.modality, []).append(data)
-    return features
+        places.setdefault(span.modality, []).append(place)
+        text = None if mm_hash in left_out else encode_item(span, form)
+        data.setdefault(span.modality, []).append(text)
+        if known is not None:
+            left_out.add(mm_hash)
+    return {"features": {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": data}}
 
 
 # --- images: what a server makes of one ---
 
 
-class _Range(msgspec.Struct):
+class _Place(msgspec.Struct):
     offset: int
     length: int
 
 
 class _Features(msgspec.Struct):
-    mm_hashes: dict[str, list[str]]
-    mm_placeholders: dict[str, list[_Range]]
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[_Place]] = {}
     kwargs_data: dict[str, list[str | None]] | None = None
 
 
@@ -250,23 +247,20 @@ async def render_image(
                 remedy="Start vLLM with --enable-scale-out, or start `vllm launch render`",
             ) from error
         raise
-    rendered = await read_reply(reply.body, lambda body: decode_as(body, _Rendered, where=where))
-    features = rendered.features or _Features({}, {})
-    found: Mapping[str, Mapping[str, list[Any]]] = {
-        "mm_hashes": features.mm_hashes,
-        "mm_placeholders": features.mm_placeholders,
-        "kwargs_data": features.kwargs_data or {},
-    }
-    for name, by_modality in found.items():
-        counts = {kind: len(values) for kind, values in by_modality.items() if values}
-        if counts != {modality: 1} or by_modality[modality][0] is None:
+    read = partial(decode_as, reply.body, _Rendered, where=where)
+    rendered = await asyncio.to_thread(read)
+    features = rendered.features or _Features()
+    for name in ("mm_hashes", "mm_placeholders", "kwargs_data"):
+        members: Mapping[str, list[Any]] = getattr(features, name) or {}
+        counts = {kind: len(values) for kind, values in members.items() if values}
+        if counts != {modality: 1} or members[modality] == [None]:
             raise EngineReplyError(
                 "the server did not render one image",
                 where=f"{where} features.{name}",
                 expected=f"one of {modality!r}, with its data",
                 got=str(counts),
             )
-    place = features.mm_placeholders[modality][0]
+    (place,) = features.mm_placeholders[modality]
     stop = place.offset + place.length
     if not 0 <= place.offset < stop <= len(rendered.token_ids):
         raise EngineReplyError(
@@ -275,67 +269,77 @@ async def render_image(
             expected=f"tokens within [0, {len(rendered.token_ids)})",
             got=f"[{place.offset}, {stop})",
         )
-    return ServedImage(
-        tuple(rendered.token_ids[place.offset : stop]),
-        found["kwargs_data"][modality][0],
-        features.mm_hashes[modality][0],
-    )
+    (item,), (mm_hash,) = (features.kwargs_data or {})[modality], features.mm_hashes[modality]
+    return ServedImage(tuple(rendered.token_ids[place.offset : stop]), item or "", mm_hash)
 
 
 # How far values may differ: back ends round differently, another mean or deviation is much further off.
 _TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-async def wire_form(
-    span: MediaSpan,
-    prompt_ids: npt.NDArray[Any],
+async def wire_forms(
+    spans: Sequence[MediaSpan],
+    ids: npt.NDArray[Any],
     model: str,
     transport: Transport,
-    *,
-    pixels: PixelDtype | Literal["ask"] = "ask",
-) -> WireForm:
-    """Return how a vLLM server takes the items of one processor, found out once by a handshake.
+    pixels: PixelDtype | Literal["ask"],
+) -> dict[str, WireForm]:
+    """Return by identity how a vLLM server takes items; found out once for each processor, by a handshake.
 
     The server renders one image, and its tensors tell what it takes. Where the item can be had as an encoded
     image, the server's tensors must equal ours.
 
     Args:
-        span: An item of the prompt and its place.
-        prompt_ids: The prompt, of shape `(n,)`.
+        spans: Items of the prompt and their places.
+        ids: The prompt, of shape `(n,)`.
         model: The model as the server knows it.
         transport: The server.
         pixels: Which pixels the server takes, where that is known without a handshake.
     """
-    item = span.item
-    settings: Hashable = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
-    key = ("form", pixels, model, type(item), item.modality, settings)
+    forms: dict[str, WireForm] = {}
+    # The smallest image of a kind is the one that the server is asked to render.
+    for span in sorted(spans, key=lambda span: span.range.length):
+        item = span.item
+        if item.identity in forms:
+            continue
+        settings = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
+        key = ("form", pixels, model, type(item), item.modality, settings)
+        tokens = tuple(ids[span.start : span.stop].tolist())
+        ask = partial(_ask_form, item, tokens, model, transport, pixels)
+        forms[item.identity] = await facts_of(transport).ask_once(key, ask)
+    return forms
 
-    async def ask() -> WireForm:
-        if pixels != "ask":
-            return WireForm(layout_for(tensor_specs(item), item.modality), pixels)
-        where = f"{transport.base_url}{RENDER_PATH}"
-        image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
-        try:
-            served = await render_image(transport, model, image.data_url, modality=item.modality)
-            theirs = decode_mm_kwargs_item(served.item)
-        except EngineUnsupportedError as error:
-            error.remedy = (
-                f"{error.remedy}; or say which pixels it takes: VLLMBackend(pixels='uint8'), or 'float32' "
-                "for one that runs with --no-mm-device-do-normalize"
-            )
-            raise
-        except CodecError as error:
-            raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
-        ours = tuple(prompt_ids[span.start : span.stop].tolist())
-        if served.tokens != ours:
-            runs = [
-                ", ".join(f"{len(list(run))} of the token {token}" for token, run in itertools.groupby(ids))
-                for ids in (served.tokens, ours)
-            ]
-            raise _mismatch("placeholder tokens", where, *runs)
-        return await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
 
-    return cast(WireForm, await facts_of(transport).ask_once(key, ask))
+async def _ask_form(
+    item: MediaItem,
+    tokens: tuple[int, ...],
+    model: str,
+    transport: Transport,
+    pixels: PixelDtype | Literal["ask"],
+) -> WireForm:
+    """Let the server render an item, and compare its placeholder tokens and tensors with ours."""
+    if pixels != "ask":
+        return WireForm(layout_for(tensor_specs(item), item.modality), pixels)
+    where = f"{transport.base_url}{RENDER_PATH}"
+    image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
+    try:
+        served = await render_image(transport, model, image.data_url, modality=item.modality)
+        theirs = decode_mm_kwargs_item(served.item)
+    except EngineUnsupportedError as error:
+        error.remedy = (
+            f"{error.remedy}; or say which pixels it takes: VLLMBackend(pixels='uint8'), or 'float32' "
+            "for one that runs with --no-mm-device-do-normalize"
+        )
+        raise
+    except CodecError as error:
+        raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
+    if served.tokens != tokens:
+        runs = [
+            ", ".join(f"{len(list(run))} of the token {token}" for token, run in itertools.groupby(some))
+            for some in (served.tokens, tokens)
+        ]
+        raise _mismatch("placeholder tokens", where, *runs)
+    return await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
 
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
@@ -353,34 +357,29 @@ def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, whe
     specs = tensor_specs(item)
     if served.keys() != specs.keys():
         raise _mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(specs)))
-    data: dict[str, Any] = {name: elem.data for name, elem in served.items()}
-    for name, tensor in data.items():
-        if not hasattr(tensor, "dtype"):
-            raise _mismatch(name, where, type(tensor).__name__, "a tensor")
-    pixels = {_dtype_of(data[name]) for name, spec in specs.items() if spec.floating}
-    if len(pixels) != 1 or not pixels <= set(PIXEL_DTYPES):
-        raise _mismatch("pixel dtypes", where, ", ".join(sorted(pixels)), f"one of {', '.join(PIXEL_DTYPES)}")
-    (dtype,) = (name for name in PIXEL_DTYPES if name in pixels)
+    found = {_dtype_of(served[name].data) for name, spec in specs.items() if spec.floating}
+    dtype = next((known for known in PIXEL_DTYPES if found == {known}), None)
+    if dtype is None:
+        raise _mismatch("pixel dtypes", where, ", ".join(sorted(found)), f"one of {', '.join(PIXEL_DTYPES)}")
     kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
-    layout = layout_for(specs, item.modality, kinds)
-    for name, ours in item_tensors(item, dtype).items():
-        theirs = data[name]
-        shape = list(ours.shape[1:] if kinds[name] == "batched" else ours.shape)
-        if list(theirs.shape) != shape or _dtype_of(theirs) != _dtype_of(ours):
-            got = f"{_dtype_of(theirs)} {list(theirs.shape)}"
-            raise _mismatch(name, where, got, f"{_dtype_of(ours)} {shape}")
-        if has_its_pixels:
-            apart = np.abs(_floats(theirs).reshape(-1) - _floats(ours).reshape(-1))
-            worst, tolerance = float(apart.max(initial=0.0)), _TOLERANCE[dtype]
-            if not worst <= tolerance:
-                count = int((apart > tolerance).sum())
-                here = f"{worst:.4g}, and {count} of {apart.size} values differ"
-                raise _mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", here)
-    return WireForm(layout, dtype)
+    form = WireForm(layout_for(specs, item.modality, kinds), dtype)
+    (collated,) = collate_items(form.layout, [item_tensors(item, dtype)])
+    for name, elem in collated.items():
+        theirs, ours = served[name].data, elem.data
+        shapes = [f"{_dtype_of(tensor)} {list(getattr(tensor, 'shape', ()))}" for tensor in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            raise _mismatch(name, where, *shapes)
+        apart = np.abs(_floats(theirs) - _floats(ours)) if has_its_pixels else np.zeros(1)
+        worst, tolerance = float(apart.max(initial=0.0)), _TOLERANCE[dtype]
+        if not worst <= tolerance:
+            count = int((apart > tolerance).sum())
+            here = f"{worst:.4g}, and {count} of {apart.size} values differ"
+            raise _mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", here)
+    return form
 
 
 def _dtype_of(tensor: Any) -> str:
-    return tensor.dtype if isinstance(tensor, RawTensor) else str(tensor.dtype.name)
+    return str(getattr(tensor, "dtype", type(tensor).__name__))
 
 
 def _floats(tensor: Any) -> npt.NDArray[np.float64]:
@@ -451,16 +450,16 @@ async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
                 "process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
             ) from error
         config = decode_as(reply.body, _Info, where=where).vllm_config
-        cache, parallel = config.model_config.multimodal_config, config.parallel_config
-        if cache is None or not cache.mm_processor_cache_gb:
-            return "its processor cache is off"
-        if cache.mm_processor_cache_type != "lru":
-            return f"its processor cache is of kind {cache.mm_processor_cache_type!r}"
-        if parallel.api_processes != 1:
-            return f"it runs {parallel.api_processes} API processes"
-        if parallel.data_parallel_size != 1:
-            return f"it runs {parallel.data_parallel_size} data-parallel ranks"
-        return None
+        cache, parallel = config.model_config.multimodal_config or _Multimodal(), config.parallel_config
+        dangers = {
+            "its processor cache is off": not cache.mm_processor_cache_gb,
+            f"its processor cache is of kind {cache.mm_processor_cache_type!r}": (
+                cache.mm_processor_cache_type != "lru"
+            ),
+            f"it runs {parallel.api_processes} API processes": parallel.api_processes != 1,
+            f"it runs {parallel.data_parallel_size} data-parallel ranks": parallel.data_parallel_size != 1,
+        }
+        return next((danger for danger, applies in dangers.items() if applies), None)
 
     refusal = await facts_of(transport).ask_once(("cache", trusted), ask)
     if refusal is not None:

@@ -197,7 +197,8 @@ def test_a_hash_whose_data_the_server_lacks_is_sent_with_it(server, renderer):
     async def forgotten(way):
         call = {"client": way, "renderer": renderer, "model": MODEL, "sampling_params": GREEDY}
         # As if the server had dropped it since.
-        facts_of(way).remember([f"{identity}-uint8", f"{identity}-float32"])
+        for pixels in ("uint8", "float32"):
+            facts_of(way).hashes.put(f"{identity}-{pixels}", True)
         missed = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend(images="hash_only"))
         whole = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend())
         return missed, whole, way.sizes

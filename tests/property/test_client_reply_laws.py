@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_prompts import IMAGE, PAD, TOKENS, FakeItem, PromptMaker, qwen_item, tiled_item
-from mmrender.client.placeholders import check_placeholders, collapse
+from mmrender.client.placeholders import check_request, collapse
 from mmrender.client.types import EngineRequest
 from mmrender.errors import PlaceholderError
 from mmrender.spans import MultiModalData
@@ -16,7 +16,7 @@ from mmrender.spans import MultiModalData
 
 def check_sidecar(ids: Any, data: MultiModalData, token_ids: Any) -> None:
     request = EngineRequest("m", ids, {}, "r", data, media_token_ids=token_ids)
-    check_placeholders(ids, request, only_images=False)
+    check_request(request)
 
 
 ITEMS = st.one_of(

@@ -20,9 +20,8 @@ from client_prompts import (
     tiled_item,
 )
 from client_prompts import video_item as a_video
-from mmrender.client.placeholders import check_placeholders, check_prompt, collapse
+from mmrender.client.placeholders import check_request, collapse
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm import check_data_url
 from mmrender.errors import EngineUnsupportedError, InputError, PlaceholderError
 from mmrender.spans import MediaSpan, MultiModalData, PlaceholderRange, Repeat, Text
 
@@ -31,7 +30,7 @@ def check_sidecar(
     ids: Any, data: MultiModalData, token_ids: Mapping[str, int] | None = None, **takes: bool
 ) -> list[MediaSpan]:
     request = EngineRequest("m", ids, {}, "r", data, media_token_ids=token_ids or {})
-    return check_placeholders(ids, request, **{"only_images": False, **takes})
+    return check_request(request, **{"takes_videos": True, **takes})[1]
 
 
 def prompt() -> PromptMaker:
@@ -45,9 +44,13 @@ def with_ranges(sidecar: MultiModalData, *ranges: PlaceholderRange) -> MultiModa
 # --- token ids ---
 
 
+def checked(ids: Any, vocab_size: int | None) -> list[int]:
+    return check_request(EngineRequest("m", ids, {}, "r", vocab_size=vocab_size))[0].tolist()
+
+
 def test_a_prompt_becomes_an_array() -> None:
-    assert check_prompt([0, 99], VOCAB).tolist() == [0, 99]
-    assert check_prompt(np.array([3], np.int32), None).tolist() == [3]
+    assert checked([0, 99], VOCAB) == [0, 99]
+    assert checked(np.array([3], np.int32), None) == [3]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_a_prompt_becomes_an_array() -> None:
 )
 def test_ids_that_kill_an_engine_are_refused(ids: Any, vocab: int | None, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_prompt(ids, vocab)
+        checked(ids, vocab)
     assert str(caught.value) == message
 
 
@@ -106,13 +109,13 @@ R0, R1 = PlaceholderRange(3, 4), PlaceholderRange(9 + 1, 6)
 REFUSED: dict[str, tuple[Change, str]] = {
     "offset one early": (
         lambda s: with_ranges(s, PlaceholderRange(2, 4), R1),
-        "mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - expected the token 91 from 2 "
-        "to 5, got the token 90 at 3",
+        "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
+        "91, 4 tokens in all, got the token 90 at 3, 4 in all",
     ),
     "offset one late": (
         lambda s: with_ranges(s, PlaceholderRange(4, 4), R1),
-        "mm_placeholders['image'][0]: a placeholder range is not a run of pad tokens - expected the token 90 from 4 "
-        "to 7, got the token 92 at 7",
+        "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
+        "90, 4 tokens in all, got the token 92 at 7, 4 in all",
     ),
     "swapped": (
         lambda s: with_ranges(s, R1, R0),
@@ -162,7 +165,7 @@ def test_a_pad_token_that_the_model_sampled_stays() -> None:
 
 def test_one_modality_has_one_pad_token() -> None:
     made = PromptMaker().framed(qwen_item(2)).framed(FakeItem((Repeat("video", 2),), "other"))
-    with pytest.raises(PlaceholderError, match="a placeholder range is not a run of pad tokens"):
+    with pytest.raises(PlaceholderError, match="does not hold the tokens of its item"):
         check_sidecar(np.array(made.ids), made.sidecar)
 
 
@@ -207,34 +210,3 @@ def test_what_cannot_be_put_back_is_refused() -> None:
     sidecar = MultiModalData.of([(PlaceholderRange(0, 2), edged)])
     with pytest.raises(PlaceholderError):
         collapse([PAD, PAD, 5], sidecar, {"image": IMAGE})
-
-
-# --- references ---
-
-
-def test_data_urls_pass() -> None:
-    assert check_data_url("data:image/png;base64,iVBORw0K", where="x") == "data:image/png;base64,iVBORw0K"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "/etc/passwd",
-        "file:///etc/passwd",
-        "photo.png",
-        "http://host/a.png",
-        "iVBORw0K",
-        "",
-        "data:image/png;base64,",
-        3,
-    ]
-    + ["data:text/html;base64,aaaa", "data:image/png;base64,aa\n/etc/passwd"],
-)
-def test_anything_else_is_not_sent_as_an_image(value: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        check_data_url(value, where="messages[0].content[0]")
-    shown = repr(value[:40] if isinstance(value, str) else "int")
-    assert str(caught.value) == (
-        "messages[0].content[0]: images are sent as data URLs only - expected data:image/...;base64,..., got "
-        f"{shown}. A server may open any other text as a file of its own"
-    )

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from mmrender.client import dynamo, sglang, vllm
+from mmrender.client import dynamo, exchange, vllm
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest, RendererBackend, Usage
@@ -39,7 +39,6 @@ class Engine:
 
     backend: Any
     path: str
-    module: Any
     reply: Callable[[list[Any], list[Any]], Reply]
     change: dict[str, Callable[[Reply, Any], None]]
     limit: tuple[str, Reply, int]
@@ -86,7 +85,6 @@ ENGINES = {
     "vllm": Engine(
         VLLMBackend(),
         vllm.GENERATE_PATH,
-        vllm,
         vllm_reply,
         {
             "reason": at("choices", 0, "finish_reason"),
@@ -104,7 +102,6 @@ ENGINES = {
     "sglang": Engine(
         SGLangBackend(),
         "/generate",
-        sglang,
         sglang_reply,
         {
             "reason": at("meta_info", "finish_reason", "type"),
@@ -122,7 +119,6 @@ ENGINES = {
     "dynamo": Engine(
         DynamoBackend(),
         dynamo.CHAT_PATH,
-        dynamo,
         dynamo_reply,
         {
             "reason": at("choices", 0, "finish_reason"),
@@ -271,12 +267,11 @@ def test_large_answers_are_read_off_the_event_loop(
 ) -> None:
     seen = []
 
-    def parse(*given: Any, **options: Any) -> Any:
+    def decode(body: bytes, **options: Any) -> Any:
         seen.append(threading.current_thread() is threading.main_thread())
-        return original(*given, **options)
+        return msgspec.json.decode(body)
 
-    original = engine.module.parse_reply
-    monkeypatch.setattr(engine.module, "parse_reply", parse)
+    monkeypatch.setattr(exchange, "decode_json", decode)
     ask(engine, {**engine.answer(), "padding": "x" * padding})
     assert seen == [main]
 

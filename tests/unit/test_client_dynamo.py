@@ -65,7 +65,7 @@ def whole() -> Any:
 
 COMPLETION = whole()["nvext"]["engine_data"]["completion_token_ids"]
 LOGPROBS = whole()["nvext"]["engine_data"]["completion_logprobs"]
-CONTENT = "choices[0].logprobs.content"
+WHERE = "http://memory/v1/chat/completions"
 
 
 # --- requests ---
@@ -233,12 +233,12 @@ def of_another_count(answer):
         (
             of_different_lengths,
             EngineReplyError,
-            "completion: tokens and logprobs are not equally many - "
+            "token_ids: tokens and logprobs are not equally many - "
             "expected 4 logprobs, one for each token, got 3",
         ),
-        (of_other_tokens, EngineReplyError, f"{CONTENT}[2]: a logprob is that of another token"),
+        (of_other_tokens, EngineReplyError, "logprobs[2]: a logprob is that of another token"),
         (unfinished, EngineReplyError, "nvext.engine_data.finished: the worker failed during the request"),
-        (of_another_prompt, EngineMismatchError, "nvext.prompt_token_ids[1]: the server saw another prompt"),
+        (of_another_prompt, EngineMismatchError, "prompt_token_ids[1]: the server saw another prompt"),
         (
             of_another_count,
             EngineMismatchError,
@@ -248,7 +248,7 @@ def of_another_count(answer):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_answers_that_cannot_be_trained_on(change, kind, message):
-    assert refused(kind, recorded("text").changed(change)).startswith(message)
+    assert refused(kind, recorded("text").changed(change)).startswith(f"{WHERE} {message}")
 
 
 def test_a_stop_string_leaves_the_frontends_channels():
@@ -342,7 +342,7 @@ def test_alternatives_name_their_tokens():
         EngineReplyError, recorded("alternatives").changed(unname), sampling_params={**GREEDY, "logprobs": 2}
     )
     assert problem.startswith(
-        "choices[0].logprobs.content[1].top_logprobs: an alternative lacks its token or its logprob"
+        f"{WHERE} logprobs[1].top_logprobs: an alternative lacks its token or its logprob"
     )
 
 
@@ -381,8 +381,8 @@ def test_router_choices_are_left_where_nobody_asked():
 
 def test_router_choices_that_are_missing():
     assert refused(EngineUnsupportedError, recorded("text"), routed_experts=True) == (
-        "nvext.routed_experts: router choices were asked for, and the worker gives none. Start "
-        "the workers with --enable-return-routed-experts, with a mixture-of-experts model"
+        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start it with "
+        "--enable-return-routed-experts, with a mixture-of-experts model"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_dropped_transport_closes_its_connections() -> None:
     async def test(server: StubServer) -> None:
         transport = HTTPTransport(server.url)
         await transport.request("POST", "/echo", json=1)
-        session = await transport._sessions.get()
+        session = await transport._session()
         del transport
         gc.collect()
         await asyncio.sleep(0.01)
@@ -529,7 +529,7 @@ def test_cancelling_at_any_moment_mixes_up_no_answers() -> None:
         assert answered + cancelled == len(tasks)
         assert answered >= 60
         # Nothing of the cancelled calls is left behind: every place is free again.
-        session = await transport._sessions.get()
+        session = await transport._session()
         assert session.connector is not None
         assert not session.connector._acquired
         await asyncio.gather(*[ask(number) for number in range(8)])

@@ -7,19 +7,15 @@ import numpy as np
 import pybase64
 import pytest
 
-from mmrender.client.reply import (
-    ReportedExperts,
-    convert,
-    experts_from_int32,
-    experts_from_mapping,
-    experts_from_npy,
-)
+from mmrender.client.reply import ReportedExperts, routed_experts
+from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineReplyError
 from mmrender.trajectory.engine_data import RoutedExperts
 
 PROMPT, COMPLETION, LAYERS, TOP_K = 5, 4, 3, 2
 ROWS = PROMPT + COMPLETION - 1
 CHOICES = np.random.default_rng(0).integers(0, 128, (ROWS, LAYERS, TOP_K))
+BYTES = CHOICES.astype(np.uint8)
 
 
 def base64(raw: bytes) -> str:
@@ -32,101 +28,69 @@ def npy(array: Any, **options: Any) -> str:
     return base64(stream.getvalue())
 
 
-def of_mapping(value: Any) -> RoutedExperts:
-    return experts_from_mapping(convert(value, ReportedExperts, where="x"), where="x")
+def mapping(array: Any, **changes: Any) -> ReportedExperts:
+    fields = {"data": base64(array.tobytes()), "shape": array.shape, "dtype": array.dtype.name}
+    return ReportedExperts(**{**fields, **changes})
 
 
-def test_vllm_sends_an_npy_file() -> None:
-    array = CHOICES.astype(np.uint8)
-    experts = experts_from_npy(npy(array), where="x")
-    assert experts == RoutedExperts(array)
-    assert experts.shape == (ROWS, LAYERS, TOP_K)
-    assert (experts.dtype, experts.start, experts.stop) == (np.uint8, 0, PROMPT + COMPLETION - 1)
+def read(data: Any, start: int | None = None, shape: tuple[int, int] | None = None) -> RoutedExperts:
+    request = EngineRequest("m", [1] * PROMPT, {}, "r", routed_experts_prompt_start=start)
+    experts = routed_experts(data, request, COMPLETION, shape=shape, where="x")
+    assert experts is not None
+    return experts
+
+
+@pytest.mark.parametrize("start", [None, 0, 3, ROWS])
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo"])
+def test_rows_begin_where_the_caller_asked(engine: str, start: int | None, first: int) -> None:
+    if first not in (0, start):
+        first = 0
+    if engine == "vllm":
+        kept, experts = BYTES, read(npy(BYTES[first:]), start)
+    elif engine == "sglang":
+        kept = CHOICES.astype("<i4")
+        experts = read(base64(kept[first:].tobytes()), start, (LAYERS, TOP_K))
+    else:
+        kept, experts = BYTES, read(mapping(BYTES[first:], start=first), start)
+    assert experts == RoutedExperts(kept[start or 0 :], start or 0)
     assert not experts.data.flags.writeable
-    assert experts_from_npy(npy(array), start=2, where="x").start == 2
 
 
-def test_sglang_sends_int32_without_a_shape() -> None:
-    text = base64(CHOICES.astype("<i4").tobytes())
-    experts = experts_from_int32(text, rows=ROWS, layers=LAYERS, top_k=TOP_K, where="x")
-    assert experts == RoutedExperts(CHOICES.astype(np.int32))
-    start = 3
-    tail = base64(CHOICES[start:].astype("<i4").tobytes())
-    trimmed = experts_from_int32(
-        tail, rows=PROMPT + COMPLETION - 1 - start, layers=LAYERS, top_k=TOP_K, start=start, where="x"
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", ">i4"])
+def test_integers_of_any_size_and_order(dtype: str) -> None:
+    np.testing.assert_array_equal(read(npy(CHOICES.astype(dtype))).data, CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("data", "got"),
+    [
+        ("!!", "Non-base64 digit found"),
+        (base64(b"nothing"), "expected 8 bytes got 7"),
+        (base64(b"\x93NUMPY\x09\x00"), "read_array_header_9_0"),
+        (npy(CHOICES.astype(np.float32)), "float32 [8, 3, 2]"),
+        (npy(BYTES[0]), "uint8 [3, 2]"),
+        (npy(np.asfortranarray(BYTES)), "Fortran order"),
+        (npy(np.array([[[{}]]], object), allow_pickle=True), "object [1, 1, 1]"),
+        (base64(pybase64.b64decode(npy(BYTES))[:-1]), "47 bytes for 48 of uint8 [8, 3, 2]"),
+        (mapping(BYTES, shape=(8, 3, -2)), "uint8 [8, 3, -2]"),
+        (mapping(BYTES, shape=(8, 3, 3)), "48 bytes for 72 of uint8 [8, 3, 3]"),
+        (mapping(BYTES, shape=(2**40,) * 3), "48 bytes for "),
+        (mapping(BYTES, dtype="float32"), "float32 [8, 3, 2]"),
+        (mapping(BYTES, dtype="no such"), "data type 'no such' not understood"),
+        (mapping(BYTES, start=-1), "start -1"),
+    ],
+)
+def test_arrays_that_cannot_be_read(data: Any, got: str) -> None:
+    with pytest.raises(EngineReplyError) as caught:
+        read(data)
+    message = (
+        "x routed_experts: the routed experts of the reply are malformed - expected base64 of integers of "
     )
-    assert trimmed == experts.from_position(start)
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_dynamo_sends_shape_start_and_dtype(dtype: str) -> None:
-    array = CHOICES.astype(dtype)
-    value = {"data": base64(array.tobytes()), "shape": list(array.shape), "dtype": dtype}
-    assert of_mapping(value) == RoutedExperts(array)
-    assert of_mapping({**value, "start": 4}) == RoutedExperts(array, 4)
-
-
-def malformed(where: str, expected: str, got: str) -> str:
-    return f"{where}: the routed experts of the reply are malformed - expected {expected}, got {got}"
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("!!", malformed("x", "base64 text", "Non-base64 digit found")),
-        (base64(b"nothing"), None),
-        (base64(b"\x93NUMPY\x09\x00"), malformed("x", "base64 of an .npy file", "(9, 0)")),
-        (
-            npy(CHOICES.astype(np.float32)),
-            malformed("x", "integers of shape (rows, layers, top_k)", "float32 [8, 3, 2]"),
-        ),
-        (
-            npy(CHOICES.astype(np.uint8)[0]),
-            malformed("x", "integers of shape (rows, layers, top_k)", "uint8 [3, 2]"),
-        ),
-        (
-            npy(np.asfortranarray(CHOICES.astype(np.uint8))),
-            malformed("x", "an array in C order", "Fortran order"),
-        ),
-        (
-            npy(np.array([[[{}]]], object), allow_pickle=True),
-            malformed("x", "integers of shape (rows, layers, top_k)", "object [1, 1, 1]"),
-        ),
-        (
-            base64(pybase64.b64decode(npy(CHOICES.astype(np.uint8)))[:-1]),
-            malformed("x", "48 bytes for uint8 [8, 3, 2]", "47 bytes"),
-        ),
-    ],
-    ids=["no base64", "no magic", "version", "floats", "flat", "fortran", "pickle", "cut short"],
-)
-def test_npy_files_that_are_none_are_refused(data: Any, message: str | None) -> None:
-    with pytest.raises(EngineReplyError) as caught:
-        experts_from_npy(data, where="x")
-    if message is not None:
-        assert str(caught.value) == message
-
-
-GOOD = {"data": base64(bytes(48)), "shape": [8, 3, 2], "start": 0, "dtype": "uint8"}
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"data": ""}, "x: the server's reply is malformed - got Object missing required field shape"),
-        ({**GOOD, "shape": [8, 3, -2]}, "x: the routed experts of the reply are malformed"),
-        ({**GOOD, "shape": [8, 3, 3]}, malformed("x", "72 bytes for uint8 [8, 3, 3]", "48 bytes")),
-        ({**GOOD, "shape": [2**40, 2**40, 2**40]}, "x: the routed experts of the reply are malformed"),
-        ({**GOOD, "dtype": "float32"}, malformed("x.dtype", "the name of an integer type", "'float32'")),
-        ({**GOOD, "start": -1}, "x: the routed experts of the reply are malformed"),
-    ],
-)
-def test_mappings_that_do_not_fit_are_refused(value: Any, message: str) -> None:
-    with pytest.raises(EngineReplyError) as caught:
-        of_mapping(value)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"{message}shape (rows, layers, top_k), in C order, got ")
+    assert got in str(caught.value)
 
 
 def test_int32_of_another_size_is_refused() -> None:
-    with pytest.raises(EngineReplyError) as caught:
-        experts_from_int32(base64(bytes(44)), rows=4, layers=3, top_k=1, where="x")
-    assert str(caught.value) == malformed("x", "48 bytes for int32 [4, 3, 1]", "44 bytes")
+    with pytest.raises(EngineReplyError, match=r"44 bytes for 36 of int32 \[3, 3, 1\]"):
+        read(base64(bytes(44)), shape=(3, 1))

@@ -8,7 +8,7 @@ import pytest
 
 from mmrender.caching import AsyncSingleFlight
 from mmrender.client import server_facts
-from mmrender.client.server_facts import ServerFacts, facts_of, forget, prompt_limit
+from mmrender.client.server_facts import facts_of, forget, prompt_limit
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import EngineConnectionError, EngineStatusError
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
@@ -60,14 +60,17 @@ def test_a_server_that_is_not_reached_is_an_error_and_asked_again() -> None:
     assert ask(transport) == [7]
 
 
-def test_hashes_are_remembered_and_forgotten() -> None:
-    facts = ServerFacts()
-    facts.remember(["a", "b"])
-    assert facts.seen(["a", "c"]) == {"a"}
-    facts.unsee(["a", "x"])
-    assert facts.seen(["a", "b"]) == {"b"}
-    transport = MemoryTransport()
-    assert facts_of(transport) is facts_of(transport)
+def test_a_server_is_asked_anew_after_a_minute_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(server_facts.time, "monotonic", lambda: now[0])
+    transport = models(of_length(8), of_length(6))
+    for _ in range(3):
+        now[0] += 59.0
+        assert ask(transport) == [7]
+    facts_of(transport).hashes.put("a", True)
+    now[0] += 61.0
+    assert ask(transport) == [5]
+    assert "a" not in facts_of(transport).hashes
 
 
 # --- the single flight beneath ---

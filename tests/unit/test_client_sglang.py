@@ -66,6 +66,9 @@ VERSION = recorded("text").answer["meta_info"]["weight_version"]
 LOGPROBS = [entry[0] for entry in recorded("text").answer["meta_info"]["output_token_logprobs"]]
 
 
+WHERE = "http://memory/generate"
+
+
 # --- requests ---
 
 
@@ -162,8 +165,12 @@ def test_alternatives():
     def drop(answer):
         answer["meta_info"]["output_top_logprobs"].pop()
 
-    problem = refused(EngineReplyError, changed(drop, "alternatives"))
-    assert problem == "output_top_logprobs: alternatives and tokens are not equally many - expected 4, got 3"
+    problem = refused(
+        EngineReplyError, changed(drop, "alternatives"), sampling_params={**GREEDY, "logprobs": 2}
+    )
+    assert (
+        problem == f"{WHERE} top_logprobs: alternatives and tokens are not equally many - expected 4, got 3"
+    )
 
 
 def test_stops_name_what_was_met():
@@ -190,7 +197,7 @@ def test_an_abort_with_a_status_is_an_error():
     with pytest.raises(EngineStatusError) as caught:
         changed(fail).replay(SGLangBackend(), request())
     assert caught.value.status == 503
-    assert str(caught.value) == "finish_reason: the server gave up: out of memory"
+    assert str(caught.value) == f"{WHERE} finish_reason: the server gave up: out of memory"
 
 
 def test_a_cut_of_max_tokens_is_told(caplog):
@@ -205,7 +212,7 @@ def test_several_completions_are_not_one():
     recording = recorded("several")
     assert isinstance(recording.answer, list)
     assert refused(EngineReplyError, recording) == (
-        "reply: the server's reply is malformed - expected object, got array"
+        f"{WHERE}: the server's reply is malformed - expected object, got array"
     )
 
 
@@ -267,7 +274,7 @@ def test_an_image_that_the_server_widens_otherwise(one_image):
         changed(widen, "image").replay(SGLangBackend(), with_image(one_image))
     problem = str(caught.value)
     assert problem.startswith(
-        f"prompt_token_ids[{place.offset + place.length}] (image 0): the server saw another"
+        f"{WHERE} prompt_token_ids[{place.offset + place.length}] (image 0): the server saw another"
     )
 
 
@@ -317,8 +324,8 @@ def test_router_choices_are_asked_for_as_recorded():
         recording.replay(EXPERTS, request(request_id="no_experts", routed_experts=True))
     assert recording.sent == recording.body
     assert str(caught.value) == (
-        "meta_info.routed_experts: the server gives no router choices. "
-        "Start SGLang with --enable-return-routed-experts"
+        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start it with "
+        "--enable-return-routed-experts, with a mixture-of-experts model"
     )
 
 

@@ -179,7 +179,8 @@ def test_a_hash_that_the_server_lacks(renderer):
     prompt = one_image(renderer, seed=5)
 
     async def work(way):
-        facts_of(way).remember([f"{digest}-uint8" for digest in prompt.multi_modal_data.mm_hashes["image"]])
+        (digest,) = prompt.multi_modal_data.mm_hashes["image"]
+        facts_of(way).hashes.put(f"{digest}-uint8", True)
         return await VLLMBackend(images="hash_only").generate(contract_request(prompt), way)
 
     assert_is(replay("hash_miss", work), "hash_miss", len(prompt))

@@ -6,8 +6,9 @@ import io
 import numpy as np
 import pytest
 
+from mmrender.client.reply import FailedInEngineError
 from mmrender.client.types import EngineRequest, Usage
-from mmrender.client.vllm import FailedInEngineError, parse_reply
+from mmrender.client.vllm import read_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.spans import MultiModalData, PlaceholderRange
 
@@ -42,7 +43,7 @@ def asked(**changes):
 
 
 def read(answer, **changes):
-    return parse_reply(answer, asked(**changes), where=WHERE)
+    return read_reply(asked(**changes), answer, WHERE)
 
 
 def error_of(kind, answer, **changes):
@@ -119,11 +120,12 @@ def test_routed_experts(sent, asked_from, start):
 
 def test_routed_experts_of_another_length_or_missing():
     answer = reply(routed_experts=npy(ROUTES[1:]))
-    assert error_of(EngineReplyError, answer, routed_experts_prompt_start=2) == (
+    asked_for = {"routed_experts": True, "routed_experts_prompt_start": 2}
+    assert error_of(EngineReplyError, answer, **asked_for) == (
         f"{WHERE} routed_experts: the reply has another number of routed rows - expected 4, got 3"
     )
     assert error_of(EngineUnsupportedError, reply(), routed_experts=True) == (
-        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start vLLM with "
+        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start it with "
         "--enable-return-routed-experts, with a mixture-of-experts model"
     )
     aborted = reply([], token_ids=[], finish_reason="abort")
@@ -135,7 +137,6 @@ def test_what_is_large_is_left_out_of_the_raw_reply():
     assert raw == {
         "request_id": "generate-tokens-r",
         "usage": {"prompt_tokens": 3},
-        "prompt_token_ids": None,
         "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}],
     }
 
@@ -172,7 +173,7 @@ def test_malformed_alternatives(other):
 def widened(**members):
     data = MultiModalData(mm_placeholders={"image": [PlaceholderRange(1, 2)]})
     request = asked(prompt_ids=[1, 9, 9, 3], multi_modal_data=data)
-    return parse_reply({**reply(usage={"prompt_tokens": 4}), **members}, request, where=WHERE, widened=True)
+    return read_reply(request, {**reply(usage={"prompt_tokens": 4}), **members}, WHERE, widened=True)
 
 
 def test_a_returned_prompt_that_is_ours():

@@ -357,7 +357,7 @@ def test_prompts_that_are_refused(backend, prompts):
     image = prompts["image"]
     with pytest.raises(InputError, match="a token id is outside the vocabulary"):
         generate(backend, replace(request(image), prompt_ids=[1, 2, 1024]))
-    with pytest.raises(PlaceholderError, match="a placeholder range is not a run of pad tokens"):
+    with pytest.raises(PlaceholderError, match="does not hold the tokens of its item"):
         generate(backend, replace(request(image), multi_modal_data=image.multi_modal_data.shifted(1)))
     with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
         generate(backend, replace(request(image), routed_experts=True))

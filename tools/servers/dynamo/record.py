@@ -89,7 +89,7 @@ def record_generate(recorder: Recorder, model: Path) -> None:
         entry.item.identity: WireForm(layout_for(tensor_specs(entry.item), "image"), "uint8")
         for entry in placed
     }
-    image = {"token_ids": rendered.token_ids, "features": features_of(placed, forms)}
+    image = {"token_ids": rendered.token_ids, **features_of(placed, forms)}
     recorder.record("image", GENERATE, generate(**image))
     recorder.record("image_routed_experts", GENERATE, generate("routed_experts", **image))
 

@@ -1,0 +1,164 @@
+"""One request for a completion and its answer, as the backends of all servers make it over HTTP.
+
+`HTTPBackend` is their base. `sample` sends a request once, tells the server to stop where the caller gives
+up, recognises a prompt that is too long by each server's words, and reads the answer off the event loop where
+it is large.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from mmrender.client.reply import decode_json
+from mmrender.client.server_facts import model_cards
+from mmrender.client.transport import Transport
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.errors import (
+    EngineError,
+    EngineStatusError,
+    EngineTimeoutError,
+    InputError,
+    PromptTooLongError,
+    SamplingParameterError,
+)
+from mmrender.media.item import encoded_image
+from mmrender.spans import MediaSpan
+
+_ABORT_SECONDS: Final = 5.0
+_LARGE_REPLY: Final = 1 << 20
+"""Bytes from which on a reply is read on a thread."""
+
+_TOO_LONG: Final = tuple(
+    re.compile(text, re.DOTALL)
+    for text in (
+        # vLLM: "The decoder prompt (length 3000) is longer than the maximum model length of 2048. ...", and
+        # the same with "plus the number of requested output tokens" before "is".
+        r"prompt \(length (?P<length>\d+)\).{0,80}is longer than the maximum model length of (?P<limit>\d+)",
+        # vLLM: "This model's maximum context length is 2048 tokens. However, your prompt ..."
+        r"maximum context length is (?P<limit>\d+) tokens.{0,80}?(?P<length>\d+)[^.]{0,60}tokens",
+        r"Input length \((?P<length>\d+)\) exceeds model's maximum context length \((?P<limit>\d+)\)",
+        # SGLang, from its managers/tokenizer_manager.py, managers/utils.py and managers/scheduler.py
+        r"input \((?P<length>\d+) tokens\) is longer than the model's context length \((?P<limit>\d+) tokens",
+        r"Input length \((?P<length>\d+) tokens\) exceeds the maximum allowed length \((?P<limit>\d+) tokens",
+        r"too long after expanding .* => (?P<length>\d+) >= (?P<limit>\d+)",
+    )
+)
+_NO_ROOM: Final = re.compile(
+    r"maximum context length of (?P<limit>\d+) tokens\..*?(?P<length>\d+) tokens from the input messages",
+    re.DOTALL,
+)
+"""SGLang's refusal of prompt and `max_tokens` together."""
+
+
+class HTTPBackend:
+    """Base of the backends of servers."""
+
+    __slots__ = ()
+
+    async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
+        """Ask `/v1/models`: the context less one token, since a prompt that fills it is refused."""
+        cards = await model_cards(transport)
+        card = cards.get(model)
+        # An adapter's own entry says nothing; its base model's does.
+        base = card and cards.get(card.parent or "")
+        length = (card and card.length) or (base and base.length)
+        return length - 1 if length and length > 1 else None
+
+    def is_overflow_error(self, exc: BaseException) -> bool:
+        """Whether a prompt was found too long, before it was sent or by any text of a server."""
+        if isinstance(exc, EngineStatusError):
+            return _overflow_error(exc, 1, "") is not None
+        return isinstance(exc, PromptTooLongError)
+
+
+async def sample(
+    request: EngineRequest,
+    transport: Transport,
+    path: str,
+    body: Mapping[str, Any],
+    read: Callable[[Any, str], EngineResponse],
+    *,
+    abort: tuple[str, Any] | None = None,
+    on_tokens: OnTokens | None = None,
+    read_stream: Callable[[AsyncIterator[bytes]], Awaitable[Any]] | None = None,
+) -> EngineResponse:
+    """Send a request for a completion and read its answer.
+
+    Args:
+        request: What is asked.
+        transport: The server.
+        path: Its route.
+        body: The request in the server's form; `extra_body` is added.
+        read: Reads the decoded answer; its second argument is the call in errors.
+        abort: Path and body that tell the server to stop; None where the closed connection does.
+        on_tokens: Called with all tokens at the end, unless the answer is streamed.
+        read_stream: Reads the lines of a streamed answer to the whole of it.
+    """
+    where = f"{transport.base_url}{path}"
+    if taken := sorted(body.keys() & request.extra_body.keys()):
+        raise InputError("the request itself sets this member", where=f"extra_body[{taken[0]!r}]")
+    body, headers = {**body, **request.extra_body}, request.extra_headers
+    try:
+        if read_stream is not None:
+            decoded = await read_stream(transport.stream("POST", path, json=body, headers=headers))
+            return read(decoded, where)
+        reply = await transport.request("POST", path, json=body, headers=headers)
+    except (asyncio.CancelledError, EngineTimeoutError):
+        if abort is not None:
+            await _send_abort(transport, *abort)
+        raise
+    except EngineStatusError as error:
+        overflow = _overflow_error(error, request.sampling_params["max_tokens"], where)
+        if overflow is None:
+            raise
+        raise overflow from error
+    if len(reply.body) < _LARGE_REPLY:
+        response = read(decode_json(reply.body, where=where), where)
+    else:
+        response = await asyncio.to_thread(lambda: read(decode_json(reply.body, where=where), where))
+    if on_tokens is not None:
+        on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+    return response
+
+
+def _overflow_error(
+    error: EngineStatusError, max_tokens: int, where: str
+) -> PromptTooLongError | SamplingParameterError | None:
+    """Return what a refusal means that finds a request too long; None for other refusals."""
+    texts = (*_TOO_LONG, _NO_ROOM) if error.status == 400 else ()
+    found = next((match for text in texts if (match := text.search(error.body))), None)
+    if found is None:
+        return None
+    length, limit = int(found["length"]), int(found["limit"])
+    if found.re is not _NO_ROOM:
+        # A prompt that fills the context leaves no room for a single token.
+        return PromptTooLongError(length, limit - 1, where=where)
+    if max_tokens < limit:
+        remedy = f"Shorten it, or ask for less than {max_tokens} tokens"
+        return PromptTooLongError(length, limit - max_tokens, where=where, remedy=remedy)
+    return SamplingParameterError(
+        "is more than the model's context holds",
+        where="sampling_params['max_tokens']",
+        expected=f"at most {limit - length}",
+        got=str(max_tokens),
+    )
+
+
+async def _send_abort(transport: Transport, path: str, body: Any) -> None:
+    """Tell a server to stop; failures are ignored, as they must not hide why it was told."""
+    call = transport.request("POST", path, json=body, timeout=_ABORT_SECONDS, idempotent=True)
+    sending = asyncio.ensure_future(call)
+    # A second cancellation ends the wait, not the request; then its failure has no one to report it to.
+    sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+    with contextlib.suppress(EngineError):
+        await asyncio.shield(sending)
+
+
+def data_urls(spans: Sequence[MediaSpan]) -> list[str]:
+    """Encode images as `data:` URLs; tens of milliseconds for each that was not sent before.
+
+    A server would open any other text as a file of its own.
+    """
+    return [encoded_image(span.item).data_url for span in spans]
