@@ -77,29 +77,29 @@ def mark_sampled(
     ranges, misaligned = [], []
     for turn in turns:
         start = encoded.cuts[turn.prompt_stop]
-        if not start.clean:
+        if start.clean:
+            stop = turn_stop(encoded.ids, encoded.spans, turn.message, start.token, stop_ids)
+            ranges.append((start.token, stop, turn.message))
+        else:
             misaligned.append(turn.message)
-            continue
-        end = _turn_end(encoded.spans, turn.message, start.token)
-        stops = (
-            index + 1
-            for index in range(start.token, min(end + 1, len(encoded.ids)))
-            if encoded.ids[index] in stop_ids
-        )
-        ranges.append((start.token, next(stops, end), turn.message))
     return tuple(_overlaid(encoded.spans, ranges)), misaligned
 
 
-def _turn_end(spans: Sequence[TokenSpan], message: int, default: int) -> int:
-    """Token index where the first stretch of a message ends."""
-    end = default
-    begun = False
+def turn_stop(
+    ids: Sequence[int], spans: Sequence[TokenSpan], message: int, start: int, stop_ids: Collection[int]
+) -> int:
+    """Return the index after the first stop token that a turn has from `start` on, else after its tokens.
+
+    A stop token that opens the next turn follows right after the turn's own tokens.
+    """
+    end, begun = start, False
     for span in spans:
         if span.message == message:
             end, begun = span.stop, True
         elif begun and span.message >= 0:
             break
-    return end
+    places = range(start, min(end + 1, len(ids)))
+    return next((place + 1 for place in places if ids[place] in stop_ids), end)
 
 
 def _overlaid(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]) -> list[TokenSpan]:

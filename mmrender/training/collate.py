@@ -132,7 +132,7 @@ def _layout(
                     got=str(index),
                 )
             known.add(index)
-    lengths = [sum(len(samples[index]) for index in row) for row in rows]
+    lengths = [sum(len(samples[index].token_ids) for index in row) for row in rows]
     longest = max(1, *lengths)
     if width is not None and longest > width:
         raise BatchError(
@@ -145,13 +145,12 @@ def _layout(
     full = -(-(width or longest) // multiple) * multiple
     segments = []
     for members, used in zip(rows, lengths, strict=True):
-        start = 0 if side == "right" else full - used
-        own = []
+        start, own = 0 if side == "right" else full - used, []
         for index in members:
             sample = samples[index]
-            name = sample.sample_id or f"samples[{index}]"
-            own.append(Segment(start, len(sample), name, sample.weight_versions, sample.extra))
-            start += len(sample)
+            name, count = sample.sample_id or f"samples[{index}]", len(sample.token_ids)
+            own.append(Segment(start, count, name, sample.weight_versions, sample.extra))
+            start += count
         segments.append(tuple(own))
     return tuple(segments), full
 
@@ -162,8 +161,8 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
     Models find the places of features by token id, so a pad token that was sampled or typed would take the
     features of an image, and shift those of all images after it.
     """
-    length = len(sample)
-    if length == 0:
+    types, ids = sample.mm_token_type_ids, sample.token_ids
+    if len(ids) == 0:
         raise BatchError("a sample has no token", where=name)
     if sample.loss_mask[0]:
         problem = "the first token of a sample has no token before it to be predicted from"
@@ -174,14 +173,13 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
             place = int(np.flatnonzero(~np.isfinite(values))[0])
             raise BatchError("a value is not finite", where=f"{name}.{key}[{place}]", got=str(values[place]))
     experts = sample.routed_experts
-    if experts is not None and (experts.start != 0 or experts.stop not in (length - 1, length)):
+    if experts is not None and (experts.start != 0 or experts.stop not in (len(ids) - 1, len(ids))):
         raise BatchError(
             "router choices do not cover the tokens",
             where=f"{name}.routed_experts",
-            expected=f"rows for the tokens 0 to {length - 2} or {length - 1}",
+            expected=f"rows for the tokens 0 to {len(ids) - 2} or {len(ids) - 1}",
             got=f"{experts.start} to {experts.stop - 1}",
         )
-    types, ids = sample.mm_token_type_ids, sample.token_ids
     features = list(family.feature_token_ids.values())
     if features and (stray := np.flatnonzero(np.isin(ids, features) & (types == 0))).size:
         raise BatchError(
@@ -231,28 +229,24 @@ def _arrays(
     `like` says which optional arrays there are, also where no sample is placed.
     """
     given = [name for name in OPTIONAL if getattr(like, name, None) is not None]
-    dtypes = {"attention_mask": np.bool_, "loss_mask": np.bool_, "token_types": np.int64}
     out: dict[str, npt.NDArray[Any]] = {
-        name: np.full(shape, fill, dtypes.get(name, np.float32))
-        for name, fill in PER_TOKEN.items()
-        if name in dtypes or name in given
+        name: np.full(shape, fill, np.float32 if isinstance(fill, float) else None)
+        for name, fill in {**PER_TOKEN, "input_ids": 0}.items()
+        if name not in OPTIONAL or name in given
     }
-    out["input_ids"] = np.zeros(shape, np.int64)
     if like is not None and like.routed_experts is not None:
-        experts = [sample.routed_experts for *_, sample in places] or [like.routed_experts]
-        narrow = all(one is None or one.dtype == np.uint8 for one in experts)
+        held = [sample.routed_experts for *_, sample in places] or [like.routed_experts]
+        narrow = all(one is None or one.dtype == np.uint8 for one in held)
         _, layers, top_k = like.routed_experts.shape
         choices = np.arange(top_k, dtype=np.uint8 if narrow else np.int32)  # distinct, as a router's are
         out["routed_experts"] = np.broadcast_to(choices, (*shape, layers, top_k)).copy()
     for row, segment, sample in places:
-        place = slice(segment.start, segment.stop)
+        place = slice(segment.start, segment.start + segment.length)
         out["input_ids"][row, place] = sample.token_ids
         out["attention_mask"][row, place] = True
         out["token_types"][row, place] = sample.mm_token_type_ids
         for name in ("loss_mask", *given):
-            if name != "routed_experts":
-                out[name][row, place] = getattr(sample, name)
-        if sample.routed_experts is not None:
-            data = sample.routed_experts.data
-            out["routed_experts"][row, segment.start : segment.start + len(data)] = data
+            values: Any = getattr(sample, name)
+            values = values.data if name == "routed_experts" else values
+            out[name][row, segment.start : segment.start + len(values)] = values
     return out

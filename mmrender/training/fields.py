@@ -6,9 +6,9 @@ only where a family pads its tensors does a smaller item pass through memory of 
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -57,19 +57,9 @@ def media_of(samples: Sequence[TrainingSample], index: int) -> tuple[str, list[M
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """One tensor of one item: which rows of the buffer of its keyword it takes, with the item's own form."""
-
-    name: str
-    rows: slice
-    shape: tuple[int, ...]
-    spec: TensorSpec
-
-
 @dataclass(slots=True)
-class _Keyword:
-    """The tensor of one keyword of the model: its rule, form, and the lengths of its rows so far."""
+class _Buffer:
+    """The tensor of one keyword of the model: its rule, its form, and the lengths of its rows so far."""
 
     rule: FieldRule
     spec: TensorSpec
@@ -77,70 +67,36 @@ class _Keyword:
     lengths: list[int]
     total: int = 0
 
-    def add(self, name: str, spec: TensorSpec, row: int, span: MediaSpan) -> _Slot:
+    def take(self, spec: TensorSpec, row: int, where: str) -> slice:
         """Give a tensor the next place in the buffer."""
-        shape = spec.shape
+        rows, *trailing = spec.shape
         if self.rule.layout == "rows":
-            if spec.shape[0] != 1:
-                raise BatchError(
-                    "an item of this family holds one image on its first axis",
-                    where=f"{span.where}.{name}",
-                    got=str(list(spec.shape)),
-                )
-            shape = spec.shape[1:]
+            if rows != 1:
+                problem = "an item of this family holds one image on its first axis"
+                raise BatchError(problem, where=where, got=str(list(spec.shape)))
+            rows, *trailing = trailing
         same_kind = (spec.dtype, spec.floating) == (self.spec.dtype, self.spec.floating)
-        fits = self.trailing == shape[1:] or (self.rule.padded and len(self.trailing) == len(shape) - 1)
-        if not (same_kind and fits):
+        same_rank = len(trailing) == len(self.trailing)
+        if not same_kind or not same_rank or (tuple(trailing) != self.trailing and not self.rule.padded):
             raise BatchError(
                 "tensors of two images cannot be joined",
-                where=f"{span.where}.{name}",
+                where=where,
                 expected=f"{self.spec.dtype} {['...', *self.trailing]}",
-                got=f"{spec.dtype} {['...', *shape[1:]]}",
+                got=f"{spec.dtype} {['...', *trailing]}",
                 remedy="Put samples of different kinds into different batches",
             )
-        self.trailing = tuple(map(max, self.trailing, shape[1:]))
-        start, self.total = self.total, self.total + shape[0]
-        self.lengths[row] += shape[0]
-        return _Slot(name, slice(start, self.total), shape, spec)
+        self.trailing = tuple(map(max, self.trailing, trailing))
+        start, self.total = self.total, self.total + rows
+        self.lengths[row] += rows
+        return slice(start, self.total)
 
 
-@dataclass(slots=True)
-class _Plan:
-    """Which items are expanded into which rows of which buffer, and what is copied where they occur again."""
+class _Expansion(NamedTuple):
+    """An item, the form of its tensors, and which rows of which buffers they take."""
 
-    family: ModelFamily
-    dtype: TensorDtype
-    rows: int
-    keywords: dict[str, _Keyword] = field(default_factory=dict)
-    known: dict[tuple[str, type], list[_Slot]] = field(default_factory=dict)
-    jobs: list[tuple[MediaItem, list[_Slot]]] = field(default_factory=list)
-    copies: list[tuple[_Slot, _Slot]] = field(default_factory=list)
-
-    def add(self, span: MediaSpan, row: int) -> None:
-        """Give each tensor of an item its place; `where` of errors is relative to the sample."""
-        item = span.item
-        if isinstance(item, ReferenceItem):
-            remedy = "Process it again with resolve_references"
-            raise BatchError("an item is by reference only", where=span.where, remedy=remedy)
-        slots = []
-        for name, spec in tensor_specs(item, self.dtype).items():
-            rule = self.family.rule(name)
-            if rule.layout != "counts":
-                trailing = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
-                keyword = self.keywords.setdefault(name, _Keyword(rule, spec, trailing, [0] * self.rows))
-                slots.append(keyword.add(name, spec, row, span))
-        first = self.known.setdefault((item.identity, type(item)), slots)
-        if [(slot.name, slot.spec) for slot in first] != [(slot.name, slot.spec) for slot in slots]:
-            raise BatchError(
-                "one identity stands for two different items",
-                where=span.where,
-                expected=str({slot.name: list(slot.shape) for slot in first}),
-                got=str({slot.name: list(slot.shape) for slot in slots}),
-            )
-        if first is slots:
-            self.jobs.append((item, slots))
-        else:
-            self.copies += zip(first, slots, strict=True)
+    item: MediaItem
+    specs: dict[str, TensorSpec]
+    places: dict[str, slice]
 
 
 def collate_fields(
@@ -168,18 +124,10 @@ def collate_fields(
     if dtype not in _DTYPES:
         raise BatchError("pixels come in float32, float16 or bfloat16", where="dtype", got=str(dtype))
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-    plan = _Plan(family, _DTYPES[dtype], len(rows))
-    for row, samples in enumerate(rows):
-        for sample_name, spans in samples:
-            try:
-                for span in spans:
-                    plan.add(span, row)
-            except BatchError as error:
-                error.where = f"{sample_name}.{error.where}"
-                raise
+    buffers, distinct, copies = _plan(rows, family, _DTYPES[dtype])
     lists, views = {}, {}
-    for name, keyword in plan.keywords.items():
-        shape, zero, storage = (keyword.total, *keyword.trailing), keyword.rule.padded, keyword.spec.dtype
+    for name, buffer in buffers.items():
+        shape, zero, storage = (buffer.total, *buffer.trailing), buffer.rule.padded, buffer.spec.dtype
         if pin:
             held = torch.from_numpy(np.empty(0, storage)).dtype
             values = (torch.zeros if zero else torch.empty)(shape, dtype=held, pin_memory=True)
@@ -187,11 +135,16 @@ def collate_fields(
             # numpy asks for huge pages, so that a large buffer is first written to several times faster.
             values = torch.from_numpy((np.zeros if zero else np.empty)(shape, storage))
         views[name] = values.numpy()
-        values = values.view(dtype) if keyword.spec.floating else values
-        lists[name] = TensorList(values, tuple(keyword.lengths))
-    map_shared(partial(_expand, views, plan.dtype), plan.jobs, executor)
-    for source, target in plan.copies:
-        views[source.name][target.rows] = views[source.name][source.rows]
+        values = values.view(dtype) if buffer.spec.floating else values
+        lists[name] = TensorList(values, tuple(buffer.lengths))
+    expand = partial(_expand, views, _DTYPES[dtype])
+    if executor is None:
+        for one in distinct:
+            expand(one)
+    else:
+        map_shared(expand, distinct, executor)
+    for name, source, target in copies:
+        views[name][target] = views[name][source]
     for name in [name for name, rule in family.rules.items() if rule.layout == "counts" and lists]:
         counts = [[len(spans) for _, spans in row if spans] for row in rows]
         flat = torch.tensor([count for row in counts for count in row], dtype=torch.int64)
@@ -201,19 +154,48 @@ def collate_fields(
     return {name: values.to(device, non_blocking=pin) for name, values in lists.items()}
 
 
-def _expand(views: Mapping[str, Any], dtype: TensorDtype, job: tuple[MediaItem, list[_Slot]]) -> None:
-    item, slots = job
+def _plan(
+    rows: Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]], family: ModelFamily, dtype: TensorDtype
+) -> tuple[dict[str, _Buffer], list[_Expansion], list[tuple[str, slice, slice]]]:
+    """Return the buffers, what is expanded into them, and which rows are copies of which."""
+    buffers: dict[str, _Buffer] = {}
+    distinct: dict[tuple[str, type], _Expansion] = {}
+    copies = []
+    for row, sample_name, span in [
+        (row, name, span) for row, samples in enumerate(rows) for name, spans in samples for span in spans
+    ]:
+        item, where = span.item, f"{sample_name}.{span.where}"
+        if isinstance(item, ReferenceItem):
+            remedy = "Process it again with resolve_references"
+            raise BatchError("an item is by reference only", where=where, remedy=remedy)
+        new = _Expansion(item, tensor_specs(item, dtype), {})
+        for name, spec in new.specs.items():
+            rule = family.rule(name)
+            if rule.layout != "counts":
+                if name not in buffers:
+                    trailing = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
+                    buffers[name] = _Buffer(rule, spec, trailing, [0] * len(rows))
+                new.places[name] = buffers[name].take(spec, row, f"{where}.{name}")
+        known = distinct.setdefault((item.identity, type(item)), new)
+        if known.specs != new.specs:
+            shapes = [{name: list(spec.shape) for name, spec in one.specs.items()} for one in (known, new)]
+            problem = "one identity stands for two different items"
+            raise BatchError(problem, where=where, expected=str(shapes[0]), got=str(shapes[1]))
+        if known is not new:
+            copies += [(name, known.places[name], place) for name, place in new.places.items()]
+    return buffers, [*distinct.values()], copies
+
+
+def _expand(views: Mapping[str, Any], dtype: TensorDtype, one: _Expansion) -> None:
     targets, smaller = {}, []
-    for slot in slots:
-        place = views[slot.name][slot.rows]
-        whole = place.shape == slot.shape
-        buffer = place if whole else np.empty(slot.shape, place.dtype)
-        targets[slot.name] = buffer.reshape(slot.spec.shape)
-        if not whole:
-            smaller.append((place, buffer))
-    for name, spec in tensor_specs(item, dtype).items():
-        if name not in targets:  # a tensor that the batch does not take from the item
-            targets[name] = np.empty(spec.shape, spec.dtype)
-    expand_into(item, targets, dtype)
-    for place, buffer in smaller:
-        place[tuple(slice(0, side) for side in buffer.shape)] = buffer
+    for name, spec in one.specs.items():
+        place = views[name][one.places[name]] if name in one.places else None
+        if place is not None and place.size == np.prod(spec.shape):
+            targets[name] = place.reshape(spec.shape)
+            continue
+        targets[name] = np.empty(spec.shape, spec.dtype)
+        if place is not None:  # where it is None, the batch does not take this tensor
+            smaller.append((place, targets[name].reshape(spec.shape[-place.ndim :])))
+    expand_into(one.item, targets, dtype)
+    for place, values in smaller:
+        place[tuple(slice(0, side) for side in values.shape)] = values

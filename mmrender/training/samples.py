@@ -19,7 +19,8 @@ from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
 from mmrender.spans import common_prefix
-from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens, TokenKind, TokenSpan
+from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
+from mmrender.tokens.sampled import turn_stop
 from mmrender.trajectory.sample import TrainingSample
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def build_training_sample(
     conversation = attach_media(normalize_messages(messages), images, videos)
     chosen = _chosen(select, conversation)
     builder = _Builder(renderer, tools, template_arguments)
-    prompt_length: int | None = None
-    prompt_ids: Sequence[int] = ()
+    rendered, prompt_length = builder.render(conversation), None
+    if final_stop and conversation[-1].role == "assistant":
+        rendered = builder.closed(rendered, conversation)
     if completion_start is not None:
         at = conversation[completion_start].role if 0 < completion_start < len(conversation) else None
         if at != "assistant":
@@ -107,8 +109,6 @@ def build_training_sample(
             )
         chosen[:completion_start] = False
         prompt_ids = builder.render(conversation[:completion_start], add_generation_prompt=True).token_ids
-    rendered = builder.render(conversation, final_stop=final_stop)
-    if completion_start is not None:
         prompt_length = common_prefix(prompt_ids, rendered.token_ids)
         if prompt_length < len(prompt_ids) and on_rewritten == "error":
             problem = f"the prompt for this turn departs from the whole at token {prompt_length}"
@@ -132,7 +132,7 @@ def build_training_sample(
             mask[span.start : span.stop] = body or sampled
     if on_rewritten == "content":
         for message in set(asked).intersection(rendered.rewritten):
-            mask[builder.departed(rendered, message)] = True
+            mask[builder.turn(rendered, message)] = True
     for span in rendered.spans:
         if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
             mask[span.start : span.stop] = False
@@ -156,22 +156,21 @@ class _Builder:
     arguments: Mapping[str, Any]
 
     def render(
-        self,
-        conversation: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        final_stop: bool = False,
+        self, conversation: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> RenderedTokens:
-        """Render a conversation; `final_stop` ends a last assistant turn that the template leaves open."""
-        rendered = self.renderer.render(
+        return self.renderer.render(
             conversation, tools=self.tools, add_generation_prompt=add_generation_prompt, **self.arguments
         )
+
+    @cached_property
+    def _profile(self) -> "TemplateProfile":
+        return self.renderer.template_profile(has_tools=self.tools is not None, **self.arguments)
+
+    def closed(self, rendered: RenderedTokens, conversation: Sequence[Message]) -> RenderedTokens:
+        """Return a conversation whose last turn, an assistant's, ends in the stop token that it may lack."""
         last, end = len(conversation) - 1, len(rendered)
-        if not final_stop or conversation[last].role != "assistant":
-            return rendered
-        if not self._profile.stop_ids.isdisjoint(
-            rendered.token_ids[_content_stop(rendered, last, slice(0, end)) :]
-        ):
+        turn = self.turn(rendered, last)
+        if turn.stop == 0 or rendered.token_ids[turn.stop - 1] in self._profile.stop_ids:
             return rendered
         stop = self._profile.openers.get("tool" if conversation[last].tool_calls else "user")
         if stop is None:
@@ -184,26 +183,21 @@ class _Builder:
         span = TokenSpan(end, end + 1, last, "scaffold", last not in rendered.rewritten)
         return replace(rendered, token_ids=[*rendered.token_ids, stop], spans=(*rendered.spans, span))
 
-    @cached_property
-    def _profile(self) -> "TemplateProfile":
-        return self.renderer.template_profile(has_tools=self.tools is not None, **self.arguments)
-
-    def departed(self, rendered: RenderedTokens, message: int) -> slice:
-        """Return a rewritten turn's tokens, from where it leaves the generation prompt to its stop token."""
-        run = next(rendered.slices(message), None)
-        if run is None:
+    def turn(self, rendered: RenderedTokens, message: int) -> slice:
+        """Return a turn's tokens, from where it leaves the generation prompt through its stop token."""
+        own = [span for span in rendered.spans if span.message == message]
+        if not own:
             return slice(0, 0)
-        prompt, start = self._profile.generation_prompt, run.start
-        while start < run.stop and prompt.startswith(
-            self.renderer.decode(rendered.token_ids[run.start : start + 1])
-        ):
-            start += 1
-        after = max(start, _content_stop(rendered, message, run))
-        # Where the close is the next turn's opener, the stop token follows right after the turn.
-        for index in range(after, min(run.stop + 1, len(rendered))):
-            if rendered.token_ids[index] in self._profile.stop_ids:
-                return slice(start, index + 1)
-        return slice(start, run.stop)
+        start = next((span.start for span in own if span.sampled), None)
+        if start is None:
+            prompt, first = self._profile.generation_prompt, own[0].start
+            start = first
+            while start < own[-1].stop and prompt.startswith(
+                self.renderer.decode(rendered.token_ids[first : start + 1])
+            ):
+                start += 1
+        stop_ids = self._profile.stop_ids
+        return slice(start, turn_stop(rendered.token_ids, rendered.spans, message, start, stop_ids))
 
 
 def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) -> dict[int, str]:
@@ -228,16 +222,6 @@ def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) 
                 if (index, kind) not in printed and not hidden:
                     found[index] = f"the template drops this turn's {_NAMES[kind]}"
     return dict(sorted(found.items()))
-
-
-def _content_stop(rendered: RenderedTokens, message: int, run: slice) -> int:
-    """Return the index after the last token of a message's own text, within one of its runs of tokens."""
-    stops = [
-        span.stop
-        for span in rendered.spans
-        if span.message == message and span.kind in CONTENT_KINDS and run.start <= span.start < run.stop
-    ]
-    return max(stops, default=run.start)
 
 
 def _rewritten_error(message: int, problem: str) -> RenderError:
