@@ -8,7 +8,7 @@ turns, steps, branches and the rollouts of a group.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -300,6 +300,29 @@ def _check_embeds(span: MediaSpan, where: str) -> None:
             got=str(count),
             remedy="Renderer, sampler and trainer must process images with the same settings",
         )
+
+
+TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
+"""Numbers that Transformers 5 processors give, by modality; text is 0."""
+
+
+def mm_token_type_ids(
+    spans: Iterable[MediaSpan], length: int, dtype: npt.DTypeLike = np.int64
+) -> npt.NDArray[np.integer]:
+    """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video.
+
+    A pad token that the model sampled is text, and so are the rows, columns and separators that a processor
+    writes around an image's features.
+
+    Args:
+        spans: The prompt's media, as `MultiModalData.spans(length)` gives them.
+        length: Number of tokens.
+        dtype: int64 is what processors give; int8 does for storing.
+    """
+    types = np.zeros(length, dtype)
+    for span in spans:
+        types[span.start : span.stop][span.range.is_embed] = TOKEN_TYPES[span.modality]
+    return types
 
 
 def common_prefix(first: npt.ArrayLike, second: npt.ArrayLike) -> int:

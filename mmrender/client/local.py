@@ -36,8 +36,7 @@ from mmrender.errors import (
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.model.weights import load_model, replace_weights
-from mmrender.spans import MultiModalData
-from mmrender.tokens.rendered import mm_token_type_ids
+from mmrender.spans import MultiModalData, mm_token_type_ids
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
 _KNOWN: Final = frozenset(

@@ -3,15 +3,15 @@
 Attribution is a few dozen spans over the token list; per-token arrays are built when asked for.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.messages import Role
-from mmrender.spans import MediaSpan, MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.template.text import Kind
 
 TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]
@@ -146,27 +146,3 @@ class RenderedTokens:
                 "an unpickled RenderedTokens carries no tokenizer: use renderer.decode(token_ids)"
             )
         return self._decode(self.token_ids[start:stop])
-
-
-TEXT_TYPE: Final = 0
-TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
-"""Numbers that Transformers 5 processors give, by modality; text is 0."""
-
-
-def mm_token_type_ids(
-    spans: Iterable[MediaSpan], length: int, dtype: npt.DTypeLike = np.int64
-) -> npt.NDArray[np.integer]:
-    """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video.
-
-    A pad token that the model sampled is text, and so are the rows, columns and separators that a processor
-    writes around an image's features.
-
-    Args:
-        spans: The prompt's media, as `MultiModalData.spans(length)` gives them.
-        length: Number of tokens.
-        dtype: int64 is what processors give; int8 does for storing.
-    """
-    types = np.full(length, TEXT_TYPE, dtype)
-    for span in spans:
-        types[span.start : span.stop][span.range.is_embed] = TOKEN_TYPES[span.modality]
-    return types

@@ -35,6 +35,10 @@ class FieldRule:
     layout: Literal["items", "rows", "counts"] = "items"
     padded: bool = False
 
+    def trailing(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return an item's shape without the axis along which items are joined, and what leads to it."""
+        return shape[2:] if self.layout == "rows" else shape[1:]
+
 
 _PER_ROW: Final = FieldRule("rows")
 _PER_ROW_PADDED: Final = FieldRule("rows", padded=True)

@@ -69,15 +69,17 @@ class _Buffer:
 
     def take(self, spec: TensorSpec, row: int, where: str) -> slice:
         """Give a tensor the next place in the buffer."""
-        rows, *trailing = spec.shape
-        if self.rule.layout == "rows":
-            if rows != 1:
-                problem = "an item of this family holds one image on its first axis"
-                raise BatchError(problem, where=where, got=str(list(spec.shape)))
-            rows, *trailing = trailing
-        same_kind = (spec.dtype, spec.floating) == (self.spec.dtype, self.spec.floating)
-        same_rank = len(trailing) == len(self.trailing)
-        if not same_kind or not same_rank or (tuple(trailing) != self.trailing and not self.rule.padded):
+        if self.rule.layout == "rows" and spec.shape[0] != 1:
+            problem = "an item of this family holds one image on its first axis"
+            raise BatchError(problem, where=where, got=str(list(spec.shape)))
+        trailing = self.rule.trailing(spec.shape)
+        rows = spec.shape[-len(trailing) - 1]
+        alike = (spec.dtype, spec.floating, len(trailing)) == (
+            self.spec.dtype,
+            self.spec.floating,
+            len(self.trailing),
+        )
+        if not alike or (trailing != self.trailing and not self.rule.padded):
             raise BatchError(
                 "tensors of two images cannot be joined",
                 where=where,
@@ -173,8 +175,7 @@ def _plan(
             rule = family.rule(name)
             if rule.layout != "counts":
                 if name not in buffers:
-                    trailing = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
-                    buffers[name] = _Buffer(rule, spec, trailing, [0] * len(rows))
+                    buffers[name] = _Buffer(rule, spec, rule.trailing(spec.shape), [0] * len(rows))
                 new.places[name] = buffers[name].take(spec, row, f"{where}.{name}")
         known = distinct.setdefault((item.identity, type(item)), new)
         if known.specs != new.specs:

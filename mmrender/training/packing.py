@@ -98,20 +98,16 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     """
     if parts < 1:
         raise BatchError("items are given to one part or more", where="parts", got=str(parts))
-    larger = len(costs) % parts or parts  # so many parts may hold one more than the others
-    base = (len(costs) - larger) // parts if len(costs) else 0
-    heap = [(0.0, part) for part in range(parts)]
+    size, larger = divmod(len(costs), parts)  # so many parts hold one more than the others
     members: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0.0, part) for part in range(parts)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         cost, part = heapq.heappop(heap)
+        while len(members[part]) >= size + (larger > 0):  # it is full, and stays so
+            cost, part = heapq.heappop(heap)
+        larger -= len(members[part]) == size
         members[part].append(index)
-        if len(members[part]) > base:
-            larger -= 1
-            if larger == 0:
-                heap = [entry for entry in heap if len(members[entry[1]]) < base]
-                heapq.heapify(heap)
-        elif len(members[part]) < base or larger > 0:
-            heapq.heappush(heap, (cost + costs[index], part))
+        heapq.heappush(heap, (cost + costs[index], part))
     return [sorted(part) for part in members]
 
 
@@ -198,8 +194,8 @@ def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:
         specs = {} if isinstance(item, ReferenceItem) else tensor_specs(item)
         for name, spec in specs.items():
             rule = family.rule(name)
-            shape = spec.shape[2:] if rule.layout == "rows" else spec.shape[1:]
             if rule.layout != "counts":
+                shape = rule.trailing(spec.shape)
                 found.add((name, str(spec.dtype), len(shape) if rule.padded else shape))
     return frozenset(found)
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MediaSpan, MultiModalData
-from mmrender.tokens.rendered import RenderedTokens, mm_token_type_ids
+from mmrender.spans import MediaSpan, MultiModalData, mm_token_type_ids
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 IGNORE_INDEX: Final = -100

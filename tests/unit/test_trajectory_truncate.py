@@ -5,8 +5,8 @@ import pytest
 
 from item_cases import patch_item
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData, PlaceholderRange
-from mmrender.tokens.rendered import RenderedTokens, TokenSpan, mm_token_type_ids
+from mmrender.spans import MultiModalData, PlaceholderRange, mm_token_type_ids
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan
 from mmrender.trajectory.truncate import truncate, whole_media_length
 
