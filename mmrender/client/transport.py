@@ -5,6 +5,7 @@ Needs no HTTP library.
 
 import http
 import math
+import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
@@ -96,7 +97,7 @@ def check_number(name: str, value: Any, *, above: float | None = None, least: fl
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how soon a failed attempt is repeated; carried out by stamina, whose hooks see it.
+    """How often and how soon a failed attempt is repeated.
 
     Attributes:
         attempts: Attempts in all; 1 turns retries off.
@@ -118,8 +119,13 @@ class RetryPolicy:
         for name in ("wait_initial", "wait_jitter", "wait_max"):
             check_number(name, getattr(self, name), least=0)
 
+    def wait_before(self, attempt: int) -> float:
+        """Return the seconds to wait before an attempt, of which the first is 1."""
+        jitter = self.wait_jitter * random.random()  # noqa: S311 - no secret
+        return min(self.wait_max, self.wait_initial * 2.0 ** (attempt - 2) + jitter)
+
     def attempts_on(self, rule: Callable[[Exception], bool | float]) -> Any:
-        """Return stamina's iterator of attempts: `async for attempt in ...: with attempt: ...`.
+        """Return stamina's iterator of attempts, which its hooks see: `async for a in ...: with a: ...`.
 
         Args:
             rule: Says of an error whether to try again, or after how many seconds.

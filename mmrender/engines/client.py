@@ -84,32 +84,21 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.engines = list(engines)
         self.router = router
         self._retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
+        self._limits: dict[str, Any] = {"attempt_timeout": attempt_timeout, "pause_timeout": pause_timeout}
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
-        self._pool = ReplicaPool(
-            engines,
-            router,
-            retries=self._retries,
-            attempt_timeout=attempt_timeout,
-            pause_timeout=pause_timeout,
-        )
-        self._api = None if renderer is None else TokenAPI(self, renderer)
-        self._given: dict[str, Any] = {
-            "router": router,
-            "renderer": renderer,
-            "retries": retries,
-            "attempt_timeout": attempt_timeout,
-            "deadline": deadline,
-            "pause_timeout": pause_timeout,
-            "max_idle_aborts": max_idle_aborts,
-            "name": name,
-        }
+        self._api = None if renderer is None else TokenAPI(self.as_backend(), renderer)
+        self.__setstate__({})
         for engine in (*engines, router):
             if isinstance(engine, HTTPEngine) and engine.renderer is None:
                 engine.renderer = renderer
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._given), (self.engines,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_pool"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = ReplicaPool(self.engines, self.router, retries=self._retries, **self._limits)
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,11 +139,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     # --- sampling ---
 
     async def complete(
-        self,
-        request: EngineRequest,
-        *,
-        session_id: Hashable | None = None,
-        on_tokens: OnTokens | None = None,
+        self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion, whatever pauses and failures occur meanwhile.
 
@@ -205,7 +190,7 @@ class InferenceEngineClient(InferenceEngineInterface):
                 expected=f"at most {self._max_idle_aborts} such aborts",
                 remedy="Look for whoever pauses or aborts on the servers besides this client",
             )
-        await asyncio.sleep(min(self._retries.wait_max, self._retries.wait_initial * 2.0 ** (aborts - 1)))
+        await asyncio.sleep(self._retries.wait_before(aborts + 1))
 
     async def max_prompt_len(self) -> int | None:
         """Return the most tokens that a prompt may have on every engine; None where none says."""
@@ -392,8 +377,11 @@ class _ClientBackend:
         return await self.engines.complete(request, session_id=session, on_tokens=on_tokens)
 
     async def resolve_max_prompt_len(self, model: str, transport: Any = None) -> int | None:
-        """Return the most tokens that every engine takes."""
-        return await self.engines.max_prompt_len()
+        """Return the most tokens that every engine takes; asked again while no engine says."""
+        limit = await self.engines.max_prompt_len()
+        if limit is None:
+            raise EngineUnavailableError("no engine says how long a prompt may be")
+        return limit
 
     def is_overflow_error(self, exc: BaseException) -> bool:
         """Whether an engine said that the prompt is too long."""

@@ -146,8 +146,6 @@ class Continuation:
             EngineError: The engine failed before the completion was finished.
             EngineReplyError: Tokens and logprobs do not fit together, or exceed what was asked for.
         """
-        if self.is_finished():  # by a request that failed behind its last token
-            return True
         request = self.next_request()
         ids: list[int] = []
         logprobs: list[float] = []
@@ -179,7 +177,7 @@ class Continuation:
                 self.add(EngineResponse(ids, logprobs, ending, Usage(len(request.prompt_ids), len(ids))))
             if isinstance(error, PromptTooLongError) and self.completion_ids:
                 self.end("length")
-            if not self.is_finished() or not isinstance(error, Exception):
+            if self.finished is None or not isinstance(error, Exception):
                 raise
         else:
             self.add(piece)
@@ -230,10 +228,6 @@ class Continuation:
             if len(text) >= seam + longest:
                 break
         return piece
-
-    def is_finished(self) -> bool:
-        """Whether it has ended."""
-        return self.finished is not None
 
     def end(self, reason: FinishReason) -> None:
         """End it with what it has, unless it has ended."""
@@ -306,19 +300,13 @@ def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], most: 
         EngineReplyError: They do not fit.
     """
     count = len(completion_ids)
-    if count <= most and len(logprobs) == count and all(map(math.isfinite, logprobs)):
-        return
     if count > most:
         problem, where = "the engine sampled more tokens than it was asked for", "completion_ids"
-        expected, got = f"at most {most}", str(count)
-    elif len(logprobs) != count:
-        problem, where = "tokens and logprobs differ in number", "logprobs"
-        expected, got = str(count), str(len(logprobs))
-    else:
-        position = next(index for index, value in enumerate(logprobs) if not math.isfinite(value))
-        problem, where = "a logprob is not finite", f"logprobs[{position}]"
-        expected, got = "a finite number", repr(logprobs[position])
-    raise EngineReplyError(problem, where=where, expected=expected, got=got)
+        raise EngineReplyError(problem, where=where, expected=f"at most {most}", got=str(count))
+    if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
+        got = f"{len(logprobs)}: {list(logprobs)}"[:120]
+        problem, expected = "each token has one logprob", f"{count} finite numbers"
+        raise EngineReplyError(problem, where="logprobs", expected=expected, got=got)
 
 
 def join_experts(
@@ -335,16 +323,14 @@ def join_experts(
     """
     if before is None and piece is None:
         return None
-    if before is None or piece is None:
-        raise EngineReplyError(
-            "some pieces of a completion have router choices and some have none", where="routed_experts"
-        )
-    if not piece.start <= seam <= piece.stop or before.stop < seam:
+    meet = before and piece and piece.start <= seam <= piece.stop and seam <= before.stop
+    if before is None or piece is None or not meet:
+        bounds = ["none" if each is None else f"[{each.start}, {each.stop})" for each in (before, piece)]
         raise EngineReplyError(
             "router choices of two pieces do not meet",
             where="routed_experts",
             expected=f"rows up to and from {seam}",
-            got=f"[{before.start}, {before.stop}) and [{piece.start}, {piece.stop})",
+            got=" and ".join(bounds),
         )
     kept = before.data[: max(0, seam - before.start)]
     return RoutedExperts(np.concatenate([kept, piece.from_position(seam).data]), before.start)

@@ -54,8 +54,6 @@ except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the HTTP endpoint") from error
 
 _log = logging.getLogger("mmrender.engines")
-_CALLER_LEFT: Final = 499
-"""nginx's status of a request whose caller left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +103,11 @@ class RequestError(Exception):
         self.status, self.code, self.param = status, code, param
 
 
-class CallerLeftError(Exception):
-    """The caller closed the connection."""
+class CallerLeftError(RequestError):
+    """The caller closed the connection; 499 is nginx's status for that."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the caller left", code="caller_left")
 
 
 # --- replies ---
@@ -160,14 +161,9 @@ def _in_flight(replica: Replica) -> float:
     return len(replica.calls)
 
 
-class JSONReply(Response):
-    """A JSON body, encoded by msgspec."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """Encode the body."""
-        return msgspec.json.encode(content)
+def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Build a reply of JSON."""
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
 # --- requests ---
@@ -287,14 +283,12 @@ class Endpoint:
             try:
                 check_key(request, self.settings.api_key)
                 response = await handler(request)
-            except CallerLeftError:
-                response = Response(status_code=_CALLER_LEFT)
             except Exception as error:  # noqa: BLE001 - every error is answered
                 if not isinstance(error, MMRenderError | RequestError):
                     _log.exception("a request failed", exc_info=error)
                 status, envelope = failure_of(error)
                 headers = {503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
-                response = JSONReply(envelope, status, headers.get(status))
+                response = json_reply(envelope, status, headers.get(status))
             if not isinstance(response, StreamingResponse):
                 self._count(request, response.status_code, begun)
             return response
@@ -310,8 +304,8 @@ class Endpoint:
         try:
             await self.client.check_health()
         except EngineError:
-            return JSONReply({"status": "unavailable"}, 503)
-        return JSONReply({"status": "paused" if self.client.is_paused else "ok"})
+            return json_reply({"status": "unavailable"}, 503)
+        return json_reply({"status": "paused" if self.client.is_paused else "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -325,7 +319,7 @@ class Endpoint:
         limit = await self.client.max_prompt_len()
         more = {} if limit is None else {"max_model_len": limit + 1}
         card = {**card, "owned_by": "mmrender", **more}
-        return JSONReply({"object": "list", "data": [card]} if named is None else card)
+        return json_reply({"object": "list", "data": [card]} if named is None else card)
 
     def _check_model(self, name: object) -> None:
         served = self.settings.model
@@ -339,7 +333,7 @@ class Endpoint:
             body, streams = await self._body(request)
             if not streams:
                 reply = await while_connected(request, self.client.openai(call, {"json": body}))
-                return JSONReply(self._own(reply))
+                return json_reply(self._own(reply))
             chunks = self.client.stream_openai(call, {"json": body})
             try:
                 first = await while_connected(request, anext(chunks))
@@ -386,7 +380,7 @@ class Endpoint:
         begun: float,
     ) -> AsyncIterator[bytes]:
         """Yield server-sent events; the source ends with them, for whatever reason."""
-        status = _CALLER_LEFT
+        status = CallerLeftError().status
         try:
             yield _event(self._own(first))
             try:
@@ -405,7 +399,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
     message = f"there is no route {request.method} {request.url.path}"
-    return JSONReply(failure_of(RequestError(status, message, code=code))[1], status)
+    return json_reply(failure_of(RequestError(status, message, code=code))[1], status)
 
 
 # --- the server ---

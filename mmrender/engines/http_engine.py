@@ -101,11 +101,7 @@ class HTTPEngine(InferenceEngineInterface):
     # --- sampling ---
 
     async def complete(
-        self,
-        request: EngineRequest,
-        *,
-        session_id: Hashable | None = None,
-        on_tokens: OnTokens | None = None,
+        self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion; an abort is returned as such."""
         known: Mapping[str, Any] = {}

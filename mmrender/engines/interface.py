@@ -128,11 +128,7 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     async def complete(
-        self,
-        request: EngineRequest,
-        *,
-        session_id: Hashable | None = None,
-        on_tokens: OnTokens | None = None,
+        self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion of one prompt.
 

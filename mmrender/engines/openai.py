@@ -6,23 +6,17 @@ Requests are read strictly: a field that would be ignored is refused by name.
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
-from mmrender.client.sampling import PARAMETERS, check_sampling_params, complete_sampling
-from mmrender.client.types import EngineResponse, FinishReason, Prompt, TopLogprobs, finish_reason_of
-from mmrender.engines.interface import (
-    InferenceEngineInterface,
-    OpenAICall,
-    gather_all,
-    new_request,
-    prompt_of,
-    with_own_seeds,
-)
-from mmrender.errors import EngineReplyError, InputError, PromptTooLongError, SamplingParameterError
+from mmrender.client.generation import generate
+from mmrender.client.sampling import PARAMETERS, check_sampling_params
+from mmrender.client.types import EngineResponse, FinishReason, Prompt, RendererBackend, TopLogprobs
+from mmrender.engines.http_engine import SESSION_HEADER
+from mmrender.engines.interface import OpenAICall, gather_all, prompt_of, with_own_seeds
+from mmrender.errors import EngineReplyError, InputError
 from mmrender.parsing import ParsedResponse
 from mmrender.protocols import RendererProtocol
 from mmrender.spans import MultiModalData
@@ -82,11 +76,12 @@ class _Completion(_Request, kw_only=True):
     kind: ClassVar = "text_completion"
     prefix: ClassVar = "cmpl"
     streams_alone: ClassVar = True
-    has_tools: ClassVar = False
+    offered: ClassVar = None
+    chat_template_kwargs: ClassVar[dict[str, Any]] = {}
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters that only this kind of request spells so."""
-        return {"logprobs": self.logprobs} if self.logprobs else {}
+        return {"logprobs": self.logprobs or None}
 
     async def prompts(self, renderer: RendererProtocol) -> list[Prompt]:
         """Return the prompts, one or many."""
@@ -134,9 +129,9 @@ class _Chat(_Request, kw_only=True):
         return not self.top_logprobs
 
     @property
-    def has_tools(self) -> bool:
-        """Whether the model may call tools."""
-        return bool(self.tools) and self.tool_choice != "none"
+    def offered(self) -> list[Any] | None:
+        """Tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools or None
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters that only this kind of request spells so."""
@@ -167,12 +162,12 @@ class _Chat(_Request, kw_only=True):
         if not isinstance(arguments.get("documents", []), list):
             raise InputError("must be a list", where="chat_template_kwargs.documents")
         _check_media(self.messages)
-        return [await prompt_of(renderer, self.messages, self.tools if self.has_tools else None, arguments)]
+        return [await prompt_of(renderer, self.messages, self.offered, arguments)]
 
     def parse(self, renderer: RendererProtocol, ids: Sequence[int], prompt: Prompt) -> ParsedResponse:
         """Read a completion: reasoning, content and calls."""
-        tools, arguments = self.tools if self.has_tools else None, self.chat_template_kwargs
-        return renderer.parse_response(ids, tools=tools, prompt_ids=prompt.ids, **arguments)
+        arguments = self.chat_template_kwargs
+        return renderer.parse_response(ids, tools=self.offered, prompt_ids=prompt.ids, **arguments)
 
     def choice(self, message: Mapping[str, Any], *, is_delta: bool) -> dict[str, Any]:
         """The message of a choice, or a part of it."""
@@ -195,15 +190,15 @@ class _Chat(_Request, kw_only=True):
 
 
 class TokenAPI:
-    """Answers OpenAI requests over an engine that samples from token ids.
+    """Answers OpenAI requests over a backend that samples from token ids.
 
     Args:
-        engine: Samples.
+        backend: Samples.
         renderer: Renders conversations, decodes and parses completions.
     """
 
-    def __init__(self, engine: InferenceEngineInterface, renderer: RendererProtocol) -> None:
-        self._engine = engine
+    def __init__(self, backend: RendererBackend, renderer: RendererProtocol) -> None:
+        self._backend = backend
         self._renderer = renderer
 
     def takes(self, call: OpenAICall, body: Mapping[str, Any]) -> bool:
@@ -247,34 +242,17 @@ class TokenAPI:
             if emit is not None:
                 emit({**head, "choices": [choice], **first})
 
-        work = [
-            (prompt, each)
-            for prompt in prompts
-            for each in with_own_seeds(await self._completed(params, len(prompt.ids)), request.n)
-        ]
+        work = [(prompt, each) for prompt in prompts for each in with_own_seeds(params, request.n)]
         choices = [
             _Choice(self._renderer, request, prompt, each, partial(send, index) if emit else None)
             for index, (prompt, each) in enumerate(work)
         ]
-        responses = await gather_all([choice.sampled(self._engine) for choice in choices])
+        responses = await gather_all([choice.sampled(self._backend) for choice in choices])
         usage = _usage(responses, request.n)
         if emit is not None and request.stream_options is not None and request.stream_options.include_usage:
             emit({**head, "choices": [], "usage": usage})
         wholes = [{"index": index, **choice.whole} for index, choice in enumerate(choices)]
         return {**head, "choices": wholes, "usage": usage, **more}
-
-    async def _completed(self, params: dict[str, Any], prompt_tokens: int) -> dict[str, Any]:
-        """Sampling parameters with a budget that fits the engine's context, and the model's stop tokens."""
-        limit = await self._engine.max_prompt_len()
-        if limit is not None and prompt_tokens > limit:
-            raise PromptTooLongError(prompt_tokens, limit, where="messages")
-        if limit is None and params.get("max_tokens") is None:
-            raise SamplingParameterError(
-                "the request names no budget, and the engine does not report its context length",
-                where="max_tokens",
-            )
-        room = None if limit is None else limit + 1 - prompt_tokens
-        return complete_sampling(params, room=room, stop_token_ids=self._renderer.get_stop_token_ids())
 
 
 class _Choice:
@@ -302,36 +280,45 @@ class _Choice:
         stops = params.get("stop") or []
         kept = params.get("include_stop_str_in_output")
         self._stops = [] if kept else [stops] if isinstance(stops, str) else stops
-        margin = _MARGIN if request.has_tools else 0
+        margin = _MARGIN if request.offered else 0
         self._held = max([margin, *(len(stop) - 1 for stop in self._stops)])
         self._ids: list[int] = []
         self._parsed = 0
         self._shown = {"reasoning_content": "", "content": ""}
 
-    async def sampled(self, engine: InferenceEngineInterface) -> EngineResponse:
+    async def sampled(self, backend: RendererBackend) -> EngineResponse:
         """Sample it, sending deltas; `whole` is the choice then."""
-        request, prompt, renderer = self._request, self._prompt, self._renderer
-        if isinstance(request, _Chat):
+        request, prompt = self._request, self._prompt
+        is_chat = isinstance(request, _Chat)
+        if is_chat:
             self._send({"role": "assistant", "content": ""})
         listens = self._streams and request.streams_alone
-        asked = replace(
-            new_request(prompt.ids, self._params, prompt.data),
+        session = {} if request.session_id is None else {SESSION_HEADER: str(request.session_id)}
+        generation = await generate(
+            backend=backend,
+            renderer=self._renderer,
+            model=request.model,
+            prompt_ids=prompt.ids,
+            multi_modal_data=prompt.data,
+            tools=request.offered,
+            sampling_params=self._params,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            extra_headers=session,
+            template_arguments=request.chat_template_kwargs,
+            on_tokens=self.add if listens else None,
         )
-        response = await engine.complete(
-            asked, session_id=request.session_id, on_tokens=self.add if listens else None
-        )
+        response = generation.response
         ids, logprobs, top = response.completion_ids, response.logprobs, response.top_logprobs
         if self._streams and not listens:
             self.add(ids, logprobs, top=top)
-        parsed = request.parse(renderer, ids, prompt)
+        parsed = generation.parsed if is_chat else request.parse(self._renderer, ids, prompt)
         message = _message(parsed, response, self._stops)
         for name in self._shown:
             self._show(name, message.get(name) or "", is_final=True)
         if calls := message.get("tool_calls"):
             self._send({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
-        reason = finish_reason_of(response, parsed)
+        reason = generation.finish_reason if is_chat else response.finish_reason
         self._send({}, reason)
         self.whole = {
             **request.choice(message, is_delta=False),

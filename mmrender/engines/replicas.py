@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from mmrender.client.transport import RetryPolicy
@@ -226,32 +226,19 @@ class ReplicaPool:
             MMRenderError: An engine refused, or every attempt failed.
         """
         avoided: set[Replica] = set()
-
-        def wait_after(error: Exception) -> bool | float:
-            if not is_transient(error):
-                return False
-            if any(each.down is None and each not in avoided for each in self.targets):
-                return 0.001  # at once, since there is another engine
-            avoided.clear()
-            return True
-
-        left = self._retries.attempts - 1
-        try:  # stamina costs more than the rest of a request that succeeds
-            return await self._attempt(ask, work, avoided)
-        except EngineError as error:
-            if not left or not (wait := wait_after(error)):
-                raise
-        await asyncio.sleep(self._retries.wait_initial if wait is True else wait)
-        async for attempt in replace(self._retries, attempts=left).attempts_on(wait_after):
-            with attempt:
+        for number in itertools.count(1):
+            try:
                 return await self._attempt(ask, work, avoided)
+            except EngineError as error:
+                if number >= self._retries.attempts or not is_transient(error):
+                    raise
+            if all(each.down is not None or each in avoided for each in self.targets):
+                avoided.clear()
+                await asyncio.sleep(self._retries.wait_before(number + 1))
         raise RuntimeError("unreachable: the last attempt returns or raises")
 
     async def _attempt(
-        self,
-        ask: Callable[[InferenceEngineInterface], Awaitable[Result]],
-        work: Work,
-        avoided: set[Replica],
+        self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], work: Work, avoided: set[Replica]
     ) -> Result | None:
         work.paused = False
         while True:
@@ -437,10 +424,8 @@ class ReplicaPool:
         """Resume the engines that were paused; one that does not resume is down, unless none is left."""
         with self._moving("paused", "resuming", "open", "the client is not paused"):
             failed = await failures(self._told, lambda engine: engine.resume_generation())
-            serves = set(self.healthy()) - dict(failed).keys()
-            refusals = [error for _, error in failed if not isinstance(error, EngineConnectionError)]
-            if refusals and not (serves and all(isinstance(error, EngineError) for error in refusals)):
-                raise refusals[0]
+            if failed and not set(self.healthy()) - dict(failed).keys():
+                raise failed[0][1]
             self._told = []
             for replica, error in failed:
                 self.take_down(replica, str(error))
@@ -461,26 +446,17 @@ class ReplicaPool:
         return list(failed.values())
 
     async def all_present(self) -> list[Replica]:
-        """Return every engine, once each is known to serve; where all failed in an update, all may try again.
+        """Return every engine, once those that are down have answered for their health.
 
         Raises:
-            EngineUnavailableError: One is down.
+            EngineUnavailableError: One does not serve.
         """
-        all_failed = all(each.stale for each in self.replicas)
-
-        async def serves(replica: Replica) -> bool:
-            if not all_failed:
-                return replica.down is None or await self.look_at(replica)
-            with contextlib.suppress(EngineError):
-                await replica.engine.check_health()
-                return True
-            return False
-
-        down = [f"{each.name}: {each.down}" for each in self.replicas if not await serves(each)]
-        if down:
+        down = [each for each in self.replicas if each.down is not None]
+        failed = await failures(down, lambda engine: asyncio.wait_for(engine.check_health(), _HEALTH_TIMEOUT))
+        if failed:
             raise EngineUnavailableError(
                 "weights are sent to all engines at once, and some are down",
-                got="; ".join(down),
+                got="; ".join(f"{each.name}: {error}" for each, error in failed),
                 remedy="Bring them back, or make a client without them",
             )
         return self.replicas

@@ -113,15 +113,12 @@ VLLM = RouteTable(
         ),
         "load_weights": (
             Route(
-                "POST /collective_rpc",
-                body={"method": "reload_weights", "kwargs": {"weights_path": "$path"}},
+                "POST /collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": "$path"}}
             ),
             # What was computed with the old weights goes, and frozen requests are computed again.
             Route("POST /reset_prefix_cache", {"reset_running_requests": "true"}),
             Route(
-                "POST /update_weight_version",
-                body={"new_version": "$weight_version"},
-                needs="weight_version",
+                "POST /update_weight_version", body={"new_version": "$weight_version"}, needs="weight_version"
             ),
         ),
         "weight_version": (Route("GET /weight_info", answer="weight_version"),),
@@ -153,8 +150,7 @@ SGLANG = RouteTable(
         "weight_version": (Route("GET /model_info", answer="weight_version"),),
         "set_weight_version": (
             Route(
-                "POST /update_weight_version",
-                body={"new_version": "$version", "abort_all_requests": False},
+                "POST /update_weight_version", body={"new_version": "$version", "abort_all_requests": False}
             ),
         ),
     },

@@ -272,14 +272,14 @@ def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
         client, late = case.client, case.engines[1]
         late.alive = False
         await client.load_weights("step-1", weight_version="v1")
+        with pytest.raises(EngineUnavailableError, match=r"^weights are sent to all engines at once"):
+            await client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
         late.alive = True
         await client.check_health()
         missed = "engine1: the engine missed a weight update. Update the weights again"
         assert client.replicas[1].down == missed
         await client.generate({"prompt_token_ids": [[2, 5], [2, 6], [2, 7]], "sampling_params": PARAMS})
         assert not late.asked
-        with pytest.raises(EngineUnavailableError, match=r"^weights are sent to all engines at once"):
-            await client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
         await client.load_weights("step-2", weight_version="v2")
         await client.check_health()
         assert (client.replicas[1].down, await client.weight_version()) == (None, "v2")
