@@ -111,7 +111,7 @@ async def run_load(contender: Any, url: str, load: Load, concurrency: int, total
     await asyncio.sleep(5 * TICK_S)
     late.clear()
     gc.collect()
-    gc.freeze()  # what was loaded beforehand is no garbage of anyone's
+    gc.freeze()  # what was loaded beforehand is not garbage
     begun, spent = time.perf_counter(), time.process_time()
     await asyncio.gather(*[work() for _ in range(concurrency)])
     spent, elapsed = time.process_time() - spent, time.perf_counter() - begun

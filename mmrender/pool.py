@@ -124,7 +124,7 @@ class RendererPool:
         return self.renderer.parse_response(token_ids, **options)
 
     def template_profile(self, *, has_tools: bool = False, **template_arguments: Any) -> TemplateProfile:
-        """Return what was found out about the template for conversations with or without tools."""
+        """Return the findings about the template for conversations with or without tools."""
         return self.renderer.template_profile(has_tools=has_tools, **template_arguments)
 
     def get_stop_token_ids(self) -> list[int]:
@@ -137,12 +137,12 @@ class RendererPool:
 
     @property
     def media(self) -> MediaResolver | None:
-        """What turns media parts into items, or None for a text-only model."""
+        """Resolver of media parts, or None for a text-only model."""
         return self.renderer.media
 
     @property
     def profile(self) -> TemplateProfile:
-        """What was found out about the template, without template arguments."""
+        """Findings about the template, without template arguments."""
         return self.renderer.profile
 
     @property
@@ -237,7 +237,7 @@ class RendererPool:
     # The end.
 
     def close(self) -> None:
-        """Finish the calls that were let in, refuse all others, and end the threads; twice is no error."""
+        """Finish the accepted calls, refuse all others, and end the threads. Idempotent."""
         self._closed = True
         self._executor.shutdown()
         if self._media_executor is not None:

@@ -80,7 +80,7 @@ class RendererProtocol(Protocol):
         ...
 
     def template_profile(self, *, has_tools: bool = False, **template_arguments: Any) -> "TemplateProfile":
-        """What was found out about the template, such as its generation prompt and stop tokens."""
+        """Findings about the template, such as its generation prompt and stop tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -94,7 +94,7 @@ class MultimodalRenderer(RendererProtocol, Protocol):
 
     @property
     def media(self) -> MediaResolver | None:
-        """What turns media parts into items, or None for a text-only model."""
+        """Resolver of media parts, or None for a text-only model."""
         ...
 
 

@@ -292,7 +292,7 @@ class Renderer:
         indices count from the first new message; its sidecar holds the previous items and then the new ones.
 
         Args:
-            previous_prompt_ids: What the model was asked with; a list, or an integer array of shape `(n,)`.
+            previous_prompt_ids: The previous prompt; a list, or an integer array of shape `(n,)`.
             previous_completion_ids: What it sampled, stop token included if there was one.
             new_messages: Tool results, user turns, and what else may follow an assistant turn.
             tools: Tool definitions of the conversation.
@@ -357,7 +357,7 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ParsedResponse":
-        """Read a completion: content, reasoning, and every tool call that the model tried. Never fails on it.
+        """Read content, reasoning, and every tool call that the model tried; any completion can be read.
 
         Args:
             token_ids: What the model sampled.

@@ -31,7 +31,7 @@ class Text(msgspec.Struct, frozen=True, tag="text", tag_field="form"):
 
 
 class Repeat(msgspec.Struct, frozen=True, tag="repeat", tag_field="form"):
-    """A piece of an expansion: one added token, `count` times. `embeds` says it stands for image features."""
+    """A piece of an expansion: one added token, `count` times. `embeds`: it holds image features."""
 
     token: str
     count: Count
@@ -48,9 +48,9 @@ Concatenated as text it is exactly what the model's own processor writes in plac
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
-    """Where one media item stands in the prompt: the tokens `[offset, offset + length)`.
+    """Token range of one media item in the prompt: `[offset, offset + length)`.
 
-    The range covers all that replaced the template's placeholder. Where only some of those tokens stand for
+    The range covers all that replaced the template's placeholder. Where only some of those tokens hold
     features (rows, columns and separators among them), `embed_spans` lists the `(start, stop)` runs that do,
     relative to `offset`; `None` means all of them.
     """
@@ -65,14 +65,14 @@ class PlaceholderRange:
 
     @property
     def num_embeds(self) -> int:
-        """Number of tokens in the range that stand for features."""
+        """Number of feature tokens in the range."""
         if self.embed_spans is None:
             return self.length
         return sum(stop - start for start, stop in self.embed_spans)
 
     @property
     def is_embed(self) -> npt.NDArray[np.bool_]:
-        """Boolean mask of shape `(length,)`: which tokens of the range stand for features."""
+        """Boolean mask of shape `(length,)`: the feature tokens of the range."""
         mask = np.full(self.length, self.embed_spans is None)
         for start, stop in self.embed_spans or ():
             mask[start:stop] = True
@@ -127,7 +127,7 @@ class MediaItem(Protocol):
 
 
 class MediaSpan(NamedTuple):
-    """One media item and the tokens `[start, stop)` that stand for it.
+    """One media item and its tokens `[start, stop)`.
 
     Attributes:
         modality: `"image"` or `"video"`.
@@ -185,7 +185,7 @@ class MultiModalData:
         return cls(hashes, ranges, items)
 
     def shifted(self, by: int) -> "MultiModalData":
-        """Return the sidecar of the same items standing `by` tokens later."""
+        """Return the sidecar of the same items, `by` tokens later."""
         moved = {
             modality: [placeholder.shifted(by) for placeholder in ranges]
             for modality, ranges in self.mm_placeholders.items()

@@ -68,7 +68,7 @@ def draw_frame(canvas: Canvas) -> None:
 
 
 def draw_bars(canvas: Canvas) -> None:
-    """One bar a month; the highest one stands out and carries its value."""
+    """One bar a month; the highest one is marked and carries its value."""
     pitch = (RIGHT - LEFT) / len(MONTHS)
     for index, (month, tons) in enumerate(zip(MONTHS, TONS, strict=True)):
         middle = LEFT + pitch * (index + 0.5)

@@ -2,7 +2,7 @@
 
     python tools/profiles_page.py [--check]
 
-What stands between the two marks of the page is replaced. `--check` writes nothing and exits with 1 where the
+The text between the two marks of the page is replaced. `--check` writes nothing and exits with 1 where the
 page is not what it would write.
 """
 

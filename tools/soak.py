@@ -37,7 +37,7 @@ from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.trajectory.tree import Trajectory
 
 SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
-# Caches with small bounds are full soon, and what rises after that is no cache.
+# Caches with small bounds are full soon, and what rises after that is not a cache.
 MEMO_BYTES, MEDIA_BYTES, TABLE_BYTES = 4 << 20, 4 << 20, 2 << 20
 BOARDS = 24
 INTERVAL = 5.0

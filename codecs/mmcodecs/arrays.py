@@ -53,7 +53,7 @@ class DType(NamedTuple):
     """One row of the table.
 
     Attributes:
-        id: The byte that stands for it on the wire.
+        id: Its byte on the wire.
         name: torch's name, without `torch.`.
         itemsize: Bytes of one element.
         carrier: numpy type code without byte order: of the dtype, or of the unsigned integers with its bits.

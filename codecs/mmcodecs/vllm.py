@@ -277,7 +277,7 @@ class _ItemReader:
         if count is None:
             value = _converted(view, bool | int | float | None, where)
             if value is None and depth:
-                raise DecodeError("nil stands for a whole item only", where=where)
+                raise DecodeError("nil can only be a whole item", where=where)
             return value
         self._budget -= count + 1
         if self._budget < 0:

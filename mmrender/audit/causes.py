@@ -48,7 +48,7 @@ def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
     features: dict[str, list[npt.NDArray[np.int32]]] = {}
     for span in spans:
         features.setdefault(span.modality, []).append(ids[span.start : span.stop][span.range.is_embed])
-    # The token that stands for features is the commonest one in the ranges of a modality.
+    # The feature token is the commonest one in the ranges of a modality.
     pads = {modality: int(np.bincount(np.concatenate(held)).argmax()) for modality, held in features.items()}
     covered = np.zeros(len(sample), np.bool_)
     for span in spans:
@@ -72,7 +72,7 @@ def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
         statement = f"a placeholder token of {modality}s lies outside every placeholder range"
         if len(sampled):
             statement = (
-                f"the model sampled the placeholder token of {modality}s, which stands for no {modality}; "
+                f"the model sampled the placeholder token of {modality}s, but no {modality} belongs to it; "
                 "a trainer that finds images by token id takes it for one"
             )
         # Next to a range, a shifted range has been reported already.

@@ -22,7 +22,7 @@ Channels: TypeAlias = tuple[float, ...]
 
 
 class Variation(NamedTuple):
-    """One change of a sample: the cause that it stands for, and what it would mean if it fits."""
+    """One change of a sample: the cause that it tries, and what it would mean if it fits."""
 
     cause: Cause
     statement: str

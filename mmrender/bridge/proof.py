@@ -5,7 +5,7 @@ at once. A template that looks back writes another tail, and what it looks at is
 that still shows the difference.
 
 A history counts only if the completion could have followed it: one whose turn ends in another stop token than
-the one that was sampled is no evidence.
+the one that was sampled is not evidence.
 """
 
 import random

@@ -52,13 +52,13 @@ _BYTES_PER_ID: Final = 8
 class DynamoBackend(HTTPBackend):
     """A Dynamo frontend.
 
-    It erases what a worker says of an error, so an overflow is recognised only before sending. A call that is
-    cancelled closes its connection, which stops the worker. It says `stop` also of an aborted completion, so
-    an end is told from an abort by the last token.
+    It drops the text of a worker's error, so an overflow is recognised only before sending. A call that is
+    cancelled closes its connection, which stops the worker. It reports `stop` also for an aborted completion;
+    the last token distinguishes an end from an abort.
 
     Attributes:
         nvext: Members of the request's `nvext`, such as `{"annotations": ["llm_metrics"]}`. `extra_fields`
-            are joined with those that are needed, `agent_hints` with the priority.
+            are merged with those that are needed, `agent_hints` with the priority.
         pixels: Which pixels the vLLM workers take: `"uint8"` where they normalise, as vLLM does by default
             since 0.28 or 0.32, `"float32"` where they run with `--no-mm-device-do-normalize`. A frontend
             renders nothing, so this cannot be asked for.

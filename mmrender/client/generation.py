@@ -99,7 +99,7 @@ async def generate(
         on_tokens: Called with tokens as they arrive; see `OnTokens`.
 
     Raises:
-        PromptTooLongError: The prompt is too long: seen before sending, or said by the engine.
+        PromptTooLongError: The prompt is too long: seen before sending, or reported by the engine.
         SamplingParameterError: The engine does not know a parameter, or not such a value.
         PlaceholderError: Tokens, ranges and items do not fit together.
         EngineError: The server could not be reached, refused, or gave an unusable answer.

@@ -87,7 +87,7 @@ class HTTPTransport:
 
     Args:
         config: The server's base URL, or that and all other settings.
-        hooks: Called at the begin, the retries and the end of each call.
+        hooks: Called at the beginning, the retries and the end of each call.
 
     Raises:
         InputError: The base URL cannot be used.

@@ -61,8 +61,8 @@ class LocalBackend:
     Args:
         model: A directory in hub layout, or a loaded Transformers model that gives logits.
         max_model_len: Bound of prompt and completion together; by default what the model was made for.
-        dtype: In which a directory's weights are loaded, by torch's name.
-        device: Where to, by torch's name.
+        dtype: Dtype that a directory's weights are loaded in, by torch's name.
+        device: Where they are loaded to, by torch's name.
         tokenizer: Encodes the texts of `structured_outputs`; by default the directory's.
         weight_version: Name of the weights that the model has.
 

@@ -70,7 +70,7 @@ class SGLangBackend(HTTPBackend):
         A call that is cancelled or times out is aborted on the server, by its `request_id`.
 
         Raises:
-            EngineMismatchError: The server made another prompt of it than the renderer.
+            EngineMismatchError: The server's prompt differs from the renderer's.
             EngineUnsupportedError: A video, or router choices that the server does not give.
             MMRenderError: As for `RendererBackend.generate`.
         """

@@ -128,7 +128,7 @@ class RetryPolicy:
         """Return stamina's iterator of attempts, which its hooks see: `async for a in ...: with a: ...`.
 
         Args:
-            rule: Says of an error whether to try again, or after how many seconds.
+            rule: Decides for an error whether to try again, or after how many seconds.
         """
         try:
             import stamina
@@ -154,7 +154,7 @@ class TransportConfig:
         headers: Sent with every request.
         timeout: Seconds for a whole call, its retries included; None waits for ever.
         connect_timeout: Seconds for making one connection.
-        retries: Which failures are tried again is the transport's; how often and when is said here.
+        retries: How often and when failed attempts are repeated; the transport decides which ones.
         max_connections: Open connections of one event loop; 0 for no bound. Calls beyond it wait.
         keepalive: Seconds that an idle connection is kept. Uvicorn, under vLLM and SGLang, closes one after
             5, and a request that meets the closing is lost; so it should be less than the server's.

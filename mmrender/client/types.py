@@ -55,8 +55,8 @@ class EngineRequest:
         placeholder_ids: By modality the token that the template writes for an item, for engines that widen
             placeholders themselves.
         media_token_ids: Ids of the tokens that expansions consist of, by their text, to check ranges against.
-        eos_token_ids: Tokens on which the model itself ends a completion; None if unknown. They tell an end
-            from an abort where the server does not.
+        eos_token_ids: Tokens on which the model itself ends a completion; None if unknown. They distinguish
+            an end from an abort where the server does not.
     """
 
     model: str

@@ -58,12 +58,12 @@ class VLLMBackend(HTTPBackend):
 
     Attributes:
         images: How images are sent: `"features"`, `"hash_only"` or `"content_parts"`; see the module.
-        pixels: Which pixels the server takes: `"ask"` it by a handshake, or say so without one. `"uint8"` are
+        pixels: Which pixels the server takes; `"ask"` finds out by a handshake. `"uint8"` are
             levels that the server normalises, the others normalised values.
         trust_cache: Leave out images of `hash_only` also where the server does not say how it caches them. A
             wrong answer kills the engine.
         abort_on_cancel: Tell the server to stop where a call is cancelled or times out. Closing the
-            connection stops it too, unless something stands between.
+            connection stops it too, unless a proxy keeps it open.
 
     Raises:
         InputError: A setting has an unknown value.
@@ -159,7 +159,7 @@ async def sample_tokens(
         request: What is asked.
         transport: The server.
         prompt: The members of the body that hold tokens and images.
-        aborts: Whether the server is told to stop where the call is cancelled or times out.
+        aborts: Whether to stop the server where the call is cancelled or times out.
         on_tokens: Called with tokens as they come; the answer is streamed then.
     """
     spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")

@@ -152,7 +152,7 @@ def parse_arguments(value: Any, where: str) -> dict[str, Any]:
 
     None and blank text mean no arguments. JSON text is read as RFC 8259 has it: NaN and infinities are
     refused, and of two equal keys the last counts, as for `json.loads`. A None inside a dict is kept: one
-    that Arrow filled in cannot be told from a null that the model wrote.
+    that Arrow filled in cannot be distinguished from a null that the model wrote.
     """
     if value is None:
         return {}

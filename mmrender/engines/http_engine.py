@@ -42,7 +42,7 @@ _ABORTS_UNKNOWN: Final = "Give a renderer, or DynamoBackend(eos_token_ids=...)"
 class HTTPEngine(InferenceEngineInterface):
     """One vLLM, SGLang or Dynamo server, or a router in front of several.
 
-    It asks once: retries over engines are the client's. Pickled, it arrives as the same server, not paused.
+    Each request is sent once; a client retries. Pickled, it arrives as the same server, not paused.
 
     Args:
         backend: The server's wire, or its name.
@@ -143,7 +143,7 @@ class HTTPEngine(InferenceEngineInterface):
 
     @property
     def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
-        """Modes that the server knows; `abort` only where aborted and finished completions can be told apart.
+        """Modes that the server knows; `abort` only where aborts and ends can be distinguished.
 
         Dynamo reports an abort as a stop, so that takes a renderer or `DynamoBackend(eos_token_ids=...)`.
         """

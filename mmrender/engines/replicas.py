@@ -318,7 +318,7 @@ class ReplicaPool:
     async def _end_calls(self, ending: Ending, look: float = 0.05) -> None:
         """Let engines abort every request in flight, and wait until each has ended.
 
-        They are told repeatedly, since an engine that is told too early does not know of a request on its way
+        They are asked repeatedly, since one asked too early does not know of a request on its way
         to it. Requests that run on after the timeout are cancelled, and return nothing.
         """
         running = set(self.calls())
@@ -393,7 +393,7 @@ class ReplicaPool:
             self._clocks_stopped = mode != "wait"
             try:
                 if mode == "wait":
-                    # Before engines are told: a request that reaches one after its pause would never end.
+                    # Before engines pause: a request that reaches one after its pause would never end.
                     await self._ended.wait_for(lambda: not self.calls())
                 pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
                 await self._on_reached(self._told, pausing)

@@ -226,7 +226,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
     """One image without tensors: for servers that process images, and trainers that process them again.
 
     It holds the image as it came, encoded, or only its URL, and says what processing must give, so two sides
-    that process differently are found out instead of trained on.
+    that process differently are detected instead of trained on.
 
     Attributes:
         identity: Of the item that processing `source` must give; 64 hex digits.

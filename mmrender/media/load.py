@@ -178,7 +178,7 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
 def _refuse_lenient_pillow(where: str | None) -> None:
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise MediaDecodeError(
-            "a damaged image could not be told from a whole one",
+            "a damaged image could pass for a whole one",
             where=where,
             expected="PIL.ImageFile.LOAD_TRUNCATED_IMAGES = False",
             got="True, set by this program or a library it uses",

@@ -13,7 +13,7 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, pu
     Args:
         directory: The directory.
         dtype: Of the weights, by torch's name.
-        device: Where to, by torch's name.
+        device: Where they are loaded to, by torch's name.
         purpose: What the model is for, in errors.
 
     Raises:

@@ -1,7 +1,7 @@
 """Values as models write them: JSON, and the dialects of Python calls and of Gemma's calls.
 
 JSON is read by the standard library. The reader here reads the dialects, and tells JSON that was cut short
-from JSON that is wrong. No value is ever evaluated. A text that is no value raises `ValueError`.
+from JSON that is wrong. Nothing is ever evaluated. A text that is not a value raises `ValueError`.
 """
 
 import json
@@ -196,7 +196,7 @@ def number(word: str) -> int | float:
     return value
 
 
-# NaN and Infinity are no JSON (RFC 8259, section 6), though Python reads them.
+# NaN and Infinity are not JSON (RFC 8259, section 6), though Python reads them.
 _decoder = json.JSONDecoder(parse_constant=number, parse_float=number)
 
 

@@ -187,7 +187,7 @@ class GrammarProver:
         edges = self.edges(grammar)
         unexplained = _unexplained(grammar, edges)
         if unexplained is not None:
-            return f"beside calls the template writes {unexplained!r}, which is no part of the grammar"
+            return f"beside calls the template writes {unexplained!r}, which is not part of the grammar"
         parser = ResponseParser(self._tokenizer, self._profile, GrammarChoice("named", grammar), edges)
         read = 0
         for probe in self._probed(grammar, _PROVE):

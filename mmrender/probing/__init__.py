@@ -1,1 +1,1 @@
-"""What is found out about a chat template by rendering with it."""
+"""Findings about a chat template, made by rendering with it."""

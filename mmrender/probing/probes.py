@@ -218,7 +218,7 @@ class Probes:
                 return None
             shown.append(plain(text))
         added = inserted(*shown)
-        # A template that does not expect parts prints their Python form, which is no placeholder.
+        # A template that does not expect parts prints their Python form, which is not a placeholder.
         return "" if "'type'" in added else added
 
 

@@ -24,7 +24,7 @@ REQUEST_KEY: Final = "rollout_request"
 
 
 class RolloutCheckpoint:
-    """Finished rollouts, by the digest of what was asked. Safe to use from many threads.
+    """Finished rollouts, by the digest of their request. Safe to use from many threads.
 
     Args:
         path: The file; made with its folder if it does not exist.

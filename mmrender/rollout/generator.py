@@ -49,7 +49,7 @@ class TrajectoryID:
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Purpose of a batch; `weight_version` names the weights that sample it, to tell checkpoints apart."""
+    """Purpose of a batch; `weight_version` names the weights that sample it, to distinguish checkpoints."""
 
     global_step: int = 0
     training_phase: Literal["train", "eval"] = "train"

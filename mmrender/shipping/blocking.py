@@ -36,7 +36,7 @@ class _LoopThread(Generic[E]):
             TimeoutError: It took longer.
             ShippingClosedError: The thread has ended.
         """
-        with self._lock:  # the loop runs all that it is given before it is told to end
+        with self._lock:  # the loop runs all that it is given before it ends
             future = asyncio.run_coroutine_threadsafe(work, self._loop) if self._open else None
         if future is None:
             work.close()

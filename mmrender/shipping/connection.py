@@ -195,7 +195,7 @@ class Connection:
 
         Raises:
             ShippingConnectionError: The connection broke.
-            ShippingProtocolError: What came is no message, or too long; no memory was taken for it.
+            ShippingProtocolError: What came is not a message, or too long; no memory was taken for it.
             ShippingSecurityError: TLS failed.
         """
         while True:

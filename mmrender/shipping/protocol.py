@@ -198,7 +198,7 @@ def check_version(version: int, peer: str) -> None:
 
 
 def out_of_turn(message: Message, peer: str) -> Exception:
-    """Return the error that a message other than the expected one stands for; a Bye among them."""
+    """Return the error for a message other than the expected one, such as a Bye."""
     if isinstance(message, Bye):
         if message.denied:
             return ShippingSecurityError("the peer refused the connection", where=peer, got=message.reason)

@@ -71,7 +71,7 @@ class Received:
         """Acknowledge it: it is safe with the consumer, and the sender may forget it. Idempotent.
 
         Raises:
-            ShippingClosedError: The receiver is closed, so the sender cannot be told: it keeps the message
+            ShippingClosedError: The receiver is closed, so the sender gets no answer: it keeps the message
                 for the next receiver.
         """
         self._acknowledge()
@@ -262,7 +262,7 @@ class Receiver:
             yield message
 
     async def aclose(self) -> None:
-        """Close. What was not acknowledged, its senders keep for the next receiver."""
+        """Close; senders keep unacknowledged messages for the next receiver."""
         if self._closed:
             return
         self._closed = True
@@ -330,7 +330,7 @@ class Receiver:
             return  # acknowledged before
         if self._closed:
             raise ShippingClosedError(
-                "the receiver is closed, so the sender cannot be told",
+                "the receiver is closed, so the sender gets no answer",
                 where=f"message {entry.name!r}",
                 remedy="Acknowledge before closing; or give the next receiver the ids you have, as seen=",
             )
@@ -464,7 +464,7 @@ class _Session:
             self._decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
             value = from_wire(data.kind, self._decoder.decode(frames))
         except Exception as error:
-            # The sender is told, or it would come back with the same message again and again.
+            # Without an answer the sender would come back with the same message again and again.
             self.post(Refused(data.seq, str(error)[:1000]))
             raise ShippingProtocolError(
                 "a message that cannot be used", where=f"message {name!r} from {peer}", got=str(error)

@@ -33,7 +33,7 @@ def instrument(tree: nodes.Template) -> nodes.Template:
 
 
 def _mark_bodies(node: nodes.Node, loop: int | None, count: list[int]) -> None:
-    """Mark the loops inside `node`, which stands in loop number `loop`; `count` numbers them."""
+    """Mark the loops inside `node`, which lies in loop number `loop`; `count` numbers them."""
     for _, value in node.iter_fields():
         children = value if isinstance(value, list) else [value]
         for child in [child for child in children if isinstance(child, nodes.Node)]:

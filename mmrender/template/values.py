@@ -102,7 +102,7 @@ def traced(value: Any, origin: Origin) -> Any:
 
 
 def untraced(value: Any) -> Any:
-    """Return the JSON value that a proxy stands for, or that a container of proxies does."""
+    """Return the JSON value behind a proxy, or behind a container of proxies."""
     if isinstance(value, TracedDict | TracedList):
         return value._source
     if isinstance(value, TracedNull | TracedBool):
@@ -115,7 +115,7 @@ def untraced(value: Any) -> Any:
 
 
 def single(value: Any) -> Any:
-    """Return the singleton that a proxy stands for; any other value as it is."""
+    """Return the singleton behind a proxy; any other value as it is."""
     if type(value) is TracedNull:
         return None
     return bool(value) if type(value) is TracedBool else value

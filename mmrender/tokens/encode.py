@@ -93,7 +93,7 @@ class TokenWriter:
     Args:
         tokenizer: The model's tokenizer.
         placeholders: Text that the template writes for one item of each modality.
-        placeholder_tokens: Every token that stands for media; in content it is text whatever the rules say.
+        placeholder_tokens: Every token of media; in content it is text whatever the rules say.
         rules: What a special token in the content of each author is.
     """
 
@@ -181,7 +181,7 @@ class TokenWriter:
         """
         if not self.tokenizer.runs_are_independent:
             raise TokenizerError(
-                "this tokenizer encodes a run differently when other text stands before it",
+                "this tokenizer encodes a run differently after other text",
                 expected="an encoding between special tokens that depends on nothing outside",
                 remedy="mmrender does not know this kind of pre-tokenizer; please report the model",
             )

@@ -67,7 +67,7 @@ def collate(
     if multiple < 1:
         raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
     if pad_token_id in family.feature_token_ids.values():
-        raise BatchError("the pad token stands for images", where="pad_token_id", got=str(pad_token_id))
+        raise BatchError("the pad token is that of images", where="pad_token_id", got=str(pad_token_id))
     packed = rows is not None
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     if not rows:
@@ -183,7 +183,7 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
     features = list(family.feature_token_ids.values())
     if features and (stray := np.flatnonzero(np.isin(ids, features) & (types == 0))).size:
         raise BatchError(
-            "a token that stands for images lies outside every placeholder",
+            "a feature token of images lies outside every placeholder",
             where=f"{name}.token_ids[{stray[0]}]",
             expected="such tokens within placeholders only",
             got=f"token {ids[stray[0]]}, sampled or typed",
@@ -192,7 +192,7 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
     image = family.feature_token_ids.get("image")
     if image is not None and (wrong := np.flatnonzero((types == 1) & (ids != image))).size:
         raise BatchError(
-            "a placeholder holds another token than the one that stands for images",
+            "a placeholder holds another token than the feature token of images",
             where=f"{name}.token_ids[{wrong[0]}]",
             expected=str(image),
             got=str(ids[wrong[0]]),

@@ -70,7 +70,7 @@ class ModelFamily:
         rules: By keyword; `rule` gives that of any keyword.
         token_types: The keyword of the mask that marks tokens of images, for models that take one.
         mrope: How it numbers tokens, or None where each token counts as one.
-        feature_token_ids: The id of the token that stands for features, by modality.
+        feature_token_ids: Id of the feature token, by modality.
         image_blocks: Whether the tokens of an image see each other in both directions.
         sliding_window: How far back tokens see in layers with a window; None for families whose own masks
             serve packed rows.

@@ -180,7 +180,7 @@ def _plan(
         known = distinct.setdefault((item.identity, type(item)), new)
         if known.specs != new.specs:
             shapes = [{name: list(spec.shape) for name, spec in one.specs.items()} for one in (known, new)]
-            problem = "one identity stands for two different items"
+            problem = "two different items have one identity"
             raise BatchError(problem, where=where, expected=str(shapes[0]), got=str(shapes[1]))
         if known is not new:
             copies += [(name, known.places[name], place) for name, place in new.places.items()]

@@ -88,7 +88,7 @@ def compute_cost(lengths: Sequence[int], hidden_size: int) -> float:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Give items to parts of equal counts (to one) so that the costliest part costs little.
+    """Distribute items over parts of equal counts (to one) so that the costliest part costs little.
 
     Returns:
         Indices by part, rising within a part.
@@ -139,7 +139,7 @@ def plan_steps(
     dummy_tokens: int = 0,
     hidden_size: int = 4096,
 ) -> list[StepPlan]:
-    """Give every sample to one micro-batch of one rank.
+    """Assign every sample to one micro-batch of one rank.
 
     Samples are packed by first-fit decreasing; those with images share a bin only if their tensors can be
     joined. If the bins are not a multiple of the ranks, the costliest are split between samples, and if that

@@ -452,7 +452,7 @@ def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPa
         with pytest.raises(MediaDecodeError) as caught:
             load_image(source, where=WHERE)
         assert str(caught.value) == (
-            f"{WHERE}: a damaged image could not be told from a whole one - expected "
+            f"{WHERE}: a damaged image could pass for a whole one - expected "
             "PIL.ImageFile.LOAD_TRUNCATED_IMAGES = False, got True, set by this program or a library it uses. "
             "Set it to False, or decode the image yourself and pass a loaded PIL.Image."
         )

@@ -118,7 +118,7 @@ def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url):
         with pytest.raises(ShippingClosedError) as caught:
             second.ack()
         assert str(caught.value) == (
-            f"message '{second.id}': the receiver is closed, so the sender cannot be told. Acknowledge before "
+            f"message '{second.id}': the receiver is closed, so the sender gets no answer. Acknowledge before "
             "closing; or give the next receiver the ids you have, as seen="
         )
         assert not late.done

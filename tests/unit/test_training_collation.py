@@ -262,7 +262,7 @@ UNPAIRED = MultiModalData({}, {"image": [PlaceholderRange(4, 4)]}, {})
 
 
 STRAY = (
-    "a token that stands for images lies outside every placeholder - expected such tokens within placeholders "
+    "a feature token of images lies outside every placeholder - expected such tokens within placeholders "
     "only, got token 90, sampled or typed. "
     "Leave the sample out, or truncate it before this token: the model cannot take it as text"
 )
@@ -280,7 +280,7 @@ STRAY = (
         ({"token_ids": np.append(GOOD.token_ids[:-1], np.int32(IMAGE_ID))}, f"a.token_ids[11]: {STRAY}"),
         (
             {"token_ids": np.where(np.arange(12) == 5, 3, GOOD.token_ids).astype(np.int32)},
-            "a.token_ids[5]: a placeholder holds another token than the one that stands for images - "
+            "a.token_ids[5]: a placeholder holds another token than the feature token of images - "
             "expected 90, got 3",
         ),
         (
@@ -332,7 +332,7 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
         (lambda: batch_of(GOOD, multiple=0), "multiple: a width is a multiple of 1 or more - got 0"),
         (
             lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
-            "pad_token_id: the pad token stands for images - got 90",
+            "pad_token_id: the pad token is that of images - got 90",
         ),
         (
             lambda: batch_of(GOOD, dtype=torch.float64),
@@ -351,7 +351,7 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
             lambda: batch_of(
                 GOOD, sample([msgspec.structs.replace(patch_item(32, 32), identity=ITEM.identity)], name="b")
             ),
-            "b.mm_placeholders['image'][0]: one identity stands for two different items - "
+            "b.mm_placeholders['image'][0]: two different items have one identity - "
             "expected {'pixel_values': [16, 96], 'image_grid_thw': [1, 3]}, "
             "got {'pixel_values': [64, 96], 'image_grid_thw': [1, 3]}",
         ),

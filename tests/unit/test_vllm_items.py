@@ -84,7 +84,7 @@ FLOATS = Ext(3, b"abcd")
         (wire_item(["float32", [0, 2**62], Ext(3, b"")]), "$.x.data: array too large to exist"),
         (wire_item(["float32", [1]]), "$.x.data: a tensor has three parts"),
         (wire_item("text"), "$.x.data: malformed item: Expected `bool | int | float | null`, got `str`"),
-        (wire_item([None]), "$.x.data[0]: nil stands for a whole item only"),
+        (wire_item([None]), "$.x.data[0]: nil can only be a whole item"),
         (wire_item(1, ("scattered", {})), "$.x.field: an unknown kind of field - expected batched, flat, sh"),
         (wire_item(1, ("flat", {"dim": 0})), "$.x.field: malformed item: Object missing required field"),
         (wire_item(1, ("batched", {"extra": 0})), "$.x.field: malformed item: Object contains unknown field"),

@@ -80,7 +80,7 @@ class TransformersProcessor(MediaProcessor):
         video = getattr(self._reference, "video_token", None)
         if not isinstance(token, str):
             raise ProcessorError(
-                f"{type(self._reference).__name__} does not say which text stands for an image",
+                f"{type(self._reference).__name__} does not name its image placeholder",
                 where=str(files.directory),
                 expected="an attribute image_token",
             )
@@ -171,7 +171,7 @@ class TransformersProcessor(MediaProcessor):
         return _Observation(pieces[0], _first_of(tensors, copies), image_side.options)
 
     def _prove(self, seen: _Observation, height: int, width: int, where: str) -> None:
-        """Prove that the image processor alone gives what the whole one gives, and find what company does."""
+        """Prove that the image processor gives what the whole one does, and find what other images change."""
         kind = type(self._reference).__name__
         # All pixels differ from their neighbours.
         ramp = np.arange(height * width * 3, dtype=np.uint32) * 2654435761 >> 24
@@ -190,7 +190,7 @@ class TransformersProcessor(MediaProcessor):
             )
 
     def _find_feature_token(self, files: ProcessorFiles, text: str) -> str:
-        """Return the token that stands for image features in an expansion.
+        """Return the token that holds image features in an expansion.
 
         It is one that the model's settings name, or else the most frequent added token of the tokenizer.
         """
@@ -202,7 +202,7 @@ class TransformersProcessor(MediaProcessor):
         counts = Counter({token: text.count(token) for token in tokenizer.get_added_vocab() if token in text})
         if not counts:
             raise ProcessorError(
-                "no token of the expansion stands for image features",
+                "no token of the expansion holds image features",
                 expected="an added token of the tokenizer",
                 got=repr(text[:200]),
             )

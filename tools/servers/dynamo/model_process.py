@@ -124,7 +124,7 @@ class Pixels:
         """Keyword arguments of the model.
 
         Raises:
-            ValueError: An item stands elsewhere than in the prompt, or has no data.
+            ValueError: An item lies elsewhere than in the prompt, or has no data.
         """
         patches, grids = [], []
         types = torch.zeros(1, len(token_ids), dtype=torch.int64)

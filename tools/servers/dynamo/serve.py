@@ -1,4 +1,4 @@
-"""Run a Dynamo frontend and one worker on 127.0.0.1 until either ends or this process is told to.
+"""Run a Dynamo frontend and one worker on 127.0.0.1 until either ends or this process is asked to.
 
 Usage: `VENV/bin/python serve.py MODEL PORT STATE [--model-python PYTHON] [flags of worker.py]`, with the
 environment of `install.py`.
@@ -59,7 +59,7 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> int:
-    """Serve; return 0 where this process was told to end, and 1 where a process ended by itself."""
+    """Serve; return 0 where this process was asked to end, and 1 where a process ended by itself."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("port")
