@@ -99,10 +99,7 @@ def describe(report: Report, renderer: Renderer) -> None:
 def sample_and_ship(
     report: Report, client: RendererClient, renderer: Renderer, folder: Path, *, model: Any = None
 ) -> None:
-    """Sample three turns with three pictures, bridging each to the next; save and ship the trajectory.
-
-    A plain forward of `model`, if given, must give the sampler's log-probabilities.
-    """
+    """Sample three turns with three pictures, save and ship them; `model` checks their log-probabilities."""
     photo, chart = load_pictures()
     crop = chart.crop((0, 0, chart.width // 2, chart.height // 2))
     trajectory = Trajectory()
@@ -138,13 +135,10 @@ def main(
     model: str | None = None,
     renderer_of: str | None = None,
 ) -> int:
-    """Run the demonstration; return the exit status.
+    """Run the demonstration here, or its rollouts against a server; return the exit status.
 
-    Args:
-        server: Base URL of an inference server to sample from; None runs everything in this process.
-        backend: Its engine; vLLM by default.
-        model: Name under which the server knows the model.
-        renderer_of: Directory or hub id of the model; by default `model`.
+    `backend` is the server's engine (vLLM by default), `model` its name for the model, and `renderer_of` the
+    model's directory or hub id, where that is another.
     """
     report = Report()
     report.print(f"[bold]mmrender {__version__}[/]: messages and pictures to tokens and tensors")

@@ -154,8 +154,7 @@ def prove_saving(trajectory: Trajectory, folder: Path) -> Proof:
 async def prove_shipping(trajectory: Trajectory, folder: Path) -> list[Proof]:
     """Send a trajectory over a Unix socket to a second process, and compare what it received.
 
-    Raises:
-        ShippingError: It did not arrive, or the process failed.
+    Raises `ShippingError` where it does not arrive, or the process fails.
     """
     url = f"unix://{folder / 'rollout.sock'}"
     command = (sys.executable, "-m", "mmrender.demo.receiver", url)

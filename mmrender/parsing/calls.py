@@ -64,13 +64,7 @@ class _Fault(Exception):  # noqa: N818 - a finding about the text
 
 
 class CallScanner:
-    """Scans one text by one grammar.
-
-    Args:
-        grammar: How calls are written.
-        source: The text.
-        tools: The tools that were offered, or None where any name is good.
-    """
+    """Scans one text by one grammar; without `tools` a call may have any name."""
 
     def __init__(self, grammar: Grammar, source: TokenText, tools: ToolSchemas | None = None) -> None:
         self._grammar = grammar

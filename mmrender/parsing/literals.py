@@ -60,12 +60,7 @@ FUNCTION_GEMMA = Dialect(("<escape>",), _WORDS, bare_keys=True)
 
 
 class Reader:
-    """Reads values of one dialect from `position` on.
-
-    Raises:
-        CutShort: The text ends inside a value.
-        ValueError: The text is not a value.
-    """
+    """Reads values of one dialect from `position` on, or raises `CutShort` or `ValueError`."""
 
     def __init__(self, source: TokenText, position: int, stop: int, dialect: Dialect) -> None:
         self._source = source
@@ -203,15 +198,8 @@ _decoder = json.JSONDecoder(parse_constant=number, parse_float=number)
 def read_json(source: TokenText, start: int, stop: int) -> tuple[Any, int]:
     """Read JSON that begins at a character, and say where it ends.
 
-    Args:
-        source: The text.
-        start: Where the value begins.
-        stop: Where the call ends by its delimiters. A value that is whole may go beyond, since a text in it
-            may hold those delimiters; one that is not is judged up to here.
-
-    Raises:
-        CutShort: The text before `stop` begins a value.
-        ValueError: It does not.
+    A whole value may reach beyond `stop`, where the call ends by its delimiters, since a text in it may hold
+    those. Any other is judged up to there: `CutShort` where it begins a value, else `ValueError`.
     """
     try:
         value, end = _decoder.raw_decode(source.text, start)

@@ -205,14 +205,7 @@ class GrammarChoice:
 
 
 class ResponseParser:
-    """Reads completions of one model. Safe to use from many threads.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        profile: What is known about the template: stop tokens, reasoning, generation prompt.
-        choice: How the model writes tool calls, and how that was found; without a grammar all is content.
-        edges: What the template writes around content.
-    """
+    """Reads completions of one model; without a grammar all is content. Safe to use from many threads."""
 
     def __init__(
         self, tokenizer: Tokenizer, profile: TemplateProfile, choice: GrammarChoice, edges: Edges

@@ -82,13 +82,8 @@ class _Probe(NamedTuple):
 def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> ResponseParser:
     """Build the parser for one template with one set of template arguments.
 
-    Args:
-        known: The template, and what is known about it.
-        grammar: Name of the tool-call grammar, for a model whose template prints no calls or an unknown kind;
-            None to have it proved. `choice` of the parser says what was found.
-
-    Raises:
-        InputError: There is no grammar of that name.
+    `grammar` names the tool-call grammar, for a template that prints no calls or an unknown kind; None has it
+    proved. Raises `InputError` where there is no grammar of that name.
     """
     prover = GrammarProver(known)
     choice = prover.choose(grammar)
@@ -135,11 +130,7 @@ class GrammarProver:
         return found
 
     def choose(self, name: str | None = None) -> GrammarChoice:
-        """Choose a grammar by proof, or take the one that is named and say whether it is proved.
-
-        Raises:
-            InputError: There is no grammar of that name.
-        """
+        """Choose a grammar by proof, or take the one that is named and say whether it is proved."""
         if name is not None and name not in GRAMMARS:
             known = " or ".join(GRAMMARS)
             raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))

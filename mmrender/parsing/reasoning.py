@@ -50,12 +50,6 @@ def read_reasoning(
 
     The block begins in the prompt or with its first delimiter. Where only its end is there, all before that
     is reasoning, as templates read such text themselves. What a tool call holds begins and ends no block.
-
-    Args:
-        format_: The delimiters; None where the model has none.
-        source: The completion.
-        opening: Where the prompt left the model.
-        first_call: Where the first tool call begins, or the length of the text.
     """
     if format_ is None:
         return Reasoning()

@@ -43,10 +43,8 @@ class TokenSpeller:
 
     Two spellings are known: byte-level (each byte is one printable character, as in GPT-2) and SentencePiece
     with byte fallback (`▁` for a space, `<0x0A>` for a byte). The one that agrees with the decoder on sample
-    texts is used; a tokenizer of any other kind is decoded token by token.
-
-    Attributes:
-        added: Text of each added token, by id.
+    texts is used; a tokenizer of any other kind is decoded token by token. `added` holds the text of each
+    added token, by id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -97,15 +95,7 @@ def readable(text: str) -> str:
 
 
 class TokenText:
-    """The text of some tokens.
-
-    Args:
-        token_ids: The tokens.
-        speller: Spells them.
-
-    Attributes:
-        text: All characters.
-    """
+    """The text of some tokens, as `text`."""
 
     def __init__(self, token_ids: Sequence[int], speller: TokenSpeller) -> None:
         self._speller = speller

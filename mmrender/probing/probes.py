@@ -70,26 +70,16 @@ RESULT = tool_result(CALL)
 
 
 class ProbedTurn(NamedTuple):
-    """One assistant turn as the template prints it.
-
-    Attributes:
-        header: The part of the generation prompt that the turn begins with.
-        text: What the model would have sampled, without the stop token.
-    """
+    """One assistant turn as the template prints it."""
 
     header: str
+    """The part of the generation prompt that the turn begins with."""
     text: str
+    """The text that the model would have sampled, without the stop token."""
 
 
 class Probes:
-    """Renders probes with one template and one set of template arguments.
-
-    Args:
-        template: The chat template.
-        tokenizer: Its added tokens are what delimiters are made of.
-        arguments: Template variables for every probe.
-        form: Shapes that the template takes; found by probing where it is not given.
-    """
+    """Renders probes with one template and one set of template arguments; `form` is found where not given."""
 
     def __init__(
         self,

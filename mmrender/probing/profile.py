@@ -115,12 +115,7 @@ class TemplateProfile:
 
 
 def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> TemplateProfile:
-    """Run every probe.
-
-    Args:
-        probes: Renders with the template.
-        model_stop_ids: Stop tokens that the model's files name.
-    """
+    """Run every probe; `model_stop_ids` are the stop tokens that the model's files name."""
     thought = f"{WORD}R"
     thinking = assistant(reasoning_content=thought)
     places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}

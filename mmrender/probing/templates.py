@@ -65,12 +65,10 @@ def cache_folder() -> Path | None:
 
 
 class Findings:
-    """What is known about one template with one set of arguments, for many threads and processes.
+    """Findings about one template with one set of arguments, for many threads and processes.
 
-    Args:
-        folder: Where it is kept between processes, as small JSON files.
-        facts: Everything that it depends on, as plain values. Without folder or facts, only memory is used.
-        max_files: Number of files in the folder beyond which the least recently used are removed.
+    `folder` keeps them between processes, as small JSON files named after `facts`, all that they depend on as
+    plain values. Without folder or facts, only memory is used.
     """
 
     def __init__(
@@ -143,14 +141,9 @@ def code_digest() -> str:
 
 @dataclass(frozen=True, eq=False)
 class KnownTemplate:
-    """One template with one set of template arguments, and what is known about it.
+    """One template with the template arguments that it reads, and the findings about it.
 
-    Attributes:
-        template: The chat template.
-        tokenizer: The model's tokenizer.
-        arguments: The template arguments, without those that the template does not read.
-        findings: What was found out, in memory and on disk.
-        model_stop_ids: Stop tokens that the model's files name.
+    `model_stop_ids` are the stop tokens that the model's files name.
     """
 
     template: ChatTemplate
@@ -161,7 +154,7 @@ class KnownTemplate:
 
     @cached_property
     def profile(self) -> TemplateProfile:
-        """What probes found out."""
+        """The findings of all probes."""
         probes = Probes(self.template, self.tokenizer, self.arguments)
         probe = partial(probe_template, probes, self.model_stop_ids)
         return self.findings.get_or_find("profile", TemplateProfile, probe)
@@ -206,12 +199,12 @@ class TemplateSet:
 
     Args:
         sources: Jinja texts by name.
-        tokenizer: Tells which of the texts that templates write are special tokens.
+        tokenizer: The model's tokenizer.
         special_tokens: Template variables such as `bos_token`.
         chosen: Name of the template to use instead of the usual choice.
         model_stop_ids: Stop tokens that the model's files name.
-        limits: What one run may spend.
-        clock: What `strftime_now` reads.
+        limits: Bounds on one run of a template.
+        clock: Gives the time that `strftime_now` formats.
         processes: Child processes that compile and run the templates; None runs them in this one.
         folder: Where findings are kept between processes, or None.
 
@@ -257,19 +250,9 @@ class TemplateSet:
         processes: TemplateProcesses | None = None,
         profile_cache: bool = True,
     ) -> "TemplateSet":
-        """Compile a model's templates, or the one given in their place.
+        """Compile a model's templates, or `chat_template`: Jinja text, or the name of one of them.
 
-        Args:
-            model: The model directory.
-            tokenizer: The model's tokenizer.
-            chat_template: Jinja text, or the name of one of the model's templates.
-            limits: What one run may spend.
-            clock: What `strftime_now` reads.
-            processes: Child processes that compile and run the templates; None runs them in this one.
-            profile_cache: Whether findings are kept on disk; see the module.
-
-        Raises:
-            TemplateError: There is no template to use, or one does not compile.
+        `profile_cache` keeps findings on disk; other arguments and errors are those of the class.
         """
         sources = load_templates(model)
         given = "" if chat_template in sources else chat_template or ""
