@@ -112,9 +112,8 @@ async def generate(
     server = as_transport(client) if own is None else own
     arguments = dict(template_arguments or {})
     if prompt_ids is None and prompt_attribution is None:
-        prompt = await rendered_prompt(renderer, messages, tools, arguments)
-    else:
-        prompt = given_prompt(renderer, prompt_ids, multi_modal_data, prompt_attribution)
+        prompt_attribution = await render_prompt(renderer, messages, tools, arguments)
+    prompt = _given_prompt(renderer, prompt_ids, multi_modal_data, prompt_attribution)
     limit, room = max_prompt_len, None
     if limit is None and (limit := await prompt_limit(engine, model, server)) is not None:
         # The context holds prompt and completion, and a prompt leaves room for one token at least.
@@ -175,29 +174,34 @@ def resolve_backend(
         backend: The backend, or its name.
         route: Its route.
         model: The model, which for `"local"` is its directory.
+
+    Raises:
+        InputError: The backend or the route is unknown, or they name different engines.
     """
-    routes = {route: name for name, (_, route) in _BACKENDS.items() if route is not None}
-    if route is not None and route not in routes:
-        raise InputError("unknown route", where="transport", expected=", ".join(routes), got=repr(route))
-    name = backend if isinstance(backend, str) or backend is None else backend.name
-    if route is not None and name is not None and name != routes[route]:
-        raise InputError(
-            "backend and transport name different engines",
-            where="transport",
-            expected=f"{name}'s route, or no transport",
-            got=repr(route),
-        )
+    name = backend if backend is None or isinstance(backend, str) else backend.name
+    if route is not None:
+        routes = {own: engine for engine, (_, own) in _BACKENDS.items() if own is not None}
+        if route not in routes:
+            raise InputError("unknown route", where="transport", expected=", ".join(routes), got=repr(route))
+        if name not in (None, routes[route]):
+            raise InputError(
+                "backend and transport name different engines",
+                where="transport",
+                expected=f"{name}'s route, or no transport",
+                got=repr(route),
+            )
+        name = routes[route]
     if backend is not None and not isinstance(backend, str):
         return backend
-    chosen = name or (routes[route] if route is not None else "vllm")
-    if chosen not in _BACKENDS:
+    name = name or "vllm"
+    if name not in _BACKENDS:
         raise InputError(
             "unknown backend",
             where="backend",
             expected=f"{', '.join(_BACKENDS)}, or an object such as VLLMBackend()",
-            got=repr(chosen),
+            got=repr(name),
         )
-    return _new_backend(chosen, *([model] if chosen == "local" else []))
+    return _new_backend(name, *([model] if name == "local" else []))
 
 
 @lru_cache(maxsize=16)
@@ -208,14 +212,7 @@ def _new_backend(name: str, *arguments: str) -> RendererBackend:
 
 _shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)
 # Headers that an SDK always sends, beside those that its user set.
-_SDK_HEADERS: Final = (
-    "accept",
-    "accept-encoding",
-    "authorization",
-    "content-type",
-    "user-agent",
-    "x-stainless-",
-)
+_SDK_HEADERS: Final = ("accept", "authorization", "content-type", "user-agent", "x-stainless-")
 
 
 def as_transport(client: Any) -> Transport:
@@ -234,28 +231,25 @@ def as_transport(client: Any) -> Transport:
     # `isinstance` of a protocol costs as much as the rest of a call's checks.
     if all(hasattr(client, name) for name in ("request", "stream", "aclose", "base_url")):
         return cast(Transport, client)
-    if isinstance(client, TransportConfig):
-        config = client
-    elif isinstance(client, str):
-        config = TransportConfig(server_root(client))
-    elif (base_url := getattr(client, "base_url", None)) is not None:
-        key = getattr(client, "api_key", None)
-        headers = getattr(client, "default_headers", None)
+    url = client if isinstance(client, str) else getattr(client, "base_url", None)
+    if url is None:
+        raise InputError(
+            "cannot build a transport from this",
+            where="client",
+            expected="a base URL, a transport, or an object with base_url and api_key",
+            got=type(client).__name__,
+        )
+    config = client
+    if not isinstance(client, TransportConfig):
+        key, headers = getattr(client, "api_key", None), getattr(client, "default_headers", None)
         config = TransportConfig(
-            server_root(str(base_url)),
+            server_root(str(url)),
             api_key=key if isinstance(key, str) and key else None,
             headers={
                 name: value
                 for name, value in (headers if isinstance(headers, Mapping) else {}).items()
                 if isinstance(value, str) and not name.lower().startswith(_SDK_HEADERS)
             },
-        )
-    else:
-        raise InputError(
-            "cannot build a transport from this",
-            where="client",
-            expected="a base URL, a transport, or an object with base_url and api_key",
-            got=type(client).__name__,
         )
     from mmrender.client.http import HTTPTransport
 
@@ -272,51 +266,57 @@ def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
     return hasattr(renderer, "arender") and hasattr(renderer, "aparse_response")
 
 
-async def rendered_prompt(
+async def render_prompt(
     renderer: RendererProtocol,
     messages: Sequence[Any] | None,
     tools: Sequence[Any] | None,
     template_arguments: Mapping[str, Any],
-) -> Prompt:
-    """Render a conversation with the generation prompt; a pool does so off the event loop."""
+    *,
+    in_thread: bool = False,
+) -> RenderedTokens:
+    """Render a conversation with the generation prompt; a pool does so off the event loop.
+
+    Args:
+        renderer: A renderer or a pool.
+        messages: The conversation.
+        tools: Tools that the model is offered.
+        template_arguments: Further template variables.
+        in_thread: Whether a renderer, too, leaves the event loop free.
+    """
     if messages is None:
         raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")
+    options = {"tools": tools, "add_generation_prompt": True, **template_arguments}
     if is_async(renderer):
-        rendered = await renderer.arender(
-            messages, tools=tools, add_generation_prompt=True, **template_arguments
-        )
-    else:
-        rendered = renderer.render(messages, tools=tools, add_generation_prompt=True, **template_arguments)
-    # A rendering may be memoised, and the prompt's list is the caller's to change.
-    return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
+        return await renderer.arender(messages, **options)
+    if in_thread:
+        return await asyncio.to_thread(renderer.render, messages, **options)
+    return renderer.render(messages, **options)
 
 
-def given_prompt(
+def _given_prompt(
     renderer: RendererProtocol,
     prompt_ids: TokenIds | None,
     data: MultiModalData | None,
     attribution: RenderedTokens | None,
 ) -> Prompt:
     """Take a prompt as it is, such as a bridge gives it."""
-    if prompt_ids is None:
-        ids = list(attribution.token_ids) if attribution is not None else []
-    else:
-        ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids)
-    if attribution is not None and attribution.token_ids != ids:
-        raise InputError(
-            "the attribution belongs to other tokens than the prompt's",
-            where="prompt_attribution",
-            expected=f"the {len(ids)} tokens of prompt_ids",
-            got=f"{len(attribution.token_ids)} tokens",
-        )
-    if data is None and attribution is not None:
-        data = attribution.multi_modal_data
+    if attribution is not None:
+        # A rendering may be memoised, and the prompt's list is the caller's to change.
+        ids = list(attribution.token_ids)
+        if prompt_ids is not None and not np.array_equal(prompt_ids, ids):
+            raise InputError(
+                "the attribution belongs to other tokens than the prompt's",
+                where="prompt_attribution",
+                expected=f"the {len(prompt_ids)} tokens of prompt_ids",
+                got=f"{len(ids)} tokens",
+            )
+        return Prompt(ids, attribution.multi_modal_data if data is None else data, attribution)
+    ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids or ())
     if data is None:
         # Without a sidecar, an engine would answer as if no image were there.
-        media: Any = getattr(renderer, "media", None)
-        tokenizer: Any = getattr(renderer, "tokenizer", None)
+        media, tokenizer = getattr(renderer, "media", None), getattr(renderer, "tokenizer", None)
         texts = media.processor.placeholder_tokens if media is not None and tokenizer is not None else ()
-        tokens = {tokenizer.token_id(text) for text in texts} - {None}
+        tokens = {cast(Any, tokenizer).token_id(text) for text in texts}
         found = next((index for index, token in enumerate(ids) if token in tokens), None)
         if found is not None:
             raise PlaceholderError(
@@ -326,5 +326,4 @@ def given_prompt(
                 got=f"the token {ids[found]}",
                 remedy="Pass the sidecar; an empty MultiModalData() says that the model itself sampled them",
             )
-        data = MultiModalData()
-    return Prompt(ids, data, attribution)
+    return Prompt(ids, MultiModalData() if data is None else data, None)

@@ -101,16 +101,9 @@ class ObservedCall:
         headers: dict[str, str] = {}
         if not self._hooks:
             return headers
+        seconds = time.perf_counter() - self._begun
         event = RequestEvent(
-            call_id=self._id,
-            method=self.method,
-            url=self.url,
-            attempt=self.attempt,
-            request_bytes=self.size,
-            seconds=time.perf_counter() - self._begun,
-            status=self.status,
-            reply_bytes=reply_bytes,
-            error=error,
+            self._id, self.method, self.url, self.attempt, self.size, seconds, self.status, reply_bytes, error
         )
         for hook in self._hooks:
             try:
@@ -120,7 +113,6 @@ class ObservedCall:
         return headers
 
 
-_SCOPE = "mmrender.client"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 """Boundaries of the duration's histogram: a completion may take an hour."""
 
@@ -144,8 +136,8 @@ class OpenTelemetryHooks(ClientHooks):
         except ImportError as error:
             raise MissingDependencyError.of_extra("opentelemetry", "otel", "tracing") from error
         self._providers = (tracer_provider, meter_provider)
-        self._tracer = trace.get_tracer(_SCOPE, tracer_provider=tracer_provider)
-        meter = metrics.get_meter(_SCOPE, meter_provider=meter_provider)
+        self._tracer = trace.get_tracer("mmrender.client", tracer_provider=tracer_provider)
+        meter = metrics.get_meter("mmrender.client", meter_provider=meter_provider)
         self._duration = meter.create_histogram(
             "http.client.request.duration",
             unit="s",
@@ -186,42 +178,40 @@ class OpenTelemetryHooks(ClientHooks):
 
     def on_retry(self, event: RequestEvent) -> None:
         """Note the attempt, and why it is made."""
-        reason = _error_type(event)
-        self._retries.add(1, {**_labels(event), "error.type": reason})
-        span = self._spans.get(event.call_id)
-        if span is not None:
-            span.add_event("retry", {"http.request.resend_count": event.attempt - 1, "error.type": reason})
+        reason = {"error.type": _error_type(event.error)}
+        self._retries.add(1, {**_labels(event), **reason})
+        if (span := self._spans.get(event.call_id)) is not None:
+            span.add_event("retry", {"http.request.resend_count": event.attempt - 1, **reason})
 
     def on_response(self, event: RequestEvent) -> None:
         """End the span."""
-        span = self._ended(event, {})
-        if span is not None:
-            span.set_attribute("http.response.body.size", event.reply_bytes or 0)
-            span.end()
+        self._end(event)
 
     def on_error(self, event: RequestEvent) -> None:
         """End the span with its error; a cancelled call is not one."""
+        self._end(event)
+
+    def _end(self, event: RequestEvent) -> None:
         from opentelemetry import trace
 
-        reason = _error_type(event)
-        span = self._ended(event, {"error.type": reason})
+        labels, error = _labels(event), event.error
+        result: dict[str, str | int] = {}
+        if event.status is not None:
+            result["http.response.status_code"] = event.status
+        if error is not None:
+            result["error.type"] = _error_type(error)
+        self._active.add(-1, labels)
+        self._duration.record(event.seconds, labels | result)
+        span = self._spans.pop(event.call_id, None)
         if span is None:
             return
-        span.set_attribute("error.type", reason)
-        if event.error is not None and not isinstance(event.error, asyncio.CancelledError | GeneratorExit):
-            span.record_exception(event.error)
-            span.set_status(trace.StatusCode.ERROR, str(event.error))
+        if error is None:
+            result["http.response.body.size"] = event.reply_bytes or 0
+        elif not isinstance(error, asyncio.CancelledError | GeneratorExit):
+            span.record_exception(error)
+            span.set_status(trace.StatusCode.ERROR, str(error))
+        span.set_attributes({**result, "http.request.resend_count": event.attempt - 1})
         span.end()
-
-    def _ended(self, event: RequestEvent, more: Mapping[str, str]) -> "Span | None":
-        labels = _labels(event)
-        self._active.add(-1, labels)
-        status = {} if event.status is None else {"http.response.status_code": event.status}
-        self._duration.record(event.seconds, {**labels, **status, **more})
-        span = self._spans.pop(event.call_id, None)
-        if span is not None:
-            span.set_attributes({**status, "http.request.resend_count": event.attempt - 1})
-        return span
 
 
 def _labels(event: RequestEvent) -> dict[str, str | int]:
@@ -235,7 +225,5 @@ def _labels(event: RequestEvent) -> dict[str, str | int]:
     }
 
 
-def _error_type(event: RequestEvent) -> str:
-    if isinstance(event.error, EngineStatusError):
-        return str(event.error.status)
-    return type(event.error).__name__
+def _error_type(error: BaseException | None) -> str:
+    return str(error.status) if isinstance(error, EngineStatusError) else type(error).__name__

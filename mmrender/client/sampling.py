@@ -25,7 +25,9 @@ Spelling: TypeAlias = str | Callable[[Any], Mapping[str, Any]] | None
 
 _Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
-_Texts = list[Annotated[str, Meta(min_length=1)]]
+_Text = Annotated[str, Meta(min_length=1)]
+_Texts = list[_Text]
+_Digits = Annotated[str, Meta(pattern="^[0-9]+$")]
 _AboveZero = Annotated[float, Meta(gt=0)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -62,7 +64,8 @@ def _json_text(value: Any) -> str:
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """What `structured_outputs` may ask for: one of them."""
 
-_SGLANG_STRUCTURES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+_Structures: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
+_SGLANG_STRUCTURES: Final[_Structures] = {
     # An object in place of the schema's text is a 400.
     "json": lambda schema: {"json_schema": _json_text(schema)},
     "json_object": lambda _: {"json_schema": '{"type":"object"}'},
@@ -70,7 +73,7 @@ _SGLANG_STRUCTURES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "grammar": lambda grammar: {"ebnf": grammar},
     "structural_tag": lambda tag: {"structural_tag": _json_text(tag)},
 }
-_DYNAMO_STRUCTURES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+_DYNAMO_STRUCTURES: Final[_Structures] = {
     "json": lambda schema: {"guided_json": schema},
     "json_object": lambda _: {"guided_json": {"type": "object"}},
     "regex": lambda pattern: {"guided_regex": pattern},
@@ -79,21 +82,21 @@ _DYNAMO_STRUCTURES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-def _structure(
-    engine: str, kinds: Mapping[str, Callable[[Any], dict[str, Any]]]
-) -> Callable[[Any], Mapping[str, Any]]:
+def _structure(engine: str, kinds: _Structures) -> Callable[[Any], dict[str, Any]]:
     """Spell the one structure that is asked for; engines other than vLLM take no options beside it."""
 
     def spell(value: Mapping[str, Any]) -> dict[str, Any]:
-        asked = {name: wish for name, wish in value.items() if name in kinds or wish}
-        for name in asked:
-            if name not in kinds:
+        spelled: dict[str, Any] = {}
+        for name, wish in value.items():
+            if name in kinds:
+                spelled |= kinds[name](wish) if wish is not None else {}
+            elif wish:
                 raise SamplingParameterError(
                     f"{engine} has no such structured output",
                     where=f"{where('structured_outputs')}[{name!r}]",
                     remedy=f"It has: {', '.join(kinds)}",
                 )
-        return next(kinds[name](wish) for name, wish in asked.items() if wish is not None)
+        return spelled
 
     return spell
 
@@ -112,7 +115,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "seed": Parameter(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "sampling_seed", "seed"),
     "max_tokens": Parameter(_Positive, "max_new_tokens", "max_completion_tokens"),
     "min_tokens": Parameter(_Count, "min_new_tokens", "min_tokens"),
-    "stop": Parameter(Annotated[str, Meta(min_length=1)] | _Texts, _listed("stop"), _listed("stop")),
+    "stop": Parameter(_Text | _Texts, _listed("stop"), _listed("stop")),
     "stop_token_ids": Parameter(list[_Count], "stop_token_ids", "stop_token_ids"),
     "include_stop_str_in_output": Parameter(bool, "no_stop_trim", "include_stop_str_in_output"),
     "ignore_eos": Parameter(bool, "ignore_eos", "ignore_eos"),
@@ -135,7 +138,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
         dict[str, Any], _structure("sglang", _SGLANG_STRUCTURES), _structure("dynamo", _DYNAMO_STRUCTURES)
     ),
     # JSON has no integer keys, so the tokens may be text.
-    "logit_bias": Parameter(dict[_Count | str, float], _logit_bias, _logit_bias),
+    "logit_bias": Parameter(dict[_Count | _Digits, float], _logit_bias, _logit_bias),
     "allowed_token_ids": Parameter(Annotated[list[_Count], Meta(min_length=1)], dynamo="allowed_token_ids"),
     "bad_words": Parameter(_Texts),
     "extra_args": Parameter(dict[str, Any]),
@@ -182,20 +185,18 @@ def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
             raise _unknown(name)
         if value is None:
             continue
+        expected = None
         try:
             msgspec.convert(value, PARAMETERS[name].type)
-            expected = None if _is_finite(value) else "finite numbers"
         except msgspec.ValidationError as error:
             expected = str(error).removeprefix("Expected ").partition(", got")[0]
-        if name == "structured_outputs" and expected is None:
-            kinds = [kind for kind in STRUCTURES if value.get(kind) is not None]
-            expected = None if len(kinds) == 1 else f"one of {', '.join(STRUCTURES)}"
-        if (
-            name == "logit_bias"
-            and expected is None
-            and not all(isinstance(token, int) or token.isdecimal() for token in value)
-        ):
-            expected = "token ids as keys"
+        else:
+            if isinstance(value, float | Mapping) and not _is_finite(value):
+                expected = "finite numbers"
+            elif (
+                name == "structured_outputs" and sum(value.get(kind) is not None for kind in STRUCTURES) != 1
+            ):
+                expected = f"one of {', '.join(STRUCTURES)}"
         if expected is not None:
             raise SamplingParameterError(
                 "this sampling parameter cannot have this value",
@@ -224,18 +225,17 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _unknown(name: object) -> SamplingParameterError:
+def _unknown(name: str) -> SamplingParameterError:
     if name in _ARGUMENTS:
         remedy = f"It is an argument of generate: {name}=..."
-    elif isinstance(name, str) and name in _OTHER_NAMES:
-        known = _OTHER_NAMES[name]
-        remedy = f"Sampling parameters have vLLM's names for every engine; this one is {known}"
+    elif name in _OTHER_NAMES:
+        remedy = "Sampling parameters have vLLM's names for every engine; this one is " + _OTHER_NAMES[name]
     else:
         remedy = (
             f"Known are: {', '.join(sorted(PARAMETERS))}. To send another, put it into "
             "sampling_params['extra'], or into extra_body as a member of the request"
         )
-    return SamplingParameterError("unknown sampling parameter", where=where(str(name)), remedy=remedy)
+    return SamplingParameterError("unknown sampling parameter", where=where(name), remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
-from mmrender.client.generation import is_async, rendered_prompt
+from mmrender.client.generation import render_prompt
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
 from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
 from mmrender.protocols import RendererProtocol
@@ -373,11 +373,7 @@ async def prompt_of(
     template_arguments: Mapping[str, Any],
 ) -> Prompt:
     """Render a conversation with the generation prompt, off the event loop."""
-    if is_async(renderer):
-        return await rendered_prompt(renderer, messages, tools, template_arguments)  # type: ignore[arg-type]
-    rendered = await asyncio.to_thread(
-        renderer.render, messages, tools=tools, add_generation_prompt=True, **template_arguments
-    )
+    rendered = await render_prompt(renderer, messages, tools, template_arguments, in_thread=True)
     # A rendering may be memoised, and the prompt's list is the caller's to change.
     return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
 
