@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -84,45 +84,32 @@ def digest_of(*values: Any) -> str:
     The order of mappings does not count; images count by their pixels, arrays by dtype, shape and values. A
     value that is neither plain data nor can be pickled, such as a lambda, equals nothing, itself included.
     """
-    hasher = blake3()
-
-    def add(kind: str, data: bytes = b"") -> None:
-        hasher.update(f"{kind}:{len(data)}:".encode())  # lengths keep neighbours apart
-        hasher.update(data)
-
-    _add_value(values, add)
-    return hasher.hexdigest(length=16)
+    return blake3(msgspec.msgpack.encode(_plain(values))).hexdigest(length=16)
 
 
-def _add_value(value: Any, add: Callable[..., None]) -> None:
+def _plain(value: Any) -> list[Any]:
+    """A value as lists of text and bytes that differ where values do."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if value is None or isinstance(value, bool | int | float | str):
-        add(kind, repr(value).encode())
-    elif isinstance(value, bytes | bytearray):
-        add("bytes", bytes(value))
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        add(f"array {value.dtype.str} {value.shape}", value.tobytes())
-    elif isinstance(value, Image.Image):
-        palette = value.getpalette() if value.mode == "P" else ""
-        add(f"image {value.mode} {value.size} {palette}", value.tobytes())
-    elif isinstance(value, Mapping):
-        add("mapping")
-        _add_value(sorted([digest_of(key), digest_of(item)] for key, item in value.items()), add)
-    elif isinstance(value, list | tuple):
-        add("list", str(len(value)).encode())
-        for item in value:
-            _add_value(item, add)
-    elif isinstance(value, partial):
-        add(kind)
-        _add_value([value.func, value.args, value.keywords], add)
-    elif isinstance(value, msgspec.Struct):
-        add(kind)
-        _add_value(msgspec.structs.asdict(value), add)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        add(kind)
-        _add_value({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, add)
-    else:
-        try:
-            add(kind, pickle.dumps(value, protocol=5))
-        except Exception:  # noqa: BLE001 - whatever a class of the caller raises
-            add(kind, os.urandom(16))
+        return [kind, repr(value)]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", bytes(value)]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return ["array", value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, Image.Image):
+        palette = value.getpalette() if value.mode == "P" else None
+        return ["image", value.mode, value.size, palette, value.tobytes()]
+    if isinstance(value, Mapping):
+        return ["mapping", sorted([digest_of(key), digest_of(item)] for key, item in value.items())]
+    if isinstance(value, list | tuple):
+        return ["list", list(map(_plain, value))]
+    if isinstance(value, partial):
+        return [kind, _plain([value.func, value.args, value.keywords])]
+    if isinstance(value, msgspec.Struct):
+        return [kind, _plain(msgspec.structs.asdict(value))]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [kind, _plain({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})]
+    try:
+        return [kind, pickle.dumps(value, protocol=5)]
+    except Exception:  # noqa: BLE001 - whatever a class of the caller raises
+        return [kind, os.urandom(16)]

@@ -6,7 +6,7 @@ the prompt is bridged from that step's tokens; otherwise it is rendered in full,
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from mmrender.bridge.bridge import History
-from mmrender.client.generation import BackendName, generate, is_async, resolve_backend
+from mmrender.client.generation import BackendName, generate, render_prompt, resolve_backend
 from mmrender.client.types import Generation, RendererBackend
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.messages import to_openai
@@ -24,7 +24,6 @@ from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
-from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
@@ -70,8 +69,10 @@ class Turn:
     @property
     def text(self) -> str:
         """The content as one text, without reasoning."""
-        _, parts = _thoughts_and_parts(self.message)
-        return "".join(part.text for part in parts if isinstance(part, TextPart))
+        content = self.message.content
+        if isinstance(content, tuple):
+            return "".join(part.text for part in content if isinstance(part, TextPart))
+        return content or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +80,16 @@ class _Prompt:
     """A prompt, and how it was made.
 
     Attributes:
-        attribution: The rendering; None where an earlier prompt is sent again.
-        why_rendered: Why it was rendered in full; None where it was not.
+        rendered: The prompt; None where that of `parent` is sent again.
         parent: The step that it continues or repeats.
+        why_rendered: Why it was rendered in full; None where it was not.
         messages: The part of the caller's conversation that the prompt holds.
         left_out: Indices of the caller's messages that it does not hold.
     """
 
-    token_ids: list[int]
-    multi_modal_data: MultiModalData
-    attribution: RenderedTokens | None
-    why_rendered: str | None
+    rendered: RenderedTokens | None
     parent: Step | None
+    why_rendered: str | None
     messages: Sequence[Message]
     left_out: frozenset[int]
 
@@ -194,6 +193,7 @@ class RendererClient:
         options: RequestOptions = {**self._options, **request_options}
         prompt = await self._prompt(trajectory, conversation, tools, definitions, parent)
         while True:
+            again = prompt.parent if prompt.rendered is None else None
             try:
                 generation = await generate(
                     client=self.client,
@@ -203,9 +203,9 @@ class RendererClient:
                     max_prompt_len=self._max_prompt_len,
                     template_arguments=self.template_arguments,
                     routed_experts=self.routed_experts,
-                    prompt_ids=prompt.token_ids,
-                    multi_modal_data=prompt.multi_modal_data,
-                    prompt_attribution=prompt.attribution,
+                    prompt_ids=None if again is None else again.prompt_ids,
+                    multi_modal_data=None if again is None else again.multi_modal_data,
+                    prompt_attribution=prompt.rendered,
                     tools=tools,
                     sampling_params={**self.sampling_params, **(sampling_params or {})},
                     **options,
@@ -218,37 +218,43 @@ class RendererClient:
                     empty = Message(role="assistant", content="")
                     return Turn(empty, (), "prompt_too_long", left_out=tuple(sorted(prompt.left_out)))
                 prompt = await self._shortened(conversation, tools, prompt, error)
-        number = 0 if trajectory is None else len(trajectory)
+        response, number = generation.response, 0 if trajectory is None else len(trajectory)
         calls = tuple(
             call if call.id else msgspec.structs.replace(call, id=f"call_{number}_{index}")
             for index, call in enumerate(generation.message.tool_calls)
         )
-        turn = msgspec.structs.replace(generation.message, tool_calls=calls)
-        left_out = tuple(sorted(prompt.left_out))
-        step = None
-        if trajectory is not None:
-            histories = self._histories.setdefault(trajectory, {})
-            # The parent's records are used again, so that each message is converted once.
-            records = () if prompt.parent is None else histories[prompt.parent.index].records
-            records = records[: len(prompt.messages)]
-            said = (*prompt.messages, turn)
-            records = (*records, *map(_plain_record, said[len(records) :]))
-            extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
-            step = trajectory.append(
-                generation.prompt_ids,
-                generation.completion_ids,
-                logprobs=generation.logprobs,
-                multi_modal_data=generation.multi_modal_data,
-                parent=prompt.parent,
-                messages=records,
-                finish_reason=generation.finish_reason,
-                routed_experts=generation.routed_experts,
-                weight_versions=generation.weight_versions,
-                extra=extra | ({"left_out": list(left_out)} if left_out else {}),
-            )
-            histories[step.index] = _History(said, records, definitions, prompt.left_out)
-        finish_reason, why = generation.finish_reason, prompt.why_rendered
-        return Turn(turn, generation.tool_calls, finish_reason, generation, step, why, left_out)
+        message = msgspec.structs.replace(generation.message, tool_calls=calls)
+        turn = Turn(
+            message,
+            generation.parsed.tool_calls,
+            generation.finish_reason,
+            generation,
+            why_rendered=prompt.why_rendered,
+            left_out=tuple(sorted(prompt.left_out)),
+        )
+        if trajectory is None:
+            return turn
+        histories = self._histories.setdefault(trajectory, {})
+        said = (*prompt.messages, message)
+        # The parent's records are used again, so that each message is converted once.
+        records = () if prompt.parent is None else histories[prompt.parent.index].records
+        records = records[: len(prompt.messages)]
+        records = (*records, *map(_plain_record, said[len(records) :]))
+        extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
+        step = trajectory.append(
+            generation.prompt_ids,
+            generation.completion_ids,
+            logprobs=generation.logprobs,
+            multi_modal_data=generation.multi_modal_data,
+            parent=prompt.parent,
+            messages=records,
+            finish_reason=generation.finish_reason,
+            routed_experts=response.routed_experts,
+            weight_versions=response.weight_versions,
+            extra=extra | ({"left_out": list(turn.left_out)} if turn.left_out else {}),
+        )
+        histories[step.index] = _History(said, records, definitions, prompt.left_out)
+        return replace(turn, step=step)
 
     def forget(self, trajectory: Trajectory) -> None:
         """Drop the conversations of a trajectory, images included; it can no longer be continued."""
@@ -281,8 +287,7 @@ class RendererClient:
             if definitions != earlier.tools:
                 reasons.append(f"the tools differ from those of step {number}")
             elif not rest:  # a further sample of the same prompt
-                ids, data = step.prompt_ids.tolist(), step.multi_modal_data
-                return _Prompt(ids, data, None, None, step, present, left_out)
+                return _Prompt(None, step, None, present, left_out)
             elif not same_message(rest[0], turn):
                 reasons.append(f"the conversation has another turn than step {number} sampled")
             elif len(rest) == 1:
@@ -292,10 +297,8 @@ class RendererClient:
             else:
                 bridged, why = await self._bridged(step, rest[1:], tools)
                 if bridged is None:
-                    why = why or "the renderer gave no reason"
                     return await self._rendered(present, tools, why, left_out)
-                ids, data = bridged.token_ids, bridged.multi_modal_data
-                return _Prompt(ids, data, bridged, None, step, present, left_out)
+                return _Prompt(bridged, step, None, present, left_out)
         why = "the conversation continues no earlier step" if steps else "the conversation begins"
         return await self._rendered(conversation, tools, reasons[0] if reasons else why, frozenset())
 
@@ -303,17 +306,15 @@ class RendererClient:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, why: str, left_out: frozenset[int]
     ) -> _Prompt:
         """Render messages in full, off the event loop."""
-        options = {"tools": tools, "add_generation_prompt": True, **self.template_arguments}
-        if is_async(self.renderer):
-            found = await self.renderer.arender(messages, **options)
-        else:
-            found = await asyncio.to_thread(self.renderer.render, messages, **options)
-        return _Prompt(found.token_ids, found.multi_modal_data, found, why, None, messages, left_out)
+        rendered = await render_prompt(
+            self.renderer, messages, tools, self.template_arguments, in_thread=True
+        )
+        return _Prompt(rendered, None, why, messages, left_out)
 
     async def _bridged(
         self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> tuple[RenderedTokens | None, str | None]:
-        """Bridge from a step, off the event loop; without a result, the renderer's reason."""
+    ) -> tuple[RenderedTokens | None, str]:
+        """Bridge from a step, off the event loop; beside it the renderer's reason where there is none."""
         renderer, ids = self.renderer, (step.prompt_ids.tolist(), step.completion_ids.tolist())
         options = {
             "tools": tools,
@@ -321,16 +322,17 @@ class RendererClient:
             "history": self._history_rule,
             **self.template_arguments,
         }
-        if is_async(renderer):
-            bridged = await renderer.abridge_to_next_turn(*ids, new_messages, **options)
-            return bridged, self.renderer.why_not_bridged
 
         def bridge() -> tuple[RenderedTokens | None, str | None]:
             # The reason is kept for the thread that bridged.
-            bridged = self.renderer.bridge_to_next_turn(*ids, new_messages, **options)
-            return bridged, self.renderer.why_not_bridged
+            return renderer.bridge_to_next_turn(*ids, new_messages, **options), renderer.why_not_bridged
 
-        return await asyncio.to_thread(bridge)
+        if hasattr(renderer, "abridge_to_next_turn"):
+            bridged = await renderer.abridge_to_next_turn(*ids, new_messages, **options)
+            why = self.renderer.why_not_bridged
+        else:
+            bridged, why = await asyncio.to_thread(bridge)
+        return bridged, why or "the renderer gave no reason"
 
     async def _shortened(
         self,
@@ -354,7 +356,7 @@ class RendererClient:
             present = [message for index, message in enumerate(conversation) if index not in dropped]
             why = f"{len(dropped)} messages were left out to fit the engine"
             shorter = await self._rendered(present, tools, why, dropped)
-            if limit is None or len(shorter.token_ids) <= limit:
+            if limit is None or shorter.rendered is None or len(shorter.rendered) <= limit:
                 return shorter
         raise PromptTooLongError(
             error.prompt_len,
@@ -409,33 +411,28 @@ def same_message(later: Message, earlier: Message) -> bool:
     """
     if later is earlier:
         return True
-    (thoughts, parts), (earlier_thoughts, earlier_parts) = map(_thoughts_and_parts, (later, earlier))
-    calls, earlier_calls = later.tool_calls, earlier.tool_calls
-    extras = [
-        {key: value for key, value in message.extra.items() if value not in (None, "", [], {})}
-        for message in (later, earlier)
-    ]
+    (thoughts, said), (earlier_thoughts, earlier_said) = map(_meaning, (later, earlier))
+    calls = zip(later.tool_calls, earlier.tool_calls, strict=False)
     return (
-        later.role == earlier.role
-        and (later.name or None) == (earlier.name or None)
-        and (later.tool_call_id or None) == (earlier.tool_call_id or None)
-        and (not thoughts or thoughts == earlier_thoughts)
-        and all(not a.id or not b.id or a.id == b.id for a, b in zip(calls, earlier_calls, strict=False))
-        and _equal([(c.name, c.arguments) for c in calls], [(c.name, c.arguments) for c in earlier_calls])
-        and _equal(parts, earlier_parts)
-        and _equal(*extras)
+        (not thoughts or thoughts == earlier_thoughts)
+        and all(not a.id or not b.id or a.id == b.id for a, b in calls)
+        and _equal(said, earlier_said)
     )
 
 
-def _thoughts_and_parts(message: Message) -> tuple[str, list[Part]]:
-    """The whole reasoning of a message, and its other parts that are not empty."""
+def _meaning(message: Message) -> tuple[str, list[Any]]:
+    """The whole reasoning of a message, and all else that is not empty but the ids of its calls."""
     content = message.content
     parts = content if isinstance(content, tuple) else (TextPart(content or ""),)
     thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
-    others: list[Part] = [
-        part for part in parts if not isinstance(part, ThinkingPart) and part != TextPart("")
+    return (message.reasoning_content or "") + "".join(thoughts), [
+        message.role,
+        message.name or None,
+        message.tool_call_id or None,
+        [(call.name, call.arguments) for call in message.tool_calls],
+        [part for part in parts if not isinstance(part, ThinkingPart) and part != TextPart("")],
+        {key: value for key, value in message.extra.items() if value not in (None, "", [], {})},
     ]
-    return (message.reasoning_content or "") + "".join(thoughts), others
 
 
 def _equal(later: Any, earlier: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -114,14 +114,12 @@ class GeneratorOutput(TypedDict):
     errors: list[str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollout:
+class _Rollout(NamedTuple):
     """One rollout of a batch; `kind` is how its environment was named."""
 
-    name: TrajectoryID
+    name: str
     prompt: Sequence[Any]
     kind: EnvironmentClass
-    make: Callable[[], Environment]
     extras: Mapping[str, Any]
 
 
@@ -173,7 +171,7 @@ class VLMGenerator:
             Exception: A rollout failed, and `failures` is `raise`.
         """
         trajectories = await self.roll_out(input_batch)
-        names = [rollout.name for rollout in self._rollouts(input_batch)]
+        names = _names(input_batch)
         rows = [
             row
             for trajectory, name in zip(trajectories, names, strict=True)
@@ -267,9 +265,8 @@ class VLMGenerator:
         weights: str | None,
     ) -> Trajectory:
         """Run one rollout to its end, or return it as it was saved."""
-        name = rollout.name.to_string()
         # Its id is its own: a name may come again in a later epoch.
-        trajectory = Trajectory(extra={"name": name})
+        trajectory = Trajectory(extra={"name": rollout.name})
 
         def failed(error: Exception) -> None:
             if self.failures == "raise":
@@ -278,26 +275,26 @@ class VLMGenerator:
             trajectory.error = trajectory.error or described
             # Our own errors name the place; others need their traceback.
             trace = None if isinstance(error, MMRenderError) else error
-            _log.warning("rollout %s failed: %s", name, described, exc_info=trace)
+            _log.warning("rollout %s failed: %s", rollout.name, described, exc_info=trace)
 
         request = ""
         if checkpoint is not None:
             every_turn = {**self.client.sampling_params, **sampling}
-            given = (name, rollout.prompt, rollout.kind, rollout.extras, every_turn)
             bounds = (self.max_turns, self.max_length, self.client.model, weights)
-            request = await asyncio.to_thread(digest_of, *given, *bounds)
+            request = await asyncio.to_thread(digest_of, rollout, every_turn, bounds)
             saved = checkpoint.get(request)
             if saved is not None:
                 return saved
+        kind = rollout.kind
         try:
             await run_episode(
                 self.client,
-                rollout.make(),
+                self.environments[kind]() if isinstance(kind, str) else kind(),
                 rollout.prompt,
                 rollout.extras,
                 trajectory=trajectory,
                 sampling_params=sampling,
-                seed_name=name,
+                seed_name=rollout.name,
                 max_turns=self.max_turns,
                 max_length=self.max_length,
             )
@@ -311,23 +308,20 @@ class VLMGenerator:
         return trajectory
 
     def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:
-        prompts, classes = batch.get("prompts", ()), batch.get("env_classes", ())
-        count = len(prompts)
-        extras = batch.get("env_extras") or [{}] * count
-        names = batch.get("trajectory_ids") or [TrajectoryID(str(index)) for index in range(count)]
-        for key, listed in (("env_classes", classes), ("env_extras", extras), ("trajectory_ids", names)):
-            if len(listed) != count:
-                expected = f"one entry for each of {count} prompts"
+        prompts, kinds = batch.get("prompts", ()), batch.get("env_classes", ())
+        extras = batch.get("env_extras") or [{}] * len(prompts)
+        names = [name.to_string() for name in _names(batch)]
+        for key, listed in (("env_classes", kinds), ("env_extras", extras), ("trajectory_ids", names)):
+            if len(listed) != len(prompts):
                 raise InputError(
                     "has another length",
                     where=f"input_batch[{key!r}]",
-                    expected=expected,
+                    expected=f"one entry for each of {len(prompts)} prompts",
                     got=str(len(listed)),
                 )
-        if len({name.to_string() for name in names}) != count:
+        if len(set(names)) != len(names):
             raise InputError("two rollouts have one name", where="input_batch['trajectory_ids']")
-        rollouts = []
-        for index, kind in enumerate(classes):
+        for index, kind in enumerate(kinds):
             if isinstance(kind, str) and kind not in self.environments:
                 raise InputError(
                     "unknown environment",
@@ -335,9 +329,14 @@ class VLMGenerator:
                     expected=", ".join(sorted(self.environments)) or "a name in the generator's environments",
                     got=repr(kind),
                 )
-            make = self.environments[kind] if isinstance(kind, str) else kind
-            rollouts.append(_Rollout(names[index], prompts[index], kind, make, extras[index] or {}))
-        return rollouts
+        columns = zip(names, prompts, kinds, extras, strict=True)
+        return [_Rollout(name, prompt, kind, more or {}) for name, prompt, kind, more in columns]
+
+
+def _names(batch: GeneratorInput) -> Sequence[TrajectoryID]:
+    """Names of the rollouts of a batch, which are numbered unless they are given."""
+    numbers = range(len(batch.get("prompts", ())))
+    return batch.get("trajectory_ids") or [TrajectoryID(str(number)) for number in numbers]
 
 
 def rollouts(
