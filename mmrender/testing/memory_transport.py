@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,7 +22,6 @@ class Answer:
         status: HTTP status.
         headers: HTTP headers.
         delay: Seconds before it comes, or between the lines of a stream.
-        error: Raised in place of an answer.
         drop: The connection breaks: before an answer, or in a stream after its last line.
     """
 
@@ -31,11 +29,8 @@ class Answer:
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     delay: float = 0.0
-    error: BaseException | None = None
     drop: bool = False
 
-
-_numbers = itertools.count(1)
 
 DROPPED: Final = Answer(drop=True)
 """The connection breaks before an answer."""
@@ -76,36 +71,23 @@ class MemoryTransport:
             of them to be used up call by call. A JSON list is written as `Answer([...])`. A route that is
             missing answers 404, and one that is used up is an `AssertionError`.
         base_url: What the server is called.
-        delay: Seconds before every answer.
 
     Attributes:
+        base_url: What the server is called.
         asked: Every request, in order.
         cancelled: Requests whose caller gave up while they were under way.
+        closed: Calls of `aclose`.
     """
 
-    def __init__(
-        self, routes: Mapping[str, Any] | None = None, *, base_url: str = "http://memory", delay: float = 0.0
-    ) -> None:
-        self._routes = {
-            key: list(script) if isinstance(script, list) else script
-            for key, script in (routes or {}).items()
-        }
-        self._base_url = base_url.rstrip("/")
-        self._delay = delay
-        self._number = next(_numbers)
+    def __init__(self, routes: Mapping[str, Any] | None = None, *, base_url: str = "http://memory") -> None:
+        self.base_url: Final = base_url.rstrip("/")
         self.asked: list[Asked] = []
         self.cancelled: list[Asked] = []
         self.closed = 0
-
-    @property
-    def base_url(self) -> str:
-        """What the server is called."""
-        return self._base_url
-
-    @property
-    def server_key(self) -> str:
-        """What is learnt of a scripted server holds for it alone."""
-        return f"{self._base_url}#{self._number}"
+        # Lists are used up, and the caller's stay as they are.
+        self._routes = {
+            key: list(one) if isinstance(one, list) else one for key, one in (routes or {}).items()
+        }
 
     def of_path(self, path: str) -> list[Asked]:
         """The requests for one path."""
@@ -125,17 +107,17 @@ class MemoryTransport:
         asked = self._record(method, path, json, headers, idempotent)
         try:
             async with asyncio.timeout(timeout):
-                answer = await self._answer(asked)
-                await asyncio.sleep(self._delay + answer.delay)
+                answer, body = await self._answer(asked)
+                await asyncio.sleep(answer.delay)
         except asyncio.CancelledError:
             self.cancelled.append(asked)
             raise
         except TimeoutError as error:
             problem = f"the server did not answer within {timeout:g} s"
             raise EngineTimeoutError(problem, where=self._where(asked)) from error
-        if answer.drop and answer.error is None:
+        if answer.drop:
             raise EngineConnectionError("the connection broke", where=self._where(asked))
-        return Reply(answer.status, answer.headers, self._body(answer, asked))
+        return Reply(answer.status, answer.headers, body)
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -143,9 +125,9 @@ class MemoryTransport:
         """Record the request and yield the lines of the scripted answer."""
         asked = self._record(method, path, json, headers, idempotent=False)
         try:
-            answer = await self._answer(asked)
-            for line in self._body(answer, asked).splitlines():
-                await asyncio.sleep(self._delay + answer.delay)
+            answer, body = await self._answer(asked)
+            for line in body.splitlines():
+                await asyncio.sleep(answer.delay)
                 yield line
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.append(asked)
@@ -158,25 +140,18 @@ class MemoryTransport:
         self.closed += 1
 
     def _record(
-        self,
-        method: str,
-        path: str,
-        json: Any,
-        headers: Mapping[str, str] | None,
-        idempotent: bool | None,
+        self, method: str, path: str, json: Any, headers: Mapping[str, str] | None, idempotent: bool | None
     ) -> Asked:
         path, _, query = path.partition("?")
         body = b"" if json is None else b"".join(encode_json(json))
         repeatable = method == "GET" if idempotent is None else idempotent
-        asked = Asked(method, path, query, body, dict(headers or {}), repeatable)
-        self.asked.append(asked)
-        return asked
+        self.asked.append(Asked(method, path, query, body, dict(headers or {}), repeatable))
+        return self.asked[-1]
 
-    async def _answer(self, asked: Asked) -> Answer:
+    async def _answer(self, asked: Asked) -> tuple[Answer, bytes]:
+        """The scripted answer and its body; one that is an error is raised."""
         key = f"{asked.method} {asked.path}"
-        if key not in self._routes:
-            return Answer({"detail": "Not Found"}, status=404)
-        script = self._routes[key]
+        script = self._routes.get(key, Answer({"detail": "Not Found"}, status=404))
         if isinstance(script, list):
             if not script:
                 raise AssertionError(f"no answer is left for {key}")
@@ -186,22 +161,16 @@ class MemoryTransport:
         if inspect.isawaitable(script):
             script = await script
         if isinstance(script, BaseException):
-            return Answer(error=script)
-        return script if isinstance(script, Answer) else Answer(script)
-
-    def _body(self, answer: Answer, asked: Asked) -> bytes:
-        """The bytes of an answer; one that is an error is raised."""
-        if answer.error is not None:
-            raise answer.error
+            raise script
+        answer = script if isinstance(script, Answer) else Answer(script)
         body = answer.body
-        if isinstance(body, str):
-            body = body.encode()
-        elif not isinstance(body, bytes | bytearray | memoryview):
+        if not isinstance(body, str | bytes | bytearray | memoryview):
             body = msgspec.json.encode(body)
+        body = body.encode() if isinstance(body, str) else bytes(body)
         if not 200 <= answer.status < 300:
-            url = self._base_url + asked.path
-            raise status_error(asked.method, url, answer.status, bytes(body), answer.headers)
-        return bytes(body)
+            await asyncio.sleep(answer.delay)
+            raise status_error(asked.method, self.base_url + asked.path, answer.status, body, answer.headers)
+        return answer, body
 
     def _where(self, asked: Asked) -> str:
-        return f"{asked.method} {self._base_url}{asked.path}"
+        return f"{asked.method} {self.base_url}{asked.path}"
