@@ -265,6 +265,17 @@ class FindCell:
         return {"type": "image", "image": image.resize((width, height), Image.Resampling.BICUBIC)}
 
 
+def sensible_calls(grid: int) -> list[dict[str, Any]]:
+    """Assistant messages that zoom in on one cell or answer, to guide a model that cannot play."""
+    cells = [Cell(row, column) for row in range(1, grid + 1) for column in range(1, grid + 1)]
+    calls = [("zoom", dict(zip(_REGION, (*cell, *cell), strict=True))) for cell in cells]
+    calls += [("answer", cell._asdict()) for cell in cells]
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]}
+        for name, arguments in calls
+    ]
+
+
 def _tool(name: str, description: str, properties: Mapping[str, Any]) -> dict[str, Any]:
     parameters = {"type": "object", "properties": dict(properties), "required": list(properties)}
     return {

@@ -23,7 +23,9 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
+from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.client.local import LocalBackend
 from mmrender.errors import ShippingClosedError
 from mmrender.media.resolve import MediaCache
@@ -32,7 +34,7 @@ from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import run_episode
 from mmrender.shipping import Receiver, Sender
-from mmrender.testing.game import DotGame, game_calls, guided_params
+from mmrender.testing.guided import guided_params
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.trajectory.tree import Trajectory
 
@@ -183,7 +185,7 @@ async def work(
     counts: Counts,
 ) -> None:
     """Roll out one episode after the other until it is time, and ship each."""
-    guided = guided_params(client.renderer, game_calls())
+    sampling = SAMPLING | guided_params(client.renderer, sensible_calls(3))
     while counts.goes_on():
         number = next(numbers)
         trajectory = Trajectory(f"game-{number}")
@@ -191,11 +193,11 @@ async def work(
         extras = {"seed": number // 4 % BOARDS}
         await run_episode(
             client,
-            DotGame(max_turns=5, sampling_params=guided),
+            FindCell(FindCellSettings(grid=3, distractors=2, max_turns=5)),
             [],
             extras,
             trajectory=trajectory,
-            sampling_params=SAMPLING,
+            sampling_params=sampling,
         )
         delivery = await senders[number % len(senders)].send(trajectory)
         await delivery

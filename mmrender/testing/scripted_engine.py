@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import xxhash
 
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Usage
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.engines.interface import Control, InferenceEngineInterface, PauseMode
 from mmrender.errors import (
     EngineConnectionError,
@@ -25,7 +25,7 @@ STOP, MUTE, FIRST_LETTER = 0, 1, 2
 """The stop token, a token without text, and the first of 26 letters."""
 
 FaultKind: TypeAlias = Literal[
-    "abort", "drop_logprobs", "short_logprobs", "bad_logprob", "stall", "error", "refuse", "die"
+    "none", "abort", "drop_logprobs", "short_logprobs", "bad_logprob", "stall", "error", "refuse", "die"
 ]
 
 
@@ -48,15 +48,16 @@ def sampled(prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str] = ()
     """What an undisturbed engine samples; a stop string ends it as it ends vLLM's."""
     ids: list[int] = []
     logprobs: list[float] = []
-    while len(ids) < max_tokens:
+    matched: int | str | None = None
+    while len(ids) < max_tokens and matched is None:
         token, logprob = next_token([*prompt_ids, *ids])
         ids.append(token)
         logprobs.append(logprob)
-        matched = next((text for text in stop if text in letters(ids)), None)
-        if token == STOP or matched is not None:
-            usage = Usage(len(prompt_ids), len(ids))
-            return EngineResponse(ids, logprobs, "stop", usage, stop_reason=matched or STOP)
-    return EngineResponse(ids, logprobs, "length", Usage(len(prompt_ids), len(ids)))
+        found = next((text for text in stop if text in letters(ids)), None)
+        matched = found or (STOP if token == STOP else None)
+    usage = Usage(len(prompt_ids), len(ids))
+    reason: FinishReason = "length" if matched is None else "stop"
+    return EngineResponse(ids, logprobs, reason, usage, stop_reason=matched)
 
 
 def letters(ids: Sequence[int]) -> str:
@@ -93,16 +94,23 @@ class _Running:
 
 
 class ScriptedEngine(InferenceEngineInterface):
-    """An engine in memory; it notes requests in `asked`, and control calls in `controls`.
+    """An engine in memory.
 
     Args:
         name: Its name.
         faults: Called for the fault of each request, in the order in which they come; None for no faults.
         pause_modes: Modes that it knows.
-        travel: Turns of the event loop that a request takes to reach it.
         journal: Where it notes `asked` and, for sound replies that are not aborts, `finished`; engines that
             share one share its order.
         limit: The longest prompt; None for no limit.
+
+    Attributes:
+        asked: Requests, in order.
+        running: Those under way.
+        controls: Control calls, in order.
+        alive: Whether it can be reached.
+        paused: How it is paused.
+        version: Name of its weights.
     """
 
     def __init__(
@@ -111,7 +119,6 @@ class ScriptedEngine(InferenceEngineInterface):
         *,
         faults: Callable[[], Fault | None] | None = None,
         pause_modes: Sequence[PauseMode] = ("abort", "keep", "wait"),
-        travel: int = 2,
         journal: list[tuple[str, Asked]] | None = None,
         limit: int | None = None,
     ) -> None:
@@ -125,7 +132,6 @@ class ScriptedEngine(InferenceEngineInterface):
         self.version: str | None = None
         self.controls: list[str] = []
         self._faults = faults
-        self._travel = travel
         self._limit = limit
 
     async def max_prompt_len(self) -> int | None:
@@ -143,8 +149,8 @@ class ScriptedEngine(InferenceEngineInterface):
         self._check_alive()
         if request.sampling_params["max_tokens"] < 1:
             raise EngineStatusError("the server answered 400: max_tokens must be at least 1", status=400)
-        fault = None if self._faults is None else self._faults()
-        for _ in range(self._travel):
+        fault = (None if self._faults is None else self._faults()) or Fault("none", -1)
+        for _ in range(2):  # on its way to the engine
             await asyncio.sleep(0)
         self._check_alive()
         images = tuple(name for names in request.multi_modal_data.mm_hashes.values() for name in names)
@@ -159,41 +165,38 @@ class ScriptedEngine(InferenceEngineInterface):
             response = await self._run(request, running, fault, on_tokens)
         finally:
             self.running.remove(running)
-        if response.finish_reason != "abort" and (fault is None or "logprob" not in fault.kind):
+        if response.finish_reason != "abort" and "logprob" not in fault.kind:
             self.journal.append(("finished", asked))
         return response
 
     async def _run(
-        self, request: EngineRequest, running: _Running, fault: Fault | None, on_tokens: OnTokens | None
+        self, request: EngineRequest, running: _Running, fault: Fault, on_tokens: OnTokens | None
     ) -> EngineResponse:
         params = request.sampling_params
         whole = sampled(request.prompt_ids, params["max_tokens"], params.get("stop") or ())
+        tell: Any = on_tokens or (lambda *_: None)
         spans: list[WeightVersionSpan] = []
-        kind, after = ("", -1) if fault is None else (fault.kind, fault.after)
-        for position, token in enumerate(whole.completion_ids):
-            if after == position:
-                running.aborted |= kind == "abort"
-                self.alive &= kind != "die"
+        for position, (token, logprob) in enumerate(zip(whole.completion_ids, whole.logprobs, strict=True)):
+            if fault.after == position:
+                running.aborted |= fault.kind == "abort"
+                self.alive &= fault.kind != "die"
                 self._check_alive()
-                if kind == "stall":
+                if fault.kind == "stall":
                     await asyncio.Event().wait()
-                elif kind == "error":
+                elif fault.kind == "error":
                     raise EngineStatusError("the server answered 500", status=500, where=self.name)
-                elif kind == "refuse":
+                elif fault.kind == "refuse":
                     raise EngineConnectionError("the connection broke", where=self.name)
             while self.paused == "keep" and not running.aborted:
                 await self._turn()
             if running.aborted:
                 break
             running.ids.append(token)
-            if on_tokens is not None:
-                on_tokens([token], [whole.logprobs[position]], None)
+            tell([token], [logprob], None)
             if self.version is not None:
                 spans.append(WeightVersionSpan(self.version, position, position + 1))
             await self._turn()
         count = len(running.ids)
-        # It may come just as the budget is used up.
-        late = kind == "abort" and after >= count and whole.finish_reason == "length"
         logprobs = whole.logprobs[:count]
         reply = replace(
             whole,
@@ -203,16 +206,17 @@ class ScriptedEngine(InferenceEngineInterface):
             weight_versions=tuple(spans),
             request_id=f"{self.name}-{len(self.asked)}",
         )
+        # An abort may come just as the budget is used up.
+        late = fault.kind == "abort" and fault.after >= count and whole.finish_reason == "length"
         if late or count < len(whole.completion_ids):
             return replace(reply, finish_reason="abort", stop_reason=None)
-        if on_tokens is not None:
-            on_tokens([], [], whole.finish_reason)
+        tell([], [], whole.finish_reason)
         spoilt: dict[str, list[float]] = {
             "drop_logprobs": [],
             "short_logprobs": logprobs[:-1],
             "bad_logprob": [*logprobs[:-1], float("nan")],
         }
-        return replace(reply, logprobs=spoilt.get(kind, logprobs))
+        return replace(reply, logprobs=spoilt.get(fault.kind, logprobs))
 
     async def _turn(self) -> None:
         await asyncio.sleep(0)
@@ -221,8 +225,6 @@ class ScriptedEngine(InferenceEngineInterface):
     def _check_alive(self) -> None:
         if not self.alive:
             raise EngineConnectionError("the server was not reached", where=self.name)
-
-    # --- control ---
 
     def _note(self, control: str) -> None:
         self._check_alive()

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from find_cell import FindCell, FindCellSettings, sensible_calls
 from integration.engine_checks import MODEL
 from integration.engine_server import needs_tier
 from mmrender import Renderer
@@ -16,10 +17,11 @@ from mmrender.demo.proofs import media_inputs, prove_shipping
 from mmrender.demo.receiver import trajectory_digest
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator
-from mmrender.testing.game import DotGame, game_calls, guided_params
+from mmrender.testing.guided import guided_params
 from mmrender.trajectory.files import load_trajectories
 
 pytestmark = needs_tier("vllm")
+GAME = FindCellSettings(grid=3, distractors=2, max_turns=4)
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +40,16 @@ def local(tiny_model):
 
 
 def calls_of(message):
-    return [call["function"]["name"] for call in message["tool_calls"]]
+    return [call["name"] for call in message["tool_calls"]]
 
 
 def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
-    """Games of two boards; `held` to looking at cells, or free to say anything."""
-    looks = [message for message in game_calls() if calls_of(message) == ["look"]]
-    guided = guided_params(renderer, looks) if held else {}
+    """Games of two boards; `held` to zooming in on cells, or free to say anything."""
+    zooms = [message for message in sensible_calls(3) if calls_of(message) == ["zoom"]]
+    guided = guided_params(renderer, zooms) if held else {}
     batch = {
         "prompts": [[]] * count,
-        "env_classes": ["dot"] * count,
+        "env_classes": [partial(FindCell, GAME)] * count,
         "env_extras": [{"seed": index % 2} for index in range(count)],
         "trajectory_ids": [TrajectoryID(f"board-{index % 2}", index) for index in range(count)],
         "batch_metadata": BatchMetadata(weight_version="start"),
@@ -57,11 +59,10 @@ def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
         transport = HTTPTransport(server.base_url)
         # A pad token that is sampled is text to vLLM, and an image to a plain forward of Transformers.
         pad = renderer.tokenizer.token_id("<|image_pad|>")
-        sampling = {"max_tokens": 64, "seed": 5, "logit_bias": {pad: -100.0}}
+        bias = {str(pad): -100.0, **guided.get("logit_bias", {})}
+        sampling = {"max_tokens": 96, "seed": 5, **guided, "logit_bias": bias}
         client = RendererClient(renderer, transport, model=MODEL, sampling_params=sampling, **client_options)
-        generator = VLMGenerator(
-            client, {"dot": partial(DotGame, sampling_params=guided)}, failures="raise", save_to=tmp_path
-        )
+        generator = VLMGenerator(client, failures="raise", save_to=tmp_path)
         try:
             return await generator.roll_out(batch)
         finally:
@@ -89,7 +90,7 @@ def test_a_game_guided_to_calls(server, renderer, tmp_path):
     assert [step.extra["why_rendered"] for step in later] == [None] * len(later)
     assert any(len(trajectory.items) > 1 for trajectory in trajectories)
     for trajectory in trajectories:
-        assert trajectory.extra["info"]["turns_without_call"] == 0
+        assert trajectory.extra["info"]["invalid_calls"] == 0
         assert {step.finish_reason for step in trajectory.steps} == {"tool_calls"}
         (branch,) = trajectory.branches()
         sample = branch.sample()
@@ -123,7 +124,7 @@ def test_what_was_saved_and_shipped_is_what_was_rolled_out(server, renderer, tmp
 
 
 def test_oldest_turns_are_left_out_by_the_servers_limit(server, renderer, tmp_path):
-    game = DotGame()
+    game = FindCell(GAME)
     opening = game.reset([], {"seed": 0}).messages
     limit = len(renderer.render(opening, tools=game.tools, add_generation_prompt=True)) + 100
     settings = {"overlong": "drop_oldest_turns", "max_prompt_len": limit}
@@ -139,7 +140,7 @@ def test_the_demonstration_runs_against_the_server(server, tiny_model, capsys):
 
 
 def test_greedy_tokens_are_those_of_the_local_back_end(server, renderer, local, tmp_path):
-    board = DotGame()
+    board = FindCell(GAME)
     opening = board.reset([], {"seed": 3}).messages
     sampling = {"temperature": 0.0, "max_tokens": 24}
 

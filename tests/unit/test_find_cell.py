@@ -1,12 +1,9 @@
 """The example environment: its boards, its tools, its rewards, and what it says to bad calls."""
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
@@ -14,13 +11,7 @@ from mmrender.parsing import ToolCallAttempt
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import Turn
 from mmrender.rollout.environment import Environment
-from mmrender.testing.game import DotGame, game_calls, guided_params
-
-_spec = spec_from_file_location("find_cell", Path(__file__).parents[2] / "examples" / "find_cell.py")
-find_cell = module_from_spec(_spec)
-sys.modules["find_cell"] = find_cell  # dataclasses look their module up
-_spec.loader.exec_module(find_cell)
-FindCell, FindCellSettings = find_cell.FindCell, find_cell.FindCellSettings
+from mmrender.testing.guided import guided_params
 
 
 def acting(*calls):
@@ -175,28 +166,13 @@ def test_the_text_of_a_turn():
     assert Turn(parts).text == "ab"
 
 
-@pytest.mark.parametrize("images_in", ["tool", "user"])
-def test_the_small_game(images_in):
-    game = DotGame(images_in=images_in)
-    assert isinstance(game, Environment)
-    game.reset([], {"seed": 3})
-    seen = game.step(acting(("look", {"row": 2, "column": 1})))
-    assert [message["role"] for message in seen.messages] == ["tool", "user"][: 1 + (images_in == "user")]
-    assert len(list(normalize_messages(seen.messages)[-1].media())) == 1
-    assert game.step(acting(("look", {"row": 4, "column": 1}))).messages[0]["content"].startswith("Error")
-    assert game.step(acting()).reward == -0.1
-    row, column = game.dot
-    right = game.step(acting(("answer", {"row": row, "column": column})))
-    assert (right.reward, right.done, right.info["turns_without_call"]) == (1.0, True, 1.0)
-
-
 def test_guided_params_hold_what_the_model_would_write(tiny_model):
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    guided = guided_params(renderer, game_calls())
+    guided = guided_params(renderer, sensible_calls(3))
     texts = guided["structured_outputs"]["choice"]
     assert len(texts) == 18
-    (attempt,) = renderer.parse_response(renderer.tokenizer.encode(texts[5])).tool_calls
-    assert (attempt.name, attempt.arguments) == ("look", {"row": 2, "column": 3})
-    assert texts[5] == '<tool_call>\n{"name": "look", "arguments": {"row": 2, "column": 3}}\n</tool_call>'
+    (attempt,) = renderer.parse_response(renderer.tokenizer.encode(texts[14])).tool_calls
+    assert (attempt.name, attempt.arguments) == ("answer", {"row": 2, "column": 3})
+    assert texts[14] == '<tool_call>\n{"name": "answer", "arguments": {"row": 2, "column": 3}}\n</tool_call>'
     delimiters = {str(renderer.tokenizer.token_id(token)) for token in ("<tool_call>", "</tool_call>")}
     assert guided["logit_bias"].keys() == delimiters

@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.client.local import LocalBackend
 from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError, TrajectoryError
 from mmrender.messages import Message
@@ -20,7 +21,7 @@ from mmrender.rollout.generator import (
     rollouts,
     rows_of,
 )
-from mmrender.testing.game import DotGame, game_calls, guided_params
+from mmrender.testing.guided import guided_params
 from mmrender.trajectory.files import load_trajectories
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
@@ -325,30 +326,25 @@ def test_batches_that_are_refused(renderer, batch, message):
 def test_a_game_end_to_end(tiny_model, renderer):
     """Real sampling: every row is what the model gives its tokens, and equal seeds give equal rollouts."""
     torch = pytest.importorskip("torch")
-    guided = guided_params(renderer, game_calls())
+    sampling = {"max_tokens": 96, "seed": 1, "temperature": 2.0}
+    sampling |= guided_params(renderer, sensible_calls(3))
 
     def batch_of(backend, concurrency):
-        client = RendererClient(
-            renderer, backend=backend, sampling_params={"max_tokens": 64, "seed": 1, "temperature": 2.0}
-        )
-        generator = VLMGenerator(
-            client,
-            {"dot": partial(DotGame, max_turns=3, sampling_params=guided)},
-            tensors="torch",
-            max_concurrency=concurrency,
-        )
+        client = RendererClient(renderer, backend=backend, sampling_params=sampling)
+        game = partial(FindCell, FindCellSettings(grid=3, distractors=2, max_turns=3))
+        generator = VLMGenerator(client, {"cell": game}, tensors="torch", max_concurrency=concurrency)
         seeds = [0, 0, 0, 1, 1, 1]
         ids = [TrajectoryID(f"board-{seed}", index) for index, seed in enumerate(seeds)]
         extras = [{"seed": seed} for seed in seeds]
         return generate(
             generator,
-            {"prompts": [[]] * 6, "env_classes": ["dot"] * 6, "env_extras": extras, "trajectory_ids": ids},
+            {"prompts": [[]] * 6, "env_classes": ["cell"] * 6, "env_extras": extras, "trajectory_ids": ids},
         )
 
     backend = LocalBackend(tiny_model)
     out = batch_of(backend, 6)
     assert out["errors"] == [None] * 6
-    assert out["rollout_metrics"]["environment/turns_without_call"] == 0
+    assert out["rollout_metrics"]["environment/invalid_calls"] == 0
     assert out["rollout_metrics"]["rollout/rendered_anew"] == 0
     assert max(len(grids) for grids in out["image_grid_thw"]) > 1
     again = batch_of(backend, 2)
