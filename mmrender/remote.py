@@ -7,9 +7,9 @@ processing to be independent of other images.
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 import blake3
@@ -133,30 +133,21 @@ class VLLMRenderer:
         for index, given in enumerate(inputs):
             _check_input(given, f"inputs[{index}]")
         places = [
-            (index, position, chunk)
+            (f"inputs[{index}].chunks[{position}]", chunk)
             for index, given in enumerate(inputs)
             for position, chunk in enumerate(given.chunks)
             if not isinstance(chunk, EncodedTextChunk)
         ]
         if places and self._base_model is None:
             self._base_model = await self._find_base_model()
-        tasks = {
-            (index, position): asyncio.ensure_future(
-                self._served(chunk, f"inputs[{index}].chunks[{position}]")
-            )
-            for index, position, chunk in places
-        }
+        tasks = [asyncio.ensure_future(self._served(chunk, where)) for where, chunk in places]
         try:
-            await asyncio.gather(*tasks.values())
+            images = iter(await asyncio.gather(*tasks))
         finally:
-            for task in tasks.values():
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-        served = {place: task.result() for place, task in tasks.items()}
-        return [
-            _spliced(given, {position: image for (at, position), image in served.items() if at == index})
-            for index, given in enumerate(inputs)
-        ]
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [_spliced(given, images) for given in inputs]
 
     async def aclose(self) -> None:
         """Close the transport's connections of the running event loop."""
@@ -211,35 +202,25 @@ class VLLMRenderer:
 
 
 def _check_input(given: object, where: str) -> None:
+    def wrong(problem: str, place: str, expected: str, got: object) -> InputError:
+        return InputError(problem, where=where + place, expected=expected, got=str(got)[:80])
+
     if not isinstance(given, ModelInput):
-        raise InputError("not a model input", where=where, expected="ModelInput", got=type(given).__name__)
+        raise wrong("not a model input", "", "ModelInput", type(given).__name__)
     if not given.chunks:
-        raise InputError("the model input is empty", where=f"{where}.chunks", expected="at least one chunk")
+        raise wrong("the model input is empty", ".chunks", "at least one chunk", "none")
+    kinds = "EncodedTextChunk, ImageChunk or ImageAssetPointerChunk"
     for index, chunk in enumerate[object](given.chunks):
-        path = f"{where}.chunks[{index}]"
+        place = f".chunks[{index}]"
         if isinstance(chunk, EncodedTextChunk):
             for position, token in enumerate(chunk.tokens):
                 if type(token) is not int or token < 0:
-                    raise InputError(
-                        "not a token id",
-                        where=f"{path}.tokens[{position}]",
-                        expected="an integer of 0 or more",
-                        got=repr(token)[:80],
-                    )
+                    expected = "an integer of 0 or more"
+                    raise wrong("not a token id", f"{place}.tokens[{position}]", expected, repr(token))
         elif not isinstance(chunk, ImageChunk | ImageAssetPointerChunk):
-            raise InputError(
-                "not a chunk",
-                where=path,
-                expected="EncodedTextChunk, ImageChunk or ImageAssetPointerChunk",
-                got=type(chunk).__name__,
-            )
-        elif chunk.format not in ("png", "jpeg"):
-            raise InputError(
-                "unknown image format",
-                where=f"{path}.format",
-                expected="'png' or 'jpeg'",
-                got=repr(chunk.format),
-            )
+            raise wrong("not a chunk", place, kinds, type(chunk).__name__)
+        elif chunk.format not in get_args(ImageFormat):
+            raise wrong("unknown image format", f"{place}.format", "'png' or 'jpeg'", repr(chunk.format))
 
 
 def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy, where: str) -> bytes:
@@ -256,20 +237,23 @@ def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy
     return data
 
 
-def _spliced(given: ModelInput, images: Mapping[int, ServedImage]) -> RenderedModelInput:
-    """Concatenate the chunks' tokens, and note the range of each image."""
+def _spliced(given: ModelInput, images: Iterator[ServedImage]) -> RenderedModelInput:
+    """Concatenate the chunks' tokens, each image's taken from `images`, and note its range."""
     ids: list[int] = []
     places: list[PlaceholderRange] = []
-    for index, chunk in enumerate(given.chunks):
-        if not isinstance(chunk, EncodedTextChunk):
-            places.append(PlaceholderRange(len(ids), len(images[index].tokens)))
-        ids.extend(chunk.tokens if isinstance(chunk, EncodedTextChunk) else images[index].tokens)
-    if not images:
+    shown: list[ServedImage] = []
+    for chunk in given.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            ids.extend(chunk.tokens)
+            continue
+        shown.append(next(images))
+        places.append(PlaceholderRange(len(ids), len(shown[-1].tokens)))
+        ids.extend(shown[-1].tokens)
+    if not shown:
         return RenderedModelInput(ids)
-    in_order = [images[index] for index in sorted(images)]
     return RenderedModelInput(
         ids,
-        multi_modal_kwargs={"image": [image.item for image in in_order]},
+        multi_modal_kwargs={"image": [image.item for image in shown]},
         multi_modal_placeholders={"image": places},
-        mm_hashes={"image": [image.mm_hash for image in in_order]},
+        mm_hashes={"image": [image.mm_hash for image in shown]},
     )

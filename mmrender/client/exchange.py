@@ -86,15 +86,9 @@ async def sample(
 ) -> EngineResponse:
     """Send a request for a completion and read its answer.
 
-    Args:
-        request: What is asked.
-        transport: The server.
-        path: Its route.
-        body: The request in the server's form; `extra_body` is added.
-        read: Reads the decoded answer; its second argument is the call in errors.
-        abort: Path and body that tell the server to stop; None where the closed connection does.
-        on_tokens: Called with all tokens at the end, unless the answer is streamed.
-        read_stream: Reads the lines of a streamed answer to the whole of it.
+    `read` gets the decoded answer and the call in errors. `abort` is the path and body that tell the server
+    to stop; None where the closed connection does. `read_stream` reads an answer that comes as lines, and
+    reports its tokens; otherwise `on_tokens` is called at the end.
     """
     where = f"{transport.base_url}{path}"
     if taken := sorted(body.keys() & request.extra_body.keys()):

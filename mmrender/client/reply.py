@@ -58,6 +58,11 @@ def decode_json(body: bytes, *, where: str) -> Any:
         raise EngineReplyError("the server's reply is not JSON", where=where, got=str(error)) from error
 
 
+def decode_as(body: bytes, type: type[T], *, where: str) -> T:
+    """Decode a JSON reply to a struct, strictly."""
+    return convert(decode_json(body, where=where), type, where=where)
+
+
 def convert(value: Any, type: type[T], *, where: str) -> T:
     """Convert decoded JSON to a struct, strictly."""
     try:
@@ -71,11 +76,6 @@ def convert(value: Any, type: type[T], *, where: str) -> T:
         raise EngineReplyError(
             "the server's reply is malformed", where=where, expected=expected, got=got
         ) from error
-
-
-def decode_as(body: bytes, type: type[T], *, where: str) -> T:
-    """Decode a JSON reply to a struct, strictly."""
-    return convert(decode_json(body, where=where), type, where=where)
 
 
 def without_large(value: Any, depth: int = 3) -> Any:
@@ -152,23 +152,10 @@ def response_of(
     versions: Sequence[ReportedVersion] | None = None,
     request_id: str | None = None,
 ) -> EngineResponse:
-    """Check what a server says of one completion.
+    """Check what a server says of one completion; `raw` is its reply, `where` the call in errors.
 
-    Args:
-        request: What was asked.
-        where: The call in errors.
-        raw: The reply without its large members.
-        ids: The sampled tokens.
-        entries: The logprob of each, with alternatives where they were asked for.
-        named: Whether each logprob must name its token.
-        reason: Why sampling ended, in the server's words.
-        stop_reason: The stop token or string that was met.
-        seen: The prompt that the server used, which must be ours; None where it does not say.
-        usage: The server's token counts.
-        experts: Router choices, see `routed_experts`.
-        experts_shape: Layers, and experts of a token, for router choices that come without a shape.
-        versions: Which weights sampled which tokens.
-        request_id: The server's name of the request.
+    `named` says whether each logprob must name its token, `seen` is the prompt that the server used, and
+    `experts_shape` layers and experts of a token, for router choices that come without.
     """
     finish_reason = finish_reason_in(reason, where=where)
     completion_ids, logprobs = check_completion(ids, entries, request, where=where, named=named)
@@ -183,13 +170,13 @@ def response_of(
             expected=str(prompt_count),
             got=str(usage.prompt_tokens),
         )
-    details = usage.prompt_tokens_details
+    details = usage.prompt_tokens_details or PromptDetails()
     count = len(completion_ids)
     return EngineResponse(
         completion_ids=completion_ids,
         logprobs=logprobs,
         finish_reason=finish_reason,
-        usage=Usage(prompt_count, count, None if details is None else details.cached_tokens),
+        usage=Usage(prompt_count, count, details.cached_tokens),
         stop_reason=stop_reason,
         routed_experts=routed_experts(experts, request, count, shape=experts_shape, where=where)
         if request.routed_experts
@@ -232,13 +219,8 @@ def check_completion(
 ) -> tuple[list[int], list[float]]:
     """Return a completion's tokens with one finite logprob for each.
 
-    Args:
-        ids: The sampled tokens.
-        entries: What the engine says of each.
-        request: Bounds them: `vocab_size`, and `max_tokens` of the sampling parameters.
-        where: The call in errors.
-        named: Whether each entry must name its token; one that names another is an error in any case.
-        before: Tokens that came in earlier chunks.
+    With `named` each entry must name its token; one that names another is an error in any case. `before`
+    counts the tokens of earlier chunks.
     """
     most = request.sampling_params.get("max_tokens")
     if most is not None and before + len(ids) > most:
@@ -351,13 +333,8 @@ def routed_experts(
     does not say where its rows start gave either all of them or those that were asked for. The array is a
     read-only view of the decoded base64.
 
-    Args:
-        data: vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`; SGLang's base64 of
-            little-endian int32 in C order without a shape; or Dynamo's struct.
-        request: Says from which position on rows were asked for.
-        completion: Number of sampled tokens.
-        shape: Layers, and experts of a token, for SGLang's form.
-        where: The call in errors.
+    `data` is vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`; SGLang's base64 of
+    little-endian int32 in C order, whose `shape` is `(layers, top_k)`; or Dynamo's struct.
     """
     where = f"{where} routed_experts"
     if data is None:

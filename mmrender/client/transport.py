@@ -186,9 +186,8 @@ class TransportConfig:
         object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
         object.__setattr__(self, "headers", dict(self.headers))
         for name, value in self.all_headers.items():
-            given: tuple[Any, Any] = (name, value)
-            texts = all(isinstance(text, str) for text in given)
-            if not texts or any(character in "\r\n\0" for character in name + value):
+            texts: tuple[object, ...] = (name, value)
+            if not all(isinstance(text, str) and not set(text) & {"\r", "\n", "\0"} for text in texts):
                 raise InputError(
                     "a header is not usable",
                     where=f"headers[{name!r}]",
@@ -197,10 +196,10 @@ class TransportConfig:
                 )
         if self.timeout is not None:
             check_number("timeout", self.timeout, above=0)
-        check_number("connect_timeout", self.connect_timeout, above=0)
-        check_number("max_reply_bytes", self.max_reply_bytes, above=0)
-        check_number("max_connections", self.max_connections, least=0)
-        check_number("keepalive", self.keepalive, least=0)
+        for name in ("connect_timeout", "max_reply_bytes"):
+            check_number(name, getattr(self, name), above=0)
+        for name in ("max_connections", "keepalive"):
+            check_number(name, getattr(self, name), least=0)
 
     @property
     def all_headers(self) -> dict[str, str]:

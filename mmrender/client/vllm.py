@@ -35,7 +35,14 @@ from mmrender.client.sampling import spell
 from mmrender.client.server_facts import facts_of, forget
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.client.vllm_images import PIXEL_DTYPES, PixelDtype, features_of, require_safe_cache, wire_forms
+from mmrender.client.vllm_images import (
+    PIXEL_DTYPES,
+    PixelDtype,
+    Place,
+    features_of,
+    require_safe_cache,
+    wire_forms,
+)
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -153,14 +160,10 @@ async def sample_tokens(
     aborts: bool,
     on_tokens: OnTokens | None = None,
 ) -> EngineResponse:
-    """Sample by vLLM's generate route, which a Dynamo frontend has too.
+    """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed where `on_tokens` is given.
 
-    Args:
-        request: What is asked.
-        transport: The server.
-        prompt: The members of the body that hold tokens and images.
-        aborts: Whether to stop the server where the call is cancelled or times out.
-        on_tokens: Called with tokens as they come; the answer is streamed then.
+    `prompt` holds the members of the body for tokens and images. With `aborts` the server is told to stop
+    where the call is cancelled or times out.
     """
     spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")
     params = {"logprobs": 0, **spelled.sampling}  # by default of the sampled token alone
@@ -231,17 +234,12 @@ class _Choice(msgspec.Struct):
         return (self.logprobs and self.logprobs.content) or []
 
 
-class _Place(msgspec.Struct):
-    offset: int
-    length: int
-
-
 class _Reply(msgspec.Struct):
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: ReportedUsage | None = None
     request_id: str | None = None
     prompt_token_ids: list[int] | None = None
-    mm_placeholders: dict[str, list[_Place]] | None = None
+    mm_placeholders: dict[str, list[Place]] | None = None
 
 
 def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: bool = False) -> EngineResponse:
@@ -258,7 +256,7 @@ def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: boo
         )
     if widened and reply.mm_placeholders is not None:
         ours = {
-            modality: [_Place(place.offset, place.length) for place in ranges]
+            modality: [Place(place.offset, place.length) for place in ranges]
             for modality, ranges in request.multi_modal_data.mm_placeholders.items()
         }
         if reply.mm_placeholders != ours:

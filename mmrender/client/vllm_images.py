@@ -11,6 +11,7 @@ normalised values are then normalised again, silently. So before the first image
 import asyncio
 import io
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,50 +86,41 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
         }
     if isinstance(item, PatchItem) and item.modality == "image":
         return {"pixel_values": item.levels(), "image_grid_thw": np.array([item.grid], np.int64)}
-    if not isinstance(item, ProcessedItem) or not item.compact:
-        raise EngineUnsupportedError(
-            "the server normalises pixels itself, and this item holds normalised ones only",
-            where=f"item {item.identity[:12]}",
-            got=f"{type(item).__name__} of modality {item.modality!r}",
-            remedy="Start vLLM with --no-mm-device-do-normalize",
-        )
-    levels: dict[str, Any] = {}
-    for name, part in item.parts.items():
-        if not isinstance(part, Levels):
-            levels[name] = expanded(part, "float32")
-        elif part.values.size == np.prod(part.shape):
-            levels[name] = part.values.reshape(part.shape)
-        else:
-            raise EngineUnsupportedError(
-                "the server normalises pixels itself, and this item is padded with zeros that are not pixels",
-                where=name,
-                remedy="Start vLLM with --no-mm-device-do-normalize",
-            )
-    return levels
+    problem = "this item holds normalised ones only"
+    if isinstance(item, ProcessedItem) and item.compact:
+        levels = {name: part for name, part in item.parts.items() if isinstance(part, Levels)}
+        padded = [name for name, part in levels.items() if part.values.size != math.prod(part.shape)]
+        if not padded:
+            return {
+                name: part.values.reshape(part.shape)
+                if isinstance(part, Levels)
+                else expanded(part, "float32")
+                for name, part in item.parts.items()
+            }
+        problem = f"the {padded[0]} of this item are padded with zeros that are not pixels"
+    raise EngineUnsupportedError(
+        f"the server normalises pixels itself, and {problem}",
+        where=f"item {item.identity[:12]}",
+        got=f"{type(item).__name__} of modality {item.modality!r}",
+        remedy="Start vLLM with --no-mm-device-do-normalize",
+    )
 
 
 def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] | None = None) -> Layout:
     """Return the field layout of an item by the names of its tensors.
 
-    Args:
-        names: The item's tensors.
-        modality: The item's modality.
-        kinds: How the server says that each is joined: `batched`, `flat` or `shared`.
+    `kinds` is how the server says that each is joined: `batched`, `flat` or `shared`.
     """
 
-    def takes(layout: Layout) -> bool:
-        for name in names:
-            spec = layout.fields.get(name)
-            if spec is None or spec.modality != modality:
-                return False
-            kind = type(spec).__name__.lower()
-            if (kinds or {}).get(name, kind) != kind:
-                return False
-            if isinstance(spec, Flat | Shared) and spec.sizes not in names:
-                return False
-        return True
+    def fits(layout: Layout, name: str) -> bool:
+        spec = layout.fields.get(name)
+        if spec is None or spec.modality != modality:
+            return False
+        kind = type(spec).__name__.lower()
+        sizes_known = not isinstance(spec, Flat | Shared) or spec.sizes in names
+        return sizes_known and (kinds or {}).get(name, kind) == kind
 
-    found = [layout for layout in LAYOUTS if takes(layout)]
+    found = [layout for layout in LAYOUTS if all(fits(layout, name) for name in names)]
     if not found or any(layout.fields[n] != found[0].fields[n] for layout in found for n in names):
         raise EngineUnsupportedError(
             "it is not known how vLLM joins these tensors",
@@ -192,14 +184,16 @@ def features_of(
 # --- images: what a server makes of one ---
 
 
-class _Place(msgspec.Struct):
+class Place(msgspec.Struct):
+    """A placeholder range as vLLM writes it."""
+
     offset: int
     length: int
 
 
 class _Features(msgspec.Struct):
     mm_hashes: dict[str, list[str]] = {}
-    mm_placeholders: dict[str, list[_Place]] = {}
+    mm_placeholders: dict[str, list[Place]] = {}
     kwargs_data: dict[str, list[str | None]] | None = None
 
 
@@ -224,14 +218,7 @@ class ServedImage(msgspec.Struct, frozen=True):
 async def render_image(
     transport: Transport, model: str, data_url: str, *, modality: str = "image"
 ) -> ServedImage:
-    """Let a vLLM server process one image.
-
-    Args:
-        transport: The server.
-        model: The model as the server knows it.
-        data_url: The encoded image.
-        modality: Under which the server lists it.
-    """
+    """Let a vLLM server process one image, given as a `data:` URL; `modality` is how the server lists it."""
     where = f"{transport.base_url}{RENDER_PATH}"
     part = {"type": "image_url", "image_url": {"url": data_url}}
     body = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
@@ -284,17 +271,10 @@ async def wire_forms(
     transport: Transport,
     pixels: PixelDtype | Literal["ask"],
 ) -> dict[str, WireForm]:
-    """Return by identity how a vLLM server takes items; found out once for each processor, by a handshake.
+    """Return by identity how a vLLM server takes items, found out once for each processor by a handshake.
 
     The server renders one image, and its tensors tell what it takes. Where the item can be had as an encoded
-    image, the server's tensors must equal ours.
-
-    Args:
-        spans: Items of the prompt and their places.
-        ids: The prompt, of shape `(n,)`.
-        model: The model as the server knows it.
-        transport: The server.
-        pixels: Which pixels the server takes, where that is known without a handshake.
+    image, the server's tensors must equal ours. Named `pixels` need no handshake.
     """
     forms: dict[str, WireForm] = {}
     # The smallest image of a kind is the one that the server is asked to render.
@@ -427,10 +407,7 @@ async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
 
     Such a hash hits vLLM's processor cache where that is of the kind `lru`, in one API process and one
     data-parallel rank. With the cache off, of kind `shm`, or behind several API processes, the engine exits.
-
-    Args:
-        transport: The server.
-        trusted: Whether the caller vouches for a server that does not say.
+    With `trusted` the caller vouches for a server that does not say.
     """
     where = f"{transport.base_url}{INFO_PATH}"
 

@@ -168,7 +168,9 @@ def test_errors_of_inputs():
     with pytest.raises(InputError) as caught:
         render(Server().renderer(), {"chunks": []})
     assert str(caught.value) == "inputs[0]: not a model input - expected ModelInput, got dict"
-    assert raised(InputError) == "inputs[0].chunks: the model input is empty - expected at least one chunk"
+    assert raised(InputError) == (
+        "inputs[0].chunks: the model input is empty - expected at least one chunk, got none"
+    )
     assert raised(InputError, "text") == (
         "inputs[0].chunks[0]: not a chunk - expected EncodedTextChunk, ImageChunk or ImageAssetPointerChunk, got str"
     )
