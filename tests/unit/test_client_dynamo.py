@@ -363,22 +363,6 @@ def test_router_choices_begin_where_the_caller_asked(name, start):
     assert experts.dtype == np.uint8
 
 
-def test_router_choices_that_a_worker_has_cut_already():
-    def cut(answer):
-        nvext = answer["nvext"]["routed_experts"]
-        nvext.update(shape=[3, 2, 2], start=3, data="DA0ODxAREhMUFRYX")
-
-    recording = recorded("routed_experts").changed(cut)
-    fields = {"routed_experts": True, "routed_experts_prompt_start": 2}
-    experts = recording.replay(with_modes("routed_experts"), request(**fields)).routed_experts
-    assert experts.start == 3
-    np.testing.assert_array_equal(experts.data, COUNTED[3:])
-
-
-def test_router_choices_are_left_where_nobody_asked():
-    assert replay("routed_experts", with_modes("routed_experts")).routed_experts is None
-
-
 def test_router_choices_that_are_missing():
     assert refused(EngineUnsupportedError, recorded("text"), routed_experts=True) == (
         f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start it with "
@@ -424,11 +408,6 @@ def test_router_choices_by_vllms_route(one_image, start):
     rows = len(one_image) + 3
     assert (experts.start, len(experts.data)) == (start or 0, rows - (start or 0))
     assert experts.data.reshape(-1)[0] == (start or 0) * 4
-
-
-def test_router_choices_that_are_missing_by_vllms_route(one_image):
-    with pytest.raises(EngineUnsupportedError, match="routed_experts: router choices"):
-        recorded("image").replay(LEVELS, with_image(one_image, routed_experts=True))
 
 
 def test_images_without_known_pixels_are_refused(one_image):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import pickle
 import random
 import socket
@@ -35,12 +36,19 @@ def way(url: str, hooks: Sequence[ClientHooks] = (), **settings: Any) -> HTTPTra
     return HTTPTransport(TransportConfig(url, **settings), hooks=hooks)
 
 
-def with_server(test: Callable[[StubServer], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with stub_server() as server:
-            return await test(server)
+def with_server(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test with a server in its own event loop."""
 
-    return asyncio.run(run())
+    def run(**fixtures: Any) -> None:
+        async def serve() -> None:
+            async with stub_server() as server:
+                await test(server, **fixtures)
+
+        asyncio.run(serve())
+
+    _, *others = inspect.signature(test).parameters.values()
+    run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+    return run
 
 
 def free_port() -> int:
@@ -72,19 +80,17 @@ class Recorder(ClientHooks):
         return [name for name, _ in self.events]
 
 
-def test_json_goes_out_and_comes_back() -> None:
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, api_key="k", headers={"x-session": "7"})
-        assert isinstance(transport, Transport)
-        reply = await transport.request("POST", "/echo?a=1", json={"ids": [1, 2]}, headers={"x-one": "1"})
-        assert (reply.status, bytes(reply.body)) == (200, b'{"ids":[1,2]}')
-        method, path, headers, _ = server.seen[0]
-        assert (method, path) == ("POST", "/echo?a=1")
-        assert headers["Authorization"] == "Bearer k"
-        assert (headers["x-session"], headers["x-one"]) == ("7", "1")
-        assert headers["Content-Type"] == "application/json"
-
-    with_server(test)
+@with_server
+async def test_json_goes_out_and_comes_back(server: StubServer) -> None:
+    transport = way(server.url, api_key="k", headers={"x-session": "7"})
+    assert isinstance(transport, Transport)
+    reply = await transport.request("POST", "/echo?a=1", json={"ids": [1, 2]}, headers={"x-one": "1"})
+    assert (reply.status, bytes(reply.body)) == (200, b'{"ids":[1,2]}')
+    method, path, headers, _ = server.seen[0]
+    assert (method, path) == ("POST", "/echo?a=1")
+    assert headers["Authorization"] == "Bearer k"
+    assert (headers["x-session"], headers["x-one"]) == ("7", "1")
+    assert headers["Content-Type"] == "application/json"
 
 
 @pytest.mark.parametrize("path", ["/echo", "/chunked"])
@@ -97,7 +103,7 @@ def test_bodies_of_all_sizes_arrive_whole(path: str, size: int) -> None:
         assert msgspec.json.decode(reply.body) == body
         assert len(server.seen[0][3]) == int(server.seen[0][2]["Content-Length"])
 
-    with_server(test)
+    with_server(test)()
 
 
 def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> None:
@@ -114,8 +120,8 @@ def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> Non
         assert len(set(server.connections)) == 2
 
     # Warnings are errors: a session left open in either loop would fail the test.
-    with_server(test)
-    with_server(test)
+    with_server(test)()
+    with_server(test)()
     gc.collect()
 
 
@@ -136,36 +142,32 @@ def test_a_loop_that_was_closed_by_hand_is_let_go() -> None:
     assert gone() is None
 
 
-def test_a_dropped_transport_closes_its_connections() -> None:
-    async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url)
-        await transport.request("POST", "/echo", json=1)
-        session = await transport._session()
-        del transport
-        gc.collect()
-        await asyncio.sleep(0.01)
-        assert session.closed
-
-    with_server(test)
+@with_server
+async def test_a_dropped_transport_closes_its_connections(server: StubServer) -> None:
+    transport = HTTPTransport(server.url)
+    await transport.request("POST", "/echo", json=1)
+    session = await transport._session()
+    del transport
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert session.closed
 
 
-def test_threads_share_a_transport() -> None:
-    async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url)
-        bodies: list[bytes] = []
+@with_server
+async def test_threads_share_a_transport(server: StubServer) -> None:
+    transport = HTTPTransport(server.url)
+    bodies: list[bytes] = []
 
-        def work() -> None:
-            reply = asyncio.run(transport.request("POST", "/echo", json={"n": 1}))
-            bodies.append(bytes(reply.body))
+    def work() -> None:
+        reply = asyncio.run(transport.request("POST", "/echo", json={"n": 1}))
+        bodies.append(bytes(reply.body))
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            await asyncio.sleep(0.005)
-        assert bodies == [b'{"n":1}'] * 4
-
-    with_server(test)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        await asyncio.sleep(0.005)
+    assert bodies == [b'{"n":1}'] * 4
 
 
 def test_a_transport_is_pickled_with_its_settings() -> None:
@@ -184,53 +186,45 @@ def test_the_key_is_not_printed() -> None:
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
-def test_a_busy_server_is_asked_again_where_that_is_allowed(status: int) -> None:
-    async def test(server: StubServer) -> None:
-        server.busy, server.busy_status = 2, status
-        transport = way(server.url, retries=QUICK)
-        reply = await transport.request("GET", "/busy")
-        assert reply.body == b'{"ok": true}'
-        assert len(server.seen) == 3
-        server.busy = 2
-        assert (await transport.request("POST", "/busy", json={}, idempotent=True)).status == 200
-        assert len(server.seen) == 6
-
-    with_server(test)
+@with_server
+async def test_a_busy_server_is_asked_again_where_that_is_allowed(server: StubServer, status: int) -> None:
+    server.busy, server.busy_status = 2, status
+    transport = way(server.url, retries=QUICK)
+    reply = await transport.request("GET", "/busy")
+    assert reply.body == b'{"ok": true}'
+    assert len(server.seen) == 3
+    server.busy = 2
+    assert (await transport.request("POST", "/busy", json={}, idempotent=True)).status == 200
+    assert len(server.seen) == 6
 
 
-def test_a_call_that_may_have_been_taken_is_not_repeated() -> None:
-    async def test(server: StubServer) -> None:
-        server.busy = 1
-        with pytest.raises(EngineStatusError) as caught:
-            await way(server.url, retries=QUICK).request("POST", "/busy", json={})
-        assert (caught.value.status, caught.value.body) == (503, "busy")
-        assert len(server.seen) == 1
-
-    with_server(test)
+@with_server
+async def test_a_call_that_may_have_been_taken_is_not_repeated(server: StubServer) -> None:
+    server.busy = 1
+    with pytest.raises(EngineStatusError) as caught:
+        await way(server.url, retries=QUICK).request("POST", "/busy", json={})
+    assert (caught.value.status, caught.value.body) == (503, "busy")
+    assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("status", [400, 404, 408, 429, 500, 501])
-def test_other_statuses_are_final(status: int) -> None:
-    async def test(server: StubServer) -> None:
-        server.busy, server.busy_status = 1, status
-        with pytest.raises(EngineStatusError):
-            await way(server.url, retries=QUICK).request("GET", "/busy")
-        assert len(server.seen) == 1
-
-    with_server(test)
+@with_server
+async def test_other_statuses_are_final(server: StubServer, status: int) -> None:
+    server.busy, server.busy_status = 1, status
+    with pytest.raises(EngineStatusError):
+        await way(server.url, retries=QUICK).request("GET", "/busy")
+    assert len(server.seen) == 1
 
 
-def test_the_server_may_name_the_wait_up_to_the_bound() -> None:
-    async def test(server: StubServer) -> None:
-        server.busy, server.retry_after = 1, "3600"
-        transport = way(server.url, retries=RetryPolicy(wait_initial=3000, wait_max=0.001))
-        assert (await transport.request("GET", "/busy")).status == 200
-        server.busy = 1
-        with pytest.raises(EngineStatusError) as caught:
-            await transport.request("POST", "/busy")
-        assert caught.value.retry_after == 3600.0
-
-    with_server(test)
+@with_server
+async def test_the_server_may_name_the_wait_up_to_the_bound(server: StubServer) -> None:
+    server.busy, server.retry_after = 1, "3600"
+    transport = way(server.url, retries=RetryPolicy(wait_initial=3000, wait_max=0.001))
+    assert (await transport.request("GET", "/busy")).status == 200
+    server.busy = 1
+    with pytest.raises(EngineStatusError) as caught:
+        await transport.request("POST", "/busy")
+    assert caught.value.retry_after == 3600.0
 
 
 def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
@@ -250,29 +244,25 @@ def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
     assert [event.attempt for _, event in hooks.events] == [1, 2, 3, 3]
 
 
-def test_a_connection_that_breaks_is_an_error_and_not_repeated() -> None:
-    async def test(server: StubServer) -> None:
-        with pytest.raises(EngineConnectionError, match="the connection broke"):
-            await way(server.url, retries=QUICK).request("POST", "/cut", json={}, idempotent=True)
-        assert len(server.seen) == 1
-
-    with_server(test)
+@with_server
+async def test_a_connection_that_breaks_is_an_error_and_not_repeated(server: StubServer) -> None:
+    with pytest.raises(EngineConnectionError, match="the connection broke"):
+        await way(server.url, retries=QUICK).request("POST", "/cut", json={}, idempotent=True)
+    assert len(server.seen) == 1
 
 
-def test_the_deadline_is_of_the_whole_call() -> None:
-    async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url)
-        with pytest.raises(EngineTimeoutError) as caught:
-            await transport.request("POST", "/slow", json={}, timeout=0.05)
-        assert str(caught.value) == f"POST {server.url}/slow: the server did not answer within 0.05 s"
-        server.busy = 100
-        with pytest.raises(EngineTimeoutError):
-            await way(server.url, retries=RetryPolicy(wait_initial=60, wait_max=60)).request(
-                "GET", "/busy", timeout=0.05
-            )
-        await transport.request("POST", "/echo", json=1)
-
-    with_server(test)
+@with_server
+async def test_the_deadline_is_of_the_whole_call(server: StubServer) -> None:
+    transport = HTTPTransport(server.url)
+    with pytest.raises(EngineTimeoutError) as caught:
+        await transport.request("POST", "/slow", json={}, timeout=0.05)
+    assert str(caught.value) == f"POST {server.url}/slow: the server did not answer within 0.05 s"
+    server.busy = 100
+    with pytest.raises(EngineTimeoutError):
+        await way(server.url, retries=RetryPolicy(wait_initial=60, wait_max=60)).request(
+            "GET", "/busy", timeout=0.05
+        )
+    await transport.request("POST", "/echo", json=1)
 
 
 def test_cancelling_closes_the_connection() -> None:
@@ -294,47 +284,41 @@ def test_cancelling_closes_the_connection() -> None:
         await transport.request("POST", "/echo", json=1)
         assert server.connections[0] != server.connections[1]
 
-    with_server(test)
+    with_server(test)()
     assert hooks.names == ["request", "error", "request", "response"]
     assert isinstance(hooks.events[1][1].error, asyncio.CancelledError)
 
 
-def test_redirects_are_not_followed() -> None:
-    async def test(server: StubServer) -> None:
-        with pytest.raises(EngineStatusError) as caught:
-            await HTTPTransport(server.url).request("POST", "/moved", json={})
-        assert caught.value.status == 307
-        assert len(server.seen) == 1
-
-    with_server(test)
+@with_server
+async def test_redirects_are_not_followed(server: StubServer) -> None:
+    with pytest.raises(EngineStatusError) as caught:
+        await HTTPTransport(server.url).request("POST", "/moved", json={})
+    assert caught.value.status == 307
+    assert len(server.seen) == 1
 
 
-def test_a_refusal_says_what_the_server_said() -> None:
-    async def test(server: StubServer) -> None:
-        with pytest.raises(EngineStatusError) as caught:
-            await HTTPTransport(server.url).request("POST", "/refuse", json={})
-        error = caught.value
-        start = f'POST {server.url}/refuse: the server answered 400 Bad Request: {{"error": {{"message": "no such thing"'
-        assert str(error).startswith(start)
-        assert error.body.startswith('{"error": {"message": "no  such\nthing"}}')
-        assert len(error.body) == 8192
-        assert len(str(error)) < 500
-
-    with_server(test)
+@with_server
+async def test_a_refusal_says_what_the_server_said(server: StubServer) -> None:
+    with pytest.raises(EngineStatusError) as caught:
+        await HTTPTransport(server.url).request("POST", "/refuse", json={})
+    error = caught.value
+    start = f'POST {server.url}/refuse: the server answered 400 Bad Request: {{"error": {{"message": "no such thing"'
+    assert str(error).startswith(start)
+    assert error.body.startswith('{"error": {"message": "no  such\nthing"}}')
+    assert len(error.body) == 8192
+    assert len(str(error)) < 500
 
 
 @pytest.mark.parametrize("path", ["/echo", "/chunked"])
-def test_a_reply_that_is_too_long_is_not_read(path: str) -> None:
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, max_reply_bytes=1000)
-        with pytest.raises(EngineReplyError) as caught:
-            await transport.request("POST", path, json="x" * 5000)
-        assert str(caught.value) == (
-            f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes. "
-            "Raise max_reply_bytes of the transport"
-        )
-
-    with_server(test)
+@with_server
+async def test_a_reply_that_is_too_long_is_not_read(server: StubServer, path: str) -> None:
+    transport = way(server.url, max_reply_bytes=1000)
+    with pytest.raises(EngineReplyError) as caught:
+        await transport.request("POST", path, json="x" * 5000)
+    assert str(caught.value) == (
+        f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes. "
+        "Raise max_reply_bytes of the transport"
+    )
 
 
 def test_lines_are_streamed() -> None:
@@ -348,24 +332,22 @@ def test_lines_are_streamed() -> None:
             async for _ in transport.stream("GET", "/nothing"):
                 pass
 
-    with_server(test)
+    with_server(test)()
     assert hooks.names == ["request", "response", "request", "error"]
 
 
-def test_leaving_a_stream_closes_its_connection() -> None:
-    async def test(server: StubServer) -> None:
-        stream = HTTPTransport(server.url).stream("GET", "/endless")
-        async for line in stream:
-            assert line == b"more"
+@with_server
+async def test_leaving_a_stream_closes_its_connection(server: StubServer) -> None:
+    stream = HTTPTransport(server.url).stream("GET", "/endless")
+    async for line in stream:
+        assert line == b"more"
+        break
+    await stream.aclose()
+    for _ in range(1000):
+        if server.gone:
             break
-        await stream.aclose()
-        for _ in range(1000):
-            if server.gone:
-                break
-            await asyncio.sleep(0.001)
-        assert server.gone == ["/endless"]
-
-    with_server(test)
+        await asyncio.sleep(0.001)
+    assert server.gone == ["/endless"]
 
 
 def test_hooks_are_told_and_may_send_headers() -> None:
@@ -382,7 +364,7 @@ def test_hooks_are_told_and_may_send_headers() -> None:
             f"{server.url}/busy"
         ] * 3
 
-    with_server(test)
+    with_server(test)()
     assert hooks.names == ["request", "response", "request", "retry", "response"]
     begun, ended, _, retried, _ = (event for _, event in hooks.events)
     assert (begun.method, begun.attempt, begun.request_bytes, begun.status) == ("POST", 1, 7, None)
@@ -400,7 +382,7 @@ def test_a_hook_that_fails_is_logged_and_fails_nothing(caplog: pytest.LogCapture
     async def test(server: StubServer) -> None:
         await way(server.url, hooks=[Broken()]).request("POST", "/echo", json=1)
 
-    with_server(test)
+    with_server(test)()
     assert "the hook Broken.on_request failed" in caplog.text
 
 
@@ -418,7 +400,7 @@ def test_what_is_no_json_is_refused_before_sending() -> None:
             await transport.request("POST", "/echo", json={}, headers={"a": "b\r\nc: d"})
         assert not server.seen
 
-    with_server(test)
+    with_server(test)()
     assert hooks.names == ["request", "error"]  # what is not JSON never becomes a call
 
 
@@ -431,7 +413,7 @@ def test_raw_members_go_out_as_they_are() -> None:
             reply = await HTTPTransport(server.url).request("POST", path, json=body)
             assert msgspec.json.decode(reply.body) == {"a": 1, "images": [image.decode(), None], "z": "end"}
 
-    with_server(test)
+    with_server(test)()
 
 
 @pytest.mark.parametrize(
@@ -460,16 +442,14 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
         RetryPolicy(attempts=0)
 
 
-def test_a_reply_that_is_compressed_all_the_same_is_read() -> None:
-    async def test(server: StubServer) -> None:
-        transport = HTTPTransport(server.url)
-        reply = await transport.request("POST", "/packed", json="x" * 5000)
-        assert bytes(reply.body) == b'"' + b"x" * 5000 + b'"'
-        assert server.seen[0][2]["Accept-Encoding"] == "identity"
-        with pytest.raises(EngineReplyError, match="too long"):
-            await way(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
-
-    with_server(test)
+@with_server
+async def test_a_reply_that_is_compressed_all_the_same_is_read(server: StubServer) -> None:
+    transport = HTTPTransport(server.url)
+    reply = await transport.request("POST", "/packed", json="x" * 5000)
+    assert bytes(reply.body) == b'"' + b"x" * 5000 + b'"'
+    assert server.seen[0][2]["Accept-Encoding"] == "identity"
+    with pytest.raises(EngineReplyError, match="too long"):
+        await way(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
 
 
 def test_retries_can_be_switched_off_for_a_whole_program() -> None:
@@ -480,30 +460,26 @@ def test_retries_can_be_switched_off_for_a_whole_program() -> None:
 
     stamina.set_active(False)
     try:
-        with_server(test)
+        with_server(test)()
     finally:
         stamina.set_active(True)
 
 
-def test_a_server_below_a_path_is_asked_there() -> None:
-    async def test(server: StubServer) -> None:
-        transport = HTTPTransport(f"{server.url}/echo/")
-        assert transport.base_url == f"{server.url}/echo"
-        with pytest.raises(EngineStatusError):
-            await transport.request("POST", "/more", json={})
-        assert server.seen[0][1] == "/echo/more"
-
-    with_server(test)
+@with_server
+async def test_a_server_below_a_path_is_asked_there(server: StubServer) -> None:
+    transport = HTTPTransport(f"{server.url}/echo/")
+    assert transport.base_url == f"{server.url}/echo"
+    with pytest.raises(EngineStatusError):
+        await transport.request("POST", "/more", json={})
+    assert server.seen[0][1] == "/echo/more"
 
 
-def test_calls_beyond_the_bound_of_connections_wait() -> None:
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, max_connections=2)
-        await asyncio.gather(*[transport.request("POST", "/echo", json=n) for n in range(20)])
-        assert len(server.seen) == 20
-        assert len(set(server.connections)) <= 2
-
-    with_server(test)
+@with_server
+async def test_calls_beyond_the_bound_of_connections_wait(server: StubServer) -> None:
+    transport = way(server.url, max_connections=2)
+    await asyncio.gather(*[transport.request("POST", "/echo", json=n) for n in range(20)])
+    assert len(server.seen) == 20
+    assert len(set(server.connections)) <= 2
 
 
 def test_cancelling_at_any_moment_mixes_up_no_answers() -> None:
@@ -534,4 +510,4 @@ def test_cancelling_at_any_moment_mixes_up_no_answers() -> None:
         assert not session.connector._acquired
         await asyncio.gather(*[ask(number) for number in range(8)])
 
-    with_server(test)
+    with_server(test)()
