@@ -16,7 +16,6 @@ from mmrender.messages import Message, ToolCall
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing import ParsedResponse
-from mmrender.parsing.grammars import Field
 from mmrender.template.sources import load_templates
 from parsing_cases import BODIES, Case, case_of, written_case
 
@@ -209,21 +208,19 @@ def model_case(folder: Path, **arguments: Any) -> Case:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "added_tokens"),
+    [("byte_level", True), ("byte_level", False), ("sentence_piece", True)],
+    ids=["tokens", "text", "sentence_piece"],
+)
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(data=st.data())
-def test_written_templates_are_read_back(name: str, data: st.DataObject) -> None:
-    case = written_case(name)
-    message = data.draw(messages(case).filter(lambda message: is_canonical(case, message)))
-    assert_reads_back(case, message)
-
-
-@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
-@pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=10)
-@given(data=st.data())
-def test_delimiters_may_be_ordinary_text(name: str, kind: str, data: st.DataObject) -> None:
-    case = written_case(name, added_tokens=kind == "sentence_piece", kind=kind)
+def test_written_templates_are_read_back(
+    name: str, kind: str, added_tokens: bool, data: st.DataObject
+) -> None:
+    """Also where delimiters are ordinary text."""
+    case = written_case(name, added_tokens=added_tokens, kind=kind)
     message = data.draw(messages(case).filter(lambda message: is_canonical(case, message)))
     assert_reads_back(case, message)
 
@@ -358,13 +355,3 @@ def test_without_grammar_all_text_is_content(shared_models: Path, name: str, dat
     while ids and ids[-1] in case.parser.profile.stop_ids:
         ids.pop()
     assert case.parser.parse(ids).content == case.tokenizer.decode(ids)
-
-
-def test_fields_of_the_grammars_are_all_exercised() -> None:
-    used = {
-        part
-        for name in BODIES
-        for part in written_case(name).parser.choice.grammar.call
-        if isinstance(part, Field)
-    }
-    assert used == set(Field) - {Field.KEY, Field.TEXT}

@@ -214,11 +214,6 @@ def test_a_value_may_hold_what_closes_it() -> None:
     assert parse("xml_function", text).tool_calls[0].arguments == {"b": "a</parameter>b"}
 
 
-def test_one_line_break_on_each_side_is_padding() -> None:
-    text = "<tool_call><function=f><parameter=b>\n\n x \n\n</parameter>\n</function></tool_call>"
-    assert parse("xml_function", text).tool_calls[0].arguments == {"b": "\n x \n"}
-
-
 def test_several_lists_and_separators() -> None:
     both = OK["llama_json"] + "; " + OK["llama_json"]
     assert [attempt.status for attempt in parse("llama_json", both).tool_calls] == ["ok", "ok"]
@@ -242,12 +237,6 @@ def test_python_values() -> None:
     assert parse("pythonic", text).tool_calls[0].arguments == expected
     beyond_a_double = 10**400
     assert parse("pythonic", f"[f(a={beyond_a_double})]").tool_calls[0].arguments == {"a": beyond_a_double}
-
-
-def test_gemma_values() -> None:
-    text = '<|tool_call>call:f{a:<|"|>x: "{y}", \\n<|"|>,b:{c d:[1,true,None]},e:-1.5}<tool_call|>'
-    expected = {"a": 'x: "{y}", \\n', "b": {"c d": [1, True, None]}, "e": -1.5}
-    assert parse("gemma", text).tool_calls[0].arguments == expected
 
 
 def test_ids() -> None:

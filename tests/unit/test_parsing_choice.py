@@ -7,7 +7,7 @@ import pytest
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.grammars import GRAMMARS
-from mmrender.parsing.parser import Edge, GrammarChoice
+from mmrender.parsing.parser import GrammarChoice
 from mmrender.template.sources import load_templates
 from parsing_cases import BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
 
@@ -52,18 +52,6 @@ def test_models(shared_models: Path, name: str) -> None:
         special_tokens=model.special_tokens,
     )
     assert str(choice_of(made)) == EXPECTED[name]
-
-
-def test_layout_is_what_the_template_writes() -> None:
-    edges = written_case("json_tags").parser.edges
-    assert edges == {
-        ("start", "end"): Edge(),
-        ("start", "call"): Edge(suffix="\n"),
-        ("reasoning", "end"): Edge(prefix="\n\n", alone="\n\n"),
-        ("reasoning", "call"): Edge(prefix="\n\n", suffix="\n", alone="\n\n"),
-        ("call", "call"): Edge(alone="\n"),
-        ("call", "end"): Edge(),
-    }
 
 
 def test_refused_probes_are_reported() -> None:

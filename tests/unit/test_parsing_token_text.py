@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing.text import TokenSpeller, TokenText, readable
+from mmrender.parsing.text import TokenSpeller, TokenText
 from parsing_cases import byte_level, sentence_piece
 
 
@@ -30,24 +30,6 @@ def test_every_character_knows_its_token() -> None:
     tokens = [source.tokens_of(char, char + 1) for char in range(len(source.text))]
     assert tokens == [(0, 1), (1, 4), *[(4, 5)] * 3, (5, 7), *[(7, 8)] * 3]
     assert source.tokens_of(0, len(source.text)) == (0, len(ids))
-
-
-def test_tokens_without_text_move_no_character() -> None:
-    tokenizer = byte_level(["<t>"])
-    (a,) = tokenizer.encode("a")
-    source = text_of(tokenizer, [10**6, a, 10**6, a])
-    assert source.text == "aa"
-    assert [source.tokens_of(0, 1), source.tokens_of(1, 2)] == [(1, 2), (3, 4)]
-
-
-def test_bytes_that_are_no_text_stay_apart() -> None:
-    tokenizer = byte_level(["<t>"])
-    first, second = tokenizer.encode("é")
-    (added,) = tokenizer.encode("<t>")
-    source = text_of(tokenizer, [first, added, second])
-    assert len(source.text) == 5
-    assert readable(source.text) == "\ufffd<t>\ufffd" == tokenizer.decode([first, added, second])
-    assert [source.tokens_of(char, char + 1)[0] for char in range(5)] == [0, 1, 1, 1, 2]
 
 
 def test_an_added_token_counts_only_as_a_token() -> None:
