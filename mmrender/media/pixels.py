@@ -24,9 +24,9 @@ _ROWS_PER_BLOCK = 32
 _BYTES_PER_ELEMENT = {"I": 4, "F": 4, "I;16": 2}
 
 
-_ARROW_WORDS = 10
-"""Words of the `ArrowArray` structure of the Arrow C data interface, each of 64 bits: length, null count,
-offset, number of buffers, number of children, buffers, children, dictionary, release, private data."""
+_ArrowArray = ctypes.c_int64 * 10
+"""Structure of the Arrow C data interface in words: length, null count, offset, number of buffers, number of
+children, buffers, children, dictionary, release, private data."""
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
@@ -45,21 +45,15 @@ def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
         _, capsule = image.__arrow_c_array__()
     except (ValueError, MemoryError):
         return None
-    words = _words(_capsule_pointer(capsule, b"arrow_array"), _ARROW_WORDS)
-    outer_offset = words[2]
-    if words[4]:  # pixels of several bytes are the only child of a list of fixed size
-        words = _words(_words(words[6], 1)[0], _ARROW_WORDS)
-    length, _, offset, buffers, _, addresses, *_ = words
-    if buffers < 2 or offset or outer_offset:
+    array = values = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
+    if array[4]:  # pixels of several bytes are the only child of a list of fixed size
+        values = _ArrowArray.from_address(ctypes.c_int64.from_address(array[6]).value)
+    if values[3] < 2 or values[2] or array[2]:
         return None
-    size = length * _BYTES_PER_ELEMENT.get(image.mode, 1)
-    memory: Any = (ctypes.c_ubyte * size).from_address(_words(addresses, 2)[1])
+    size = values[0] * _BYTES_PER_ELEMENT.get(image.mode, 1)
+    memory: Any = (ctypes.c_ubyte * size).from_address(ctypes.c_int64.from_address(values[5] + 8).value)
     memory.owner = capsule
     return np.frombuffer(memory, np.uint8).reshape(height, width, size // (width * height))
-
-
-def _words(address: int, count: int) -> list[int]:
-    return list((ctypes.c_int64 * count).from_address(address))
 
 
 def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:

@@ -33,6 +33,7 @@ WIRE_VERSION: Final = 2
 _MAX_VALUES: Final = 1 << 28
 """Most values that an item may claim to expand to, however few bytes it is made of."""
 _INTEGERS: Final = ("bool", *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")))
+_STRUCTS: Final = (Item, *get_args(Compact))
 _EXPECTED_GOT = re.compile(r"(?s)Expected (?P<expected>.*?)(?:, got (?P<got>.*))?")
 
 
@@ -69,7 +70,7 @@ def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str 
 
 def _plain(value: Any, share: str | None, name: str) -> Any:
     """Return the plain form of the value at `name` in an item; `share` and `name` make the keys of arrays."""
-    if isinstance(value, Item | Compact):
+    if isinstance(value, _STRUCTS):
         config, plain = value.__struct_config__, {}
         for field in value.__struct_fields__:
             plain[field] = _plain(getattr(value, field), share, f"{name}.{field}")

@@ -70,11 +70,22 @@ def spell_media(modality, source):
     spellings = [{"type": modality, modality: source}]
     if source is None:
         return [*spellings, {"type": modality}]
-    spellings += [{modality: source}, {"type": modality, modality: {"bytes": source, "path": None}}]
+    spellings += [{modality: source}, {"type": modality, modality: {"bytes": source, "path": "a.png"}}]
+    if isinstance(source, bytes):
+        spellings += [{"type": modality, "bytes": bytearray(source)}, {modality: bytearray(source)}]
+    if isinstance(source, str) and source.startswith("data:"):
+        media_type, _, data = source.removeprefix("data:").partition(";base64,")
+        spellings += [
+            {"type": modality, "base64": source},
+            {"type": modality, "data": data, "mimeType": media_type},
+            {"type": modality, "base64": data.encode(), "mime_type": media_type},
+            {"type": modality, "source": {"type": "base64", "media_type": media_type, "data": data}},
+        ]
     if isinstance(source, str):
         spellings += [
             {"type": f"{modality}_url", f"{modality}_url": {"url": source, "detail": "low"}},
-            {"type": f"{modality}_url", f"{modality}_url": source},
+            {"type": f"{modality}_url", f"{modality}_url": source, "uuid": "1"},
+            {"type": modality, modality: {"bytes": None, "path": source}},
             {"type": f"input_{modality}", f"{modality}_url": source},
             {"type": modality, "url": source},
             {"type": modality, "source": {"type": "url", "url": source}},
@@ -86,11 +97,12 @@ def spell_media(modality, source):
 def spelled_part(draw, part):
     match part:
         case TextPart(text=text):
-            choices = [text, {"text": text}] + [
-                {"type": kind, "text": text} for kind in ("text", "input_text", "output_text")
-            ]
+            kinds = ("text", "input_text", "output_text", None)
+            choices = [text, {"text": text}, {"type": "refusal", "refusal": text}]
+            choices += [{"type": kind, "text": text, "cache_control": {}} for kind in kinds]
         case ThinkingPart(thinking=text):
-            choices = [{"type": "thinking", "thinking": text}, {"type": "reasoning", "text": text}]
+            choices = [{"type": "thinking", "thinking": text, "signature": "x"}, {"thinking": text}]
+            choices += [{"type": kind, "text": text} for kind in ("reasoning", "reasoning_text")]
         case ImagePart(source=source):
             choices = spell_media("image", source)
         case VideoPart(source=source, fps=fps):

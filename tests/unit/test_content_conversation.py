@@ -1,6 +1,8 @@
 import copy
 import dataclasses
 import enum
+import json
+import pathlib
 from collections import UserDict
 from typing import Any
 
@@ -10,8 +12,9 @@ import pydantic
 import pytest
 
 from mmrender.content import normalize_messages
+from mmrender.content.messages import to_openai
 from mmrender.errors import MessageError
-from mmrender.messages import ImagePart, Message, TextPart, ToolCall
+from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall, VideoPart
 
 
 def one(message: Any) -> Message:
@@ -282,3 +285,77 @@ def test_foreign_reprs_are_never_called():
             raise AssertionError
 
     assert error_of([{"role": Hostile()}]).endswith("got Hostile")
+
+
+def test_openai_dicts_hold_every_field():
+    path = pathlib.Path("a.png")
+    message = Message(
+        role="assistant",
+        content=(
+            TextPart("t"),
+            ImagePart("https://host/a.png"),
+            ImagePart(path),
+            ImagePart(None),
+            VideoPart("https://host/a.mp4", fps=2.0),
+            VideoPart(("1.png", b"2")),
+            ThinkingPart("h"),
+        ),
+        reasoning_content="r",
+        tool_calls=(ToolCall("f", {"city": "Zürich", "n": None}, id="c1"), ToolCall("g", {})),
+        name="n",
+        tool_call_id="i",
+        extra={"weight": 1, "meta": {"a": [1]}},
+    )
+    written = to_openai(message)
+    assert written == {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "t"},
+            {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+            {"type": "image", "image": path},
+            {"type": "image"},
+            {"type": "video_url", "video_url": {"url": "https://host/a.mp4"}, "fps": 2.0},
+            {"type": "video", "video": ("1.png", b"2")},
+            {"type": "thinking", "thinking": "h"},
+        ],
+        "reasoning_content": "r",
+        "tool_calls": [
+            {
+                "id": "c1",
+                "type": "function",
+                "function": {"name": "f", "arguments": '{"city": "Zürich", "n": null}'},
+            },
+            {"type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+        "name": "n",
+        "tool_call_id": "i",
+        "weight": 1,
+        "meta": {"a": [1]},
+    }
+    assert normalize_messages([written]) == (message,)
+
+
+def test_fields_that_are_not_set_are_left_out():
+    assert to_openai(Message(role="user")) == {"role": "user", "content": None}
+    assert to_openai(Message(role="user", content="")) == {"role": "user", "content": ""}
+    assert to_openai(Message(role="user", content=())) == {"role": "user", "content": []}
+
+
+def test_text_sources_give_json():
+    (message,) = normalize_messages([{"role": "user", "content": [{"type": "image", "base64": "iVBO"}, "x"]}])
+    assert normalize_messages([json.loads(json.dumps(to_openai(message)))]) == (message,)
+
+
+def test_media_yields_images_and_videos_with_their_place_in_content():
+    image, video = ImagePart("a.png"), VideoPart("b.mp4", fps=2.0)
+    message = Message(role="user", content=(TextPart("x"), image, ThinkingPart("y"), video))
+    assert list(message.media()) == [(1, image), (3, video)]
+    for content in (None, "text", ()):
+        assert list(Message(role="user", content=content).media()) == []
+
+
+def test_extra_of_one_message_is_not_shared_with_another():
+    first, second = Message(role="user"), Message(role="user")
+    assert first.extra == {}
+    first.extra["key"] = 1
+    assert second.extra == {}

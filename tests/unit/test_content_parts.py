@@ -1,4 +1,3 @@
-import copy
 import pathlib
 from typing import Any
 
@@ -8,17 +7,15 @@ import pydantic
 import pytest
 
 from mmrender.content.messages import normalize_messages
-from mmrender.content.parts import PART_TYPES, normalize_content, normalize_part
+from mmrender.content.parts import PART_TYPES, attach_media, normalize_content, normalize_part
 from mmrender.errors import MessageError
-from mmrender.messages import ImagePart, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import ImagePart, VideoPart
 
 URL = "https://host/cat.png"
 PICTURE = PIL.Image.new("RGB", (2, 2))
 ARRAY = np.zeros((2, 2, 3), dtype=np.uint8)
-FRAMES = np.zeros((4, 2, 2, 3), dtype=np.uint8)
 PATH = pathlib.Path("cat.png")
 BYTES = b"\x89PNG"
-ARROW = {"index": None, "image_url": None, "video": None, "fps": None}
 
 
 def error_of(part: Any) -> str:
@@ -27,88 +24,24 @@ def error_of(part: Any) -> str:
     return str(caught.value).removesuffix(".")
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []},
-        {"type": "refusal", "refusal": "hi"},
-        {"type": None, "text": "hi"},
-        {"type": "text", "text": "hi", "image": None, **ARROW},
-        {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "index": 0, "id": "x"},
-    ],
-)
-def test_text(part):
-    assert normalize_part(part, "p") == TextPart("hi")
+@pytest.mark.parametrize("source", [PICTURE, ARRAY, PATH], ids=type)
+def test_objects_pass_through_as_they_are(source):
+    parts = [
+        {"type": "image", "image": source},
+        {"type": "image_pil", "image_pil": source},
+        {"image": source},
+    ]
+    for part in [*parts, {"type": "image", "path": source}, *([] if source is PATH else [source])]:
+        result = normalize_part(part, "p")
+        assert type(result) is ImagePart
+        assert result.source is source
+    assert normalize_part({"video": source}, "p").source is source
 
 
-@pytest.mark.parametrize(
-    ("part", "source"),
-    [
-        ({"type": "image", "image": PICTURE}, PICTURE),
-        ({"type": "image", "image": ARRAY}, ARRAY),
-        ({"type": "image", "image": PATH}, PATH),
-        ({"type": "image", "image": BYTES}, BYTES),
-        ({"type": "image", "image": bytearray(BYTES)}, BYTES),
-        ({"type": "image", "image": memoryview(BYTES)}, BYTES),
-        ({"type": "image", "image": {"bytes": BYTES, "path": "cat.png"}}, BYTES),
-        ({"type": "image", "image": {"bytes": None, "path": "cat.png"}}, "cat.png"),
-        ({"type": "image", "text": None, "image": {"bytes": BYTES, "path": None}, **ARROW}, BYTES),
-        ({"type": "image", "path": PATH}, PATH),
-        ({"type": "image", "base64": "iVBO"}, "data:application/octet-stream;base64,iVBO"),
-        ({"type": "image", "base64": b"iVBO"}, "data:application/octet-stream;base64,iVBO"),
-        ({"type": "image", "base64": "data:image/png;base64,iVBO"}, "data:image/png;base64,iVBO"),
-        ({"type": "image", "data": "iVBO", "mimeType": "image/png"}, "data:image/png;base64,iVBO"),
-        (
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}},
-            "data:image/png;base64,iVBO",
-        ),
-        ({"type": "image_url", "image_url": URL, "uuid": "1"}, URL),
-        ({"type": "image_pil", "image_pil": PICTURE}, PICTURE),
-        ({"image": PICTURE}, PICTURE),
-        ({"type": "image", "image": None}, None),
-        (PICTURE, PICTURE),
-        (ARRAY, ARRAY),
-    ],
-)
-def test_images(part, source):
-    before = copy.copy(part)
-    result = normalize_part(part, "p")
-    assert type(result) is ImagePart
-    # Pixels pass through as the same object, so identity is the right question for them.
-    assert result.source is source or result.source == source
-    assert part is before or np.all(part == before)
-
-
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        ({"type": "video", "video": FRAMES}, VideoPart(FRAMES)),
-        ({"type": "video", "video": "a.mp4", "fps": 2}, VideoPart("a.mp4", 2.0)),
-        ({"type": "video", "video": "a.mp4", "fps": np.float32(0.5)}, VideoPart("a.mp4", 0.5)),
-        ({"type": "video", "video": [PICTURE, {"url": URL}, BYTES]}, VideoPart((PICTURE, URL, BYTES))),
-        ({"type": "video", "path": "a.mp4"}, VideoPart("a.mp4")),
-        ({"video": PATH}, VideoPart(PATH)),
-    ],
-)
-def test_videos(part, expected):
-    result = normalize_part(part, "p")
-    assert type(result) is VideoPart
-    assert result.fps == expected.fps
-    assert result.source is expected.source or result.source == expected.source
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "thinking", "thinking": "hm", "signature": "x"},
-        {"type": "reasoning", "text": "hm"},
-        {"type": "reasoning", "reasoning": "hm"},
-        {"type": "reasoning_text", "text": "hm"},
-        {"thinking": "hm"},
-    ],
-)
-def test_thinking(part):
-    assert normalize_part(part, "p") == ThinkingPart("hm")
+def test_videos():
+    frames = [PICTURE, {"url": URL}, BYTES]
+    assert normalize_part({"video": frames, "fps": 2}, "p") == VideoPart((PICTURE, URL, BYTES), 2.0)
+    assert normalize_part({"video": "a.mp4", "fps": np.float32(0.5)}, "p") == VideoPart("a.mp4", 0.5)
 
 
 def test_pydantic_parts():
@@ -137,15 +70,9 @@ def test_buffers_are_not_shared_with_the_caller(make):
     assert part.source == BYTES
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        PICTURE,
-    ],
-)
-def test_a_single_image_as_content_counts_as_a_list_of_one(value):
-    (part,) = normalize_content(value, "c")
-    assert part.source is value
+def test_a_single_image_as_content_counts_as_a_list_of_one():
+    (part,) = normalize_content(PICTURE, "c")
+    assert part.source is PICTURE
 
 
 SOURCE = (
@@ -239,3 +166,67 @@ TYPES = ", ".join(PART_TYPES[:-1]) + f" or {PART_TYPES[-1]}"
 )
 def test_errors(part, text):
     assert error_of(part) == "messages[0].content[1]" + text
+
+
+MESSAGES = normalize_messages(
+    [
+        {"role": "system", "content": "s"},
+        {
+            "role": "user",
+            "content": [{"type": "image"}, "a", {"type": "image", "image": "own.png"}, {"type": "video"}],
+        },
+        {"role": "assistant", "content": ["b"]},
+        {"role": "tool", "content": [{"type": "image"}]},
+    ]
+)
+
+
+def sources(messages):
+    return [part.source for message in messages for _, part in message.media()]
+
+
+def test_sources_fill_the_parts_that_wait_in_order():
+    picture = PICTURE
+    filled = attach_media(MESSAGES, images=[picture, {"bytes": b"x", "path": None}], videos=("v.mp4",))
+    assert sources(filled) == [picture, "own.png", "v.mp4", b"x"]
+    assert sources(MESSAGES) == [None, "own.png", None, None]
+    assert [message.role for message in filled] == [message.role for message in MESSAGES]
+    assert filled[1].content[1] is MESSAGES[1].content[1]
+
+
+def test_one_modality_may_be_left_waiting():
+    assert sources(attach_media(MESSAGES, images=["1", "2"])) == ["1", "own.png", None, "2"]
+    assert sources(attach_media(MESSAGES, videos=["v"])) == [None, "own.png", "v", None]
+
+
+def test_nothing_to_attach():
+    assert attach_media(MESSAGES) == MESSAGES
+    assert attach_media(MESSAGES[:1], images=[], videos=[]) == MESSAGES[:1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"images": ["1"]},
+            "messages[3].content[0]: no image is left for this part - expected 2 images, got 1. "
+            'Each {"type": "image"} part without a source of its own takes one, in order',
+        ),
+        (
+            {"images": ["1", "2", "3"]},
+            "images[2]: no part waits for this image - expected 2 images, got 3. "
+            'Each {"type": "image"} part without a source of its own takes one, in order',
+        ),
+        (
+            {"videos": []},
+            "messages[1].content[3]: no video is left for this part - expected 1 video, got 0. "
+            'Each {"type": "video"} part without a source of its own takes one, in order',
+        ),
+        ({"images": "1"}, "images: images come in a list - expected a list, got '1'"),
+        ({"images": ["1", None]}, f"images[1]: is not an image - {SOURCE}, got None"),
+    ],
+)
+def test_media_beside_messages_that_do_not_fit(arguments, text):
+    with pytest.raises(MessageError) as caught:
+        attach_media(MESSAGES, **arguments)
+    assert str(caught.value).removesuffix(".") == text

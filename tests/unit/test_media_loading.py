@@ -212,6 +212,8 @@ def test_streams_are_read_from_the_start_and_put_back(png_file: Path) -> None:
         ),
         ("data:image/png;base64", "the data: URL holds no comma - expected data:image/png;base64,..., got "
          "'data:image/png;base64'"),
+        (np.zeros((0, 5, 3), np.uint8), "the image has no pixels - expected at least 1x1, got 5x0"),
+        (Image.new("RGB", (0, 4)), "the image has no pixels - expected at least 1x1, got 0x4"),
         ("", "this string names no image - expected a URL, a path, or base64 of an image, got ''"),
         (
             "x" * 5000,
@@ -385,13 +387,6 @@ def test_torch_tensor_is_refused_with_the_conversion() -> None:
         load_image(torch.zeros(3, 4, 4))
 
 
-def test_images_without_pixels() -> None:
-    for source, got in [(np.zeros((0, 5, 3), np.uint8), "5x0"), (Image.new("RGB", (0, 4)), "0x4")]:
-        with pytest.raises(MediaDecodeError) as caught:
-            load_image(source, where=WHERE)
-        assert str(caught.value) == f"{WHERE}: the image has no pixels - expected at least 1x1, got {got}"
-
-
 # ------------------------------------------------------------------------------------------ limits and damage
 
 
@@ -441,8 +436,12 @@ def test_truncated_images_are_errors(fmt: str, options: dict[str, Any]) -> None:
     np.testing.assert_array_equal(load_image(data).array, whole)
     np.testing.assert_array_equal(load_image(Image.open(io.BytesIO(data))).array, whole)
     for keep in (len(data) // 3, len(data) // 2, len(data) * 9 // 10):
-        with pytest.raises(MediaDecodeError, match="is damaged or truncated"):
-            load_image(data[:keep])
+        with pytest.raises(MediaDecodeError) as caught:
+            load_image(data[:keep], where=WHERE)
+        assert str(caught.value).startswith(
+            f"{WHERE}: the {fmt.replace('WEBP', 'WebP')} is damaged or truncated ("
+        )
+        assert str(caught.value).endswith("Check that the file was written and transferred whole.")
 
 
 def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,13 +480,3 @@ def test_percent_encoded_urls_cost_a_few_times_their_size() -> None:
         tracemalloc.stop()
         assert read == data
         assert peak < 3 * len(source)
-
-
-def test_truncation_message() -> None:
-    data = encoded(Image.fromarray(picture(120, 90)))
-    with pytest.raises(MediaDecodeError) as caught:
-        load_image(data[: len(data) // 2], where=WHERE)
-    assert str(caught.value) == (
-        f"{WHERE}: the PNG is damaged or truncated (OSError: image file is truncated). Check that the file "
-        "was written and transferred whole."
-    )
