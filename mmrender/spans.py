@@ -194,19 +194,14 @@ class MultiModalData:
 
     def merged(self, later: "MultiModalData") -> "MultiModalData":
         """Return the sidecar of these items and then those of `later`, whose offsets are kept."""
-        pairs: Any = (
-            (self.mm_hashes, later.mm_hashes),
-            (self.mm_placeholders, later.mm_placeholders),
-            (self.mm_items, later.mm_items),
-        )
+
+        def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
+            return {name: [*first.get(name, ()), *second.get(name, ())] for name in {**first, **second}}
+
         return MultiModalData(
-            *[
-                {
-                    modality: [*first.get(modality, ()), *second.get(modality, ())]
-                    for modality in {**first, **second}
-                }
-                for first, second in pairs
-            ]
+            joined(self.mm_hashes, later.mm_hashes),
+            joined(self.mm_placeholders, later.mm_placeholders),
+            joined(self.mm_items, later.mm_items),
         )
 
     def spans(self, length: int | None = None, *, where: str = "multi_modal_data") -> list[MediaSpan]:
@@ -220,12 +215,39 @@ class MultiModalData:
             PlaceholderError: Hashes, ranges and items differ in number; a hash is not its item's; ranges
                 overlap, are out of order or leave the sequence; or a range is not as long as its item.
         """
-        modalities = {**self.mm_hashes, **self.mm_placeholders, **self.mm_items}
-        found = [span for modality in modalities for span in self._spans_of(modality, where)]
+        found = []
+        for modality in {**self.mm_hashes, **self.mm_placeholders, **self.mm_items}:
+            hashes = self.mm_hashes.get(modality, ())
+            ranges = self.mm_placeholders.get(modality, ())
+            items = self.mm_items.get(modality, ())
+            if not len(hashes) == len(ranges) == len(items):
+                raise PlaceholderError(
+                    "hashes, placeholders and items must be equally many",
+                    where=f"{where}.{modality}",
+                    got=f"{len(hashes)} hashes, {len(ranges)} placeholders, {len(items)} items",
+                )
+            for index, (digest, item) in enumerate(zip(hashes, items, strict=True)):
+                if item.identity != digest:
+                    raise PlaceholderError(
+                        "the hash is not the item's",
+                        where=f"{where}.mm_hashes[{modality!r}][{index}]",
+                        expected=item.identity,
+                        got=repr(digest),
+                        remedy="A server that knows the hash would take its own pixels in place of these",
+                    )
+                found.append(MediaSpan(modality, index, ranges[index], item))
         found.sort(key=attrgetter("range.offset"))
-        stop = 0
+        stop, next_position = 0, dict.fromkeys(self.mm_items, 0)
         for span in found:
             start, end = span.range.offset, span.range.offset + span.range.length
+            if span.position != next_position[span.modality]:
+                before = self.mm_placeholders[span.modality][span.position - 1]
+                raise PlaceholderError(
+                    "placeholder ranges are out of order",
+                    where=f"{where}.{span.where}",
+                    expected=f"an offset of {before.offset} or more",
+                    got=str(start),
+                )
             if not stop <= start < end or (length is not None and end > length):
                 bound = "the end" if length is None else length
                 raise PlaceholderError(
@@ -236,39 +258,9 @@ class MultiModalData:
                     remedy="Cut or shift the sidecar together with the tokens",
                 )
             _check_embeds(span, where)
+            next_position[span.modality] += 1
             stop = end
         return found
-
-    def _spans_of(self, modality: str, where: str) -> Iterable[MediaSpan]:
-        hashes = self.mm_hashes.get(modality, ())
-        ranges = self.mm_placeholders.get(modality, ())
-        items = self.mm_items.get(modality, ())
-        if not len(hashes) == len(ranges) == len(items):
-            raise PlaceholderError(
-                "hashes, placeholders and items must be equally many",
-                where=f"{where}.{modality}",
-                got=f"{len(hashes)} hashes, {len(ranges)} placeholders, {len(items)} items",
-            )
-        last = -1
-        for index, (digest, placeholder, item) in enumerate(zip(hashes, ranges, items, strict=True)):
-            span = MediaSpan(modality, index, placeholder, item)
-            if placeholder.offset < last:
-                raise PlaceholderError(
-                    "placeholder ranges are out of order",
-                    where=f"{where}.{span.where}",
-                    expected=f"an offset of {last} or more",
-                    got=str(placeholder.offset),
-                )
-            if item.identity != digest:
-                raise PlaceholderError(
-                    "the hash is not the item's",
-                    where=f"{where}.mm_hashes[{modality!r}][{index}]",
-                    expected=item.identity,
-                    got=repr(digest),
-                    remedy="A server that knows the hash would take its own pixels in place of these",
-                )
-            last = placeholder.offset
-            yield span
 
     @property
     def nbytes(self) -> int:

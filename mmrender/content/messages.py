@@ -8,11 +8,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from mmrender.content.parts import normalize_content
 from mmrender.content.tools import normalize_tool_call, normalize_tool_calls
 from mmrender.content.values import (
     as_fields,
     as_identifier,
+    as_list,
     as_sequence,
     as_text,
     copy_containers,
@@ -64,17 +67,13 @@ def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> t
         MessageError: At the first thing that cannot be read, naming its path such as
             `messages[2].content[1].type`.
     """
-    items = messages if type(messages) is list else as_sequence(messages)
-    if items is None:
-        as_record = "Wrap a single message in a list" if is_record(messages) else None
-        as_string = 'Write [{"role": "user", "content": …}], or decode JSON text first'
-        raise MessageError(
-            "is not a conversation",
-            where=where,
-            expected="a list of messages",
-            got=describe(messages),
-            remedy=as_string if isinstance(messages, str) else as_record,
-        )
+    items: Sequence[Any] = messages
+    if type(messages) is not list:
+        remedy = "Wrap a single message in a list" if is_record(messages) else None
+        if isinstance(messages, str):
+            remedy = 'Write [{"role": "user", "content": …}], or decode JSON text first'
+        expected = "a list of messages"
+        items = as_list(messages, where, "is not a conversation", expected=expected, remedy=remedy)
     if not items:
         raise MessageError("the conversation is empty", where=where, expected="at least one message")
     result: list[Message] = []
@@ -206,12 +205,11 @@ def to_openai(message: Message) -> dict[str, Any]:
 
 
 def _openai_part(part: Part) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, ThinkingPart):
-        return {"type": "thinking", "thinking": part.thinking}
+    if isinstance(part, TextPart | ThinkingPart):
+        written: dict[str, Any] = msgspec.to_builtins(part)
+        return written
     modality, source = ("image" if isinstance(part, ImagePart) else "video"), part.source
-    written: dict[str, Any] = {"type": modality} if source is None else {"type": modality, modality: source}
+    written = {"type": modality} if source is None else {"type": modality, modality: source}
     if isinstance(source, str):
         written = {"type": f"{modality}_url", f"{modality}_url": {"url": source}}
     fps = None if isinstance(part, ImagePart) else part.fps

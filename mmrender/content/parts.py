@@ -18,6 +18,7 @@ import msgspec
 
 from mmrender.content.values import (
     as_fields,
+    as_list,
     as_sequence,
     as_text,
     describe,
@@ -331,9 +332,8 @@ def attach_media(
 
 def _sources_for(modality: str, given: Any, slots: Sequence[str]) -> Iterator[Any]:
     """Read the sources that are given beside messages, one for each of the paths in `slots`."""
-    name, items = f"{modality}s", as_sequence(given)
-    if items is None:
-        raise MessageError(f"{name} come in a list", where=name, expected="a list", got=describe(given))
+    name = f"{modality}s"
+    items = as_list(given, name, f"{name} come in a list")
     if len(items) != len(slots):
         few = len(items) < len(slots)
         raise MessageError(

@@ -14,7 +14,7 @@ from mmrender.content.values import (
     MAX_DEPTH,
     as_fields,
     as_identifier,
-    as_sequence,
+    as_list,
     copy_json,
     describe,
     excerpt,
@@ -56,12 +56,8 @@ def normalize_tools(
     """
     if tools is None:
         return None
-    items = as_sequence(tools)
-    if items is None:
-        remedy = "Wrap a single tool in a list" if is_record(tools) or callable(tools) else None
-        raise MessageError(
-            "tools come in a list", where=where, expected="a list", got=describe(tools), remedy=remedy
-        )
+    remedy = "Wrap a single tool in a list" if is_record(tools) or callable(tools) else None
+    items = as_list(tools, where, "tools come in a list", remedy=remedy)
     return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(items)])
 
 
@@ -109,9 +105,7 @@ def normalize_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     """
     if value is None:
         return ()
-    calls = as_sequence(value)
-    if calls is None:
-        raise MessageError("tool calls come in a list", where=where, expected="a list", got=describe(value))
+    calls = as_list(value, where, "tool calls come in a list")
     return tuple([normalize_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)])
 
 
@@ -154,46 +148,31 @@ def parse_arguments(value: Any, where: str) -> dict[str, Any]:
     refused, and of two equal keys the last counts, as for `json.loads`. A None inside a dict is kept: one
     that Arrow filled in cannot be distinguished from a null that the model wrote.
     """
-    if value is None:
+    if value is None or (isinstance(value, str) and (not value or value.isspace())):
         return {}
+    if is_record(value):
+        copy: dict[str, Any] = copy_json(value, where)
+        return copy
+    expected = "a dict, or JSON text of one"
     if isinstance(value, str):
-        return _parse_text(value, where)
-    if not is_record(value):
-        raise MessageError(
-            "arguments are not a JSON object",
-            where=where,
-            expected="a dict, or JSON text of one",
-            got=describe(value),
-        )
-    copy: dict[str, Any] = copy_json(value, where)
-    return copy
-
-
-def _parse_text(text: str, where: str) -> dict[str, Any]:
-    if not text or text.isspace():
-        return {}
-    try:
-        value = msgspec.json.decode(text)
-    except RecursionError:
-        raise too_deep(where) from None
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise MessageError(
-            f"arguments are not JSON ({excerpt(str(error))})",
-            where=where,
-            expected="JSON text of an object",
-            got=describe(text),
-            remedy="If a model wrote this call, keep it as text in content instead of tool_calls",
-        ) from None
-    if type(value) is not dict:
-        raise MessageError(
-            "arguments are not a JSON object",
-            where=where,
-            expected="JSON text of an object",
-            got=describe(text),
-        )
-    if text.count("{") + text.count("[") > MAX_DEPTH:
-        copy_json(value, where)
-    return value
+        expected = "JSON text of an object"
+        try:
+            parsed = msgspec.json.decode(value)
+        except RecursionError:
+            raise too_deep(where) from None
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise MessageError(
+                f"arguments are not JSON ({excerpt(str(error))})",
+                where=where,
+                expected=expected,
+                got=describe(value),
+                remedy="If a model wrote this call, keep it as text in content instead of tool_calls",
+            ) from None
+        if type(parsed) is dict:
+            if value.count("{") + value.count("[") > MAX_DEPTH:
+                copy_json(parsed, where)
+            return parsed
+    raise MessageError("arguments are not a JSON object", where=where, expected=expected, got=describe(value))
 
 
 def _refuse_leftovers(fields: dict[str, Any], where: str) -> None:

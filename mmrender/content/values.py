@@ -76,6 +76,16 @@ def as_sequence(value: Any) -> Sequence[Any] | None:
     return list(value) if isinstance(value, Sequence) else None
 
 
+def as_list(
+    value: Any, where: str, problem: str, *, expected: str = "a list", remedy: str | None = None
+) -> Sequence[Any]:
+    """Return `as_sequence` of a value, or refuse it with `problem`."""
+    items = as_sequence(value)
+    if items is None:
+        raise MessageError(problem, where=where, expected=expected, got=describe(value), remedy=remedy)
+    return items
+
+
 def is_record(value: object) -> bool:
     """Tell whether `as_fields` can read a value: a mapping or an object with named fields."""
     if isinstance(value, (dict, msgspec.Struct, Mapping)):
@@ -114,15 +124,14 @@ def _items_of(value: Any, where: str) -> Mapping[Any, Any]:
         return tag | {name: field for name, field in fields.items() if field is not msgspec.UNSET}
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    problem = "gave no mapping"
-    cause: Exception | None = None
+    dump = f"model_dump() of {type(value).__name__}"
     try:
         dumped = value.model_dump()
-        if isinstance(dumped, Mapping):
-            return dumped
-    except Exception as error:  # noqa: BLE001 - a foreign serialiser may raise anything
-        problem, cause = f"failed ({excerpt(str(error))})", error
-    raise MessageError(f"model_dump() of {type(value).__name__} {problem}", where=where) from cause
+    except Exception as error:  # A foreign serialiser may raise anything.
+        raise MessageError(f"{dump} failed ({excerpt(str(error))})", where=where) from error
+    if not isinstance(dumped, Mapping):
+        raise MessageError(f"{dump} gave no mapping", where=where)
+    return dumped
 
 
 def as_text(value: Any, where: str) -> str:
