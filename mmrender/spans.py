@@ -46,6 +46,11 @@ Concatenated as text it is exactly what the model's own processor writes in plac
 """
 
 
+def feature_count(expansion: Expansion) -> int:
+    """Return the number of tokens of an expansion that stand for features."""
+    return sum(piece.count for piece in expansion if isinstance(piece, Repeat) and piece.embeds)
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
     """Token range of one media item in the prompt: `[offset, offset + length)`.
@@ -282,8 +287,7 @@ def _check_embeds(span: MediaSpan, where: str) -> None:
                 got=str(span.range.embed_spans),
             )
         last, count = stop, count + stop - start
-    repeats = (piece for piece in span.item.expansion if isinstance(piece, Repeat) and piece.embeds)
-    expected = sum(piece.count for piece in repeats)
+    expected = feature_count(span.item.expansion)
     if count != expected:
         raise PlaceholderError(
             "a placeholder range is not as long as its item",

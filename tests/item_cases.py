@@ -8,7 +8,7 @@ from PIL import Image
 from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage, load_image
-from mmrender.media.processor import media_identity
+from mmrender.media.pixels import media_identity
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat, Text
 

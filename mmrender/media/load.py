@@ -30,6 +30,7 @@ refused.
 
 import importlib
 import io
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import FORMATS, describe, lock_of, read_source, sniff
+from mmrender.media.sources import FORMATS, describe, read_source, sniff
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -52,6 +53,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_IMAGE_LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,11 @@ def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) ->
     return image
 
 
+def image_lock(image: Image.Image) -> threading.Lock:
+    """Return the lock under which the lazy state of `image`, its pixels and EXIF block, is read."""
+    return _IMAGE_LOCKS[id(image) // 16 % len(_IMAGE_LOCKS)]
+
+
 def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) -> Image.Image:
     """Return `image` upright and in mode RGB: the very same object where it is both already.
 
@@ -145,7 +152,7 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
     """
     _check_pixels(image.size, policy, where)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with lock_of(image), _named_errors(image.format or "image", where):
+    with image_lock(image), _named_errors(image.format or "image", where):
         tiles = getattr(image, "tile", None)
         if tiles:
             _refuse_lenient_pillow(where)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from PIL import Image
 
 from mmrender.errors import MissingDependencyError
@@ -105,6 +106,22 @@ def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> 
         for channel in (1, 2):
             np.right_shift(block, 8 * channel, out=scratch)
             np.copyto(out[channel, top : top + len(block)], scratch, casting="unsafe")
+
+
+def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: bytes = b"") -> str:
+    """Return the identity of decoded pixels under given processor settings, as 64 hex digits.
+
+    One thread hashes: the library's thread pool does not survive a fork, and data loaders fork.
+
+    Args:
+        settings: The processor's `settings_digest`.
+        frames: Planes of shape `(3, height, width)` or `(frames, 3, height, width)`, uint8, C-contiguous.
+        context: Whatever else the tensors depend on, such as the number of images beside this one.
+    """
+    digest = blake3(settings)
+    digest.update(repr((frames.shape, context)).encode())
+    digest.update(frames.reshape(-1).data)
+    return digest.hexdigest()
 
 
 def resized_planes(

@@ -15,6 +15,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 SCHEMES = frozenset({"data", "file", "http", "https"})
 
+_NOT_PUBLIC = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -59,16 +60,17 @@ class MediaPolicy:
     def __post_init__(self) -> None:
         if unknown := set(self.schemes) - SCHEMES:
             raise _bad_field("schemes", f"a subset of {sorted(SCHEMES)}", repr(sorted(unknown)))
-        roots: object = self.local_roots
-        if isinstance(roots, str | Path):
-            raise _bad_field("local_roots", "a tuple of paths", repr(roots))
         object.__setattr__(self, "schemes", frozenset(self.schemes))
-        object.__setattr__(self, "local_roots", tuple(Path(root) for root in self.local_roots))
+        for name, kind, noun in (
+            ("local_roots", Path, "paths"),
+            ("allow_networks", str, "networks"),
+            ("deny_networks", str, "networks"),
+        ):
+            values = getattr(self, name)
+            if isinstance(values, str | Path):
+                raise _bad_field(name, f"a tuple of {noun}", repr(values))
+            object.__setattr__(self, name, tuple(kind(value) for value in values))
         for name in ("allow_networks", "deny_networks"):
-            networks = getattr(self, name)
-            if isinstance(networks, str):
-                raise _bad_field(name, "a tuple of networks", repr(networks))
-            object.__setattr__(self, name, tuple(str(network) for network in networks))
             _parse_networks(name, getattr(self, name))
         for field in fields(self):
             if field.name.startswith("max_") or field.name.endswith("_timeout"):
@@ -107,25 +109,17 @@ class MediaPolicy:
             embedded = parsed.ipv4_mapped or parsed.sixtofour
             if parsed in _NAT64:
                 embedded = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
-        candidates = (parsed, embedded) if embedded else (parsed,)
-        for network in _parse_networks("deny_networks", self.deny_networks):
-            if any(candidate in network for candidate in candidates):
-                return f"in {network}, which MediaPolicy.deny_networks holds"
-        if self.allow_private_addresses:
-            return None
-        for network in _parse_networks("allow_networks", self.allow_networks):
-            if any(candidate in network for candidate in candidates):
-                return None
         reached = embedded or parsed
-        for kind in (
-            "unspecified",
-            "loopback",
-            "link_local",
-            "site_local",
-            "multicast",
-            "private",
-            "reserved",
-        ):
+
+        def first_holding(name: str) -> Network | None:
+            networks = _parse_networks(name, getattr(self, name))
+            return next((network for network in networks if parsed in network or reached in network), None)
+
+        if denied := first_holding("deny_networks"):
+            return f"in {denied}, which MediaPolicy.deny_networks holds"
+        if self.allow_private_addresses or first_holding("allow_networks"):
+            return None
+        for kind in _NOT_PUBLIC:
             # Only IPv6 knows site-local addresses.
             if getattr(reached, f"is_{kind}", False):
                 return f"{kind.replace('_', '-')}, not public"

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 
 from mmrender.errors import MissingDependencyError
@@ -21,7 +19,7 @@ from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
 from mmrender.model.files import ModelDir
-from mmrender.spans import Expansion, MediaItem, Repeat
+from mmrender.spans import Expansion, MediaItem, feature_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Geometry:
     @property
     def num_tokens(self) -> int:
         """Number of placeholder tokens that stand for features."""
-        return sum(piece.count for piece in self.expansion if isinstance(piece, Repeat) and piece.embeds)
+        return feature_count(self.expansion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,19 +191,3 @@ class UnavailableProcessor(MediaProcessor):
 def digest_settings(settings: Mapping[str, Any]) -> bytes:
     """Return a 32-byte digest of settings that JSON can hold, whatever the order of their keys."""
     return blake3(json.dumps(settings, sort_keys=True, allow_nan=True).encode()).digest()
-
-
-def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: bytes = b"") -> str:
-    """Return the identity of decoded pixels under given processor settings, as 64 hex digits.
-
-    One thread hashes: the library's thread pool does not survive a fork, and data loaders fork.
-
-    Args:
-        settings: The processor's `settings_digest`.
-        frames: Planes of shape `(3, height, width)` or `(frames, 3, height, width)`, uint8, C-contiguous.
-        context: Whatever else the tensors depend on, such as the number of images beside this one.
-    """
-    digest = blake3(settings)
-    digest.update(repr((frames.shape, context)).encode())
-    digest.update(frames.reshape(-1).data)
-    return digest.hexdigest()

@@ -18,11 +18,10 @@ from PIL import ExifTags, Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache
 from mmrender.errors import MessageError, MMRenderError, ProcessorError
-from mmrender.media.load import LoadedImage, load_image
+from mmrender.media.load import LoadedImage, image_lock, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared, UnavailableProcessor
-from mmrender.media.sources import lock_of
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.spans import MediaItem
 
@@ -229,7 +228,7 @@ def source_fingerprint(source: Any) -> Hashable | None:
 def _image_fingerprint(image: Image.Image) -> Hashable | None:
     if isinstance(image, ImageFile.ImageFile) and (image.tile or getattr(image, "is_animated", False)):
         return None
-    with lock_of(image):
+    with image_lock(image):
         image.load()
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     digest = xxhash.xxh3_128(seed=_SEED)

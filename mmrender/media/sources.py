@@ -52,8 +52,8 @@ _LONGEST_PATH = 4096
 _SNIFFED = 64
 """Bytes that tell the format, and characters of base64 that hold enough of them."""
 _PIECE = 1 << 16
-# One object always gets the same lock; two objects rarely share one.
-_LOCKS = tuple(threading.Lock() for _ in range(64))
+# One stream always gets the same lock; two streams rarely share one.
+_STREAM_LOCKS = tuple(threading.Lock() for _ in range(64))
 
 
 def sniff(data: bytes) -> str | None:
@@ -67,11 +67,6 @@ def describe(data: bytes) -> str:
     start = data[:512]
     found = next((name for name, pattern in _KINDS if pattern.match(start)), None)
     return found or f"{len(data)} bytes that begin with {data[:8]!r}"
-
-
-def lock_of(source: object) -> threading.Lock:
-    """Return the lock under which state of a caller's stream or image that reading changes is used."""
-    return _LOCKS[id(source) // 16 % len(_LOCKS)]
 
 
 def read_source(source: Any, policy: MediaPolicy, *, where: str | None = None) -> bytes:
@@ -203,7 +198,7 @@ def _decode_base64(payload: str, policy: MediaPolicy, where: str | None) -> byte
 def _read_stream(stream: Any, policy: MediaPolicy, where: str | None) -> bytes:
     data = bytearray()
     try:
-        with lock_of(stream):
+        with _STREAM_LOCKS[id(stream) // 16 % len(_STREAM_LOCKS)]:
             position = stream.tell() if getattr(stream, "seekable", lambda: False)() else None
             if position is not None:
                 stream.seek(0)

@@ -27,7 +27,7 @@ import mmcodecs
 from mmrender.errors import MediaError
 from mmrender.media.item import Item, PatchItem, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Compact, Integers, Levels, PixelArithmetic
-from mmrender.spans import MediaItem, Repeat
+from mmrender.spans import MediaItem, feature_count
 
 WIRE_VERSION: Final = 2
 _MAX_VALUES: Final = 1 << 28
@@ -156,8 +156,7 @@ def _check_patches(item: PatchItem, where: str) -> None:
         expected = f"uint8 {list(shape)}"
         _refuse("frames do not fit their grid", f"{where}.frames", expected, _form_of(item.frames))
     features = time * height * width // layout.merge**2
-    embeds = sum(piece.count for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds)
-    if embeds != features:
+    if (embeds := feature_count(item.expansion)) != features:
         _refuse("an expansion does not fit its grid", f"{where}.expansion", f"{features} tokens", str(embeds))
     _check_arithmetic(item.arithmetic, f"{where}.arithmetic")
 

@@ -13,14 +13,13 @@ from mmrender.errors import MediaError, ProcessorError
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import LoadedImage
-from mmrender.media.pixels import ImageBackend, resized_planes, rgb_planes
+from mmrender.media.pixels import ImageBackend, media_identity, resized_planes, rgb_planes
 from mmrender.media.processor import (
     Geometry,
     MediaProcessor,
     Prepared,
     ProcessorFiles,
     digest_settings,
-    media_identity,
 )
 from mmrender.spans import MediaItem, Repeat
 

@@ -24,14 +24,13 @@ from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
-from mmrender.media.pixels import ImageBackend, rgb_planes
+from mmrender.media.pixels import ImageBackend, media_identity, rgb_planes
 from mmrender.media.processor import (
     Geometry,
     MediaProcessor,
     Prepared,
     ProcessorFiles,
     digest_settings,
-    media_identity,
 )
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.spans import Expansion, Repeat, Text
