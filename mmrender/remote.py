@@ -25,6 +25,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     InputError,
     MediaDecodeError,
+    MediaError,
 )
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import describe, read_source, sniff
@@ -226,7 +227,11 @@ def _check_input(given: object, where: str) -> None:
 def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy, where: str) -> bytes:
     """Return the encoded image of a chunk, which must be of the format that the chunk names."""
     source = chunk.data if isinstance(chunk, ImageChunk) else chunk.location
-    data = read_source(source, policy, where=where)
+    try:
+        data = read_source(source, policy)
+    except MediaError as error:
+        error.at(where)
+        raise
     if sniff(data) != chunk.format.upper():
         raise MediaDecodeError(
             "the image is not of the format that its chunk names",

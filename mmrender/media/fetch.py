@@ -46,7 +46,7 @@ def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def fetch(url: str, policy: MediaPolicy, *, where: str | None = None) -> bytes:
+def fetch(url: str, policy: MediaPolicy) -> bytes:
     """Return the body behind `url`, following redirects.
 
     Raises:
@@ -56,7 +56,7 @@ def fetch(url: str, policy: MediaPolicy, *, where: str | None = None) -> bytes:
     """
     deadline = time.monotonic() + policy.total_timeout
     for _ in range(policy.max_redirects + 1):
-        answer = _Request(url, policy, where, deadline).send()
+        answer = _Request(url, policy, deadline).send()
         if isinstance(answer, bytes):
             return answer
         target = urljoin(url, answer)
@@ -64,14 +64,12 @@ def fetch(url: str, policy: MediaPolicy, *, where: str | None = None) -> bytes:
         if after not in _PORTS or (before == "https" and after == "http"):
             raise MediaBlockedError(
                 f"{printable_url(url)} redirects from {before}: to {after}:",
-                where=where,
                 expected="a redirect to https:" if before == "https" else "a redirect to http: or https:",
                 remedy="Fetch it yourself and pass the bytes.",
             )
         url = target
     raise MediaLimitError(
         f"{printable_url(url)} is one redirect too many",
-        where=where,
         expected=f"at most {policy.max_redirects} redirects",
         remedy="Raise MediaPolicy(max_redirects=...), or pass the final URL.",
     )
@@ -97,15 +95,14 @@ def _tls_context() -> ssl.SSLContext:
 class _Request(httpcore.NetworkBackend):
     """One request for one URL, and the network that its connection is opened on."""
 
-    def __init__(self, url: str, policy: MediaPolicy, where: str | None, deadline: float) -> None:
+    def __init__(self, url: str, policy: MediaPolicy, deadline: float) -> None:
         self.url = url
         self.policy = policy
-        self.where = where
         self.deadline = deadline
 
     def error(self, kind: type[Error], problem: str, **details: str) -> Error:
         """Build an error about the URL."""
-        return kind(f"{printable_url(self.url)} {problem}", where=self.where, **details)
+        return kind(f"{printable_url(self.url)} {problem}", **details)
 
     def wait(self, limit: float) -> float:
         """Return `limit` or what is left of the deadline, whichever is less; raise when nothing is left."""
@@ -157,7 +154,7 @@ class _Request(httpcore.NetworkBackend):
             host = ""
         if not host:
             raise self.error(MediaFetchError, "is not a URL with a host")
-        self.policy.check_scheme(parts.scheme, self.where)
+        self.policy.check_scheme(parts.scheme)
         path = quote(parts.path or "/", safe=_SAFE)
         if parts.query:
             path += "?" + quote(parts.query, safe=_SAFE + "?")

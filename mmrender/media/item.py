@@ -2,8 +2,7 @@
 
 The reference's `pixel_values` repeats an image for each time step of a patch and holds float32: eight times
 the bytes of the pixels it was made from. An item keeps the smallest exact form and expands it on demand, also
-straight into buffers of the caller's, such as the rows of a training batch: `tensor_specs` says without
-expanding anything which tensors an item has and of which shapes, `expand_into` writes them.
+straight into buffers of the caller's, such as the rows of a training batch.
 """
 
 import io
@@ -360,10 +359,9 @@ _encoded: LRUCache[tuple[str, type], EncodedImage] = LRUCache(64 << 20, size_of=
 def encoded_image(item: MediaItem) -> EncodedImage:
     """Return an item as an encoded image that a server's own processor turns into the same tensors.
 
-    - A `PatchItem` that is an image gives a PNG of its resized pixels. Its sides are multiples of a merged
-      patch, and for such an image the families' resizing rule gives either the same size or one with
-      another number of tokens. So a server that is seen to widen it to as many tokens as the item has
-      resized nothing, and normalises the item's own pixels, whichever back end it resizes with.
+    - A `PatchItem` that is an image gives a PNG of its resized pixels. Families resize an image of such sides
+      to the same size or to another number of tokens, so a server that is seen to widen it to as many tokens
+      as the item has resized nothing.
     - A `ReferenceItem` that holds bytes gives these where every decoder reads them alike (PNG, JPEG or WebP
       in RGB, without an orientation), and otherwise a PNG of the pixels that mmrender loads from them. The
       server resizes it with its own back end.
@@ -374,24 +372,26 @@ def encoded_image(item: MediaItem) -> EncodedImage:
         MediaError: The item is a video, or holds neither pixels nor an encoded image.
         MediaDecodeError: A reference's bytes are not an image.
     """
-    return _encoded.get_or_compute((item.identity, type(item)), lambda: _encode(item))
+    try:
+        return _encoded.get_or_compute((item.identity, type(item)), lambda: _encode(item))
+    except MediaError as error:
+        error.at(f"item {item.identity[:12]}")
+        raise
 
 
 def _encode(item: MediaItem) -> EncodedImage:
     if isinstance(item, PatchItem) and item.modality == "image":
         return _png(Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB"))
     if isinstance(item, ReferenceItem) and isinstance(item.source, bytes):
-        where = f"item {item.identity[:12]}"
         mime = _VERBATIM.get(sniff(item.source) or "")
         if mime is not None:
-            opened = open_image(item.source, MediaPolicy(), where=where)
+            opened = open_image(item.source, MediaPolicy())
             upright = opened.getexif().get(ExifTags.Base.Orientation, 1) in (0, 1)
             if opened.mode == "RGB" and upright and not getattr(opened, "is_animated", False):
                 return EncodedImage(item.source, mime)
-        return _png(load_image(item.source, where=where).image)
+        return _png(load_image(item.source).image)
     raise MediaError(
         "an item cannot be sent as an encoded image",
-        where=f"item {item.identity[:12]}",
         expected="an image of the Qwen2-VL kind, or a reference that holds the encoded image",
         got=f"{type(item).__name__} of modality {item.modality!r}",
         remedy="Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem",

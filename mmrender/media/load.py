@@ -1,23 +1,9 @@
 """Load an image: any source in, upright 8-bit RGB pixels out, each mode by one stated rule.
 
-The reference is Transformers 5.23, which has two loaders that disagree where there is transparency:
-`image_utils.load_image` (used for a path, URL or base64) drops alpha, and `image_transforms.convert_to_rgb`
-(used by image processors for a PIL image or an array) composites onto white. Here the pixels of an image do
-not depend on how it was handed over, so one had to be picked:
-
-| image | rule | reference |
-|---|---|---|
-| EXIF orientation 1 to 8, from EXIF or XMP | applied | `load_image`; not `convert_to_rgb` |
-| alpha (RGBA, LA, PA, RGBa, La), transparent colour | put onto white | `convert_to_rgb`; not `load_image` |
-| palette | looked up | both |
-| CMYK, YCbCr, LAB, HSV | Pillow's conversion, no ICC profile | both |
-| 16-bit and 32-bit grey (I;16, I), float grey (F) | clipped to 0..255, not scaled, fraction cut off | both |
-| 1 bit | 0 or 255 | both |
-| grey | repeated three times | both |
-| 16 bits a channel, colour (PNG) | high byte, as Pillow decodes it | both |
-| animated, as an image | first frame of encoded bytes; the current frame of a PIL image | `load_image` |
-| array (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), uint8 | as grey, grey, RGB, RGBA above | `convert_to_rgb` |
-| any other array: float, bool, other integers, channels first | refused by name | accepted, by guessing |
+The reference is Transformers 5.23, whose two loaders disagree where there is transparency: `load_image` drops
+alpha, `convert_to_rgb` composites onto white. Here the pixels of an image do not depend on how it was handed
+over: orientation is applied as by the former, transparency treated as by the latter; `docs/media.md` says what
+each mode becomes.
 
 The format of encoded bytes follows from their first bytes, and its Pillow plugin is opened directly:
 `PIL.Image.open` tries some forty formats, one of which runs Ghostscript, and enforces a process-wide pixel
@@ -101,16 +87,21 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
         MediaDecodeError: Not an image, or one that is damaged or truncated.
     """
     policy = MediaPolicy() if policy is None else policy
-    if isinstance(source, np.ndarray):
-        array = _rgb_of_array(source, policy, where)
-        return LoadedImage(array, *array.shape[:2])
-    if not isinstance(source, Image.Image):
-        source = open_image(read_source(source, policy, where=where), policy, where=where)
-    image = _rgb_of_image(source, policy, where)
-    return LoadedImage(image, image.height, image.width)
+    try:
+        if isinstance(source, np.ndarray):
+            array = _rgb_of_array(source, policy)
+            return LoadedImage(array, *array.shape[:2])
+        if not isinstance(source, Image.Image):
+            source = open_image(read_source(source, policy), policy)
+        image = _rgb_of_image(source, policy)
+        return LoadedImage(image, image.height, image.width)
+    except MediaError as error:
+        if where is not None:
+            error.at(where)
+        raise
 
 
-def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) -> ImageFile.ImageFile:
+def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     """Open encoded bytes at their first frame; the header is read and checked, no pixel is decoded.
 
     Raises:
@@ -125,18 +116,17 @@ def open_image(data: bytes, policy: MediaPolicy, *, where: str | None = None) ->
             remedy = "Decode it first, and pass its frames as images."
         raise MediaDecodeError(
             "this is not an image that can be decoded",
-            where=where,
             expected=f"one of {', '.join(FORMATS)}",
             got=got,
             remedy=remedy if data else "Check that the file or field is filled.",
         )
-    _refuse_lenient_pillow(where)
+    _refuse_lenient_pillow()
     plugin = name if name == "WebP" else name.capitalize()
-    with _named_errors(name, where):
+    with _named_errors(name):
         # Not `jpeg_factory`: the first picture of an MPO file is the JPEG itself.
         opener = getattr(importlib.import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
         image: ImageFile.ImageFile = opener(io.BytesIO(data), "")
-    _check_pixels(image.size, policy, where)
+    _check_pixels(image.size, policy)
     return image
 
 
@@ -145,17 +135,17 @@ def image_lock(image: Image.Image) -> threading.Lock:
     return _IMAGE_LOCKS[id(image) // 16 % len(_IMAGE_LOCKS)]
 
 
-def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) -> Image.Image:
+def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
     """Return `image` upright and in mode RGB: the very same object where it is both already.
 
     The image may be shared between threads. A lazily opened one is decoded in place, as any use of it would.
     """
-    _check_pixels(image.size, policy, where)
+    _check_pixels(image.size, policy)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with image_lock(image), _named_errors(image.format or "image", where):
+    with image_lock(image), _named_errors(image.format or "image"):
         tiles = getattr(image, "tile", None)
         if tiles:
-            _refuse_lenient_pillow(where)
+            _refuse_lenient_pillow()
         try:
             image.load()
         except BaseException:
@@ -177,16 +167,14 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy, where: str | None) ->
     except ValueError as error:
         raise MediaDecodeError(
             f"an image of mode {image.mode} has no conversion to RGB ({error})",
-            where=where,
             remedy="Convert it yourself and pass the result.",
         ) from error
 
 
-def _refuse_lenient_pillow(where: str | None) -> None:
+def _refuse_lenient_pillow() -> None:
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise MediaDecodeError(
             "a damaged image could pass for a whole one",
-            where=where,
             expected="PIL.ImageFile.LOAD_TRUNCATED_IMAGES = False",
             got="True, set by this program or a library it uses",
             remedy="Set it to False, or decode the image yourself and pass a loaded PIL.Image.",
@@ -201,7 +189,7 @@ def _onto_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(white, image).convert("RGB")
 
 
-def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy, where: str | None) -> npt.NDArray[np.uint8]:
+def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy) -> npt.NDArray[np.uint8]:
     """Return a read-only C-contiguous uint8 array of shape (H, W, 3), a view if `array` is one already."""
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
         remedy = "Convert it to uint8 with values in 0..255 yourself."
@@ -213,12 +201,11 @@ def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy, where: str | Non
             remedy = "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8')."
         raise MediaDecodeError(
             "this array is not an image",
-            where=where,
             expected="uint8 of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4)",
             got=f"{array.dtype} of shape {array.shape}",
             remedy=remedy,
         )
-    _check_pixels((array.shape[1], array.shape[0]), policy, where)
+    _check_pixels((array.shape[1], array.shape[0]), policy)
     if array.ndim == 2 or array.shape[2] == 1:
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
     elif array.shape[2] == 4:
@@ -228,17 +215,14 @@ def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy, where: str | Non
     return view
 
 
-def _check_pixels(size: tuple[int, int], policy: MediaPolicy, where: str | None) -> None:
+def _check_pixels(size: tuple[int, int], policy: MediaPolicy) -> None:
     """Refuse a width and height that the policy does not allow, or an image without pixels."""
     width, height = size
     if width <= 0 or height <= 0:
-        raise MediaDecodeError(
-            "the image has no pixels", where=where, expected="at least 1x1", got=f"{width}x{height}"
-        )
+        raise MediaDecodeError("the image has no pixels", expected="at least 1x1", got=f"{width}x{height}")
     if width * height > policy.max_pixels:
         raise MediaLimitError(
             "the image is too large to decode",
-            where=where,
             expected=f"at most {policy.max_pixels} pixels",
             got=f"{width}x{height} = {width * height}",
             remedy="Raise MediaPolicy(max_pixels=...) if you trust the source.",
@@ -246,7 +230,7 @@ def _check_pixels(size: tuple[int, int], policy: MediaPolicy, where: str | None)
 
 
 @contextmanager
-def _named_errors(name: str, where: str | None) -> Iterator[None]:
+def _named_errors(name: str) -> Iterator[None]:
     """Turn whatever Pillow raises on bad bytes into one named error.
 
     Pillow's plugins raise some dozen types on hostile input, warnings that the program has made errors
@@ -259,12 +243,10 @@ def _named_errors(name: str, where: str | None) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise MediaLimitError(
             f"the {name} is larger than Pillow itself allows ({error})",
-            where=where,
             remedy="If you trust it, raise MediaPolicy(max_pixels=...) and PIL.Image.MAX_IMAGE_PIXELS.",
         ) from error
     except Exception as error:
         raise MediaDecodeError(
             f"the {name} is damaged or truncated ({type(error).__name__}: {str(error)[:200]})",
-            where=where,
             remedy="Check that the file was written and transferred whole.",
         ) from error

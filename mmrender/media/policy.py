@@ -79,23 +79,21 @@ class MediaPolicy:
                 if not value >= (0 if field.name == "max_redirects" else 1e-3):
                     raise _bad_field(field.name, "a positive number", repr(value))
 
-    def check_scheme(self, scheme: str, where: str | None) -> None:
+    def check_scheme(self, scheme: str) -> None:
         """Raise MediaBlockedError unless URLs of `scheme` may be read."""
         if scheme not in self.schemes:
             raise MediaBlockedError(
                 f"the media policy forbids {scheme}: URLs",
-                where=where,
                 expected=f"one of {sorted(self.schemes)}",
                 got=f"{scheme}:",
                 remedy=f'Add "{scheme}" to MediaPolicy(schemes=...).',
             )
 
-    def check_bytes(self, count: int, where: str | None) -> None:
+    def check_bytes(self, count: int) -> None:
         """Raise MediaLimitError if `count` bytes are more than one source may hold."""
         if count > self.max_bytes:
             raise MediaLimitError(
                 "the encoded image is too large",
-                where=where,
                 expected=f"at most {self.max_bytes} bytes",
                 got=f"{count} bytes",
                 remedy="Raise MediaPolicy(max_bytes=...).",

@@ -69,7 +69,7 @@ def describe(data: bytes) -> str:
     return found or f"{len(data)} bytes that begin with {data[:8]!r}"
 
 
-def read_source(source: Any, policy: MediaPolicy, *, where: str | None = None) -> bytes:
+def read_source(source: Any, policy: MediaPolicy) -> bytes:
     """Return the encoded bytes that `source` names.
 
     Raises:
@@ -79,19 +79,18 @@ def read_source(source: Any, policy: MediaPolicy, *, where: str | None = None) -
         MediaDecodeError: An object or string that names no image, or broken base64.
     """
     if isinstance(source, bytes | bytearray | memoryview):
-        policy.check_bytes(memoryview(source).nbytes, where)
+        policy.check_bytes(memoryview(source).nbytes)
         return bytes(source)
     if isinstance(source, str):
-        return _read_str(source, policy, where)
+        return _read_str(source, policy)
     if isinstance(source, os.PathLike):
-        return _read_file(Path(os.fsdecode(source)), policy, where)
+        return _read_file(Path(os.fsdecode(source)), policy)
     if callable(getattr(source, "read", None)):
-        return _read_stream(source, policy, where)
+        return _read_stream(source, policy)
     kind = type(source)
     is_tensor = kind.__module__.partition(".")[0] == "torch"
     raise MediaDecodeError(
         "this names no image",
-        where=where,
         expected="a PIL.Image, uint8 array, bytes, path, URL or binary stream",
         got=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}",
         remedy="Pass a uint8 array of shape (H, W, 3), such as tensor.permute(1, 2, 0).cpu().numpy()."
@@ -100,18 +99,18 @@ def read_source(source: Any, policy: MediaPolicy, *, where: str | None = None) -
     )
 
 
-def _read_str(source: str, policy: MediaPolicy, where: str | None) -> bytes:
+def _read_str(source: str, policy: MediaPolicy) -> bytes:
     scheme = _SCHEME.match(source)
     name = scheme.group(1).lower() if scheme else ""
     if name in ("http", "https", "data", "file"):
-        policy.check_scheme(name, where)
+        policy.check_scheme(name)
     if name in ("http", "https"):
         # An HTTP client would be a tenth of the package's import time, and many programs never fetch.
         from mmrender.media.fetch import fetch
 
-        return fetch(source.strip(), policy, where=where)
+        return fetch(source.strip(), policy)
     if name == "data":
-        return _read_data_url(source, policy, where)
+        return _read_data_url(source, policy)
     if name == "file":
         parts = urlsplit(source)
         path = unquote(parts.path, errors="surrogateescape")
@@ -119,15 +118,13 @@ def _read_str(source: str, policy: MediaPolicy, where: str | None) -> bytes:
         if not local or parts.query or parts.fragment:
             raise MediaFetchError(
                 "the file: URL does not name a file of this machine",
-                where=where,
                 expected="file:///absolute/path, with ?, # and % percent-encoded",
                 got=_printable(source),
             )
-        return _read_named_file(Path(path), policy, where)
+        return _read_named_file(Path(path), policy)
     if scheme and scheme.group(2):
         raise MediaBlockedError(
             f"{name}: URLs cannot be read",
-            where=where,
             expected="http:, https:, data: or file:",
             got=f"{name}:",
             remedy="Read it yourself and pass the bytes.",
@@ -139,31 +136,29 @@ def _read_str(source: str, policy: MediaPolicy, where: str | None) -> bytes:
     except ValueError:
         image_format = None
     if image_format not in (None, "BMP"):  # two letters announce a BMP, and far too many words do that
-        return _decode_base64(source, policy, where)
+        return _decode_base64(source, policy)
     if not source or len(source) > _LONGEST_PATH or "\0" in source:
         raise MediaDecodeError(
             "this string names no image",
-            where=where,
             expected="a URL, a path, or base64 of an image",
             got=_printable(source),
         )
-    return _read_named_file(Path(source), policy, where)
+    return _read_named_file(Path(source), policy)
 
 
-def _read_data_url(url: str, policy: MediaPolicy, where: str | None) -> bytes:
+def _read_data_url(url: str, policy: MediaPolicy) -> bytes:
     header, comma, payload = url.partition(",")
     if not comma:
         raise MediaDecodeError(
             "the data: URL holds no comma",
-            where=where,
             expected="data:image/png;base64,...",
             got=_printable(url),
         )
     if header.lower().endswith(";base64"):
         if "%" in payload:
             payload = _percent_decoded(payload).decode("latin-1")
-        return _decode_base64(payload, policy, where)
-    policy.check_bytes(len(payload) - 2 * payload.count("%"), where)
+        return _decode_base64(payload, policy)
+    policy.check_bytes(len(payload) - 2 * payload.count("%"))
     return _percent_decoded(payload)
 
 
@@ -180,22 +175,21 @@ def _percent_decoded(payload: str) -> bytes:
     return bytes(data)
 
 
-def _decode_base64(payload: str, policy: MediaPolicy, where: str | None) -> bytes:
+def _decode_base64(payload: str, policy: MediaPolicy) -> bytes:
     if "\n" in payload or "\r" in payload:
         payload = payload.replace("\n", "").replace("\r", "")
-    policy.check_bytes(len(payload) * 3 // 4 - payload[-2:].count("="), where)
+    policy.check_bytes(len(payload) * 3 // 4 - payload[-2:].count("="))
     try:
         return pybase64.b64decode(payload, validate=True)
     except ValueError:
         raise MediaDecodeError(
             "the base64 is broken",
-            where=where,
             expected="the standard alphabet, padded to a multiple of 4 characters",
             got=_printable(payload),
         ) from None
 
 
-def _read_stream(stream: Any, policy: MediaPolicy, where: str | None) -> bytes:
+def _read_stream(stream: Any, policy: MediaPolicy) -> bytes:
     data = bytearray()
     try:
         with _STREAM_LOCKS[id(stream) // 16 % len(_STREAM_LOCKS)]:
@@ -206,7 +200,6 @@ def _read_stream(stream: Any, policy: MediaPolicy, where: str | None) -> bytes:
                 if not isinstance(part, bytes):
                     raise MediaDecodeError(
                         "the stream is not binary",
-                        where=where or "stream",
                         expected="read() to give bytes",
                         got=type(part).__name__,
                     )
@@ -216,35 +209,32 @@ def _read_stream(stream: Any, policy: MediaPolicy, where: str | None) -> bytes:
     except MediaDecodeError:
         raise
     except (OSError, ValueError) as error:
-        raise MediaFetchError(f"the stream cannot be read ({error})", where=where) from error
-    policy.check_bytes(len(data), where)
+        raise MediaFetchError(f"the stream cannot be read ({error})") from error
+    policy.check_bytes(len(data))
     return bytes(data)
 
 
-def _read_named_file(path: Path, policy: MediaPolicy, where: str | None) -> bytes:
+def _read_named_file(path: Path, policy: MediaPolicy) -> bytes:
     """Read a file that a string names: only under a root of the policy."""
-    policy.check_scheme("file", where)
+    policy.check_scheme("file")
     try:
         resolved = path.resolve()
         allowed = any(resolved.is_relative_to(root.resolve()) for root in policy.local_roots)
     except (OSError, RuntimeError, ValueError) as error:
-        raise MediaFetchError(
-            f"{_printable(str(path))} is not a usable path ({error})", where=where
-        ) from None
+        raise MediaFetchError(f"{_printable(str(path))} is not a usable path ({error})") from None
     if not allowed:
         roots = " or ".join(repr(str(root)) for root in policy.local_roots)
         raise MediaBlockedError(
             f"the media policy forbids the local file {_printable(str(path), 300)}",
-            where=where,
             expected=f"a path under {roots}" if roots else "a pathlib.Path, or a folder in local_roots",
             got="a path outside" if roots else "a string that names a file",
             remedy="Pass a pathlib.Path object, or allow its folder: MediaPolicy(local_roots=(Path(DIR),)).",
         )
     # The path is resolved: a link that replaces its last part meanwhile is not followed.
-    return _read_file(resolved, policy, where, os.O_NOFOLLOW)
+    return _read_file(resolved, policy, os.O_NOFOLLOW)
 
 
-def _read_file(path: Path, policy: MediaPolicy, where: str | None, flags: int = 0) -> bytes:
+def _read_file(path: Path, policy: MediaPolicy, flags: int = 0) -> bytes:
     # O_NONBLOCK: opening a named pipe must not wait.
     flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -252,16 +242,14 @@ def _read_file(path: Path, policy: MediaPolicy, where: str | None, flags: int = 
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")
-            policy.check_bytes(status.st_size, where)
+            policy.check_bytes(status.st_size)
             data = file.read(policy.max_bytes + 1)
     except MediaLimitError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise MediaFetchError(
-            f"the file {_printable(str(path), 300)} cannot be read ({reason})", where=where
-        ) from error
-    policy.check_bytes(len(data), where)
+        raise MediaFetchError(f"the file {_printable(str(path), 300)} cannot be read ({reason})") from error
+    policy.check_bytes(len(data))
     return data
 
 

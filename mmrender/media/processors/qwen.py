@@ -96,7 +96,7 @@ class PatchProcessor(MediaProcessor):
             return None
         if not all(settings.get(step, True) for step in steps):
             return None
-        min_pixels, max_pixels = _pixel_bounds(settings, family, str(files.directory))
+        min_pixels, max_pixels = _pixel_bounds(settings, family)
         tokens = files.model.special_tokens
         return cls(
             name=name,
@@ -218,7 +218,7 @@ def smart_resize(
     return resized_height, resized_width
 
 
-def _pixel_bounds(settings: Mapping[str, Any], family: PatchFamily, where: str) -> tuple[int, int]:
+def _pixel_bounds(settings: Mapping[str, Any], family: PatchFamily) -> tuple[int, int]:
     size = settings.get("size") or {"shortest_edge": family.min_pixels, "longest_edge": family.max_pixels}
     least, most = size.get("shortest_edge"), size.get("longest_edge")
     if family.takes_pixel_bounds:
@@ -227,7 +227,6 @@ def _pixel_bounds(settings: Mapping[str, Any], family: PatchFamily, where: str) 
     if not least or not most:
         raise ProcessorError(
             "the image processor's bounds on pixels are incomplete",
-            where=where,
             expected="`size` with `shortest_edge` and `longest_edge`",
             got=repr(size),
         )

@@ -36,7 +36,7 @@ def build_reference_processor(
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = files.processor_class or PROCESSOR_MAPPING_NAMES.get(str(files.model.config.get("model_type")))
-    with _named_errors(files, name or "the processor"):
+    with _named_errors(name or "the processor"):
         cls = _processor_class(name) if isinstance(name, str) else None
         if cls is not None:
             tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
@@ -50,7 +50,6 @@ def build_reference_processor(
         if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
             raise ProcessorError(
                 "the model's processor does not join an image processor and a tokenizer",
-                where=str(files.directory),
                 got=type(processor).__name__,
             )
         processor.image_processor = image_processor
@@ -68,7 +67,6 @@ def build_image_processor(
         except (ImportError, RuntimeError) as error:
             raise MissingDependencyError(
                 f"{name} on the torch back end needs torchvision, which cannot be imported",
-                where=str(files.directory),
                 got=str(error),
                 remedy='Install it, or choose image_backend="pil".',
             ) from error
@@ -76,7 +74,7 @@ def build_image_processor(
         from transformers import AutoImageProcessor
     except ImportError as error:
         raise MissingDependencyError.of_extra("transformers", "hf", name) from error
-    with _named_errors(files, name):
+    with _named_errors(name):
         processor = AutoImageProcessor.from_pretrained(
             files.directory, backend=_BACKEND_NAMES[backend], trust_remote_code=trust_remote_code
         )
@@ -85,7 +83,6 @@ def build_image_processor(
         other = next(ours for ours, theirs in _BACKEND_NAMES.items() if theirs != _BACKEND_NAMES[backend])
         raise ProcessorError(
             f"{type(processor).__name__} does not run on this back end",
-            where=str(files.directory),
             expected=_BACKEND_NAMES[backend],
             got=found,
             remedy=f'Choose image_backend="{other}".',
@@ -143,7 +140,7 @@ def _torchvision_hidden() -> Iterator[None]:
 
 
 @contextmanager
-def _named_errors(files: ProcessorFiles, name: str) -> Iterator[None]:
+def _named_errors(name: str) -> Iterator[None]:
     """Turn whatever Transformers raises while it builds a part into one of our errors."""
     try:
         yield
@@ -152,12 +149,10 @@ def _named_errors(files: ProcessorFiles, name: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingDependencyError(
             "the model's own processor needs a package that is not installed",
-            where=str(files.directory),
             got=" ".join(line.strip() for line in str(error).splitlines() if line.strip()),
         ) from error
     except Exception as error:
         raise ProcessorError(
             f"{name} cannot be built from this directory",
-            where=str(files.directory),
             got=f"{type(error).__name__}: {error}",
         ) from error

@@ -7,7 +7,7 @@ reference.
 
 from pathlib import Path
 
-from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
 from mmrender.media.processor import MediaProcessor, ProcessorFiles, UnavailableProcessor
 from mmrender.media.processors.qwen import PatchProcessor
@@ -52,16 +52,17 @@ def load_processor(
     files = ProcessorFiles.read(directory)
     if not files.image:
         return None
-    for family in NATIVE:
-        native = family.from_files(files, image_backend)
-        if native is not None:
-            return native
-    # Imported here: native families need none of it, and it is the larger half of the package.
-    from mmrender.media.processors.transformers import TransformersProcessor
-
     try:
+        for family in NATIVE:
+            native = family.from_files(files, image_backend)
+            if native is not None:
+                return native
+        # Imported here: native families need none of it, and it is the larger half of the package.
+        from mmrender.media.processors.transformers import TransformersProcessor
+
         return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
-    except MissingDependencyError as error:
-        if defer_missing:
+    except (MissingDependencyError, ProcessorError, MediaError) as error:
+        if defer_missing and isinstance(error, MissingDependencyError):
             return UnavailableProcessor(files, image_backend, error)
+        error.at(str(directory))
         raise

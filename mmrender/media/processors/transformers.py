@@ -80,7 +80,6 @@ class TransformersProcessor(MediaProcessor):
         if not isinstance(token, str):
             raise ProcessorError(
                 f"{type(self._reference).__name__} does not name its image placeholder",
-                where=str(files.directory),
                 expected="an attribute image_token",
             )
         self.placeholder = {"image": token, "video": video} if isinstance(video, str) else {"image": token}
@@ -91,7 +90,7 @@ class TransformersProcessor(MediaProcessor):
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
         self.settings_digest = digest_settings(self._described(files))
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
-            self._prove(seen, *size, where=str(files.directory))
+            self._prove(seen, *size)
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Return the grid and expansion of a blank image of this size; remembered by size.
@@ -169,14 +168,14 @@ class TransformersProcessor(MediaProcessor):
         tensors = {key: _as_numpy(output[key]) for key in image_side.returned if key in output}
         return _Observation(pieces[0], _first_of(tensors, copies), image_side.options)
 
-    def _prove(self, seen: _Observation, height: int, width: int, where: str) -> None:
+    def _prove(self, seen: _Observation, height: int, width: int) -> None:
         """Prove that the image processor gives what the whole one does, and find what other images change."""
         kind = type(self._reference).__name__
         # All pixels differ from their neighbours.
         ramp = np.arange(height * width * 3, dtype=np.uint32) * 2654435761 >> 24
         probe = Image.fromarray(ramp.astype(np.uint8).reshape(height, width, 3), "RGB")
         if not _same_tensors(self._tensors(probe, 1), self._observe(probe, 1).tensors):
-            raise ProcessorError(f"{kind} changes what its image processor returns", where=where)
+            raise ProcessorError(f"{kind} changes what its image processor returns")
         pair = self._observe(_blank(height, width), 2)
         if pair.text == seen.text and _same_tensors({**seen.tensors, **pair.tensors}, seen.tensors):
             return
@@ -184,7 +183,6 @@ class TransformersProcessor(MediaProcessor):
         if self._observe(_blank(height, width), 3).text != pair.text:
             raise ProcessorError(
                 f"{kind} treats an image differently for each number of others",
-                where=where,
                 expected="one treatment for all numbers above one",
             )
 
