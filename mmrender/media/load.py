@@ -2,8 +2,8 @@
 
 The reference is Transformers 5.23, whose two loaders disagree where there is transparency: `load_image` drops
 alpha, `convert_to_rgb` composites onto white. Here the pixels of an image do not depend on how it was handed
-over: orientation is applied as by the former, transparency treated as by the latter; `docs/media.md` says what
-each mode becomes.
+over: orientation is applied as by the former, transparency treated as by the latter. `docs/media.md` lists
+what each mode becomes.
 
 The format of encoded bytes follows from their first bytes, and its Pillow plugin is opened directly:
 `PIL.Image.open` tries some forty formats, one of which runs Ghostscript, and enforces a process-wide pixel
