@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mmrender.content import normalize_tools
 from mmrender.messages import Message, ToolCall
-from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.calls import Block, CallScanner, CallStatus
 from mmrender.parsing.grammars import Grammar
 from mmrender.parsing.reasoning import Opening, Reasoning, read_opening, read_reasoning
@@ -208,12 +207,12 @@ class ResponseParser:
     """Reads completions of one model; without a grammar all is content. Safe to use from many threads."""
 
     def __init__(
-        self, tokenizer: Tokenizer, profile: TemplateProfile, choice: GrammarChoice, edges: Edges
+        self, speller: TokenSpeller, profile: TemplateProfile, choice: GrammarChoice, edges: Edges
     ) -> None:
         self.profile = profile
         self.choice = choice
         self.edges = edges
-        self._speller = TokenSpeller(tokenizer)
+        self._speller, tokenizer = speller, speller.tokenizer
         self._prompt_ids = tokenizer.encode(profile.generation_prompt)
         # The token that begins an assistant's turn: the first that its generation prompt writes.
         header = profile.generation_prompt

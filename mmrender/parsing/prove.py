@@ -87,7 +87,7 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
     """
     prover = GrammarProver(known)
     choice = prover.choose(grammar)
-    return ResponseParser(known.tokenizer, known.profile, choice, prover.edges(choice.grammar))
+    return ResponseParser(prover.speller, known.profile, choice, prover.edges(choice.grammar))
 
 
 class GrammarProver:
@@ -95,9 +95,8 @@ class GrammarProver:
 
     def __init__(self, known: KnownTemplate) -> None:
         self._probes = known.probes
-        self._tokenizer = known.tokenizer
         self._profile = known.profile
-        self._speller = TokenSpeller(known.tokenizer)
+        self.speller = TokenSpeller(known.tokenizer)
         # The richest definitions that the template takes: some fail on a type, others without tools.
         taken = (tools for tools in (_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
         self._tools = next(taken, None)
@@ -111,8 +110,8 @@ class GrammarProver:
         for probe in self._probed(grammar, _LEARN):
             if probe.text is None or (grammar is None and probe.message.tool_calls):
                 continue
-            opening = read_opening(format_, TokenText(probe.prompt_ids, self._speller))
-            source = TokenText(probe.token_ids, self._speller)
+            opening = read_opening(format_, TokenText(probe.prompt_ids, self.speller))
+            source = TokenText(probe.token_ids, self.speller)
             for piece in split(source, grammar, format_, opening).pieces:
                 place = (piece.before, piece.after)
                 edge = found.get(place, Edge())
@@ -151,7 +150,7 @@ class GrammarProver:
         id_format = (grammar.id_format if grammar is not None else None) or "call{index:05}"
         key = (id_format, texts.content)
         if key not in self._rendered:
-            encode = self._tokenizer.encode
+            encode = self.speller.tokenizer.encode
             self._rendered[key] = probes = []
             for message in self._messages(id_format, texts):
                 turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
@@ -179,7 +178,7 @@ class GrammarProver:
         unexplained = _unexplained(grammar, edges)
         if unexplained is not None:
             return f"beside calls the template writes {unexplained!r}, which is not part of the grammar"
-        parser = ResponseParser(self._tokenizer, self._profile, GrammarChoice("named", grammar), edges)
+        parser = ResponseParser(self.speller, self._profile, GrammarChoice("named", grammar), edges)
         read = 0
         for probe in self._probed(grammar, _PROVE):
             if probe.text is None:

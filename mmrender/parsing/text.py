@@ -48,7 +48,7 @@ class TokenSpeller:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.added = {token_id: token for token, token_id in tokenizer.added_ids.items()}
         self._spelled = {token_id: token.encode() for token_id, token in self.added.items()}
         self._within: dict[str, tuple[Match, ...]] = {}
@@ -56,10 +56,10 @@ class TokenSpeller:
 
     def _is_true(self, spell: Callable[[str], bytes]) -> bool:
         for sample in _SAMPLES:
-            ids = self._tokenizer.encode_run(sample).ids
-            spelled = b"".join([spell(self._tokenizer.token(token_id) or "") for token_id in ids])
+            ids = self.tokenizer.encode_run(sample).ids
+            spelled = b"".join([spell(self.tokenizer.token(token_id) or "") for token_id in ids])
             # A decoder may take away the space that SentencePiece puts before the first word.
-            if spelled.removeprefix(b" ") != self._tokenizer.decode(ids).encode().removeprefix(b" "):
+            if spelled.removeprefix(b" ") != self.tokenizer.decode(ids).encode().removeprefix(b" "):
                 return False
         return True
 
@@ -67,18 +67,18 @@ class TokenSpeller:
         """Added tokens that a text spells."""
         known = self._within.get(text)
         if known is None:
-            known = self._within[text] = tuple(self._tokenizer.find(text, lambda _: True))
+            known = self._within[text] = tuple(self.tokenizer.find(text, lambda _: True))
         return known
 
     def spell(self, token_id: int) -> bytes:
         """Bytes of a token; none for an id outside the vocabulary."""
         known = self._spelled.get(token_id)
         if known is None:
-            token = self._tokenizer.token(token_id) if 0 <= token_id < 1 << 32 else None
+            token = self.tokenizer.token(token_id) if 0 <= token_id < 1 << 32 else None
             if token is None:
                 known = b""
             elif self._spell is None:
-                known = self._tokenizer.decode([token_id]).encode("utf-8", "surrogatepass")
+                known = self.tokenizer.decode([token_id]).encode("utf-8", "surrogatepass")
             else:
                 known = self._spell(token)
             self._spelled[token_id] = known
