@@ -228,11 +228,6 @@ class _Choice(msgspec.Struct):
     routed_experts: str | ReportedExperts | None = None  # the second is a Dynamo frontend's
     weight_versions: list[ReportedVersion] | None = None
 
-    @property
-    def entries(self) -> list[LogprobEntry]:
-        """The logprob of each token."""
-        return (self.logprobs and self.logprobs.content) or []
-
 
 class _Reply(msgspec.Struct):
     choices: list[_Choice] = msgspec.field(default_factory=list)
@@ -271,7 +266,7 @@ def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: boo
         where=where,
         raw=without_large(decoded),
         ids=choice.token_ids or [],
-        entries=choice.entries,
+        entries=choice.logprobs.content or [] if choice.logprobs else [],
         reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         seen=reply.prompt_token_ids if widened else None,
@@ -311,8 +306,9 @@ class _Stream:
         chunk = convert(decoded, _Reply, where=where)
         for choice, members in zip(chunk.choices, decoded.pop("choices", ()), strict=True):
             before = len(self._choice["token_ids"])
+            entries = choice.logprobs.content or [] if choice.logprobs else []
             ids, logprobs = check_completion(
-                choice.token_ids or [], choice.entries, self._request, where=where, before=before
+                choice.token_ids or [], entries, self._request, where=where, before=before
             )
             told = choice.finish_reason
             reason = None if told is None else finish_reason_in(told, where=where)

@@ -74,7 +74,7 @@ class WireForm:
 
 
 def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
-    """Expand one item to the tensors that go on the wire."""
+    """Expand one image to the tensors that go on the wire."""
     if pixels != "uint8":
         tensors = item.tensors(pixels)
         if pixels != "bfloat16":
@@ -84,7 +84,7 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
             name: RawTensor("bfloat16", array) if array.dtype == np.uint16 else array
             for name, array in tensors.items()
         }
-    if isinstance(item, PatchItem) and item.modality == "image":
+    if isinstance(item, PatchItem):
         return {"pixel_values": item.levels(), "image_grid_thw": np.array([item.grid], np.int64)}
     problem = "this item holds normalised ones only"
     if isinstance(item, ProcessedItem) and item.compact:
@@ -101,20 +101,20 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
     raise EngineUnsupportedError(
         f"the server normalises pixels itself, and {problem}",
         where=f"item {item.identity[:12]}",
-        got=f"{type(item).__name__} of modality {item.modality!r}",
+        got=type(item).__name__,
         remedy="Start vLLM with --no-mm-device-do-normalize",
     )
 
 
-def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] | None = None) -> Layout:
-    """Return the field layout of an item by the names of its tensors.
+def layout_for(names: Collection[str], kinds: Mapping[str, str] | None = None) -> Layout:
+    """Return the field layout of an image by the names of its tensors.
 
     `kinds` is how the server says that each is joined: `batched`, `flat` or `shared`.
     """
 
     def fits(layout: Layout, name: str) -> bool:
         spec = layout.fields.get(name)
-        if spec is None or spec.modality != modality:
+        if spec is None or spec.modality != "image":
             return False
         kind = type(spec).__name__.lower()
         sizes_known = not isinstance(spec, Flat | Shared) or spec.sizes in names
@@ -124,7 +124,7 @@ def layout_for(names: Collection[str], modality: str, kinds: Mapping[str, str] |
     if not found or any(layout.fields[n] != found[0].fields[n] for layout in found for n in names):
         raise EngineUnsupportedError(
             "it is not known how vLLM joins these tensors",
-            where=f"{modality} items",
+            where="image items",
             expected="the fields of one of the known layouts",
             got=", ".join(sorted(names)),
             remedy="Send encoded images: VLLMBackend(images='content_parts')",
@@ -164,21 +164,18 @@ def features_of(
         known: Hashes whose data the server has; it is sent neither of these nor of repeats within the
             request, which a server takes for hashes that it knows. None sends all data.
     """
-    hashes: dict[str, list[str]] = {}
-    places: dict[str, list[dict[str, int]]] = {}
-    data: dict[str, list[JSONText | None]] = {}
+    hashes: list[str] = []
+    data: list[JSONText | None] = []
     left_out = set(known or ())
     for span in spans:
         form = forms[span.item.identity]
-        mm_hash = form.mm_hash(span.item)
-        hashes.setdefault(span.modality, []).append(mm_hash)
-        place = {"offset": span.range.offset, "length": span.range.length}
-        places.setdefault(span.modality, []).append(place)
-        text = None if mm_hash in left_out else encode_item(span, form)
-        data.setdefault(span.modality, []).append(text)
+        hashes.append(form.mm_hash(span.item))
+        data.append(None if hashes[-1] in left_out else encode_item(span, form))
         if known is not None:
-            left_out.add(mm_hash)
-    return {"features": {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": data}}
+            left_out.add(hashes[-1])
+    places = [{"offset": span.range.offset, "length": span.range.length} for span in spans]
+    features = {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": data}
+    return {"features": {name: {"image": members} for name, members in features.items()}}
 
 
 # --- images: what a server makes of one ---
@@ -215,10 +212,8 @@ class ServedImage(msgspec.Struct, frozen=True):
         return len(self.item) + 8 * len(self.tokens)
 
 
-async def render_image(
-    transport: Transport, model: str, data_url: str, *, modality: str = "image"
-) -> ServedImage:
-    """Let a vLLM server process one image, given as a `data:` URL; `modality` is how the server lists it."""
+async def render_image(transport: Transport, model: str, data_url: str) -> ServedImage:
+    """Let a vLLM server process one image, given as a `data:` URL."""
     where = f"{transport.base_url}{RENDER_PATH}"
     part = {"type": "image_url", "image_url": {"url": data_url}}
     body = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
@@ -234,20 +229,19 @@ async def render_image(
                 remedy="Start vLLM with --enable-scale-out, or start `vllm launch render`",
             ) from error
         raise
-    read = partial(decode_as, reply.body, _Rendered, where=where)
-    rendered = await asyncio.to_thread(read)
+    rendered = await asyncio.to_thread(decode_as, reply.body, _Rendered, where=where)
     features = rendered.features or _Features()
     for name in ("mm_hashes", "mm_placeholders", "kwargs_data"):
         members: Mapping[str, list[Any]] = getattr(features, name) or {}
         counts = {kind: len(values) for kind, values in members.items() if values}
-        if counts != {modality: 1} or members[modality] == [None]:
+        if counts != {"image": 1} or members["image"] == [None]:
             raise EngineReplyError(
                 "the server did not render one image",
                 where=f"{where} features.{name}",
-                expected=f"one of {modality!r}, with its data",
+                expected="one of 'image', with its data",
                 got=str(counts),
             )
-    (place,) = features.mm_placeholders[modality]
+    (place,) = features.mm_placeholders["image"]
     stop = place.offset + place.length
     if not 0 <= place.offset < stop <= len(rendered.token_ids):
         raise EngineReplyError(
@@ -256,7 +250,7 @@ async def render_image(
             expected=f"tokens within [0, {len(rendered.token_ids)})",
             got=f"[{place.offset}, {stop})",
         )
-    (item,), (mm_hash,) = (features.kwargs_data or {})[modality], features.mm_hashes[modality]
+    (item,), (mm_hash,) = (features.kwargs_data or {})["image"], features.mm_hashes["image"]
     return ServedImage(tuple(rendered.token_ids[place.offset : stop]), item or "", mm_hash)
 
 
@@ -283,7 +277,7 @@ async def wire_forms(
         if item.identity in forms:
             continue
         settings = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
-        key = ("form", pixels, model, type(item), item.modality, settings)
+        key = ("form", pixels, model, type(item), settings)
         tokens = tuple(ids[span.start : span.stop].tolist())
         ask = partial(_ask_form, item, tokens, model, transport, pixels)
         forms[item.identity] = await facts_of(transport).ask_once(key, ask)
@@ -299,11 +293,11 @@ async def _ask_form(
 ) -> WireForm:
     """Let the server render an item, and compare its placeholder tokens and tensors with ours."""
     if pixels != "ask":
-        return WireForm(layout_for(tensor_specs(item), item.modality), pixels)
+        return WireForm(layout_for(tensor_specs(item)), pixels)
     where = f"{transport.base_url}{RENDER_PATH}"
     image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
     try:
-        served = await render_image(transport, model, image.data_url, modality=item.modality)
+        served = await render_image(transport, model, image.data_url)
         theirs = decode_mm_kwargs_item(served.item)
     except EngineUnsupportedError as error:
         error.remedy = (
@@ -324,7 +318,7 @@ async def _ask_form(
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
     """Return an image that the server widens as the item, and whether it has the item's own pixels."""
-    if isinstance(item, PatchItem) and item.modality == "image":
+    if isinstance(item, PatchItem):
         return encoded_image(item), True
     height, width = item.size
     buffer = io.BytesIO()
@@ -342,7 +336,7 @@ def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, whe
     if dtype is None:
         raise _mismatch("pixel dtypes", where, ", ".join(sorted(found)), f"one of {', '.join(PIXEL_DTYPES)}")
     kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
-    form = WireForm(layout_for(specs, item.modality, kinds), dtype)
+    form = WireForm(layout_for(specs, kinds), dtype)
     (collated,) = collate_items(form.layout, [item_tensors(item, dtype)])
     for name, elem in collated.items():
         theirs, ours = served[name].data, elem.data
@@ -365,8 +359,8 @@ def _dtype_of(tensor: Any) -> str:
 def _floats(tensor: Any) -> npt.NDArray[np.float64]:
     if isinstance(tensor, RawTensor):  # of bfloat16, the upper half of a float32
         bits = tensor.bits.view(np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).astype(np.float64)
-    return np.asarray(tensor).astype(np.float64)
+        return bits.view(np.float32).astype(np.float64).reshape(-1)
+    return np.asarray(tensor).astype(np.float64).reshape(-1)
 
 
 def _mismatch(what: str, where: str, served: str, ours: str) -> EngineMismatchError:

@@ -95,15 +95,12 @@ async def test_json_goes_out_and_comes_back(server: StubServer) -> None:
 
 @pytest.mark.parametrize("path", ["/echo", "/chunked"])
 @pytest.mark.parametrize("size", [0, 100, 300_000, 3_000_000])
-def test_bodies_of_all_sizes_arrive_whole(path: str, size: int) -> None:
+@with_server
+async def test_bodies_of_all_sizes_arrive_whole(server: StubServer, path: str, size: int) -> None:
     body = {"text": "x" * size}
-
-    async def test(server: StubServer) -> None:
-        reply = await HTTPTransport(server.url).request("POST", path, json=body)
-        assert msgspec.json.decode(reply.body) == body
-        assert len(server.seen[0][3]) == int(server.seen[0][2]["Content-Length"])
-
-    with_server(test)()
+    reply = await HTTPTransport(server.url).request("POST", path, json=body)
+    assert msgspec.json.decode(reply.body) == body
+    assert len(server.seen[0][3]) == int(server.seen[0][2]["Content-Length"])
 
 
 def test_connections_are_used_again_within_a_loop_and_closed_at_its_end() -> None:
@@ -265,26 +262,23 @@ async def test_the_deadline_is_of_the_whole_call(server: StubServer) -> None:
     await transport.request("POST", "/echo", json=1)
 
 
-def test_cancelling_closes_the_connection() -> None:
+@with_server
+async def test_cancelling_closes_the_connection(server: StubServer) -> None:
     hooks = Recorder()
-
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, hooks=[hooks])
-        task = asyncio.create_task(transport.request("POST", "/slow", json={}))
-        while not server.seen:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        for _ in range(1000):
-            if server.gone:
-                break
-            await asyncio.sleep(0.001)
-        assert server.gone == ["/slow"]
-        await transport.request("POST", "/echo", json=1)
-        assert server.connections[0] != server.connections[1]
-
-    with_server(test)()
+    transport = way(server.url, hooks=[hooks])
+    task = asyncio.create_task(transport.request("POST", "/slow", json={}))
+    while not server.seen:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for _ in range(1000):
+        if server.gone:
+            break
+        await asyncio.sleep(0.001)
+    assert server.gone == ["/slow"]
+    await transport.request("POST", "/echo", json=1)
+    assert server.connections[0] != server.connections[1]
     assert hooks.names == ["request", "error", "request", "response"]
     assert isinstance(hooks.events[1][1].error, asyncio.CancelledError)
 
@@ -321,18 +315,15 @@ async def test_a_reply_that_is_too_long_is_not_read(server: StubServer, path: st
     )
 
 
-def test_lines_are_streamed() -> None:
+@with_server
+async def test_lines_are_streamed(server: StubServer) -> None:
     hooks = Recorder()
-
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, hooks=[hooks])
-        lines = [line async for line in transport.stream("POST", "/lines", json={})]
-        assert lines == [b"one", b"two", b"", b"three", b"last"]
-        with pytest.raises(EngineStatusError):
-            async for _ in transport.stream("GET", "/nothing"):
-                pass
-
-    with_server(test)()
+    transport = way(server.url, hooks=[hooks])
+    lines = [line async for line in transport.stream("POST", "/lines", json={})]
+    assert lines == [b"one", b"two", b"", b"three", b"last"]
+    with pytest.raises(EngineStatusError):
+        async for _ in transport.stream("GET", "/nothing"):
+            pass
     assert hooks.names == ["request", "response", "request", "error"]
 
 
@@ -350,21 +341,16 @@ async def test_leaving_a_stream_closes_its_connection(server: StubServer) -> Non
     assert server.gone == ["/endless"]
 
 
-def test_hooks_are_told_and_may_send_headers() -> None:
+@with_server
+async def test_hooks_are_told_and_may_send_headers(server: StubServer) -> None:
     hooks = Recorder()
-
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, hooks=[hooks], retries=QUICK)
-        await transport.request("POST", "/echo?q=1", json={"a": 1}, headers={"x-mine": "caller"})
-        assert server.seen[0][2]["traceparent"] == "00-1"
-        assert server.seen[0][2]["x-mine"] == "caller"
-        server.busy = 1
-        await transport.request("GET", "/busy")
-        assert [event.url for _, event in hooks.events] == [f"{server.url}/echo"] * 2 + [
-            f"{server.url}/busy"
-        ] * 3
-
-    with_server(test)()
+    transport = way(server.url, hooks=[hooks], retries=QUICK)
+    await transport.request("POST", "/echo?q=1", json={"a": 1}, headers={"x-mine": "caller"})
+    assert server.seen[0][2]["traceparent"] == "00-1"
+    assert server.seen[0][2]["x-mine"] == "caller"
+    server.busy = 1
+    await transport.request("GET", "/busy")
+    assert [event.url for _, event in hooks.events] == [f"{server.url}/echo"] * 2 + [f"{server.url}/busy"] * 3
     assert hooks.names == ["request", "response", "request", "retry", "response"]
     begun, ended, _, retried, _ = (event for _, event in hooks.events)
     assert (begun.method, begun.attempt, begun.request_bytes, begun.status) == ("POST", 1, 7, None)
@@ -386,34 +372,26 @@ def test_a_hook_that_fails_is_logged_and_fails_nothing(caplog: pytest.LogCapture
     assert "the hook Broken.on_request failed" in caplog.text
 
 
-def test_what_is_no_json_is_refused_before_sending() -> None:
+@with_server
+async def test_what_is_no_json_is_refused_before_sending(server: StubServer) -> None:
     hooks = Recorder()
-
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, hooks=[hooks])
-        with pytest.raises(InputError) as caught:
-            await transport.request("POST", "/echo", json={"a": object()})
-        assert str(caught.value).startswith(
-            "json: the request cannot be written as JSON - expected JSON values"
-        )
-        with pytest.raises(InputError, match="the request cannot be sent"):
-            await transport.request("POST", "/echo", json={}, headers={"a": "b\r\nc: d"})
-        assert not server.seen
-
-    with_server(test)()
+    transport = way(server.url, hooks=[hooks])
+    with pytest.raises(InputError) as caught:
+        await transport.request("POST", "/echo", json={"a": object()})
+    assert str(caught.value).startswith("json: the request cannot be written as JSON - expected JSON values")
+    with pytest.raises(InputError, match="the request cannot be sent"):
+        await transport.request("POST", "/echo", json={}, headers={"a": "b\r\nc: d"})
+    assert not server.seen
     assert hooks.names == ["request", "error"]  # what is not JSON never becomes a call
 
 
-def test_raw_members_go_out_as_they_are() -> None:
+@with_server
+async def test_raw_members_go_out_as_they_are(server: StubServer) -> None:
     image = b"QUJD" * 200_000
     body = {"a": 1, "images": [JSONText(b'"%b"' % image), None], "z": "end"}
-
-    async def test(server: StubServer) -> None:
-        for path in ("/echo", "/chunked"):
-            reply = await HTTPTransport(server.url).request("POST", path, json=body)
-            assert msgspec.json.decode(reply.body) == {"a": 1, "images": [image.decode(), None], "z": "end"}
-
-    with_server(test)()
+    for path in ("/echo", "/chunked"):
+        reply = await HTTPTransport(server.url).request("POST", path, json=body)
+        assert msgspec.json.decode(reply.body) == {"a": 1, "images": [image.decode(), None], "z": "end"}
 
 
 @pytest.mark.parametrize(
@@ -482,32 +460,29 @@ async def test_calls_beyond_the_bound_of_connections_wait(server: StubServer) ->
     assert len(set(server.connections)) <= 2
 
 
-def test_cancelling_at_any_moment_mixes_up_no_answers() -> None:
+@with_server
+async def test_cancelling_at_any_moment_mixes_up_no_answers(server: StubServer) -> None:
     source = random.Random(0)
+    transport = way(server.url, max_connections=4)
+    answered = 0
 
-    async def test(server: StubServer) -> None:
-        transport = way(server.url, max_connections=4)
-        answered = 0
+    async def ask(number: int) -> None:
+        nonlocal answered
+        body = {"number": number, "text": "x" * source.choice([0, 1000, 400_000])}
+        reply = await transport.request("POST", source.choice(["/echo", "/chunked"]), json=body)
+        assert msgspec.json.decode(reply.body) == body
+        answered += 1
 
-        async def ask(number: int) -> None:
-            nonlocal answered
-            body = {"number": number, "text": "x" * source.choice([0, 1000, 400_000])}
-            reply = await transport.request("POST", source.choice(["/echo", "/chunked"]), json=body)
-            assert msgspec.json.decode(reply.body) == body
-            answered += 1
-
-        tasks = [asyncio.create_task(ask(number)) for number in range(120)]
-        for task in source.sample(tasks, 60):
-            await asyncio.sleep(source.random() * 0.003)
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        cancelled = sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
-        assert answered + cancelled == len(tasks)
-        assert answered >= 60
-        # Nothing of the cancelled calls is left behind: every place is free again.
-        session = await transport._session()
-        assert session.connector is not None
-        assert not session.connector._acquired
-        await asyncio.gather(*[ask(number) for number in range(8)])
-
-    with_server(test)()
+    tasks = [asyncio.create_task(ask(number)) for number in range(120)]
+    for task in source.sample(tasks, 60):
+        await asyncio.sleep(source.random() * 0.003)
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    cancelled = sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+    assert answered + cancelled == len(tasks)
+    assert answered >= 60
+    # Nothing of the cancelled calls is left behind: every place is free again.
+    session = await transport._session()
+    assert session.connector is not None
+    assert not session.connector._acquired
+    await asyncio.gather(*[ask(number) for number in range(8)])

@@ -72,14 +72,6 @@ def test_alternatives_in_both_shapes():
     assert read(reply([entry(7, -1.5, top_logprobs=tops), entry(8, -0.25)])).top_logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("reason", "expected"),
-    [("stop", "stop"), ("length", "length"), ("abort", "abort"), ("repetition", "stop")],
-)
-def test_finish_reasons(reason, expected):
-    assert read(reply(finish_reason=reason)).finish_reason == expected
-
-
 def test_a_failure_with_status_200():
     """As vLLM 0.27 and 0.28 answer to a hash that they lack."""
     answer = reply([], token_ids=[], finish_reason="error")
@@ -88,7 +80,8 @@ def test_a_failure_with_status_200():
     )
 
 
-def test_usage():
+def test_usage_and_a_reason_of_its_own():
+    assert read(reply(finish_reason="repetition")).finish_reason == "stop"
     details = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     assert read(reply(usage=details)).usage == Usage(3, 2, 2)
     assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == (
@@ -103,19 +96,6 @@ def npy(array):
 
 
 ROUTES = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)  # 3 prompt tokens and 2 sampled ones, less 1
-
-
-@pytest.mark.parametrize(
-    ("sent", "asked_from", "start"),
-    [(ROUTES, None, 0), (ROUTES, 2, 2), (ROUTES[2:], 2, 2), (ROUTES, 0, 0)],
-    ids=["whole", "cut here", "cut by the server", "from 0"],
-)
-def test_routed_experts(sent, asked_from, start):
-    answer = reply(routed_experts=npy(sent))
-    experts = read(answer, routed_experts=True, routed_experts_prompt_start=asked_from).routed_experts
-    assert experts.start == start
-    assert experts.dtype == np.uint8
-    np.testing.assert_array_equal(experts.data, ROUTES[start:])
 
 
 def test_routed_experts_of_another_length_or_missing():

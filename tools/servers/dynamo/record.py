@@ -85,10 +85,7 @@ def record_generate(recorder: Recorder, model: Path) -> None:
     content = [{"type": "image", "image": Image.fromarray(pixels)}, {"type": "text", "text": "What?"}]
     rendered = renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
     placed = rendered.multi_modal_data.spans(len(rendered.token_ids))
-    forms = {
-        entry.item.identity: WireForm(layout_for(tensor_specs(entry.item), "image"), "uint8")
-        for entry in placed
-    }
+    forms = {entry.item.identity: WireForm(layout_for(tensor_specs(entry.item)), "uint8") for entry in placed}
     image = {"token_ids": rendered.token_ids, **features_of(placed, forms)}
     recorder.record("image", GENERATE, generate(**image))
     recorder.record("image_routed_experts", GENERATE, generate("routed_experts", **image))
