@@ -241,9 +241,9 @@ def read_reply(request: EngineRequest, ends: frozenset[int], decoded: Any, where
         )
     content = (choice.logprobs and choice.logprobs.content) or []
     ids = _completion_ids(data, nvext, choice, where)
-    entries = content
+    entries, named = content, any(entry.id is not None for entry in content)
     if data.completion_token_ids is not None and data.completion_logprobs is not None:
-        entries = [LogprobEntry(logprob) for logprob in data.completion_logprobs]
+        entries, named = [LogprobEntry(logprob) for logprob in data.completion_logprobs], False
         if request.sampling_params.get("logprobs"):
             add_alternatives(entries, [entry.top_logprobs for entry in content], where=where)
     reason = choice.finish_reason
@@ -257,7 +257,7 @@ def read_reply(request: EngineRequest, ends: frozenset[int], decoded: Any, where
         raw=without_large(decoded),
         ids=ids,
         entries=entries,
-        named=False,
+        named=named,
         reason=reason,
         seen=nvext.prompt_token_ids if data.prompt_token_ids is None else data.prompt_token_ids,
         usage=reply.usage,
@@ -268,12 +268,14 @@ def read_reply(request: EngineRequest, ends: frozenset[int], decoded: Any, where
 
 def _completion_ids(data: _EngineData, nvext: _Nvext, choice: _Choice, where: str) -> list[int]:
     """Return the tokens from the first channel that has them."""
-    content = None if choice.logprobs is None else choice.logprobs.content
-    # Frontends before 1.6 give the text of each token only.
-    named = None if content is None else [entry.token_id for entry in content]
-    for ids in (data.completion_token_ids, nvext.completion_token_ids, named):
-        if ids is not None and None not in ids:
-            return [token for token in ids if token is not None]
+    for ids in (data.completion_token_ids, nvext.completion_token_ids):
+        if ids is not None:
+            return ids
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        named = [entry.token_id for entry in choice.logprobs.content if entry.token_id is not None]
+        # Frontends before 1.6 give the text of each token only.
+        if len(named) == len(choice.logprobs.content):
+            return named
     raise EngineReplyError(
         "the reply holds no token ids",
         where=f"{where} nvext",

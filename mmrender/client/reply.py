@@ -219,8 +219,7 @@ def check_completion(
 ) -> tuple[list[int], list[float]]:
     """Return a completion's tokens with one finite logprob for each.
 
-    With `named` each entry must name its token; one that names another is an error in any case. `before`
-    counts the tokens of earlier chunks.
+    With `named` each entry must name its token. `before` counts the tokens of earlier chunks.
     """
     most = request.sampling_params.get("max_tokens")
     if most is not None and before + len(ids) > most:
@@ -256,9 +255,9 @@ def check_completion(
             expected="an id of 0 or more" if end == math.inf else f"an id from 0 to {end - 1}",
             got=repr(ids[index]),
         )
-    if [entry.token_id for entry in entries] != ids:
+    if named and [entry.token_id for entry in entries] != ids:
         for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
-            if entry.id != token and (named or entry.id is not None):
+            if entry.id != token:
                 raise EngineReplyError(
                     "a logprob is that of another token",
                     where=f"{where} logprobs[{index}]",
