@@ -113,7 +113,7 @@ def ours(message: Any, dtype: Any, executor: ThreadPoolExecutor | None) -> Batch
 
 
 def as_plain(case: Case, tensor: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """What a worker ships that holds float32 tensors for each sample."""
+    """Payload of a worker that holds float32 tensors for each sample."""
     rows = []
     for trajectory in case.trajectories:
         sample = trajectory.branches()[0].sample()

@@ -85,7 +85,7 @@ def conversation(rounds: int) -> list[Message]:
 
 
 def extension(kind: str, seed: int) -> list[Message]:
-    """What follows, about 40 tokens of text."""
+    """The next message, about 40 tokens of text."""
     words = text(seed, 35)
     if kind == "user text":
         return [{"role": "user", "content": words}]

@@ -1,4 +1,4 @@
-"""What the engine client costs.
+"""Cost of the engine client.
 
     python benchmarks/bench_engines.py [--rounds N] [--quick] [--json FILE]
 

@@ -161,7 +161,7 @@ class Other:
 
 
 class PlainSender:
-    """What a typical library does."""
+    """The way of a typical library."""
 
     def __init__(self, context: zmq.Context[Any], urls: str) -> None:
         self.outlet, self.inlet = context.socket(zmq.PUSH), context.socket(zmq.PULL)

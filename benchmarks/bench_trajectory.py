@@ -140,7 +140,7 @@ def grown(rollouts: list[Calls]) -> list[Trajectory]:
 
 
 def plain_bytes(trajectories: list[Trajectory], *, tips_only: bool) -> int:
-    """What steps with whole prompts and whole sidecars amount to."""
+    """Size of steps with whole prompts and whole sidecars."""
     total = 0
     for trajectory in trajectories:
         tips = {branch.tip.index for branch in trajectory.branches()}

@@ -26,7 +26,7 @@ _PATIENCE = 600.0
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked: a prompt, the base64 text of its image or none, and what is to come back."""
+    """A prompt, the base64 text of its image or none, and the expected answer."""
 
     prompt_ids: list[int]
     image: str | None

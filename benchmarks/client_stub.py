@@ -16,7 +16,7 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.I)
 
 
 def generate_answer(prompt: int, completion: int) -> dict[str, Any]:
-    """What vLLM 0.32 answers at `/inference/v1/generate`; tokens are named in both of its spellings."""
+    """Answer of vLLM 0.32 at `/inference/v1/generate`; tokens are named in both of its spellings."""
     ids = [100 + index % 500 for index in range(completion)]
     content = [
         {
@@ -40,7 +40,7 @@ def generate_answer(prompt: int, completion: int) -> dict[str, Any]:
 
 
 def chat_answer(prompt: int, completion: int) -> dict[str, Any]:
-    """What an OpenAI-compatible server answers at `/v1/chat/completions` with logprobs."""
+    """Answer of an OpenAI-compatible server at `/v1/chat/completions` with logprobs."""
     content = [
         {"token": f"tok{index % 500}", "logprob": -0.5 - index / 1000, "bytes": None, "top_logprobs": []}
         for index in range(completion)

@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Contender:
-    """What is timed.
+    """A timed call.
 
     Attributes:
         run: The timed call; its result is dropped before the next call starts.

@@ -68,7 +68,7 @@ def draw_board(
 
 @dataclass(frozen=True, slots=True)
 class FindCellSettings:
-    """How hard it is.
+    """Difficulty.
 
     Attributes:
         grid: Rows and columns, 2 to 16.
@@ -224,7 +224,7 @@ class FindCell:
         return self.settings.invalid_cost
 
     def _problem(self, call: ToolCall) -> str | None:
-        """What is wrong with a call, or None."""
+        """The fault of a call, or None."""
         names = {"zoom": _REGION, "answer": ("row", "column")}.get(call.name)
         if names is None:
             return f"there is no tool {call.name}"

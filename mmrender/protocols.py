@@ -1,4 +1,4 @@
-"""What code that uses a renderer may rely on, whether it is a `Renderer` or a pool of them."""
+"""Interface of a renderer, be it a `Renderer` or a pool of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable

@@ -46,7 +46,7 @@ _KEYWORDS = ("tools", "documents", "images", "videos", "add_generation_prompt", 
 _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | None]]" = contextvars.ContextVar(
     "why_not_bridged"
 )
-"""Which renderer this thread or task last asked for a bridge, and the reason if it gave none."""
+"""Renderer that this thread or task last asked for a bridge, and the reason if it gave none."""
 
 
 class Renderer:

@@ -34,7 +34,7 @@ from mmrender.tokens.sampled import assistant_turns, mark_sampled
 
 
 class Given(TypedDict, total=False):
-    """What a template is given besides the conversation."""
+    """Inputs of a template besides the conversation."""
 
     tools: Sequence[Mapping[str, Any]] | None
     documents: Sequence[Mapping[str, Any]] | None
@@ -46,7 +46,7 @@ _BYTES_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What every rendering with one template, one set of arguments and one tokenizer needs.
+    """Parts of every rendering with one template, one set of arguments and one tokenizer.
 
     Attributes:
         known: The chat template with its arguments, and the findings about it.

@@ -1,4 +1,4 @@
-"""Which media item lies where in the tokens: placeholder ranges, items, and the sidecar that carries both.
+"""Places of media items in the tokens: placeholder ranges, items, and the sidecar that carries both.
 
 `MultiModalData` is the sidecar. `MultiModalData.spans` is the only validator of a sidecar against its tokens;
 it gives `MediaSpan` objects in prompt order. An item is decoded and processed once and then shared: across
@@ -39,7 +39,7 @@ class Repeat(msgspec.Struct, frozen=True, tag="repeat", tag_field="form"):
 
 
 Expansion: TypeAlias = tuple[Text | Repeat, ...]
-"""What one placeholder that the template wrote becomes, piece by piece.
+"""Replacement of one placeholder that the template wrote, piece by piece.
 
 For the Qwen family `(Repeat("<|image_pad|>", 768),)`; for tiled families rows, columns and separators too.
 Concatenated as text it is exactly what the model's own processor writes in place of the placeholder.
@@ -109,7 +109,7 @@ class MediaItem(Protocol):
 
     @property
     def expansion(self) -> Expansion:
-        """What replaces the template's placeholder."""
+        """Replacement of the template's placeholder."""
         ...
 
     @property

@@ -25,7 +25,7 @@ class Page:
 
     @property
     def uri(self) -> str:
-        """Where the page lies below the documentation folder."""
+        """Path of the page below the documentation folder."""
         return f"api/{self.name}.md"
 
     @property

@@ -24,7 +24,7 @@ _WIDTH = 110
 
 
 def doctor_text(directory: Path) -> str:
-    """What `mmrender doctor DIRECTORY` prints, without colours."""
+    """Output of `mmrender doctor DIRECTORY`, without colours."""
     renderer = Renderer.from_pretrained(directory, image_backend="pil", profile_cache=False)
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as captured:

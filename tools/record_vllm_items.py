@@ -58,7 +58,7 @@ def family(
 
 
 def fields_config(architecture: str, batch: dict[str, Any]) -> dict[str, Config]:
-    """What `_get_mm_fields_config` says, asked of the processor class without its model."""
+    """Result of `_get_mm_fields_config`, asked of the processor class without its model."""
     module, name = registry._MULTIMODAL_MODELS[architecture]
     module = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
     model = getattr(__import__(module, fromlist=[name]), name)

@@ -55,7 +55,7 @@ MAX_SLOPE, NOISE = 1.0, 4.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What was counted at one moment."""
+    """Counts at one moment."""
 
     seconds: float
     memory: float
@@ -253,7 +253,7 @@ def mapped_segments() -> int:
 
 
 def left_over() -> dict[str, int]:
-    """What must be the same before and after."""
+    """State that must be the same before and after."""
     return {"open files": open_files(), "mapped segments": mapped_segments()}
 
 

@@ -43,7 +43,7 @@ _SUM = struct.Struct("<Q")
 
 
 class _Block(NamedTuple):
-    """Where a message lies in the file, and its checksum."""
+    """Place of a message in the file, and its checksum."""
 
     start: int
     stop: int

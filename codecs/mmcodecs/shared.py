@@ -45,7 +45,7 @@ class Shared:
 
 
 Uses: TypeAlias = dict[bytes, tuple[int, T | None]]
-"""What a message does to a table: key, length and content (None: a reference) of each array in it."""
+"""Effect of a message on a table: key, length and content (None: a reference) of each array in it."""
 
 
 class SharedTable(Generic[T]):
@@ -84,7 +84,7 @@ class SharedTable(Generic[T]):
 
 
 Entered: TypeAlias = tuple[Record, memoryview]
-"""What a reader's table keeps of an array: its record, and its elements."""
+"""A reader's entry of an array: its record, and its elements."""
 
 
 def copied(uses: Uses[Entered]) -> Uses[Entered]:

@@ -55,7 +55,7 @@ FRAMED_BYTES = 4096
 INLINE_BYTES = 256
 """Arrays up to this size lie in the head: a frame costs more than it saves."""
 LEAF_COST = 4
-"""What an extension counts in `Limits.max_values`; a container counts one."""
+"""Cost of an extension in `Limits.max_values`; a container counts one."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NUMBERS = frozenset((type(None), bool, int, float))

@@ -1,4 +1,4 @@
-"""How vLLM joins the tensors of each model family: field layouts as data, and the items made by them.
+"""Field layouts by which vLLM joins the tensors of each model family, and the items made by them.
 
 The tables follow the `_get_mm_fields_config` of vLLM 0.32's model files, for images and videos. A layout is
 found by the model's architecture, which is what vLLM dispatches on. Keys that an output lacks are skipped,

@@ -16,8 +16,8 @@ from mmrender.trajectory.sample import TrainingSample
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 Cause: TypeAlias = Literal["pixels", "ids", "positions", "masks", "sampling", "precision", "unknown"]
-"""What differs between sampler and trainer: what the model sees of an image, the tokens or their order, the
-rotary positions, which tokens count as sampled, what the sampler was allowed, or only the arithmetic."""
+"""Kind of difference between sampler and trainer: the pixels that the model sees, the tokens or their order,
+the rotary positions, which tokens count as sampled, what the sampler was allowed, or only the arithmetic."""
 
 _MOST_LISTED: Final = 20
 _MOST_TRACES: Final = 6

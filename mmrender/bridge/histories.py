@@ -171,7 +171,7 @@ def media_placements(media: MediaCount | None) -> list[Variation]:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a template's source says that it reads.
+    """Variables that a template's source reads.
 
     Attributes:
         marks: Texts that it looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and their like.

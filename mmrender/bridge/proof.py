@@ -37,7 +37,7 @@ _MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known about extensions of one shape.
+    """Findings about extensions of one shape.
 
     Attributes:
         failure: Why the tail cannot be taken from the skeleton, or None.
@@ -96,7 +96,7 @@ class TailProver:
         return Proof(failure, failure or after_other_stops, stop_id)
 
     def _dependence(self) -> tuple[str | None, str | None]:
-        """What the tail depends on: after histories that end in the same stop token, and after any other."""
+        """Dependencies of the tail: after histories that end in the same stop token, and after any other."""
         taken: list[Variation] = []
         otherwise: str | None = None
         for variation in self._variations():
@@ -137,7 +137,7 @@ class TailProver:
         yield from chain(media_placements(self._media), self._reads.variations())
 
     def _follows(self, history: ProbeHistory) -> Literal["the same", "another tail", "another stop"] | None:
-        """What follows this history, from the stop token on; None where the template refuses it."""
+        """Text after this history, from the stop token on; None where the template refuses it."""
         expected = self._expected
         wanted = expected.text[expected.start :]
         try:

@@ -34,7 +34,7 @@ class MediaCount(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """As many parts without a source."""
+        """Return as many parts without a source."""
         return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
 
 
@@ -94,7 +94,7 @@ def skeleton(
 
 
 def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
-    """What extensions must share to share a proof; more than three alike in a row count as three."""
+    """Shape that extensions with one proof share; more than three alike in a row count as three."""
     shapes = []
     for message in messages:
         content, kinds = message.content, None
@@ -131,7 +131,7 @@ class NotPrinted(NotBridged):
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What follows the assistant's content, and where in it the stop token lies that ends the turn.
+    """Text after the assistant's content, and the place of the stop token that ends the turn.
 
     Attributes:
         layout: The text with its syntax.
@@ -156,7 +156,7 @@ class Tail:
 
     @property
     def close(self) -> str:
-        """What the template writes between content and stop token, such as a newline."""
+        """Template text between content and stop token, such as a newline."""
         return self.text[: self.start if self.stop_id is not None else self.own]
 
 
@@ -253,7 +253,7 @@ class Tails:
     def closing(
         self, tail: Tail, extension: Sequence[Message], prompt: Sequence[int], completion: Sequence[int]
     ) -> tuple[str, int]:
-        """What closes a completion without a stop token, and where the tail goes on from there."""
+        """Text that closes a completion without a stop token, and where the tail goes on from there."""
         written = self._tokenizer.decode(completion)
         if self.profile.reasoning is not None:
             before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
@@ -269,7 +269,7 @@ class Tails:
         return "" if written.endswith(close) else close, tail.start
 
     def _reasoning_close(self, reasoning: ReasoningFormat, extension: Sequence[Message]) -> str:
-        """What the template writes between reasoning without content and its stop token."""
+        """Template text between reasoning without content and its stop token."""
         plain_history = _without_calls(extension, self.profile)
         silent = plain_history.answering(content="")
         thinking = with_reasoning(silent.assistant, f"{WORD}T", reasoning.carrier)

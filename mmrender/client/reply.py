@@ -1,4 +1,4 @@
-"""What the replies of all servers have in common: decoding, and the checks of a completion.
+"""Decoding and checks that the replies of all servers share.
 
 A reply is foreign: whatever a server answers gives an `EngineResponse` that can be trained on, or an
 `EngineReplyError` that names the field. A backend knows its server's form and passes the parts to
@@ -24,11 +24,11 @@ from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 T = TypeVar("T")
 
 LOGPROB_SENTINEL: Final = -9999.0
-"""What vLLM writes where it has no logprob."""
+"""vLLM's number for a missing logprob."""
 _LEAST_LOGPROB: Final = -3.0e38
 """SGLang writes the least float32 in place of minus infinity."""
 _ROUNDING: Final = 1e-4
-"""How far above 0 rounding may take the logprob of a certain token."""
+"""Distance above 0 that rounding may give the logprob of a certain token."""
 _INTEGERS: Final = frozenset({"uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"})
 _REASONS: Final[Mapping[str, FinishReason]] = {
     "stop": "stop",

@@ -62,7 +62,7 @@ def _json_text(value: Any) -> str:
 
 
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""What `structured_outputs` may ask for: one of them."""
+"""Kinds of `structured_outputs`; a request has one of them."""
 
 _Structures: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
 _SGLANG_STRUCTURES: Final[_Structures] = {

@@ -1,4 +1,4 @@
-"""What is known of a server between calls: its prompt limit, the pixels it takes, the images it has seen.
+"""Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has seen.
 
 Everything is asked once and kept beside the transport. A server may come back with other flags behind the
 same URL, so what is known is dropped when a connection breaks, when the server fails, and after a minute

@@ -97,7 +97,7 @@ def check_number(name: str, value: Any, *, above: float | None = None, least: fl
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how soon a failed attempt is repeated.
+    """Number and delay of repeated attempts.
 
     Attributes:
         attempts: Attempts in all; 1 turns retries off.

@@ -1,4 +1,4 @@
-"""What passes between `generate`, a backend and an engine: requests, responses, and one sampled turn.
+"""Types between `generate`, a backend and an engine: requests, responses, and one sampled turn.
 
 A backend knows one engine's wire and nothing else; a `Transport` carries its requests. Backends are plain
 values: frozen, picklable, shared by all calls.
@@ -23,7 +23,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 TurnFinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
-"""For each completion token the alternatives `(token_id, logprob)`."""
+"""Alternatives `(token_id, logprob)` of each completion token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class Generation:
 
     @property
     def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        """Which weights sampled which completion tokens; empty where the engine does not say."""
+        """Spans of completion tokens with their weights; empty where the engine reports none."""
         return self.response.weight_versions
 
     @property

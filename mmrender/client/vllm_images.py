@@ -55,7 +55,7 @@ _encoded: LRUCache[tuple[str, type[MediaItem], str, PixelDtype], JSONText] = LRU
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """How a server takes the items of one processor.
+    """Form in which a server takes the items of one processor.
 
     Attributes:
         layout: How fields are joined.

@@ -121,7 +121,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Where requests go, with what is in flight and why one is down; for metrics."""
+        """Targets of requests, with what is in flight and why one is down; for metrics."""
         return self._pool.targets
 
     def tp_size(self) -> int:

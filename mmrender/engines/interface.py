@@ -18,7 +18,7 @@ from mmrender.spans import MultiModalData
 Result = TypeVar("Result")
 
 PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
-"""How running requests are paused: they end with what they have, are frozen, or run to their end."""
+"""Treatment of running requests by a pause: they return what they have, are frozen, or run to their end."""
 
 Control: TypeAlias = Literal[
     "pause_generation",
@@ -62,7 +62,7 @@ class InferenceEngineInput(TypedDict, total=False):
 
 
 class InferenceEngineOutput(TypedDict):
-    """What was sampled; every list has one entry for each prompt, in the order of the input.
+    """Sampled completions; every list has one entry for each prompt, in the order of the input.
 
     Attributes:
         responses: Text of each completion, special tokens included; None where the engine has no renderer.

@@ -52,7 +52,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PatchLayout:
-    """How pixels are cut into patches.
+    """Layout of the patches that pixels are cut into.
 
     Attributes:
         patch: Side of a patch in pixels.
@@ -66,7 +66,7 @@ class PatchLayout:
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
-    """What the items here have in common; see `MediaItem`. Equal identities make equal items."""
+    """Base of the items here; see `MediaItem`. Equal identities make equal items."""
 
     identity: Identity
     size: tuple[Count, Count]

@@ -17,7 +17,7 @@ from mmrender.errors import MissingDependencyError
 from mmrender.media.load import LoadedImage
 
 ImageBackend: TypeAlias = Literal["torch", "pil"]
-"""Which of the reference's two back ends pixels equal."""
+"""Back end of the reference that pixels equal."""
 IMAGE_BACKENDS: tuple[ImageBackend, ...] = get_args(ImageBackend)
 
 _STRIP_PIXELS = 1 << 20

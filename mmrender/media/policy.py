@@ -1,4 +1,4 @@
-"""What media loading may touch, and how much of it: `MediaPolicy`.
+"""Limits of media loading: `MediaPolicy`.
 
 The defaults let a conversation name any `http(s)` URL that resolves to a public address, and no local file
 unless the program itself passes it as a `pathlib.Path`. Each refusal names the field to change.
@@ -21,7 +21,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaPolicy:
-    """What loading an image or a video may read, and its limits. Frozen and hashable.
+    """Sources that loading an image or a video may read, and its limits. Frozen and hashable.
 
     Attributes:
         schemes: URL schemes that may be read, out of `data`, `file`, `http` and `https`.

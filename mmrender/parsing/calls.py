@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """Where an attempt whose pattern does not hold ends: before and after its last delimiter, if any."""
+    """End of an attempt whose pattern does not hold: before and after its last delimiter, if any."""
 
     inner: int
     outer: int
@@ -98,7 +98,7 @@ class CallScanner:
         return Block(begin, attempt.stop, [attempt])
 
     def first_delimiter(self, position: int = 0) -> int:
-        """Where the first delimiter that begins calls lies, or the length of the text."""
+        """Position of the first delimiter that begins calls, or the length of the text."""
         return self._find(self._section.begin or self._call_begin, position, self._length)
 
     # Searching
@@ -112,7 +112,7 @@ class CallScanner:
         return delimiter is not None and self._source.at(delimiter, position, self._length)
 
     def _after(self, delimiter: str | None, position: int) -> int:
-        """Where a delimiter ends that begins at `position` or after white space; without it, -1."""
+        """End of a delimiter that begins at `position` or after white space; -1 without it."""
         position = self._skip(position)
         found = delimiter is not None and self._source.at(delimiter, position, self._length)
         return position + len(delimiter or "") if found else -1
@@ -123,7 +123,7 @@ class CallScanner:
         return position if match is None else match.end()
 
     def _bounds(self, position: int) -> _Bounds:
-        """Where an attempt that got as far as `position` ends at the latest."""
+        """Latest end of an attempt that got as far as `position`."""
         outside = self._section.end if self._call_begin is not None else self._section.begin
         region = self._find(outside, position, self._length)
         inner = self._find(self._call_begin, position, region)
@@ -249,7 +249,7 @@ class CallScanner:
         return position
 
     def _end_of_text(self, part: Field, rest: Pattern, position: int, bounds: _Bounds) -> int:
-        """Where a text field ends: at the first delimiter that may follow it.
+        """End of a text field: the first delimiter that may follow it.
 
         Values escape nothing, so one may hold its closing delimiter. The one that closes it is the first
         after which the pattern goes on; without such a one, the first.

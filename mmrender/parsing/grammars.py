@@ -54,7 +54,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Grammar:
-    """How a model writes tool calls.
+    """Spelling of tool calls.
 
     Attributes:
         name: For people and for `grammar=`.

@@ -31,7 +31,7 @@ class CutShort(Exception):  # noqa: N818 - says what the text is, not what the p
 
 @dataclass(frozen=True)
 class Dialect:
-    """How values are spelled.
+    """Spelling of values.
 
     Attributes:
         quotes: What opens and closes a text; the same on both sides.

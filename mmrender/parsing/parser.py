@@ -272,7 +272,7 @@ class ResponseParser:
         )
 
     def _opening(self, prompt_ids: Sequence[int] | None) -> Opening:
-        """Where the prompt leaves the model, from the assistant's turn alone."""
+        """Read where the prompt leaves the model, from the assistant's turn alone."""
         if self.profile.reasoning is None:
             return Opening()
         ids = self._prompt_ids if prompt_ids is None else prompt_ids

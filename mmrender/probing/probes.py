@@ -130,7 +130,7 @@ class Probes:
     def generation_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
-        """What the template writes after `messages` to open the assistant's turn; None where it refuses."""
+        """Text that opens the assistant's turn after `messages`; None where the template refuses them."""
         without = self.render(messages, tools=tools)
         with_prompt = self.render(messages, tools=tools, prompt=True)
         if without is None or with_prompt is None:
@@ -198,7 +198,7 @@ class Probes:
         return f"{WORD}U" in shown and f"{WORD}A" in shown and "'type'" not in shown
 
     def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
-        """What an image part adds to a message of `role`; None where the template refuses it."""
+        """Text that an image part adds to a message of `role`; None where the template refuses it."""
         before, middle, after = messages_around(role)
         shown = []
         for images in ((), (ImagePart(UNKNOWN_SOURCE),)):
@@ -233,7 +233,7 @@ def shared_prefix(first: str, second: str) -> str:
 
 
 def inserted(without: str, with_more: str) -> str:
-    """What `with_more` holds between the beginning and the end that it shares with `without`."""
+    """The part of `with_more` between the beginning and the end that it shares with `without`."""
     start = len(shared_prefix(without, with_more))
     rest, old = with_more[start:], without[start:]
     return rest[: len(rest) - len(shared_prefix(old[::-1], rest[::-1]))]

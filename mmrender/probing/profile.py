@@ -1,4 +1,4 @@
-"""What a chat template does, found by rendering probes and never assumed.
+"""The profile of a chat template, found by rendering probes and never assumed.
 
 A profile answers for one template with one set of template arguments: which shapes it takes, what its
 generation prompt is, what ends an assistant's turn, how it writes reasoning, whether history stays as it was
@@ -66,7 +66,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True)
 class TemplateProfile:
-    """What was found out about one template with one set of template arguments.
+    """Findings about one template with one set of template arguments.
 
     Attributes:
         form: Shapes the template takes.
@@ -110,7 +110,7 @@ class TemplateProfile:
 
     @property
     def generation_prompt(self) -> str:
-        """What opens the assistant's turn after a user message; empty where the template opens none."""
+        """Text that opens the assistant's turn after a user message; empty where the template opens none."""
         return self.generation_prompts[0] if self.generation_prompts else ""
 
 
@@ -233,7 +233,7 @@ def _is_attributed(shown: TracedStr, text: str) -> bool:
 
 
 def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:
-    """How the template writes reasoning: what it prints round some, else the block that its prompt opens."""
+    """Find the delimiters printed around reasoning, else those of the block that the prompt opens."""
     content, thought = f"{WORD}C", f"{WORD}R"
     # Some templates print reasoning beside calls only.
     for carrier, calls in product(get_args(Carrier), ((), (probe_call(name="probe_none"),))):

@@ -29,7 +29,7 @@ from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
 Overlong: TypeAlias = Literal["error", "drop_oldest_turns", "stop"]
-"""How to handle a prompt that is too long: `error` raises `PromptTooLongError`; `drop_oldest_turns` leaves
+"""Policy for a prompt that is too long: `error` raises `PromptTooLongError`; `drop_oldest_turns` leaves
 out the oldest whole turns with their images and renders the rest, which begins a branch; `stop` returns a
 turn without tokens."""
 

@@ -22,7 +22,7 @@ and the policy is to stop; the engine aborted a turn; or an error, which the tra
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment shows, at the start and after each turn of the model.
+    """An environment's answer, at the start and after each turn of the model.
 
     Attributes:
         messages: What joins the conversation: tool results and user turns with their images, in any form that

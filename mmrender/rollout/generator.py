@@ -29,7 +29,7 @@ EnvironmentClass: TypeAlias = str | Callable[[], Environment]
 TensorKind: TypeAlias = Literal["numpy", "torch"]
 
 Failures: TypeAlias = Literal["keep", "raise"]
-"""How a failed rollout is handled: `keep` gives a row with an empty loss mask, and the others go on; `raise`
+"""Policy for a failed rollout: `keep` gives a row with an empty loss mask, and the others go on; `raise`
 ends the batch."""
 
 _log = logging.getLogger("mmrender.rollout")

@@ -1,4 +1,4 @@
-"""Which message the template was handling when it wrote a piece of scaffold.
+"""Attribution of scaffold to the message that the template was handling.
 
 The template's own loop over the messages says so. Each `for` body begins with a mark that carries the message
 of this iteration, if the loop runs over messages, and the loop is followed by a mark that ends it. Where a
@@ -20,7 +20,7 @@ Mark: TypeAlias = tuple[int, MarkKind, Origin | None]
 
 
 class MessageDict(dict[str, Any]):
-    """What a template sees of a message; `_owner` is the origin of the scaffold around it."""
+    """A message as a template sees it; `_owner` is the origin of the scaffold around it."""
 
     __slots__ = ("_owner",)
     _owner: Origin

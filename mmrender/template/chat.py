@@ -48,7 +48,7 @@ def _plain_name(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ViewForm:
-    """Which of the shapes in use a template takes, found by probing.
+    """Shapes that a template takes, found by probing.
 
     Attributes:
         none_content: How absent content is given: as `None`, by leaving the key out, or as empty text.

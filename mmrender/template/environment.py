@@ -57,11 +57,11 @@ _TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust"})
 """Methods of plain text that may bring traced text in, so they are run as those of traced text."""
 
 CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
-"""What `strftime_now` reads in the rendering of this context."""
+"""Clock of `strftime_now` in the rendering of this context."""
 
 
 class RefusedByTemplate(jinja2.TemplateError):
-    """What the template passed to its own `raise_exception`."""
+    """Text that the template passed to its own `raise_exception`."""
 
 
 class TracingCodeGenerator(CodeGenerator):

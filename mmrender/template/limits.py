@@ -1,4 +1,4 @@
-"""What one run of a template may spend: loop iterations, calls, seconds, and the size of the texts it builds.
+"""Bounds on one run of a template: loop iterations, calls, seconds, and the size of the texts it builds.
 
 These bounds hold between operations. What a single one takes (a huge power, say) is the operating system's to
 bound: see `mmrender.template.processes`.
@@ -16,7 +16,7 @@ LONG = 256
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What one run of a template may spend.
+    """Bounds on one run of a template.
 
     Attributes:
         max_characters: Longest text that may be built, the output included. All texts of 256 characters and
@@ -31,7 +31,7 @@ class TemplateLimits:
 
 
 class Budget:
-    """What is left of the limits of one run."""
+    """Remainder of the limits of one run."""
 
     __slots__ = ("_deadline", "_size_left", "_steps_left", "limits")
 

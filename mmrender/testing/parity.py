@@ -136,7 +136,7 @@ def _compare(
 def first_difference(
     renderer: Renderer, ours: RenderedTokens, expected: ReferenceRendering
 ) -> tuple[str, str, str] | None:
-    """What differs first, and both sides of it; None where all is equal."""
+    """First difference, and both sides of it; None where all is equal."""
     if ours.text != expected.text:
         start = _first_unequal(ours.text, expected.text)
         left, right = (repr(text[max(0, start - 40) : start + 80]) for text in (ours.text, expected.text))

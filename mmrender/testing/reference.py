@@ -76,7 +76,7 @@ def import_torchvision() -> None:
 
 @dataclass(frozen=True)
 class ReferenceRendering:
-    """What the reference makes of a conversation: text, ids, and the processor's other outputs."""
+    """The reference's rendering of a conversation: text, ids, and the processor's other outputs."""
 
     text: str
     ids: list[int]

@@ -45,7 +45,7 @@ def next_token(ids: Sequence[int]) -> tuple[int, float]:
 
 
 def sampled(prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str] = ()) -> EngineResponse:
-    """What an undisturbed engine samples; a stop string ends it as it ends vLLM's."""
+    """Completion of an undisturbed engine; a stop string ends it as it ends vLLM's."""
     ids: list[int] = []
     logprobs: list[float] = []
     matched: int | str | None = None
@@ -67,7 +67,7 @@ def letters(ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one request, `after` so many tokens.
+    """Fault of one request, `after` so many tokens.
 
     `abort` returns early; `..._logprob(s)` spoil a good reply; `stall` never answers; `error` is a status
     500; `refuse` a broken connection; `die` ends the engine with all it has.

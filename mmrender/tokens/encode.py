@@ -20,7 +20,7 @@ from mmrender.template.text import Author, Origin, Span, TracedStr, plain
 from mmrender.tokens.rendered import TokenKind, TokenSpan
 
 SpecialTokenRule: TypeAlias = Literal["text", "parse", "error"]
-"""What a special token in content is: text, syntax, or an error."""
+"""Rule for a special token in content: it is text, syntax, or an error."""
 
 DEFAULT_RULES: Mapping[Author, SpecialTokenRule] = {
     "system": "parse",

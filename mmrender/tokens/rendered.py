@@ -89,16 +89,16 @@ class RenderedTokens:
 
     @property
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
-        """Which tokens the model writes; bool of shape `(n,)`."""
+        """Mask of the tokens that the model writes; bool of shape `(n,)`."""
         return self._filled([span.sampled for span in self.spans], np.bool_)
 
     @property
     def is_content(self) -> npt.NDArray[np.bool_]:
-        """Which tokens carry what a caller or the model wrote, as against scaffold; bool of shape `(n,)`."""
+        """Mask of the tokens that a caller or the model wrote, scaffold left out; bool of shape `(n,)`."""
         return self._filled([span.sampled or span.kind in CONTENT_KINDS for span in self.spans], np.bool_)
 
     def loss_mask(self, roles: Collection[Role] = ASSISTANT) -> npt.NDArray[np.bool_]:
-        """Which tokens to train on; bool of shape `(n,)`.
+        """Mask of the tokens to train on; bool of shape `(n,)`.
 
         For `assistant` its sampled tokens; for any other role the content of its messages without scaffold.
         """

@@ -1,4 +1,4 @@
-"""Which tokens of a rendered conversation the model writes: sampled = full minus prompt.
+"""Tokens of a rendered conversation that the model writes: sampled = full minus prompt.
 
 An assistant turn is sampled from where its generation prompt ends through its stop token. The prompt of turn
 `i` is the rendering of the messages before it with the generation prompt, so the turn must begin with the

@@ -33,7 +33,7 @@ from mmrender.trajectory.sample import IGNORE_INDEX
 
 PaddingSide: TypeAlias = Literal["left", "right"]
 OPTIONAL: Final = ("logprobs", "advantages", "rewards", "routed_experts")
-"""What all samples of a batch have, or none."""
+"""Fields that all samples of a batch have, or none."""
 PER_TOKEN: Final[Mapping[str, Any]] = {
     "attention_mask": False,
     "loss_mask": False,

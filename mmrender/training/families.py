@@ -23,7 +23,7 @@ TokenTypes = Literal["mm_token_type_ids", "token_type_ids"]
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """How the tensors of several images become one.
+    """Rule by which the tensors of several images become one.
 
     Attributes:
         layout: `"items"`: concatenated along the first axis, `(sum, ...)`. `"rows"`: an item's leading axis

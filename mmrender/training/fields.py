@@ -28,7 +28,7 @@ _DTYPES: Final[dict[Any, TensorDtype]] = {
 
 
 class ExpandOptions(TypedDict, total=False):
-    """Where and how images are expanded.
+    """Place and dtype of expanded images.
 
     Attributes:
         dtype: Of floating tensors: torch's float32 (the default), float16 or bfloat16. Integers keep theirs.

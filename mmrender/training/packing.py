@@ -1,4 +1,4 @@
-"""Which samples go into which micro-batch of which rank, before any image is expanded.
+"""Assignment of samples to micro-batches and ranks, before any image is expanded.
 
 A sample is never split. Bins are filled by first-fit decreasing, which needs at most 11/9 of the fewest
 possible bins and two thirds of one more (Dosa, 2007); parts are balanced by giving the costliest item first

@@ -28,7 +28,7 @@ SPLIT_FRAMES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MRope:
-    """How one family numbers tokens.
+    """Rule by which one family numbers tokens.
 
     Attributes:
         merge: Side in patches of the square that becomes one token (`vision_config.spatial_merge_size`).

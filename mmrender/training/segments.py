@@ -1,4 +1,4 @@
-"""Where each sample lies in its row, and how the layers of a model keep packed samples apart.
+"""Places of samples in their rows, and masks that keep packed samples apart.
 
 Attention keeps them apart by masks. Layers that carry a state along the row, such as the gated delta nets of
 Qwen3.5, see no mask: the state of one sample runs into the next. Kernels for sequences of varying length take

@@ -173,7 +173,7 @@ class TensorList:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each row starts, and where the last one ends: one more than there are rows."""
+        """Start of each row, and end of the last one: one more than there are rows."""
         return tuple(accumulate(self.lengths, initial=0))
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine reports about a completion besides its tokens: router choices and weight versions."""
+"""An engine's report on a completion besides its tokens: router choices and weight versions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

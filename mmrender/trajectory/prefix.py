@@ -1,4 +1,4 @@
-"""How far two sequences agree: in tokens, in the media behind placeholders, and in messages.
+"""Common prefixes of two sequences: of tokens, of the media behind placeholders, and of messages.
 
 Placeholders of two images of one size are the same tokens, so tokens alone do not tell where prompts part.
 """

@@ -41,7 +41,7 @@ from mmrender.trajectory.wire import MediaSources, Record, read_records, write_r
 
 
 class _Place(NamedTuple):
-    """Where a prompt starts: parent, number of shared tokens, and the tokens and media that it adds."""
+    """Start of a prompt: parent, number of shared tokens, and the tokens and media that it adds."""
 
     parent: Step | None
     keep: int

@@ -1,4 +1,4 @@
-"""What `mmrender doctor` prints: the findings about one model, as plain data and as a table."""
+"""Findings about one model, for `mmrender doctor`, as plain data and as a table."""
 
 from dataclasses import asdict
 from typing import Any
@@ -56,7 +56,7 @@ _EXTENSIONS: dict[str, MessageDict] = {
 
 
 def _bridges(renderer: Renderer) -> dict[str, str]:
-    """What may follow an answer without rendering again, or why not."""
+    """Extensions that may follow an answer without rendering again, or the reason against each."""
     return {name: _bridge_over(renderer, extension) for name, extension in _EXTENSIONS.items()}
 
 

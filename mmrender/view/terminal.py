@@ -94,7 +94,7 @@ def message_table(rendered: RenderedTokens) -> Table:
 
 
 def legend() -> Text:
-    """What the colours mean."""
+    """Legend of the colours."""
     text = Text()
     entries = [("sampled", _SAMPLED), ("content", STYLES["content"]), ("reasoning", STYLES["reasoning"])]
     entries += [("tool call", STYLES["tool_call"]), ("image", STYLES["image"]), ("template", _SCAFFOLD)]

@@ -24,7 +24,7 @@ STAMP = ".installed"
 
 
 class InstallError(Exception):
-    """What to tell the caller; `code` is the exit status."""
+    """Message to the caller; `code` is the exit status."""
 
     def __init__(self, text: str, code: int = 1) -> None:
         super().__init__(text)
@@ -67,7 +67,7 @@ def find_python(release: str) -> str:
 
 
 def site_folders(folder: Path, requirements: str) -> list[Path]:
-    """What is copied into site-packages."""
+    """Files that are copied into site-packages."""
     folders = [folder / "site", *([HERE / "with_torch"] if named(requirements, "torch") else [])]
     return [entry for entry in folders if entry.is_dir()]
 
@@ -108,7 +108,7 @@ def install(folder: Path, venv: Path) -> None:
 
 
 def asked(venv: Path, script: str) -> str:
-    """What a script prints in an environment."""
+    """Output of a script in an environment."""
     return subprocess.check_output([venv / "bin" / "python", "-c", script], text=True).strip()
 
 

@@ -1,4 +1,4 @@
-"""What running servers answer, written down for tests that run without them."""
+"""Answers of running servers, written down for tests that run without them."""
 
 import hashlib
 import json

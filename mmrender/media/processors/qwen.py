@@ -32,7 +32,7 @@ _ARITHMETIC_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PatchFamily:
-    """What the classes of the reference fix where the settings files are silent.
+    """Defaults of the reference's classes, for settings that the files leave out.
 
     Attributes:
         min_pixels: Default of `size.shortest_edge`.

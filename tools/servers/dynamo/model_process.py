@@ -40,7 +40,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; `stop_token_ids` end the completion and belong to it."""
+    """Sampling parameters; `stop_token_ids` end the completion and belong to it."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -61,7 +61,7 @@ def record_answers(recorder: Recorder) -> None:
 
 
 def record_abort(recorder: Recorder) -> None:
-    """What an aborted request is answered with: a status of 200."""
+    """Answer to an aborted request: a status of 200."""
 
     def abort() -> None:
         time.sleep(0.3)
