@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, Final
 
 from mmrender.client.reply import decode_json
-from mmrender.client.server_facts import model_cards
-from mmrender.client.transport import Transport
+from mmrender.client.server_facts import forget, model_cards
+from mmrender.client.transport import GATEWAY_STATUSES, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
+    EngineConnectionError,
     EngineError,
     EngineStatusError,
     EngineTimeoutError,
@@ -103,7 +104,12 @@ async def sample(
         if abort is not None:
             await _send_abort(transport, *abort)
         raise
+    except EngineConnectionError:
+        forget(transport)  # the server may come back with other flags
+        raise
     except EngineStatusError as error:
+        if error.status in GATEWAY_STATUSES:
+            forget(transport)
         overflow = _overflow_error(error, request.sampling_params["max_tokens"], where)
         if overflow is None:
             raise

@@ -13,7 +13,14 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from mmrender.client.hooks import ClientHooks, ObservedCall
-from mmrender.client.transport import MAX_ERROR_BYTES, JSONText, Reply, TransportConfig, status_error
+from mmrender.client.transport import (
+    GATEWAY_STATUSES,
+    MAX_ERROR_BYTES,
+    JSONText,
+    Reply,
+    TransportConfig,
+    status_error,
+)
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -36,7 +43,6 @@ _UNTRUSTED: Final = (
     aiohttp.ClientConnectorSSLError,
     aiohttp.ServerFingerprintMismatch,
 )
-_BUSY: Final = frozenset({502, 503, 504})
 _SLICE: Final = 256 << 10
 """Larger bodies are written in slices, so that other tasks have their turn."""
 
@@ -149,7 +155,11 @@ class HTTPTransport:
             if isinstance(error, EngineConnectionError):
                 cause = error.__cause__
                 return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
-            if not repeatable or not isinstance(error, EngineStatusError) or error.status not in _BUSY:
+            if (
+                not repeatable
+                or not isinstance(error, EngineStatusError)
+                or error.status not in GATEWAY_STATUSES
+            ):
                 return False
             return True if error.retry_after is None else min(error.retry_after, policy.wait_max)
 

@@ -1,14 +1,16 @@
 """Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has seen.
 
 Everything is asked once and kept beside the transport. A server may come back with other flags behind the
-same URL, so what is known is dropped when a connection breaks, when the server fails, and after a minute
-without a call.
+same URL, so what is known is dropped when a connection breaks, when a gateway answers in the server's
+place, and after a minute without a call.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -27,27 +29,23 @@ _IDLE: Final = 60.0
 """Seconds without a call after which a server is asked anew."""
 
 
+@dataclass(slots=True)
 class ServerFacts:
-    """Answers of one server.
+    """What one server has answered.
 
     Attributes:
+        answers: By question.
+        asking: Questions under way.
         hashes: Hashes of the images whose data the server has been sent.
         limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
         used_at: When something was last asked here.
     """
 
-    def __init__(self) -> None:
-        self._answers: dict[Hashable, Any] = {}
-        self._asking: AsyncSingleFlight[Hashable, Any] = AsyncSingleFlight()
-        self.hashes: LRUCache[str, bool] = LRUCache(1 << 16)
-        self.limits_failed_at: dict[Hashable, float] = {}
-        self.used_at = time.monotonic()
-
-    async def ask_once(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the answer to a question; concurrent callers share one request, and errors are not kept."""
-        if key not in self._answers:
-            self._answers[key] = await self._asking.run(key, ask)
-        return self._answers[key]
+    answers: dict[Hashable, Any] = field(default_factory=dict)
+    asking: AsyncSingleFlight[Hashable, Any] = field(default_factory=AsyncSingleFlight)
+    hashes: LRUCache[str, bool] = field(default_factory=lambda: LRUCache(1 << 16))
+    limits_failed_at: dict[Hashable, float] = field(default_factory=dict)
+    used_at: float = 0.0
 
 
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
@@ -71,6 +69,18 @@ def forget(transport: Transport) -> None:
         _facts.pop(transport, None)
 
 
+async def ask_once(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
+    """Return a server's answer to a question. Concurrent callers share one request; errors are not kept."""
+    facts = facts_of(transport)
+    if key not in facts.answers:
+        try:
+            facts.answers[key] = await facts.asking.run(key, ask)
+        except EngineConnectionError:
+            forget(transport)
+            raise
+    return facts.answers[key]
+
+
 async def prompt_limit(backend: RendererBackend, model: str, transport: Transport) -> int | None:
     """Return the most tokens that a prompt may have, asked once; None if unknown.
 
@@ -81,9 +91,8 @@ async def prompt_limit(backend: RendererBackend, model: str, transport: Transpor
     if time.monotonic() < facts.limits_failed_at.get(key, 0.0) + _PAUSE:
         return None
     try:
-        limit: int | None = await facts.ask_once(
-            key, lambda: backend.resolve_max_prompt_len(model, transport)
-        )
+        ask = partial(backend.resolve_max_prompt_len, model, transport)
+        limit: int | None = await ask_once(transport, key, ask)
     except EngineConnectionError:
         raise
     except EngineError as error:

@@ -32,7 +32,7 @@ from mmrender.client.reply import (
     without_large,
 )
 from mmrender.client.sampling import spell
-from mmrender.client.server_facts import facts_of, forget
+from mmrender.client.server_facts import facts_of
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm_images import (
@@ -44,7 +44,6 @@ from mmrender.client.vllm_images import (
     wire_forms,
 )
 from mmrender.errors import (
-    EngineConnectionError,
     EngineError,
     EngineMismatchError,
     EngineReplyError,
@@ -106,19 +105,14 @@ class VLLMBackend(HTTPBackend):
         by_parts = self.images == "content_parts"
         ids, spans = check_request(request, takes_sparse=by_parts)
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=on_tokens)
-        try:
-            if not spans:
-                return await send({"token_ids": ids.tolist()})
-            if not by_parts:
-                return await self._by_features(send, request, transport, ids, spans)
-            urls = await asyncio.to_thread(data_urls, spans)
-            parts = [{"type": "image_url", "url": url} for url in urls]
-            collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
-            return await send({"token_ids": collapsed, "content_parts": parts, "return_token_ids": True})
-        except (EngineConnectionError, EngineStatusError) as error:
-            if not isinstance(error, EngineStatusError) or error.status >= 500:
-                forget(transport)  # the server may come back with other flags
-            raise
+        if not spans:
+            return await send({"token_ids": ids.tolist()})
+        if not by_parts:
+            return await self._by_features(send, request, transport, ids, spans)
+        urls = await asyncio.to_thread(data_urls, spans)
+        parts = [{"type": "image_url", "url": url} for url in urls]
+        collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
+        return await send({"token_ids": collapsed, "content_parts": parts, "return_token_ids": True})
 
     async def _by_features(
         self,

@@ -28,7 +28,7 @@ from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_it
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.caching import LRUCache
 from mmrender.client.reply import decode_as
-from mmrender.client.server_facts import facts_of
+from mmrender.client.server_facts import ask_once
 from mmrender.client.transport import JSONText, Transport
 from mmrender.errors import (
     EngineMismatchError,
@@ -280,7 +280,7 @@ async def wire_forms(
         key = ("form", pixels, model, type(item), settings)
         tokens = tuple(ids[span.start : span.stop].tolist())
         ask = partial(_ask_form, item, tokens, model, transport, pixels)
-        forms[item.identity] = await facts_of(transport).ask_once(key, ask)
+        forms[item.identity] = await ask_once(transport, key, ask)
     return forms
 
 
@@ -432,7 +432,7 @@ async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
         }
         return next((danger for danger, applies in dangers.items() if applies), None)
 
-    refusal = await facts_of(transport).ask_once(("cache", trusted), ask)
+    refusal = await ask_once(transport, ("cache", trusted), ask)
     if refusal is not None:
         raise EngineUnsupportedError(
             "the server's settings make a hash without data fatal to its engine",

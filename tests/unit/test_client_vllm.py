@@ -23,6 +23,7 @@ from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH, item_tensors
 from mmrender.errors import (
     EngineConnectionError,
+    EngineError,
     EngineMismatchError,
     EngineStatusError,
     EngineUnsupportedError,
@@ -216,13 +217,16 @@ def test_a_failed_handshake_is_not_remembered(image):
     assert len(sent(transport)) == 2
 
 
-def test_after_a_broken_connection_the_server_is_asked_anew(image):
-    transport = server(image, **{GENERATE: [completion, DROPPED, completion]})
+@pytest.mark.parametrize(
+    ("failure", "asked"), [(DROPPED, 2), (Answer("starting", status=503), 2), (Answer("no", status=500), 1)]
+)
+def test_after_a_failure_in_the_servers_place_it_is_asked_anew(image, failure, asked):
+    transport = server(image, **{GENERATE: [completion, failure, completion]})
     run(transport, image)
-    with pytest.raises(EngineConnectionError):
+    with pytest.raises(EngineError):
         run(transport, image)
     run(transport, image)
-    assert len(transport.of_path(RENDER_PATH)) == 2
+    assert len(transport.of_path(RENDER_PATH)) == asked
 
 
 def test_pixels_that_are_named_need_no_handshake(image):
