@@ -1,6 +1,7 @@
 """Engines, faults and pauses that several tests use."""
 
 import asyncio
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,6 +13,16 @@ from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.testing.scripted_engine import Asked, Fault, ScriptedEngine
+
+
+def in_loop(test):
+    """A coroutine function as a test, in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args, **options):
+        asyncio.run(test(*args, **options))
+
+    return run
 
 
 def patient(*, attempts=60, attempt_timeout=0.05, pause_timeout=0.1, **settings):

@@ -56,14 +56,14 @@ def _content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     return [
-        {"type": "image_url", "image_url": {"url": _data_url(part["image"])}}
+        {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
         if part["type"] == "image"
         else part
         for part in content
     ]
 
 
-def _data_url(image: Image.Image) -> str:
+def data_url(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -6,8 +6,6 @@ than that for every token sampled here; prompts and pictures are drawn from fixe
 """
 
 import asyncio
-import base64
-import io
 import itertools
 import random
 import threading
@@ -23,6 +21,7 @@ import openai
 import pytest
 from PIL import Image, ImageDraw
 
+from integration.engine_checks import data_url
 from integration.engine_server import EngineServer as Process
 from integration.engine_server import needs_tier, start_vllm
 from mmrender.client.http import HTTPTransport
@@ -297,12 +296,6 @@ def test_weights_are_read_anew(servers, renderer, tmp_path, tiny_model, batch, u
     assert {span.version for each in changed["engine_responses"] for span in each.weight_versions} == {
         "other"
     }
-
-
-def data_url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 @pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "passed-on"])

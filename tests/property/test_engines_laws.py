@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_cases import faults, patient, paused_now_and_then, pauses, prompts, setup, sidecar, turns
+from engine_cases import faults, in_loop, patient, paused_now_and_then, pauses, prompts, setup, sidecar, turns
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.continuation import Continuation, check_piece
@@ -33,22 +33,19 @@ async def _generate(case, batch, plan):
 
 @given(prompts, BUDGETS, faults, pauses)
 @settings(max_examples=100)
-def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, pauses):
-    async def scenario():
-        case = setup(faults)
-        batch = {
-            "prompt_token_ids": prompts,
-            "multi_modal_data": [sidecar(f"image{index}") for index in range(len(prompts))],
-            "sampling_params": {"max_tokens": budget, "temperature": 0.0},
-        }
-        given = copy.deepcopy({name: value for name, value in batch.items() if name != "multi_modal_data"})
-        output = await _generate(case, batch, pauses)
-        await case.client.teardown()
-        assert len(asyncio.all_tasks()) == 1
-        assert {name: batch[name] for name in given} == given  # nothing of the caller's is changed
-        return case, output
-
-    case, output = run(scenario())
+@in_loop
+async def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, pauses):
+    case = setup(faults)
+    batch = {
+        "prompt_token_ids": prompts,
+        "multi_modal_data": [sidecar(f"image{index}") for index in range(len(prompts))],
+        "sampling_params": {"max_tokens": budget, "temperature": 0.0},
+    }
+    given = copy.deepcopy({name: value for name, value in batch.items() if name != "multi_modal_data"})
+    output = await _generate(case, batch, pauses)
+    await case.client.teardown()
+    assert len(asyncio.all_tasks()) == 1
+    assert {name: batch[name] for name in given} == given  # nothing of the caller's is changed
     for index, prompt in enumerate(prompts):
         whole = sampled(prompt, budget)
         assert output["response_ids"][index] == whole.completion_ids
@@ -75,7 +72,8 @@ def _check_requests(journal, prompts, budget):
 
 @given(prompts, BUDGETS, faults, pauses, st.sampled_from([{}, {"presence_penalty": 0.5}]))
 @settings(max_examples=60)
-def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, faults, pauses, more):
+@in_loop
+async def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, faults, pauses, more):
     """Also where an aborted completion starts over: then it is asked as a whole each time."""
     shown: list[tuple[int, float]] = []
     ends: list[str | None] = []
@@ -84,17 +82,13 @@ def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, 
         shown.extend(zip(ids, logprobs, strict=True))
         ends.append(reason)
 
-    async def scenario():
-        case = setup(faults)
-        request = new_request(prompts[0], {"max_tokens": budget, **more}, sidecar("image0"))
-        sampling = asyncio.create_task(case.client.complete(request, on_tokens=on_tokens))
-        await turns(1)
-        await paused_now_and_then(case, pauses)
-        response = await sampling
-        await case.client.teardown()
-        return case, response
-
-    case, response = run(scenario())
+    case = setup(faults)
+    request = new_request(prompts[0], {"max_tokens": budget, **more}, sidecar("image0"))
+    sampling = asyncio.create_task(case.client.complete(request, on_tokens=on_tokens))
+    await turns(1)
+    await paused_now_and_then(case, pauses)
+    response = await sampling
+    await case.client.teardown()
     whole = sampled(prompts[0], budget)
     assert response.completion_ids == whole.completion_ids
     assert shown == list(zip(whole.completion_ids, whole.logprobs, strict=True))
@@ -114,24 +108,21 @@ class Letters:
 
 @given(prompts, st.integers(4, 40), faults, pauses, st.data(), st.booleans())
 @settings(max_examples=100)
-def test_stop_strings_end_a_completion_across_aborts(prompts, budget, faults, pauses, data, streamed):
+@in_loop
+async def test_stop_strings_end_a_completion_across_aborts(prompts, budget, faults, pauses, data, streamed):
     text = letters(sampled(prompts[0], budget).completion_ids) or "a"
     start = data.draw(st.integers(0, len(text) - 1), "start")
     stop = text[start : start + data.draw(st.integers(1, 4), "length")]
     shown: list[int] = []
-
-    async def scenario():
-        case = setup(faults)
-        client = InferenceEngineClient(case.engines, renderer=Letters(), **patient())
-        case.client = client
-        request = new_request(prompts[0], {"max_tokens": budget, "stop": [stop]})
-        listener = (lambda ids, logprobs, reason: shown.extend(ids)) if streamed else None
-        sampling = asyncio.create_task(client.complete(request, on_tokens=listener))
-        await turns(1)
-        await paused_now_and_then(case, pauses)
-        return await sampling
-
-    response = run(scenario())
+    case = setup(faults)
+    client = InferenceEngineClient(case.engines, renderer=Letters(), **patient())
+    case.client = client
+    request = new_request(prompts[0], {"max_tokens": budget, "stop": [stop]})
+    listener = (lambda ids, logprobs, reason: shown.extend(ids)) if streamed else None
+    sampling = asyncio.create_task(client.complete(request, on_tokens=listener))
+    await turns(1)
+    await paused_now_and_then(case, pauses)
+    response = await sampling
     whole = sampled(prompts[0], budget, [stop])
     assert response.completion_ids == whole.completion_ids
     assert response.logprobs == whole.logprobs
@@ -161,26 +152,25 @@ def test_seeds_and_frequency_penalties_are_carried_over_an_abort(ids, data):
 
 def test_a_penalty_beyond_what_engines_take_as_bias_starts_over():
     params = {"max_tokens": 300, "frequency_penalty": 2.0}
-    continuation = Continuation(new_request([1], params))
-    continuation.add(EngineResponse([5] * 60, [-1.0] * 60, "abort", Usage(1, 60)))
+    shown: list[int] = []
+    continuation = Continuation(new_request([1], params), None, lambda ids, *_: shown.extend(ids))
+    for _ in range(2):  # the first could be continued, and may still have to start over
+        continuation.add(EngineResponse([5] * 30, [-1.0] * 30, "abort", Usage(1, 30)))
     assert continuation.next_request().sampling_params == params
-    assert continuation.completion_ids == []
+    assert continuation.completion_ids == shown == []
 
 
 @given(prompts, st.integers(8, 24), pauses)
 @settings(max_examples=40)
-def test_weight_versions_cover_the_completion_in_order(prompts, budget, pauses):
-    async def scenario():
-        case = setup()
-        for engine in case.engines:
-            engine.version = "step-0"
-        output = await _generate(
-            case, {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": budget}}, pauses
-        )
-        await case.client.teardown()
-        return output
-
-    output = run(scenario())
+@in_loop
+async def test_weight_versions_cover_the_completion_in_order(prompts, budget, pauses):
+    case = setup()
+    for engine in case.engines:
+        engine.version = "step-0"
+    output = await _generate(
+        case, {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": budget}}, pauses
+    )
+    await case.client.teardown()
     for response in output["engine_responses"]:
         ids, spans = response.completion_ids, response.weight_versions
         assert [spans[0].start, *[span.stop for span in spans]] == [*[span.start for span in spans], len(ids)]

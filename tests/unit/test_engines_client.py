@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from engine_cases import patient, setup, sidecar, turns
+from engine_cases import in_loop, patient, setup, sidecar, turns
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import (
@@ -32,15 +32,20 @@ def run(coroutine):
     return asyncio.run(coroutine)
 
 
+def batch(prompts, params=PARAMS):
+    return {"prompt_token_ids": prompts, "sampling_params": params}
+
+
+def wholes(prompts, budget=12):
+    """What undisturbed engines sample."""
+    return [sampled(prompt, budget).completion_ids for prompt in prompts]
+
+
 async def until(predicate):
     """Wait for something that is bound to happen."""
     async with asyncio.timeout(20):
         while not predicate():
             await asyncio.sleep(0.001)
-
-
-def asked_by(case):
-    return [[asked.prompt_ids for asked in engine.asked] for engine in case.engines]
 
 
 # --- input ---
@@ -100,7 +105,7 @@ def test_what_makes_no_client_and_no_payload():
 def test_a_client_is_an_engine_so_clients_nest():
     inner = setup([Fault("abort", 1)] * 3, count=2)
     outer = InferenceEngineClient([inner.client], **patient())
-    output = run(outer.generate({"prompt_token_ids": [[2, 9]], "sampling_params": PARAMS}))
+    output = run(outer.generate(batch([[2, 9]])))
     assert output["response_ids"] == [sampled([2, 9], 12).completion_ids]
     assert (outer.tp_size(), outer.pp_size(), outer.dp_size()) == (1, 1, 2)
 
@@ -145,7 +150,7 @@ def test_what_an_engine_refuses_is_not_asked_again():
 
     engines = [Refusing("a"), Refusing("b")]
     with pytest.raises(EngineStatusError, match=r"^the server answered 400$"):
-        run(InferenceEngineClient(engines).generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}))
+        run(InferenceEngineClient(engines).generate(batch([[1]])))
     assert sum(len(engine.asked) for engine in engines) == 1
 
 
@@ -153,14 +158,14 @@ def test_what_an_engine_refuses_is_not_asked_again():
 def test_attempts_are_bounded(kind):
     case = setup([Fault(kind, 0)] * 50, policy=patient(attempts=4))
     with pytest.raises((EngineStatusError, EngineReplyError)):
-        run(case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS}))
+        run(case.client.generate(batch([LONG])))
     assert len(case.journal) == 4
 
 
 def test_aborts_without_end_are_an_error():
     case = setup([Fault("abort", 0)] * 90, policy=patient(max_idle_aborts=5))
     with pytest.raises(EngineUnavailableError) as caught:
-        run(case.client.generate({"prompt_token_ids": [[1, 2]], "sampling_params": PARAMS}))
+        run(case.client.generate(batch([[1, 2]])))
     assert str(caught.value) == (
         "engines aborted a request 5 times in a row without a token - expected at most 5 such aborts. "
         "Look for whoever pauses or aborts on the servers besides this client"
@@ -172,7 +177,7 @@ def test_no_engine_left():
     for engine in case.engines:
         engine.alive = False
     with pytest.raises((EngineUnavailableError, EngineConnectionError)):
-        run(case.client.generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}))
+        run(case.client.generate(batch([[1]])))
     with pytest.raises(EngineUnavailableError) as caught:
         run(case.client.check_health())
     down = "the server was not reached"
@@ -182,29 +187,26 @@ def test_no_engine_left():
     )
 
 
-def test_a_dead_engine_is_ejected_and_comes_back():
-    async def scenario():
-        case = setup(count=2, policy=patient())
-        batch = {"prompt_token_ids": [[2, n] for n in range(2, 12)], "sampling_params": PARAMS}
-        case.engines[0].alive = False
-        output = await case.client.generate(batch)
-        assert output["response_ids"] == [
-            sampled(prompt, 12).completion_ids for prompt in batch["prompt_token_ids"]
-        ]
-        assert case.client.replicas[0].down == "engine0: the server was not reached"
-        case.engines[0].alive = True
-        await case.client.generate(batch)
-        assert not case.engines[0].asked  # it is looked at again after a while only
-        case.client.replicas[0].retry_at = 0.0
-        await case.client.generate(batch)
-        assert case.engines[0].asked
-        await case.client.teardown()
-        assert len(asyncio.all_tasks()) == 1
-
-    run(scenario())
+@in_loop
+async def test_a_dead_engine_is_ejected_and_comes_back():
+    case = setup(count=2, policy=patient())
+    prompts = [[2, n] for n in range(2, 12)]
+    case.engines[0].alive = False
+    output = await case.client.generate(batch(prompts))
+    assert output["response_ids"] == wholes(prompts)
+    assert case.client.replicas[0].down == "engine0: the server was not reached"
+    case.engines[0].alive = True
+    await case.client.generate(batch(prompts))
+    assert not case.engines[0].asked  # it is looked at again after a while only
+    case.client.replicas[0].retry_at = 0.0
+    await case.client.generate(batch(prompts))
+    assert case.engines[0].asked
+    await case.client.teardown()
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_hung_engine_is_found_out_and_its_work_is_done_elsewhere():
+@in_loop
+async def test_a_hung_engine_is_found_out_and_its_work_is_done_elsewhere():
     class Hung(ScriptedEngine):
         hung = True
 
@@ -212,24 +214,22 @@ def test_a_hung_engine_is_found_out_and_its_work_is_done_elsewhere():
             if self.hung:
                 raise EngineTimeoutError("no answer", where=self.name)
 
-    async def scenario():
-        hung = Hung("hung", faults=lambda: Fault("stall", 0))
-        well = ScriptedEngine("well")
-        client = InferenceEngineClient([hung, well], **patient())
-        prompts = [[2, n] for n in range(2, 8)]
-        output = await client.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS})
-        assert output["response_ids"] == [sampled(prompt, 12).completion_ids for prompt in prompts]
-        assert hung.asked
-        assert not hung.running
-        assert client.replicas[0].down == "hung: no answer"
-        await client.teardown()
-
-    run(scenario())
+    hung = Hung("hung", faults=lambda: Fault("stall", 0))
+    well = ScriptedEngine("well")
+    client = InferenceEngineClient([hung, well], **patient())
+    prompts = [[2, n] for n in range(2, 8)]
+    output = await client.generate(batch(prompts))
+    assert output["response_ids"] == wholes(prompts)
+    assert hung.asked
+    assert not hung.running
+    assert client.replicas[0].down == "hung: no answer"
+    await client.teardown()
 
 
 @pytest.mark.parametrize("way", ["load", "transfer"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later_one(count, way):
+@in_loop
+async def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later_one(count, way):
     """Also where all have failed: what they hold may be half of the one and half of the other."""
 
     class Failing(ScriptedEngine):
@@ -245,91 +245,83 @@ def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later
         "load": lambda client: client.load_weights("/weights"),
         "transfer": lambda client: client.update_named_weights(update),
     }[way]
-
-    async def scenario():
-        engines = [Failing(f"engine{index}") for index in range(count)]
-        client = InferenceEngineClient(engines, **patient(attempts=2))
-        with pytest.raises(EngineStatusError):
-            await carry_out(client)
-        with pytest.raises(EngineUnavailableError):
-            await client.check_health()
-        with pytest.raises(EngineUnavailableError):
-            await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
-        assert not any(engine.asked for engine in engines)
-        for engine in engines:
-            engine.fails = False
+    engines = [Failing(f"engine{index}") for index in range(count)]
+    client = InferenceEngineClient(engines, **patient(attempts=2))
+    with pytest.raises(EngineStatusError):
         await carry_out(client)
+    with pytest.raises(EngineUnavailableError):
         await client.check_health()
-        await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
-        assert [replica.down for replica in client.replicas] == [None] * count
+    with pytest.raises(EngineUnavailableError):
+        await client.generate(batch([[2, 5]]))
+    assert not any(engine.asked for engine in engines)
+    for engine in engines:
+        engine.fails = False
+    await carry_out(client)
+    await client.check_health()
+    await client.generate(batch([[2, 5]]))
+    assert [replica.down for replica in client.replicas] == [None] * count
 
-    run(scenario())
 
-
-def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
-    async def scenario():
-        case = setup(count=2)
-        client, late = case.client, case.engines[1]
-        late.alive = False
-        await client.load_weights("step-1", weight_version="v1")
-        with pytest.raises(EngineUnavailableError, match=r"^weights are sent to all engines at once"):
-            await client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
-        late.alive = True
-        await client.check_health()
-        missed = "engine1: the engine missed a weight update. Update the weights again"
-        assert client.replicas[1].down == missed
-        await client.generate({"prompt_token_ids": [[2, 5], [2, 6], [2, 7]], "sampling_params": PARAMS})
-        assert not late.asked
-        await client.load_weights("step-2", weight_version="v2")
+@in_loop
+async def test_an_engine_that_missed_weights_gets_no_work_until_it_has_them():
+    case = setup(count=2)
+    client, late = case.client, case.engines[1]
+    late.alive = False
+    await client.load_weights("step-1", weight_version="v1")
+    with pytest.raises(EngineUnavailableError, match=r"^weights are sent to all engines at once"):
+        await client.update_named_weights({"names": [], "dtypes": [], "shapes": []})
+    late.alive = True
+    await client.check_health()
+    missed = "engine1: the engine missed a weight update. Update the weights again"
+    assert client.replicas[1].down == missed
+    await client.generate(batch([[2, 5], [2, 6], [2, 7]]))
+    assert not late.asked
+    update = {"names": [], "dtypes": [], "shapes": [], "weight_version": "v2"}
+    for update_weights in (
+        client.load_weights("step-2", weight_version="v2"),
+        client.update_named_weights(update),
+    ):
+        client.replicas[1].stale, client.replicas[1].down = True, missed
+        await update_weights
         await client.check_health()
         assert (client.replicas[1].down, await client.weight_version()) == (None, "v2")
 
-    run(scenario())
 
-
-def test_an_engine_that_came_back_with_other_weights_stays_out():
-    async def scenario():
-        case = setup(count=2)
-        await case.client.load_weights("step-1", weight_version="v1")
-        case.client.replicas[1].down = "it was down"
-        case.engines[1].version = "v0"  # restarted from its first weights
-        await case.client.check_health()
-        assert case.client.replicas[1].down == "engine1: the engine has other weights - expected v1, got v0"
-        case.client.replicas[1].down = None
-        with pytest.raises(EngineStateError, match=r"^engines have different weights"):
-            await case.client.weight_version()
-
-    run(scenario())
+@in_loop
+async def test_an_engine_that_came_back_with_other_weights_stays_out():
+    case = setup(count=2)
+    await case.client.load_weights("step-1", weight_version="v1")
+    case.client.replicas[1].down = "it was down"
+    case.engines[1].version = "v0"  # restarted from its first weights
+    await case.client.check_health()
+    assert case.client.replicas[1].down == "engine1: the engine has other weights - expected v1, got v0"
+    case.client.replicas[1].down = None
+    with pytest.raises(EngineStateError, match=r"^engines have different weights"):
+        await case.client.weight_version()
 
 
 # --- time ---
 
 
-def test_deadlines_bound_everything():
-    async def scenario():
-        case = setup([Fault("stall", 0)], policy=patient(attempt_timeout=None, deadline=0.02))
-        with pytest.raises(EngineTimeoutError) as caught:
-            await case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
-        assert str(caught.value) == "the completion was not finished within 0.02 s"
-        assert not any(engine.running for engine in case.engines)
-
-    run(scenario())
+@in_loop
+async def test_deadlines_bound_everything():
+    case = setup([Fault("stall", 0)], policy=patient(attempt_timeout=None, deadline=0.02))
+    with pytest.raises(EngineTimeoutError) as caught:
+        await case.client.generate(batch([LONG]))
+    assert str(caught.value) == "the completion was not finished within 0.02 s"
+    assert not any(engine.running for engine in case.engines)
 
 
-def test_a_pause_does_not_count_against_a_requests_time():
-    async def scenario():
-        case = setup(policy=patient(attempt_timeout=0.05))
-        generating = asyncio.create_task(
-            case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
-        )
-        await turns(6)
-        await case.client.pause_generation("keep")
-        await asyncio.sleep(0.15)
-        await case.client.resume_generation()
-        await generating
-        assert len([event for event, _ in case.journal if event == "asked"]) == 1
-
-    run(scenario())
+@in_loop
+async def test_a_pause_does_not_count_against_a_requests_time():
+    case = setup(policy=patient(attempt_timeout=0.05))
+    generating = asyncio.create_task(case.client.generate(batch([LONG])))
+    await turns(6)
+    await case.client.pause_generation("keep")
+    await asyncio.sleep(0.15)
+    await case.client.resume_generation()
+    await generating
+    assert len([event for event, _ in case.journal if event == "asked"]) == 1
 
 
 # --- routing ---
@@ -350,90 +342,78 @@ def test_sessions_stay_where_they_are():
 
 def test_without_sessions_a_batch_is_spread_evenly():
     case = setup()
-    run(case.client.generate({"prompt_token_ids": [[2, n] for n in range(2, 32)], "sampling_params": PARAMS}))
+    run(case.client.generate(batch([[2, n] for n in range(2, 32)])))
     assert [len(engine.asked) for engine in case.engines] == [10, 10, 10]
 
 
 # --- pauses ---
 
 
-def test_pausing_twice_and_resuming_unpaused_are_errors():
-    async def scenario():
-        client = setup().client
-        with pytest.raises(
-            EngineStateError, match=r"^the client is not paused - expected a client that is paused, got open$"
-        ):
-            await client.resume_generation()
-        await client.pause_generation("keep")
-        assert client.is_paused
-        with pytest.raises(
-            EngineStateError,
-            match=r"^the client is paused already - expected a client that is open, got paused$",
-        ):
-            await client.pause_generation("abort")
+@in_loop
+async def test_pausing_twice_and_resuming_unpaused_are_errors():
+    client = setup().client
+    with pytest.raises(
+        EngineStateError, match=r"^the client is not paused - expected a client that is paused, got open$"
+    ):
         await client.resume_generation()
-        assert not client.is_paused
+    await client.pause_generation("keep")
+    assert client.is_paused
+    with pytest.raises(
+        EngineStateError,
+        match=r"^the client is paused already - expected a client that is open, got paused$",
+    ):
+        await client.pause_generation("abort")
+    await client.resume_generation()
+    assert not client.is_paused
 
-    run(scenario())
 
-
-def test_a_pause_that_an_engine_cannot_do_pauses_nothing():
-    async def scenario():
-        able, unable = ScriptedEngine("able"), ScriptedEngine("unable", pause_modes=("abort",))
-        client = InferenceEngineClient([able, unable], **patient())
-        assert client.pause_modes == {"abort", "wait"}
-        with pytest.raises(EngineUnsupportedError) as caught:
-            await client.pause_generation("keep")
-        assert str(caught.value) == "unable: the engine cannot freeze requests. Pause with 'abort' or 'wait'"
-        assert able.paused is None
-        assert not client.is_paused
-        await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
-
-    run(scenario())
+@in_loop
+async def test_a_pause_that_an_engine_cannot_do_pauses_nothing():
+    able, unable = ScriptedEngine("able"), ScriptedEngine("unable", pause_modes=("abort",))
+    client = InferenceEngineClient([able, unable], **patient())
+    assert client.pause_modes == {"abort", "wait"}
+    with pytest.raises(EngineUnsupportedError) as caught:
+        await client.pause_generation("keep")
+    assert str(caught.value) == "unable: the engine cannot freeze requests. Pause with 'abort' or 'wait'"
+    assert able.paused is None
+    assert not client.is_paused
+    await client.generate(batch([[2, 5]]))
 
 
 @pytest.mark.parametrize("modes", [(), ("abort",), ("keep",), ("abort", "keep", "wait")])
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_engines_that_cannot_be_paused_are_held_by_the_client_alone(modes, mode):
-    async def scenario():
-        case = setup(pause_modes=modes, policy=patient(attempt_timeout=None))
-        batch = {"prompt_token_ids": [[2, n] for n in range(2, 20)], "sampling_params": {"max_tokens": 60}}
-        generating = asyncio.create_task(case.client.generate(batch))
-        await turns(9)
-        await case.client.pause_generation(mode)
-        assert not any(engine.running for engine in case.engines)
-        await case.client.resume_generation()
-        output = await generating
-        assert output["response_ids"] == [
-            sampled(prompt, 60).completion_ids for prompt in batch["prompt_token_ids"]
-        ]
-        await case.client.teardown()
-
-    run(scenario())
+@in_loop
+async def test_engines_that_cannot_be_paused_are_held_by_the_client_alone(modes, mode):
+    case = setup(pause_modes=modes, policy=patient(attempt_timeout=None))
+    prompts = [[2, n] for n in range(2, 20)]
+    generating = asyncio.create_task(case.client.generate(batch(prompts, {"max_tokens": 60})))
+    await turns(9)
+    await case.client.pause_generation(mode)
+    assert not any(engine.running for engine in case.engines)
+    await case.client.resume_generation()
+    output = await generating
+    assert output["response_ids"] == wholes(prompts, 60)
+    await case.client.teardown()
 
 
-def test_aborting_returns_what_there_is():
-    async def scenario():
-        case = setup(policy=patient(attempt_timeout=None))
-        params = [{"max_tokens": 150}] * 11 + [{"max_tokens": 150, "seed": 3}]
-        prompts = [LONG] * 12
-        generating = asyncio.create_task(
-            case.client.generate({"prompt_token_ids": prompts, "sampling_params": params})
-        )
-        await turns(20)
-        await case.client.abort_generation()
-        output = await generating
-        whole = sampled(LONG, 150)
-        assert set(output["stop_reasons"]) == {"abort"}
-        for ids, logprobs in zip(output["response_ids"], output["response_logprobs"], strict=True):
-            assert ids == whole.completion_ids[: len(ids)]
-            assert logprobs == whole.logprobs[: len(ids)]
-        assert all(output["response_ids"])
-        # It goes on as if nothing had been.
-        again = await case.client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
-        assert again["stop_reasons"] == ["length"]
-
-    run(scenario())
+@in_loop
+async def test_aborting_returns_what_there_is():
+    case = setup(policy=patient(attempt_timeout=None))
+    params = [{"max_tokens": 150}] * 11 + [{"max_tokens": 150, "seed": 3}]
+    prompts = [LONG] * 12
+    generating = asyncio.create_task(case.client.generate(batch(prompts, params)))
+    await turns(20)
+    await case.client.abort_generation()
+    output = await generating
+    whole = sampled(LONG, 150)
+    assert set(output["stop_reasons"]) == {"abort"}
+    for ids, logprobs in zip(output["response_ids"], output["response_logprobs"], strict=True):
+        assert ids == whole.completion_ids[: len(ids)]
+        assert logprobs == whole.logprobs[: len(ids)]
+    assert all(output["response_ids"])
+    # It goes on as if nothing had been.
+    again = await case.client.generate(batch([LONG]))
+    assert again["stop_reasons"] == ["length"]
 
 
 def test_a_pause_from_another_thread_and_its_event_loop():
@@ -443,9 +423,7 @@ def test_a_pause_from_another_thread_and_its_event_loop():
     outputs = []
 
     def sample():
-        outputs.append(
-            run(case.client.generate({"prompt_token_ids": prompts, "sampling_params": {"max_tokens": 150}}))
-        )
+        outputs.append(run(case.client.generate(batch(prompts, {"max_tokens": 150}))))
 
     async def pause_often():
         for mode in ("abort", "wait", "abort"):
@@ -458,7 +436,7 @@ def test_a_pause_from_another_thread_and_its_event_loop():
     sampling.start()
     run(pause_often())
     sampling.join(30)
-    assert outputs[0]["response_ids"] == [sampled(prompt, 150).completion_ids for prompt in prompts]
+    assert outputs[0]["response_ids"] == wholes(prompts, 150)
 
 
 class Deaf(ScriptedEngine):
@@ -486,52 +464,46 @@ def deaf_and_well(*deaf, **options):
 
 
 @pytest.mark.parametrize("fault", ["pause", "slow pause"])
-def test_a_pause_that_fails_behind_its_effect_is_undone(fault):
-    async def scenario():
-        engine, well, client = deaf_and_well(fault)
-        with pytest.raises((EngineStatusError, TimeoutError)):
-            async with asyncio.timeout(0.01):
-                await client.pause_generation("keep")
-        assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
-
-    run(scenario())
+@in_loop
+async def test_a_pause_that_fails_behind_its_effect_is_undone(fault):
+    engine, well, client = deaf_and_well(fault)
+    with pytest.raises((EngineStatusError, TimeoutError)):
+        async with asyncio.timeout(0.01):
+            await client.pause_generation("keep")
+    assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
 
 
 @pytest.mark.parametrize("faults", [["pause", "resume"], ["resume"]])
-def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
-    async def scenario():
-        engine, well, client = deaf_and_well(*faults)
-        if "pause" in faults:
-            with pytest.raises(EngineStatusError):
-                await client.pause_generation("abort")
-        else:
-            await client.pause_generation("keep")
-            await client.resume_generation()
-        assert (client.is_paused, well.paused) == (False, None)
-        assert client.replicas[0].down == "the server answered 500"
-        await client.generate({"prompt_token_ids": [[2, 5]], "sampling_params": PARAMS})
-        engine.deaf = frozenset()
-        await client.check_health()
-        assert (engine.paused, client.replicas[0].down) == (None, None)
-
-    run(scenario())
-
-
-def test_where_no_engine_resumes_the_client_stays_paused():
-    async def scenario():
-        engine = Deaf("deaf")
-        engine.deaf = frozenset({"resume"})
-        client = InferenceEngineClient([engine], **patient())
+@in_loop
+async def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
+    engine, well, client = deaf_and_well(*faults)
+    if "pause" in faults:
+        with pytest.raises(EngineStatusError):
+            await client.pause_generation("abort")
+    else:
         await client.pause_generation("keep")
-        with pytest.raises(EngineStatusError) as caught:
-            await client.resume_generation()
-        assert caught.value.__notes__ == ["engine deaf"]
-        assert client.is_paused
-        engine.deaf = frozenset()
         await client.resume_generation()
-        assert (engine.paused, client.is_paused) == (None, False)
+    assert (client.is_paused, well.paused) == (False, None)
+    assert client.replicas[0].down == "the server answered 500"
+    await client.generate(batch([[2, 5]]))
+    engine.deaf = frozenset()
+    await client.check_health()
+    assert (engine.paused, client.replicas[0].down) == (None, None)
 
-    run(scenario())
+
+@in_loop
+async def test_where_no_engine_resumes_the_client_stays_paused():
+    engine = Deaf("deaf")
+    engine.deaf = frozenset({"resume"})
+    client = InferenceEngineClient([engine], **patient())
+    await client.pause_generation("keep")
+    with pytest.raises(EngineStatusError) as caught:
+        await client.resume_generation()
+    assert caught.value.__notes__ == ["engine deaf"]
+    assert client.is_paused
+    engine.deaf = frozenset()
+    await client.resume_generation()
+    assert (engine.paused, client.is_paused) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -549,121 +521,107 @@ def test_caches_are_cleared_where_the_pause_itself_does_not(modes, mode, clear_c
     assert engine.controls == told
 
 
-def test_a_cache_that_cannot_be_cleared_is_said():
+@in_loop
+async def test_a_cache_that_cannot_be_cleared_is_said():
     class Keeping(ScriptedEngine):
         async def reset_prefix_cache(self):
             raise EngineUnsupportedError("no such call", where=self.name)
 
-    async def scenario():
-        engine = Keeping("keeping", pause_modes=())
-        client = InferenceEngineClient([engine], **patient())
-        with pytest.raises(EngineUnsupportedError, match=r"^keeping: no such call\n"):
-            await client.pause_generation("abort")
-        assert not client.is_paused
-        await client.pause_generation("abort", clear_cache=False)
-        await client.resume_generation()
-
-    run(scenario())
+    engine = Keeping("keeping", pause_modes=())
+    client = InferenceEngineClient([engine], **patient())
+    with pytest.raises(EngineUnsupportedError, match=r"^keeping: no such call\n"):
+        await client.pause_generation("abort")
+    assert not client.is_paused
+    await client.pause_generation("abort", clear_cache=False)
+    await client.resume_generation()
 
 
 # --- control ---
 
 
-def test_control_calls_reach_every_engine():
-    async def scenario():
-        case = setup(count=2)
-        client = case.client
-        await client.sleep(level=2)
-        await client.wake_up(tags=["weights"])
-        await client.reset_prefix_cache()
-        await client.init_weight_update_communicator({"master_port": 1})
-        update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "weight_version": "v3"}
-        await client.update_named_weights(update)
-        await client.set_weight_version("v4")
-        assert await client.weight_version() == "v4"
-        for engine in case.engines:
-            assert engine.controls == [
-                "sleep 2",
-                "wake_up ['weights']",
-                "reset_prefix_cache",
-                "init_weight_update_communicator {'master_port': 1}",
-                f"update_named_weights {update}",
-                "set_weight_version v4",
-            ]
-        with pytest.raises(
-            InputError, match=r"^init_info: must have one entry for each engine - expected 2, got 1$"
-        ):
-            await client.init_weight_update_communicator([{}])
-
-    run(scenario())
+@in_loop
+async def test_control_calls_reach_every_engine():
+    case = setup(count=2)
+    client = case.client
+    await client.sleep(level=2)
+    await client.wake_up(tags=["weights"])
+    await client.reset_prefix_cache()
+    await client.init_weight_update_communicator({"master_port": 1})
+    update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "weight_version": "v3"}
+    await client.update_named_weights(update)
+    await client.set_weight_version("v4")
+    assert await client.weight_version() == "v4"
+    for engine in case.engines:
+        assert engine.controls == [
+            "sleep 2",
+            "wake_up ['weights']",
+            "reset_prefix_cache",
+            "init_weight_update_communicator {'master_port': 1}",
+            f"update_named_weights {update}",
+            "set_weight_version v4",
+        ]
+    with pytest.raises(
+        InputError, match=r"^init_info: must have one entry for each engine - expected 2, got 1$"
+    ):
+        await client.init_weight_update_communicator([{}])
 
 
 # --- beginning and end ---
 
 
-def test_teardown_ends_everything_and_says_so():
-    async def scenario():
-        case = setup(policy=patient(attempt_timeout=None))
-        generating = asyncio.create_task(
-            case.client.generate({"prompt_token_ids": [LONG], "sampling_params": {"max_tokens": 190}})
-        )
-        await turns(10)
-        await case.client.teardown()
-        with pytest.raises(
-            EngineStateError, match=r"^the client was torn down. Make another one, or a copy by pickling$"
-        ):
-            await generating
-        assert not any(engine.running for engine in case.engines)
-        await case.client.teardown()
-        assert [engine.controls for engine in case.engines] == [["teardown"]] * 3
-        for call in (
-            case.client.pause_generation(),
-            case.client.generate({"prompt_token_ids": [[1]], "sampling_params": PARAMS}),
-        ):
-            with pytest.raises(EngineStateError):
-                await call
-        assert len(asyncio.all_tasks()) == 1
-
-    run(scenario())
+@in_loop
+async def test_teardown_ends_everything_and_says_so():
+    case = setup(policy=patient(attempt_timeout=None))
+    generating = asyncio.create_task(case.client.generate(batch([LONG], {"max_tokens": 190})))
+    await turns(10)
+    await case.client.teardown()
+    with pytest.raises(
+        EngineStateError, match=r"^the client was torn down. Make another one, or a copy by pickling$"
+    ):
+        await generating
+    assert not any(engine.running for engine in case.engines)
+    await case.client.teardown()
+    assert [engine.controls for engine in case.engines] == [["teardown"]] * 3
+    for call in (
+        case.client.pause_generation(),
+        case.client.generate(batch([[1]])),
+    ):
+        with pytest.raises(EngineStateError):
+            await call
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_a_graceful_teardown_lets_work_finish():
-    async def scenario():
-        case = setup()
-        async with case.client as client:
-            generating = asyncio.create_task(
-                client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
-            )
-            await turns(5)
-            await client.teardown(wait=20)
-            assert (await generating)["response_ids"] == [sampled(LONG, 12).completion_ids]
-
-    run(scenario())
+@in_loop
+async def test_a_graceful_teardown_lets_work_finish():
+    case = setup()
+    async with case.client as client:
+        generating = asyncio.create_task(client.generate(batch([LONG])))
+        await turns(5)
+        await client.teardown(wait=20)
+        assert (await generating)["response_ids"] == [sampled(LONG, 12).completion_ids]
 
 
-def test_a_copy_works_and_knows_nothing_of_the_originals_pause():
-    async def scenario():
-        client = InferenceEngineClient(
-            [ScriptedEngine("a"), ScriptedEngine("b")], retries=RetryPolicy(2), name="n"
-        )
-        await client.generate({"prompt_token_ids": [LONG], "sampling_params": PARAMS})
-        copy = pickle.loads(pickle.dumps(client))
-        await client.pause_generation("keep")
-        assert (copy.name, [engine.name for engine in copy.engines]) == ("n", ["a", "b"])
-        prompts = [[2, n] for n in range(2, 9)]
-        output = await copy.generate({"prompt_token_ids": prompts, "sampling_params": PARAMS})
-        assert output["response_ids"] == [sampled(prompt, 12).completion_ids for prompt in prompts]
-        await copy.pause_generation("abort")
-        await copy.resume_generation()
-        await client.resume_generation()
-
-    run(scenario())
+@in_loop
+async def test_a_copy_works_and_knows_nothing_of_the_originals_pause():
+    client = InferenceEngineClient(
+        [ScriptedEngine("a"), ScriptedEngine("b")], retries=RetryPolicy(2), name="n"
+    )
+    await client.generate(batch([LONG]))
+    copy = pickle.loads(pickle.dumps(client))
+    await client.pause_generation("keep")
+    assert (copy.name, [engine.name for engine in copy.engines]) == ("n", ["a", "b"])
+    prompts = [[2, n] for n in range(2, 9)]
+    output = await copy.generate(batch(prompts))
+    assert output["response_ids"] == wholes(prompts)
+    await copy.pause_generation("abort")
+    await copy.resume_generation()
+    await client.resume_generation()
 
 
 def test_one_client_serves_one_event_loop_after_the_other():
     case = setup(policy=patient())
     for n in range(2, 5):
-        run(case.client.generate({"prompt_token_ids": [[2, n]], "sampling_params": PARAMS}))
+        run(case.client.generate(batch([[2, n]])))
     run(case.client.pause_generation("abort"))
     run(case.client.resume_generation())
     run(case.client.teardown())

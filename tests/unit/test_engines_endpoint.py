@@ -11,7 +11,7 @@ import urllib.request
 import openai
 import pytest
 
-from engine_cases import patient, setup, turns
+from engine_cases import in_loop, patient, setup, turns
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines import endpoint
 from mmrender.engines.client import InferenceEngineClient
@@ -394,14 +394,12 @@ def test_calls_and_reasoning_are_read(renderer):
         ({"messages": []}, 400, "messages"),
         ({"max_tokens": -1}, 400, "sampling_params['max_tokens']"),
         ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs.tools"),
-        ({"chat_template_kwargs": {"self": 1}}, 400, "chat_template_kwargs.self"),
         ({"chat_template_kwargs": {"documents": 5}}, 400, "chat_template_kwargs.documents"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "chat_template_kwargs": {"images": ["/etc/hostname"]}}, 400, "chat_template_kwargs.images"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "pyproject.toml"}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/hostname"}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]}]}, 400, "messages[0].content[0]"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]}, 400, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": "long " * 800}]}, 400, "prompt"),
     ],
@@ -463,20 +461,18 @@ def test_a_port_that_is_taken_is_said():
         assert threading.active_count() == before
 
 
-def test_serving_on_ones_own_loop_ends_with_its_task():
-    async def scenario():
-        urls = []
-        serving = asyncio.create_task(
-            EngineServer(setup().client, ServerSettings(model="m")).serve(started=urls.append)
-        )
-        while not urls:
-            await asyncio.sleep(0.01)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await turns(3)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(scenario())
+@in_loop
+async def test_serving_on_ones_own_loop_ends_with_its_task():
+    urls = []
+    serving = asyncio.create_task(
+        EngineServer(setup().client, ServerSettings(model="m")).serve(started=urls.append)
+    )
+    while not urls:
+        await asyncio.sleep(0.01)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    await turns(3)
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize(
@@ -548,30 +544,24 @@ def test_completions_of_token_ids_survive_an_abort(renderer, stream):
     assert [list(request.prompt_ids) for request in engine.asked] == [[5, 6], [5, 6, *ids[:3]]]
 
 
-def test_an_abort_beyond_the_limit_returns_what_there_is(renderer):
+@in_loop
+async def test_an_abort_beyond_the_limit_returns_what_there_is(renderer):
     ids = list(range(5, 15))
     engine = Saying(ids, cut=6)
     engine._limit = 7
-
-    async def scenario():
-        client = InferenceEngineClient([engine])
-        return await client.complete(new_request([1, 2], {"max_tokens": 10}))
-
-    response = asyncio.run(scenario())
+    client = InferenceEngineClient([engine])
+    response = await client.complete(new_request([1, 2], {"max_tokens": 10}))
     assert (response.completion_ids, response.finish_reason) == (ids[:6], "length")
     assert len(engine.asked) == 1
 
 
-def test_turns_sample_through_all_engines(renderer):
+@in_loop
+async def test_turns_sample_through_all_engines(renderer):
     ids = renderer.tokenizer.encode("A cow.") + renderer.get_stop_token_ids()[:1]
     engine = Saying(ids, cut=2)
-
-    async def scenario():
-        engines = InferenceEngineClient([engine])
-        client = RendererClient(renderer, engines, sampling_params={"max_tokens": 20})
-        return await client.create_completion(HELLO)
-
-    turn = asyncio.run(scenario())
+    engines = InferenceEngineClient([engine])
+    client = RendererClient(renderer, engines, sampling_params={"max_tokens": 20})
+    turn = await client.create_completion(HELLO)
     assert turn.text == "A cow."
     assert turn.generation.completion_ids == ids
     assert len(engine.asked) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine_cases import patient, sidecar
+from engine_cases import in_loop, patient, sidecar
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.generation import as_transport
 from mmrender.client.http import HTTPTransport
@@ -20,7 +20,6 @@ from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import InferenceEngineInterface, new_request
 from mmrender.engines.routes import Route, RouteTable
 from mmrender.errors import (
-    EngineConnectionError,
     EngineReplyError,
     EngineStateError,
     EngineStatusError,
@@ -28,7 +27,7 @@ from mmrender.errors import (
     InputError,
 )
 from mmrender.spans import Repeat
-from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
+from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
 GENERATE_PATH = "/inference/v1/generate"
@@ -223,26 +222,24 @@ def test_dynamos_worker_answers_in_its_own_way():
         run(engine.reset_prefix_cache())
 
 
-def test_pausing_twice_and_resuming_unpaused():
-    async def scenario():
-        engine, transport = engine_of(
-            "vllm", {"POST /pause": [{}, {}, Answer(status=500), {}], "POST /resume": OK}
-        )
-        with pytest.raises(EngineStateError, match=r"^e: the engine is not paused$"):
-            await engine.resume_generation()
+@in_loop
+async def test_pausing_twice_and_resuming_unpaused():
+    engine, transport = engine_of(
+        "vllm", {"POST /pause": [{}, {}, Answer(status=500), {}], "POST /resume": OK}
+    )
+    with pytest.raises(EngineStateError, match=r"^e: the engine is not paused$"):
+        await engine.resume_generation()
+    await engine.pause_generation("keep")
+    with pytest.raises(EngineStateError, match=r"^e: the engine is paused already$"):
         await engine.pause_generation("keep")
-        with pytest.raises(EngineStateError, match=r"^e: the engine is paused already$"):
-            await engine.pause_generation("keep")
-        await engine.resume_generation()
-        await engine.pause_generation("wait")
-        await engine.resume_generation()
-        # Whether a pause that failed has reached the server is not known, so both are allowed after it.
-        with pytest.raises(EngineStatusError):
-            await engine.pause_generation("abort")
-        await engine.resume_generation()
-        assert len(transport.of_path("/resume")) == 3
-
-    run(scenario())
+    await engine.resume_generation()
+    await engine.pause_generation("wait")
+    await engine.resume_generation()
+    # Whether a pause that failed has reached the server is not known, so both are allowed after it.
+    with pytest.raises(EngineStatusError):
+        await engine.pause_generation("abort")
+    await engine.resume_generation()
+    assert len(transport.of_path("/resume")) == 3
 
 
 @dataclass(frozen=True)
@@ -399,22 +396,6 @@ def event_of(value):
 
 def sse(chunks, done=True):
     return b"".join(map(event_of, chunks)) + (b"data: [DONE]\n\n" if done else b"")
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        (sse(CHUNKS[:2], done=False), EngineReplyError),
-        (sse([chunk([5]), {"error": {"message": "boom", "code": 500}}]), EngineReplyError),
-        (sse([{**chunk([5, 6]), "choices": [{"index": 0, "token_ids": [5, 6], "logprobs": {"content": [entry(5, -1)]}}]}]), EngineReplyError),
-        (DROPPED, EngineConnectionError),
-        (Answer({"error": {"message": "no"}}, status=422), EngineStatusError),
-    ],
-)  # fmt: skip
-def test_streams_of_tokens_that_fail(answer, error):
-    engine, _ = engine_of("vllm", {f"POST {GENERATE_PATH}": answer})
-    with pytest.raises(error):
-        run(engine.complete(new_request([1, 2], PARAMS), on_tokens=lambda *_: None))
 
 
 @pytest.mark.parametrize("spoilt", [-9999.0, float("nan"), None])
