@@ -84,21 +84,13 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.engines = list(engines)
         self.router = router
         self._retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
-        self._limits: dict[str, Any] = {"attempt_timeout": attempt_timeout, "pause_timeout": pause_timeout}
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
         self._api = None if renderer is None else TokenAPI(self.as_backend(), renderer)
-        self.__setstate__({})
+        self._pool = ReplicaPool(engines, router, self._retries, attempt_timeout, pause_timeout)
         for engine in (*engines, router):
             if isinstance(engine, HTTPEngine) and engine.renderer is None:
                 engine.renderer = renderer
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_pool"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pool = ReplicaPool(self.engines, self.router, retries=self._retries, **self._limits)
 
     async def __aenter__(self) -> Self:
         return self

@@ -36,7 +36,6 @@ SESSION_HEADER: Final = "X-Session-ID"
 _PATHS: Final = {"chat_completion": "/v1/chat/completions", "completion": "/v1/completions"}
 _ONCE: Final = ("init_weight_update_communicator", "update_named_weights")
 """Calls that must not be repeated where the connection breaks."""
-_ABORTS_UNKNOWN: Final = "Give a renderer, or DynamoBackend(eos_token_ids=...)"
 
 
 class HTTPEngine(InferenceEngineInterface):
@@ -149,29 +148,26 @@ class HTTPEngine(InferenceEngineInterface):
         """
         if self._routes.on_worker and self.worker is None:
             return frozenset()
-        return frozenset(self._routes.pause_modes) - (frozenset() if self._knows_aborts else {"abort"})
-
-    @property
-    def _knows_aborts(self) -> bool:
         known = getattr(self.backend, "eos_token_ids", None) is not None or self.renderer is not None
-        return known or self._routes.engine != "dynamo"
+        unknown = {"abort"} if self._routes.engine == "dynamo" and not known else set()
+        return frozenset(self._routes.pause_modes) - unknown
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Pause the server."""
-        words = self._routes.pause_modes
-        if mode not in words or (mode == "abort" and not self._knows_aborts):
+        words, modes = self._routes.pause_modes, self.pause_modes
+        if modes and mode not in modes:
             raise EngineUnsupportedError(
                 f"{self._routes.engine} cannot be paused this way",
                 where=f"{self.name}.pause_generation",
-                expected=" or ".join(sorted(self.pause_modes)),
+                expected=" or ".join(sorted(modes)),
                 got=repr(mode),
-                remedy=_ABORTS_UNKNOWN if mode in words else None,
+                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)" if mode in words else None,
             )
         if self._paused:
             raise EngineStateError("the engine is paused already", where=self.name)
         clear = clear_cache and mode != "keep"  # frozen requests keep theirs
         self._paused = None  # unknown until the server has answered
-        await self.control("pause_generation", mode=words[mode], clear_cache=clear)
+        await self.control("pause_generation", mode=words.get(mode, mode), clear_cache=clear)
         self._paused = True
 
     async def resume_generation(self) -> None:
@@ -180,16 +176,6 @@ class HTTPEngine(InferenceEngineInterface):
             raise EngineStateError("the engine is not paused", where=self.name)
         await self.control("resume_generation")
         self._paused = False
-
-    async def abort_generation(self) -> None:
-        """Abort every request on the server, other clients' too."""
-        if not self._knows_aborts:
-            raise EngineUnsupportedError(
-                "an aborted completion would look like a finished one",
-                where=f"{self.name}.abort_generation",
-                remedy=_ABORTS_UNKNOWN,
-            )
-        await self.control("abort_generation")
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
         """Let the server receive weights; return when it has them."""

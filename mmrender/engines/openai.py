@@ -356,11 +356,7 @@ class _Choice:
             self._send({}, **members)
 
     def _show(self, name: str, text: str, *, is_final: bool = False) -> None:
-        """Send what text has more than was shown.
-
-        Raises:
-            EngineReplyError: The final text does not begin with what was shown.
-        """
+        """Send what text has more than was shown, which the final text must begin with."""
         shown = self._shown[name]
         if text.startswith(shown) and len(text) > len(shown):
             self._shown[name] = text
@@ -384,11 +380,7 @@ class _Choice:
 
 
 def _read(body: Mapping[str, Any], kind: type[Any]) -> Any:
-    """Convert a body, strictly.
-
-    Raises:
-        InputError: A field is unknown, or has a wrong type or value.
-    """
+    """Convert a body, strictly."""
     known = {*kind.__struct_fields__, *IGNORED, *PARAMETERS}
     given = {name: value for name, value in body.items() if value is not None}
     if unknown := sorted(given.keys() - known):
@@ -401,11 +393,7 @@ def _read(body: Mapping[str, Any], kind: type[Any]) -> Any:
 
 
 def _check_media(messages: Sequence[Any]) -> None:
-    """Require data and http(s) URLs: a caller must not name files of this machine.
-
-    Raises:
-        InputError: A part names something else.
-    """
+    """Require data and http(s) URLs: a caller must not name files of this machine."""
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for number, part in enumerate(content if isinstance(content, list) else ()):

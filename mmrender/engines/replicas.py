@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
@@ -163,6 +163,8 @@ class Work:
 class ReplicaPool:
     """Sends requests to engines: waits while the client is paused, chooses, and fails over.
 
+    Pickled, it arrives open and without requests.
+
     Attributes:
         replicas: The engines, which control calls go to.
         targets: Where requests go: the engines, or the router.
@@ -174,7 +176,6 @@ class ReplicaPool:
         self,
         engines: Sequence[InferenceEngineInterface],
         router: InferenceEngineInterface | None,
-        *,
         retries: RetryPolicy,
         attempt_timeout: float | None,
         pause_timeout: float,
@@ -190,11 +191,12 @@ class ReplicaPool:
         self.targets = self.replicas if router is None else [Replica(router)]
         self.state: State = "open"
         self.version: str | None = None
+        self._given = (engines, router, retries, attempt_timeout, pause_timeout)
         self._retries = retries
         self._attempt_timeout = attempt_timeout
         self._pause_timeout = pause_timeout
         self._aborts = 0
-        self._told: list[Replica] = []
+        self._halted: list[Replica] = []
         """Engines that were told to pause."""
         self._clocks_stopped = False
         self._resumed_at = 0.0
@@ -202,6 +204,9 @@ class ReplicaPool:
         self._changed = Condition()
         self._ended = Condition()
         self._turns = itertools.count()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplicaPool, self._given
 
     # --- requests ---
 
@@ -284,11 +289,7 @@ class ReplicaPool:
             call.clock = asyncio.get_running_loop().call_later(left, self._watch, call, begun, limit)
 
     async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
-        """Choose a replica by session, else one that knows the work, else by load.
-
-        Raises:
-            EngineUnavailableError: All are down.
-        """
+        """Choose a replica by session, else one that knows the work, else by load."""
         up = [each for each in self.targets if each.down is None]
         if len(up) < len(self.targets):
             now = time.monotonic()
@@ -351,70 +352,56 @@ class ReplicaPool:
 
     # --- pauses ---
 
-    @contextlib.contextmanager
-    def _moving(self, before: State, during: State, after: State, refusal: str) -> Iterator[None]:
-        """Pass from one state to another by way of a third; back again where the block fails.
-
-        Raises:
-            EngineStateError: The state is not `before`; `refusal` says what that means.
-        """
-
-        def move(expected: State, to: State) -> None:
-            with self._lock:
-                if self.state == "closed":
-                    raise _torn_down()
-                if self.state != expected:
-                    raise EngineStateError(refusal, expected=f"a client that is {expected}", got=self.state)
-                if to == "open":
-                    self._resumed_at, self._clocks_stopped = time.monotonic(), False
-                self.state = to
-            self._changed.notify_all()
-
-        move(before, during)
-        try:
-            yield
-        except BaseException:
-            move(during, before)
-            raise
-        move(during, after)
+    def _move(self, before: State, after: State, refusal: str = "the client changed state") -> None:
+        """Change state; `refusal` says what another state than `before` means."""
+        with self._lock:
+            if self.state == "closed":
+                raise _torn_down()
+            if self.state != before:
+                raise EngineStateError(refusal, expected=f"a client that is {before}", got=self.state)
+            if after == "open":
+                self._resumed_at, self._clocks_stopped = time.monotonic(), False
+            self.state = after
+        self._changed.notify_all()
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause all engines that know the mode; the others are held by their getting no requests."""
-        with self._moving("open", "pausing", "paused", "the client is paused already"):
-            replicas = self.healthy()
-            self._told = [each for each in replicas if mode in each.engine.pause_modes]
-            others = [each for each in replicas if each not in self._told]
+        self._move("open", "pausing", "the client is paused already")
+        replicas, self._halted = self.healthy(), []
+        others = [each for each in replicas if mode not in each.engine.pause_modes]
+        try:
             if mode == "keep" and others:
                 raise EngineUnsupportedError(
                     "the engine cannot freeze requests",
                     where=others[0].name,
                     remedy="Pause with 'abort' or 'wait'",
                 )
-            self._clocks_stopped = mode != "wait"
-            try:
-                if mode == "wait":
-                    # Before engines pause: a request that reaches one after its pause would never end.
-                    await self._ended.wait_for(lambda: not self.calls())
-                pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
-                await self._on_reached(self._told, pausing)
-                if mode == "abort":
-                    await self._end_calls("paused")
-                if clear_cache:
-                    await self._on_reached(others, lambda engine: engine.reset_prefix_cache())
-            except BaseException:
-                # Also those that have not answered, since a pause that fails may have reached its server.
-                told, self._told = self._told, []
-                for replica, error in await failures(told, lambda engine: engine.resume_generation()):
-                    if not isinstance(error, EngineStateError | EngineUnsupportedError):
-                        self.take_down(replica, str(error))  # it may still be paused
-                raise
+            if mode == "wait":
+                # Before engines pause: a request that reaches one after its pause would never end.
+                await self._ended.wait_for(lambda: not self.calls())
+            self._clocks_stopped = True
+            self._halted = [each for each in replicas if each not in others]
+            pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
+            await self._on_reached(self._halted, pausing)
+            if mode == "abort":
+                await self._end_calls("paused")
+            if clear_cache:
+                await self._on_reached(others, lambda engine: engine.reset_prefix_cache())
+        except BaseException:
+            # Also those that have not answered, since a pause that fails may have reached its server.
+            for replica, error in await failures(self._halted, lambda engine: engine.resume_generation()):
+                if not isinstance(error, EngineStateError | EngineUnsupportedError):
+                    self.take_down(replica, str(error))  # it may still be paused
+            self._move("pausing", "open")
+            raise
+        self._move("pausing", "paused")
 
     async def _on_reached(self, replicas: Sequence[Replica], action: Action) -> None:
         """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
         failed = await failures(replicas, action)
         for replica, error in failed:
             if isinstance(error, EngineConnectionError):
-                self._told = [each for each in self._told if each is not replica]
+                self._halted = [each for each in self._halted if each is not replica]
                 self.take_down(replica, str(error))
         for _, error in failed:
             if not isinstance(error, EngineConnectionError):
@@ -422,13 +409,17 @@ class ReplicaPool:
 
     async def resume(self) -> None:
         """Resume the engines that were paused; one that does not resume is down, unless none is left."""
-        with self._moving("paused", "resuming", "open", "the client is not paused"):
-            failed = await failures(self._told, lambda engine: engine.resume_generation())
+        self._move("paused", "resuming", "the client is not paused")
+        try:
+            failed = await failures(self._halted, lambda engine: engine.resume_generation())
             if failed and not set(self.healthy()) - dict(failed).keys():
                 raise failed[0][1]
-            self._told = []
-            for replica, error in failed:
-                self.take_down(replica, str(error))
+        except BaseException:
+            self._move("resuming", "paused")
+            raise
+        for replica, error in failed:
+            self.take_down(replica, str(error))
+        self._move("resuming", "open")
 
     # --- weights ---
 
