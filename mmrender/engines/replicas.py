@@ -197,7 +197,7 @@ class ReplicaPool:
         self._pause_timeout = pause_timeout
         self._aborts = 0
         self._halted: list[Replica] = []
-        """Engines that were told to pause."""
+        """Engines that were asked to pause."""
         self._clocks_stopped = False
         self._resumed_at = 0.0
         self._lock = threading.Lock()
@@ -325,14 +325,14 @@ class ReplicaPool:
         running = set(self.calls())
         deadline = time.monotonic() + self._pause_timeout
         while not await self._ended.wait_for(lambda: running.isdisjoint(self.calls()), look):
-            told = [(each, each.calls & running) for each in self.targets if each.calls & running]
+            asked = [(each, each.calls & running) for each in self.targets if each.calls & running]
             if self.targets is not self.replicas:  # any engine may have what the router was asked
-                told = [(each, running) for each in self.healthy()]
+                asked = [(each, running) for each in self.healthy()]
             results = await asyncio.gather(
-                *[each.engine.abort_generation() for each, _ in told], return_exceptions=True
+                *[each.engine.abort_generation() for each, _ in asked], return_exceptions=True
             )
             late = running if time.monotonic() > deadline else set()
-            for (_, calls), result in zip(told, results, strict=True):
+            for (_, calls), result in zip(asked, results, strict=True):
                 if isinstance(result, EngineUnsupportedError):
                     late = late | calls
             for call in late:
