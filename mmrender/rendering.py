@@ -143,7 +143,7 @@ class Rendering:
 
         Args:
             layout: The text and its syntax.
-            messages: The messages whose media parts the placeholders stand for.
+            messages: The messages whose media parts fill the placeholders.
             fingerprints: That of each part's source, where the caller has taken them already.
             cuts: Rising character positions whose token index is wanted.
             after: Number of tokens that the text is appended to.

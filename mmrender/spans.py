@@ -47,7 +47,7 @@ Concatenated as text it is exactly what the model's own processor writes in plac
 
 
 def feature_count(expansion: Expansion) -> int:
-    """Return the number of tokens of an expansion that stand for features."""
+    """Return the number of feature tokens of an expansion."""
     return sum(piece.count for piece in expansion if isinstance(piece, Repeat) and piece.embeds)
 
 
@@ -292,7 +292,7 @@ def _check_embeds(span: MediaSpan, where: str) -> None:
         raise PlaceholderError(
             "a placeholder range is not as long as its item",
             where=f"{where}.{span.where}",
-            expected=f"{expected} tokens that stand for features",
+            expected=f"{expected} feature tokens",
             got=str(count),
             remedy="Renderer, sampler and trainer must process images with the same settings",
         )

@@ -25,7 +25,7 @@ def reference_processor(directory: Path, backend: ImageBackend) -> Any:
 
 
 def expansion_text(expansion: Expansion) -> str:
-    """Return the text that an expansion stands for."""
+    """Return the text of an expansion."""
     return "".join(
         piece.text if isinstance(piece, Text) else piece.token * piece.count for piece in expansion
     )

@@ -144,7 +144,7 @@ def id_variations(sample: TrainingSample, position: int) -> Iterator[Variation]:
                 ids[start:stop] = np.roll(ids[start:stop], by)
             yield Variation(
                 "ids",
-                f"the sampled tokens {which} are shifted: the sampler's stood {shift_text(by)}",
+                f"the sampled tokens {which} are shifted: the sampler's were {shift_text(by)}",
                 replace(sample, token_ids=ids),
             )
 

@@ -162,7 +162,7 @@ class Bridge:
                 raise NotBridged(
                     "the template counts media, and previous_multi_modal_data lacks those of the prompt"
                 )
-            # Not every count can be tried; what is tried is where that many media stand.
+            # Not every count can be tried: more than two media of a kind count as two.
             key = (*key, min(media.images, 2), min(media.videos, 2))
             proof = findings.get_or_find(key, Proof, lambda: prove(media))
         ended_alike = bool(completion) and completion[-1] == proof.stop_id

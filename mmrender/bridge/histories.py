@@ -92,7 +92,7 @@ _ANY_TURN = (
     Variation(looks_at="the number of earlier turns", earlier=_TURN * 30, combines=False),
     Variation(looks_at="the system prompt", system=(_SYSTEM,)),
     Variation(looks_at="a developer message", system=(_DEVELOPER,)),
-    Variation(looks_at="how many user messages stand together", earlier=(user(f"{WORD}V"),)),
+    Variation(looks_at="how many user messages follow each other", earlier=(user(f"{WORD}V"),)),
     Variation(looks_at="the role of the first message", opening=(assistant(f"{WORD}W"),)),
     Variation(looks_at="earlier tool calls", earlier=_TOOL_LOOP),
     Variation(looks_at="earlier reasoning", earlier=(user(f"{WORD}E"), _THOUGHT)),

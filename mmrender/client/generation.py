@@ -320,7 +320,7 @@ def _given_prompt(
         found = next((index for index, token in enumerate(ids) if token in tokens), None)
         if found is not None:
             raise PlaceholderError(
-                "the prompt holds media tokens, but no sidecar says what they stand for",
+                "the prompt holds media tokens, but comes without a sidecar",
                 where=f"prompt_ids[{found}]",
                 expected="multi_modal_data",
                 got=f"the token {ids[found]}",

@@ -500,7 +500,7 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
 
 @contextmanager
 def _stray_pads(model: Any, ids: Any, data: MultiModalData) -> Iterator[None]:
-    """Let pad tokens that stand for no image, which a model may sample, be ordinary tokens of a prompt.
+    """Let pad tokens without an image, which a model may sample, be ordinary tokens of a prompt.
 
     Transformers takes every pad token for an image's. So such a token is given to the model under another id,
     and the embedding that this looks up is replaced by the pad's own.

@@ -27,7 +27,7 @@ def check_request(
         request: The prompt, its sidecar, and what is known of the model's tokens. Without `media_token_ids`
             the first token of a range counts as the pad token.
         takes_videos: Whether the engine takes videos.
-        takes_sparse: Whether the engine keeps which tokens of a range stand for features, where not all do.
+        takes_sparse: Whether the engine keeps which tokens of a range hold features, where not all do.
 
     Raises:
         InputError: The prompt is empty, or holds something else than ids of the vocabulary.
@@ -46,7 +46,7 @@ def check_request(
             )
         if not takes_sparse and span.range.num_embeds != span.range.length:
             raise EngineUnsupportedError(
-                "the engine loses which tokens of this range stand for the image",
+                "the engine loses which tokens of this range hold features",
                 where=span.where,
                 expected="a range in which every token does",
                 got=f"{span.range.num_embeds} of {span.range.length}",

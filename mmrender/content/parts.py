@@ -237,7 +237,7 @@ def media_source(value: Any, where: str, modality: str) -> Any:
             becomes a tuple.
 
     Raises:
-        MessageError: The value is empty or can be no image or video.
+        MessageError: The value is empty or cannot be an image or video.
     """
     if is_pixels(value):
         return value

@@ -43,7 +43,7 @@ _RESERVED: Final = frozenset(
         "videos",
     }
 )
-"""Keywords of a rendering that are no template variables, or that a request sets by its own fields."""
+"""Keywords of a rendering that are not template variables, or that a request sets by its own fields."""
 
 _MEDIA: Final = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _REMOTE: Final = ("data:", "http://", "https://")

@@ -38,7 +38,7 @@ class Geometry:
 
     @property
     def num_tokens(self) -> int:
-        """Number of placeholder tokens that stand for features."""
+        """Number of feature tokens of the placeholder."""
         return feature_count(self.expansion)
 
 
@@ -59,7 +59,7 @@ class MediaProcessor(ABC):
         settings_digest: Digest of everything but the pixels that the tensors depend on, `image_backend`
             among it.
         placeholder: The text that the model's template writes for one image or video.
-        placeholder_tokens: Tokens that stand for media or are replaced by it; content must never become one
+        placeholder_tokens: Tokens of media, or replaced by it; content must never become one
             of them.
         depends_on_image_count: Whether an image's tensors depend on how many images the conversation has.
     """
@@ -151,7 +151,7 @@ class ProcessorFiles:
 
     @property
     def image_token_ids(self) -> list[int]:
-        """Ids of the tokens that stand for image features, where `config.json` names any."""
+        """Ids of the feature tokens of images, where `config.json` names any."""
         ids = (self.model.config.get(key) for key in ("image_token_id", "image_token_index"))
         return [index for index in ids if isinstance(index, int)]
 

@@ -152,7 +152,7 @@ async def listen(
 
 
 def _guarded(sock: socket.socket, ssl: SSLContext | None, host: str | None) -> socket.socket:
-    """Put TLS round a connected socket, towards a host, or on the receiver's side."""
+    """Wrap a connected socket in TLS, towards a host or on the receiver's side."""
     if ssl is None:
         return sock
     return ssl.wrap_socket(

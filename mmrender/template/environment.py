@@ -149,7 +149,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         try:
             code = self.compile(tree)
         except (SyntaxError, MemoryError, ValueError) as error:
-            # Python bounds the depth of blocks and of parentheses, and knows where `break` may stand.
+            # Python bounds the depth of blocks and of parentheses, and knows where `break` is allowed.
             message = error.msg if isinstance(error, SyntaxError) else f"nested too deep: {error}"
             raise jinja2.TemplateSyntaxError(message, 1) from error
         return self.template_class.from_code(self, code, self.make_globals(None))

@@ -1,7 +1,7 @@
 """Numbers, booleans, nulls and containers that remember where they came from.
 
 Tool-call arguments reach a template as parsed JSON; a template may print a number, test a boolean, walk a
-list or dump the whole object. These proxies behave as the values they stand for in every such use, and what
+list or dump the whole object. These proxies behave as their values in every such use, and what
 is printed from them is traced. `IDENTITY_TESTS` replaces the few Jinja tests that compare by identity.
 """
 

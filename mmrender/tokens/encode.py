@@ -156,7 +156,7 @@ class TokenWriter:
                 got=repr(match.token),
                 remedy='Escape it, or set content_special_tokens="text" to encode it as text',
             )
-        # Blanks and newlines in the vocabulary are no syntax: they encode as in any text.
+        # Blanks and newlines in the vocabulary are not syntax: they encode as in any text.
         return rule == "parse" or match.token.isspace()
 
     def write(

@@ -23,7 +23,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 SPLIT_FRAMES: Final = frozenset(
     {"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
 )
-"""Model types whose videos stand frame by frame, each after its time stamp."""
+"""Model types whose videos are written frame by frame, each after its time stamp."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class TensorList:
             stop, offsets = max(start, stop), self.offsets
             return TensorList(self.values[offsets[start] : offsets[stop]], self.lengths[start:stop])
         given: Any = index
-        if isinstance(given, Sequence) or bool(getattr(given, "ndim", 0)):  # arrays are no sequences
+        if isinstance(given, Sequence) or bool(getattr(given, "ndim", 0)):  # arrays are not sequences
             return self.select(given)
         (place,) = row_places([given], len(self))
         start = self.offsets[place]

@@ -99,7 +99,7 @@ def test_tiled_images_are_taken_where_the_engine_keeps_their_masks() -> None:
     with pytest.raises(EngineUnsupportedError) as caught:
         check_sidecar(np.array(made.ids), made.sidecar, takes_sparse=False)
     assert str(caught.value) == (
-        "mm_placeholders['image'][0]: the engine loses which tokens of this range stand for the image - expected a "
+        "mm_placeholders['image'][0]: the engine loses which tokens of this range hold features - expected a "
         "range in which every token does, got 8 of 12. Send the encoded image, or use another engine for this model"
     )
 

@@ -262,7 +262,7 @@ def test_media_tokens_without_a_sidecar_are_refused(renderer: Renderer) -> None:
     with pytest.raises(PlaceholderError) as caught:
         run(renderer, engine, prompt_ids=prompt.token_ids)
     assert str(caught.value) == (
-        f"prompt_ids[{found.offset}]: the prompt holds media tokens, but no sidecar says what they stand for - expected "
+        f"prompt_ids[{found.offset}]: the prompt holds media tokens, but comes without a sidecar - expected "
         f"multi_modal_data, got the token {pad}. Pass the sidecar; an empty MultiModalData() says that the model "
         "itself sampled them"
     )

@@ -161,7 +161,7 @@ class TransformersProcessor(MediaProcessor):
         pieces = written[start + len(_BEFORE) : stop].split(_BETWEEN)
         if start < 0 or stop < 0 or len(pieces) != copies:
             raise ProcessorError(
-                "the model's processor moves or drops the text round an image",
+                "the model's processor moves or drops the text around an image",
                 expected=f"{copies} image(s) between the marks of the probe",
                 got=repr(written[:200]),
             )
