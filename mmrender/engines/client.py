@@ -43,8 +43,8 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     Work that an engine aborts is asked again with its tokens so far, so that callers never see a pause, and
     work on a failing engine goes to another. Sessions are hashed to an engine; other work goes to the engine
-    with the fewest requests. It may be used from several event loops and threads at once. Pickled, it arrives
-    as a client of the same engines, not paused, without requests.
+    with the fewest requests. It may be used from several event loops and threads at once. Pickled without
+    a renderer, it arrives as a client of the same engines, not paused, without requests.
 
     Control calls go to all engines at once. `pause_generation` returns when no request of this client runs,
     batches included; one that an engine refuses pauses nothing.

@@ -80,11 +80,16 @@ class Condition:
 
 
 class Call:
-    """One request in flight, which any thread can end; made and awaited on one event loop."""
+    """One request in flight, which any thread can end; made and awaited on one event loop.
 
-    def __init__(self) -> None:
-        self.ending: Ending | None = None
+    `limit` is the seconds it may take, pauses not counted.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
+        self.begun = time.monotonic()
         self.clock: asyncio.TimerHandle | None = None
+        self.ending: Ending | None = None
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
 
@@ -104,7 +109,8 @@ class Call:
             if self.ending == "down":
                 raise EngineUnavailableError("the engine does not answer", where=name) from error
             if self.ending == "late":
-                raise EngineTimeoutError("the engine did not answer in time", where=name) from error
+                problem = f"the engine did not answer within {self.limit:g} s"
+                raise EngineTimeoutError(problem, where=name) from error
             return None
         finally:
             if self.clock is not None:
@@ -256,14 +262,13 @@ class ReplicaPool:
             if self.is_aborted(work):
                 return None
             replica = await self._choose(work, avoided)
-            call = Call()
+            call = Call(self._attempt_timeout)
             with self._lock:  # so that a pause knows exactly which requests are in flight
                 if self.state == "open" and not self.is_aborted(work):
                     replica.calls.add(call)
                     break
-        if self._attempt_timeout is not None:
-            self._watch(call, time.monotonic(), self._attempt_timeout)
         try:
+            self._watch(call)
             value = await call.run(ask(replica.engine), replica.name)
         except EngineError as error:
             avoided.add(replica)
@@ -278,22 +283,25 @@ class ReplicaPool:
         work.preferred = replica
         return value
 
-    def _watch(self, call: Call, begun: float, limit: float) -> None:
-        """End a request that takes more than `limit` seconds, counted from the end of the last pause."""
-        left = max(begun, self._resumed_at) + limit - time.monotonic()
+    def _watch(self, call: Call) -> None:
+        """End a request that takes longer than its limit, counted from the end of the last pause."""
+        if call.limit is None:
+            return
+        left = max(call.begun, self._resumed_at) + call.limit - time.monotonic()
         if self._clocks_stopped:
-            left = limit
+            left = call.limit
         if left <= 0:
             call.end("late")
         else:
-            call.clock = asyncio.get_running_loop().call_later(left, self._watch, call, begun, limit)
+            call.clock = asyncio.get_running_loop().call_later(left, self._watch, call)
 
     async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
         """Choose a replica by session, else one that knows the work, else by load."""
         up = [each for each in self.targets if each.down is None]
         if len(up) < len(self.targets):
             now = time.monotonic()
-            doubtful = [each for each in self.targets if each.down and (not up or now >= each.retry_at)]
+            down = [each for each in self.targets if each not in up]
+            doubtful = [each for each in down if not up or now >= each.retry_at]
             await asyncio.gather(*map(self.look_at, doubtful))
             up = [each for each in self.targets if each.down is None]
             if not up:
