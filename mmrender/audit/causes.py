@@ -1,6 +1,5 @@
 """Why sampler and trainer part: faults that a sample shows by itself, and variations that explain it."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from mmrender.audit.report import Cause, Comparison, Finding, Float32Array, described
 from mmrender.audit.variations import Variation, id_variations, image_variations, shift_text
 from mmrender.errors import MMRenderError, PlaceholderError
-from mmrender.spans import MediaItem, PlaceholderRange
+from mmrender.spans import MediaItem
 from mmrender.trajectory.sample import TrainingSample
 
 LogProbs: TypeAlias = Callable[[TrainingSample], Float32Array]
@@ -35,13 +34,6 @@ def inspect_sample(sample: TrainingSample) -> list[Finding]:
     return [*found, *_mask_faults(sample)]
 
 
-def _misses(ids: npt.NDArray[np.int32], found: PlaceholderRange, pad: int) -> int:
-    """Count feature tokens of a range that are not the pad token, or lie outside of the sequence."""
-    positions = found.offset + np.flatnonzero(found.is_embed)
-    inside = positions[(positions >= 0) & (positions < len(ids))]
-    return len(positions) - int((ids[inside] == pad).sum())
-
-
 def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
     """Yield ranges that cover other tokens than features, and feature tokens that no range covers."""
     spans, ids = sample.media_spans, sample.token_ids
@@ -53,15 +45,17 @@ def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
     covered = np.zeros(len(sample), np.bool_)
     for span in spans:
         covered[span.start : span.stop] = True
-        pad = pads[span.modality]
-        if misses := _misses(ids, span.range, pad):
-            shifts = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
-            shift = next((by for by in shifts if by and _misses(ids, span.range.shifted(by), pad) == 0), None)
+        pad, places = pads[span.modality], span.start + np.flatnonzero(span.range.is_embed)
+        misses = int((ids[places] != pad).sum())
+        if misses:
+            moves = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
+            inside = (by for by in moves if places[0] + by >= 0 and places[-1] + by < len(ids))
+            shift = next((by for by in inside if (ids[places + by] == pad).all()), None)
             moved = f"; the run that fits begins {shift_text(shift)}" if shift else ""
             yield Finding(
                 "ids",
                 f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",
-                f"{misses} of {span.range.num_embeds} tokens in [{span.start}, {span.stop}) are not {pad}",
+                f"{misses} of {len(places)} tokens in [{span.start}, {span.stop}) are not {pad}",
                 sample.sample_id,
                 span.position,
             )
@@ -77,9 +71,8 @@ def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
             )
         # Next to a range, a shifted range has been reported already.
         if len(sampled) or (len(stray) and not np.isin(stray, edges).any()):
-            evidence = (
-                f"token {pad} at {_some(sampled if len(sampled) else stray)} is in no placeholder range"
-            )
+            shown = _some(sampled if len(sampled) else stray)
+            evidence = f"token {pad} at {shown} is in no placeholder range"
             yield Finding("ids", statement, evidence, sample.sample_id)
 
 
@@ -88,19 +81,18 @@ def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
     if logprobs is None:
         return
     bad = np.flatnonzero(mask & ~((logprobs <= 0) & np.isfinite(logprobs)))
+    outside = np.flatnonzero(~mask & (logprobs != 0))
+    faults = []
     if len(bad):
         evidence = f"{logprobs[bad[0]]:g} at {_some(bad)}"
-        statement = "sampled tokens carry values that are not log-probabilities"
-        yield Finding("masks", statement, evidence, sample.sample_id)
-    outside = np.flatnonzero(~mask & (logprobs != 0))
+        faults.append(("sampled tokens carry values that are not log-probabilities", evidence))
     if len(outside):
         missing = int((mask & (logprobs == 0)).sum())
         evidence = f"{len(outside)} outside the loss mask, at {_some(outside)}; {missing} inside it have 0.0"
-        statement = "tokens that do not count as sampled carry log-probabilities"
-        yield Finding("masks", statement, evidence, sample.sample_id)
+        faults.append(("tokens that do not count as sampled carry log-probabilities", evidence))
     if len(mask) and mask[0]:
-        statement = "the first token counts as sampled, and nothing precedes it"
-        yield Finding("masks", statement, "position 0", sample.sample_id)
+        faults.append(("the first token counts as sampled, and nothing precedes it", "position 0"))
+    yield from (Finding("masks", statement, evidence, sample.sample_id) for statement, evidence in faults)
 
 
 def _some(positions: npt.NDArray[np.intp]) -> str:
@@ -131,22 +123,23 @@ def find_cause(
         own_positions: The same model with the rotary positions that it works out itself.
     """
     sample = compared.sample
-    position = int(compared.positions[departure])
-    # Images new to the departing token are suspected, else all that it saw, the nearest first.
-    seen = [span for span in reversed(sample.media_spans) if span.start < position]
     numbered = Variation("positions", "the sampler numbered its tokens as the model does", sample)
-    if finding := _tried(compared, departure, numbered, own_positions):
-        return finding
-    if finding := _restricted(compared, tolerance):
-        return finding
-    for variation in itertools.chain(
-        id_variations(sample, position),
-        *(image_variations(sample, span, others) for span in compared.suspects(departure) or seen),
-    ):
-        if finding := _tried(compared, departure, variation, logprobs):
-            return finding
     rounded = Variation("precision", "the sampler computed in bfloat16", sample)
-    return _tried(compared, departure, rounded, low_precision) or _unexplained(compared, departure, tolerance)
+
+    def found() -> Iterator[Finding | None]:
+        yield _tried(compared, departure, numbered, own_positions)
+        yield _restricted(compared, tolerance)
+        position = int(compared.positions[departure])
+        for variation in id_variations(sample, position):
+            yield _tried(compared, departure, variation, logprobs)
+        # Images new to the departing token are suspected, else all that it saw, the nearest first.
+        seen = [span for span in reversed(sample.media_spans) if span.start < position]
+        for span in compared.suspects(departure) or seen:
+            for variation in image_variations(sample, span, others):
+                yield _tried(compared, departure, variation, logprobs)
+        yield _tried(compared, departure, rounded, low_precision)
+
+    return next(filter(None, found()), None) or _unexplained(compared, departure, tolerance)
 
 
 def _restricted(compared: Comparison, tolerance: float) -> Finding | None:

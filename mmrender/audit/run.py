@@ -1,9 +1,9 @@
 """An audit: run what the trainer would see through its model, and compare with what the sampler reported."""
 
 import copy
-import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -120,21 +120,17 @@ def audit(
         explain: How many departing samples to explain.
         decode: Text of token ids, for the report.
     """
-    faults = {index: inspect_sample(sample) for index, sample in enumerate(samples)}
-    comparisons: list[Comparison] = []
-    unread: list[tuple[str, str]] = []
-    departing: list[tuple[Comparison, int]] = []
+    faults = {sample: inspect_sample(sample) for sample in samples}
+    comparisons, unread = [], []
     for index, sample in enumerate(samples):
         try:
             comparisons.append(Comparison.of(sample, trainer.logprobs(sample)))
         except MMRenderError as error:
             unread.append((sample.sample_id or f"samples[{index}]", str(error)))
-            continue
-        first = comparisons[-1].first_departure(tolerance)
-        if first is not None and not faults[index]:
-            departing.append((comparisons[-1], first))
-    departing.sort(key=lambda entry: -entry[0].largest)
+    found = tuple(finding for findings in faults.values() for finding in findings)
+    report = AuditReport(tuple(comparisons), found, tuple(unread), tolerance, decode)
     low_precision = cache(trainer.low_precision)  # a copy of the model, made only where it is asked for
+    departing = [entry for entry in report.departing if not faults[entry[0].sample]]
     causes = [
         find_cause(
             compared,
@@ -147,8 +143,7 @@ def audit(
         )
         for compared, first in departing[:explain]
     ]
-    findings = [*itertools.chain.from_iterable(faults.values()), *causes]
-    return AuditReport(tuple(comparisons), tuple(findings), tuple(unread), tolerance, decode)
+    return replace(report, findings=(*found, *causes))
 
 
 def _items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:
