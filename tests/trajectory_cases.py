@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mmrender.spans import MultiModalData, PlaceholderRange
-
-PAD = 9
+from tree_cases import PAD, calls
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class Step:
     reward: float = 0.0
 
 
-def sidecar(*entries: tuple[str, int, int], spans: Any = None) -> MultiModalData:
+def sidecar(*entries: tuple[str, int, int]) -> MultiModalData:
     """A sidecar of `(name, offset, length)` entries."""
     return MultiModalData.of(
-        (PlaceholderRange(offset, length, spans), Picture(name)) for name, offset, length in entries
+        (PlaceholderRange(offset, length), Picture(name)) for name, offset, length in entries
     )
 
 
@@ -93,66 +92,19 @@ def as_mapping(node: Any) -> Any:
     return [as_mapping(entry) for entry in node] if isinstance(node, list) else node
 
 
-Segment = int | tuple[str, int]
-"""A run of a conversation: a text token, or an image by name and number of placeholder tokens."""
-
-
-def rendered(segments: list[Segment]) -> tuple[list[int], MultiModalData]:
-    """Token ids and sidecar of a conversation."""
-    ids: list[int] = []
-    entries = []
-    for segment in segments:
-        if isinstance(segment, int):
-            ids.append(segment)
-        else:
-            name, length = segment
-            spans = ((0, length),) if length % 2 else None
-            entries.append((PlaceholderRange(len(ids), length, spans), Picture(name)))
-            ids.extend([PAD] * length)
-    return ids, MultiModalData.of(entries)
-
-
-_segments = st.lists(
-    st.one_of(st.integers(10, 14), st.tuples(st.sampled_from("ABCD"), st.integers(1, 3))), max_size=6
-)
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[tuple[list[Segment], list[int], int | None]]:
-    """A tree of conversations: `(segments, completion, parent)` per step, every kind of turn among them."""
-    found: list[tuple[list[Segment], list[int], int | None]] = []
-    for index in range(draw(st.integers(0, 7))):
-        kind = draw(st.sampled_from(["extend", "branch", "drop", "reorder", "repeat", "root"]))
-        parent = None if index == 0 or kind == "root" else index - 1
-        if parent is not None and kind == "branch":
-            parent = draw(st.integers(0, index - 1))
-        segments: list[Segment] = [] if parent is None else [*found[parent][0], *found[parent][1]]
-        if kind == "drop":
-            segments = [segment for segment in segments if draw(st.booleans())]
-        elif kind == "reorder":
-            segments = draw(st.permutations(segments))
-        elif kind == "repeat":
-            segments = [*segments, *(segment for segment in segments if not isinstance(segment, int))]
-        added = draw(_segments)
-        completion = draw(st.lists(st.integers(20, 23), max_size=4))
-        found.append(([*segments, *added], completion, parent))
-    return found
-
-
 @st.composite
 def trajectories(draw: st.DrawFn) -> list[Any]:
     """A trajectory whose steps are mappings or objects, with one, two or no token blocks."""
-    tree = draw(conversations())
+    tree = draw(calls())
     named = draw(st.booleans())
     plain = draw(st.booleans())
     ids_as = draw(st.sampled_from([list, tuple, np.array]))
     steps = []
-    for segments, completion, parent in tree:
-        prompt, mm = rendered(segments)
-        mm_form: Any = mapping_sidecar(mm) if plain else mm
+    for call in tree:
+        mm_form: Any = mapping_sidecar(call.sidecar) if plain else call.sidecar
         block = {
-            "prompt_ids": np.array(prompt, np.int64) if ids_as is np.array else ids_as(prompt),
-            "completion_ids": list(completion),
+            "prompt_ids": ids_as(call.prompt),
+            "completion_ids": call.completion,
             "multi_modal_data": draw(st.sampled_from([mm_form, mm_form, None])),
         }
         second = None
@@ -168,6 +120,6 @@ def trajectories(draw: st.DrawFn) -> list[Any]:
             "reward": 1.0,
         }
         if named:
-            entry["parent"] = parent
+            entry["parent"] = call.parent
         steps.append(entry)
     return steps

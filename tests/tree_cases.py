@@ -45,11 +45,22 @@ def rendered(segments: list[Any]) -> tuple[list[int], MultiModalData]:
     return ids, MultiModalData.of(entries)
 
 
+A, B = patch_item(seed=1), patch_item(seed=2)
+
+
+def sidecar(*entries: tuple[int, MediaItem], length: int = 6) -> MultiModalData:
+    """A sidecar of items of one length, each with its offset."""
+    return MultiModalData.of((PlaceholderRange(offset, length), item) for offset, item in entries)
+
+
 class Call:
     """One call of the model as a caller has it: everything whole."""
 
-    def __init__(self, segments: list[Segment], completion: list[int], number: int) -> None:
+    def __init__(
+        self, segments: list[Segment], completion: list[int], number: int, parent: int | None = None
+    ) -> None:
         self.segments = segments
+        self.parent = parent
         self.completion = completion
         self.prompt, self.sidecar = rendered(segments)
         self.logprobs = [-0.5 - 0.25 * (number + index) for index in range(len(completion))]
@@ -88,11 +99,24 @@ def calls(draw: st.DrawFn) -> list[Call]:
     """Calls of one rollout: next turns, retries, branches, histories that lose or reorder turns, failures."""
     found: list[Call] = []
     for index in range(draw(st.integers(0, 7))):
-        kinds = ["extend", "branch", "retry", "resume", "drop", "swap image", "repeat", "root", "failed"]
+        kinds = [
+            "extend",
+            "branch",
+            "retry",
+            "resume",
+            "drop",
+            "reorder",
+            "swap image",
+            "repeat",
+            "root",
+            "failed",
+        ]
         kind = draw(st.sampled_from(kinds))
-        before = found[draw(st.integers(0, index - 1)) if kind == "branch" else -1] if found else None
+        before, parent = None, None
         segments: list[Segment] = []
-        if before is not None and kind != "root":
+        if found and kind != "root":
+            parent = draw(st.integers(0, index - 1)) if kind == "branch" else index - 1
+            before = found[parent]
             segments = [*before.segments, *before.completion]
         if kind == "retry" and before is not None:
             segments = list(before.segments)
@@ -100,6 +124,8 @@ def calls(draw: st.DrawFn) -> list[Call]:
             segments = [*before.segments, *before.completion[: draw(st.integers(0, 2))]]
         elif kind == "drop":
             segments = [segment for segment in segments if draw(st.booleans())]
+        elif kind == "reorder":
+            segments = draw(st.permutations(segments))
         elif kind == "swap image":
             segments = [s if isinstance(s, int) else (draw(st.sampled_from("ABCD")), s[1]) for s in segments]
         elif kind == "repeat":
@@ -107,7 +133,7 @@ def calls(draw: st.DrawFn) -> list[Call]:
         if kind not in ("retry", "resume"):
             segments = [*segments, *draw(_segments)]
         completion = [] if kind == "failed" else draw(st.lists(st.integers(20, 22), max_size=3))
-        call = Call(segments, completion, index)
+        call = Call(segments, completion, index, parent)
         if draw(st.booleans()):
             call.experts = call.experts_for(draw(st.integers(0, max(0, len(call.prompt) - 1))))
         found.append(call)

@@ -8,7 +8,8 @@ from mmrender.spans import MultiModalData
 from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
 from mmrender.trajectory.prefix import same_value
 from mmrender.trajectory.sidecars import sidecar_of
-from trajectory_cases import PAD, as_mapping, conversations, rendered, step, trajectories
+from trajectory_cases import as_mapping, step, trajectories
+from tree_cases import calls
 
 
 @given(trajectories())
@@ -22,18 +23,19 @@ def test_stripping_changes_nothing_but_sidecars_and_not_its_input(trajectory):
         assert same_value(_without_sidecars(old), _without_sidecars(new))
 
 
-@given(conversations())
+def steps_of(rollout):
+    return [
+        step(call.prompt, call.completion, call.sidecar or None, parent=call.parent, original=call.sidecar)
+        for call in rollout
+    ]
+
+
+@given(calls())
 @settings(max_examples=120)
-def test_stripping_loses_no_step_its_images(tree):
-    steps = []
-    for segments, completion, parent in tree:
-        prompt, mm = rendered(segments)
-        steps.append(step(prompt, completion, mm, parent=parent, original=mm))
-    stripped = strip_intermediate_mm_data(steps)
-    for index, (segments, _, _) in enumerate(tree):
-        prompt, mm = rendered(segments)
-        assert _recovered(stripped, index, mm), "a step lost its sidecar, and no continuation holds it"
-        assert prompt.count(PAD) == sum(r.length for ranges in mm.mm_placeholders.values() for r in ranges)
+def test_stripping_loses_no_step_its_images(rollout):
+    stripped = strip_intermediate_mm_data(steps_of(rollout))
+    for index, call in enumerate(rollout):
+        assert not call.sidecar or _recovered(stripped, index, call.sidecar), "a step lost its images"
 
 
 def _recovered(steps: list, index: int, mm: MultiModalData) -> bool:
@@ -67,12 +69,9 @@ def _without_sidecars(node):
     return node
 
 
-@given(conversations())
+@given(calls())
 @settings(max_examples=120)
-def test_restoring_undoes_stripping(tree):
-    steps = []
-    for segments, completion, parent in tree:
-        prompt, mm = rendered(segments)
-        steps.append(step(prompt, completion, mm if mm else None, parent=parent))
+def test_restoring_undoes_stripping(rollout):
+    steps = steps_of(rollout)
     restored = restore_intermediate_mm_data(strip_intermediate_mm_data(steps))
     assert same_value(as_mapping(restored), as_mapping(steps))

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 
 import mmcodecs
-from item_cases import patch_item, same_tensors
+from item_cases import same_tensors
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import (
     RoutedExperts,
     Trajectory,
@@ -19,10 +18,9 @@ from mmrender.trajectory import (
     save_trajectories,
 )
 from mmrender.trajectory.files import write_jsonl
-from tree_cases import assert_same
+from tree_cases import A, assert_same, sidecar
 
-A = patch_item(seed=1)
-SHOWS_A = MultiModalData.of([(PlaceholderRange(1, 6), A)])
+SHOWS_A = sidecar((1, A))
 PROMPT = [1, *[9] * 6, 2]
 
 

@@ -14,16 +14,10 @@ from mmrender.messages import ImagePart, Message, TextPart
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.step import step_sample
+from tree_cases import A, B, assert_same, sidecar
 
-A, B = patch_item(seed=1), patch_item(seed=2)
 PAD = [9] * 6
 PROMPT = [1, 2, *PAD, 3]
-
-
-def sidecar(*entries, length=6):
-    return MultiModalData.of((PlaceholderRange(offset, length), item) for offset, item in entries)
-
-
 SHOWS_A = sidecar((2, A))
 
 
@@ -34,10 +28,6 @@ def rollout():
     shows_both = sidecar((2, A), (12, B))
     trajectory.append([*PROMPT, 20, 21, 4, *PAD], [22], logprobs=[-3], multi_modal_data=shows_both)
     return trajectory
-
-
-def parents(trajectory):
-    return [(step.parent.index if step.parent else None, step.keep) for step in trajectory.steps]
 
 
 def test_a_thousand_turns_cost_what_they_add():
@@ -134,35 +124,24 @@ def test_samples_hold_rewards_and_versions():
     assert (alone.loss_mask.nonzero()[0].tolist(), alone.sample_id) == ([20, 21], "t/step-2")
 
 
-def test_the_reward_of_a_step_that_sampled_nothing_stands_on_what_was_sampled_before():
+def test_rewards_of_steps_that_sampled_nothing_or_are_held_in_part():
     trajectory = rollout()
-    second = trajectory.steps[1]
-    third = trajectory.append(
-        [*second.token_ids.tolist(), 5], [], logprobs=[], multi_modal_data=second.multi_modal_data, reward=2
-    )
+    first, second = trajectory.steps
+    ids, shown = [*second.token_ids.tolist(), 5], second.multi_modal_data
+    third = trajectory.append(ids, [], logprobs=[], multi_modal_data=shown, reward=2)
     second.reward = 0.5
     (sample,) = trajectory.samples()
-    assert sample.rewards.nonzero()[0].tolist() == [18]
-    assert sample.rewards[18] == 2.5
+    assert {place: sample.rewards[place] for place in sample.rewards.nonzero()[0]} == {18: 2.5}
     assert step_sample(third).rewards.tolist() == sample.rewards.tolist()
-
-
-def test_where_nothing_was_sampled_a_reward_stands_at_the_end_of_the_prompt():
-    trajectory = Trajectory()
-    trajectory.append([1, 2], [], logprobs=[], reward=-1)
-    trajectory.append([1, 2, 3], [4], logprobs=[-1], reward=1)
-    (sample,) = trajectory.samples()
-    assert sample.rewards.tolist() == [0, -1, 0, 1]
-
-
-def test_a_step_cut_in_its_completion_keeps_the_rewards_of_the_tokens_it_keeps():
-    trajectory = rollout()
     trajectory.append([*PROMPT, 20], [25], logprobs=[-5], multi_modal_data=SHOWS_A, reward=1)
-    first = trajectory.steps[0]
     for reward, kept in ((7, 0), ([0.5, 0.25], 0.5)):
         first.reward = reward
         assert trajectory.branches()[1].sample().rewards[9:].tolist() == [kept, 1]
-        assert trajectory.branches()[0].sample().rewards.sum() == np.sum(reward)
+        assert trajectory.branches()[0].sample().rewards.sum() == np.sum(reward) + 2.5
+    unsampled = Trajectory()
+    unsampled.append([1, 2], [], logprobs=[], reward=-1)
+    unsampled.append([1, 2, 3], [4], logprobs=[-1], reward=1)
+    assert unsampled.samples()[0].rewards.tolist() == [0, -1, 0, 1]
 
 
 def test_logprobs_are_required_unless_waived():
@@ -183,7 +162,7 @@ def test_pickles_hold_arrays_out_of_band():
     data = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)
     assert sum(len(buffer.raw()) for buffer in buffers) >= A.nbytes + B.nbytes
     assert len(data) < 6000
-    assert_same_tree(trajectory, pickle.loads(data, buffers=buffers))
+    assert_same(trajectory, pickle.loads(data, buffers=buffers))
 
 
 def test_routed_experts_are_stored_once_and_put_together():
@@ -206,22 +185,14 @@ def test_long_trajectories_can_be_pickled_copied_and_printed():
     step = trajectory.steps[1]
     for _ in range(600):
         ids = step.token_ids.tolist()[:20]
-        step = trajectory.append(ids, [5], parent=step, multi_modal_data=sidecar((2, A), (12, B)))
+        shown = sidecar((2, A), (12, B))
+        step = trajectory.append(ids, [5], logprobs=[-1], parent=step, multi_modal_data=shown)
     for same in (pickle.loads(pickle.dumps(trajectory)), copy.deepcopy(trajectory)):
-        assert_same_tree(trajectory, same)
+        assert_same(trajectory, same)
         assert same.append(PROMPT, [7], multi_modal_data=SHOWS_A).parent is same.steps[0]
     assert repr(step) == "Step(601: 20 tokens of step 600; 0 of the prompt, 1 sampled, 0 media)"
     assert repr(trajectory.steps[0]) == "Step(0: a root; 9 of the prompt, 2 sampled, 1 media)"
     assert repr(trajectory) == "Trajectory('t', 602 steps, 2 media items)"
-
-
-def assert_same_tree(first, second):
-    assert parents(first) == parents(second)
-    for old, new in zip(first.steps, second.steps, strict=True):
-        assert old.own_ids.tolist() == new.own_ids.tolist()
-        assert old.new_items == new.new_items
-    assert first.items == second.items
-    assert [item.frames.tobytes() for item in first.items] == [item.frames.tobytes() for item in second.items]
 
 
 def call(trajectory, prompt=(1,), completion=(2,), **fields):

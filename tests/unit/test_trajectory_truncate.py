@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 
-from item_cases import patch_item
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData, PlaceholderRange, mm_token_type_ids
+from mmrender.spans import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan
 from mmrender.trajectory.truncate import truncate, whole_media_length
+from tree_cases import A, B, sidecar
 
-A, B = patch_item(seed=1), patch_item(seed=2)
-SIDECAR = MultiModalData.of([(PlaceholderRange(2, 6), A), (PlaceholderRange(10, 6), B)])
+SIDECAR = sidecar((2, A), (10, B))
 IDS = [1, 2, *[9] * 6, 3, 4, *[9] * 6, 5, 6]
 
 

@@ -8,21 +8,14 @@ import pytest
 from PIL import Image
 
 import mmcodecs
-from item_cases import patch_item
 from mmrender.errors import InputError, PlaceholderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
-from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.wire import StepRow, Table, TrajectoryRow
-from tree_cases import assert_same
+from tree_cases import A, B, assert_same, sidecar
 
-A, B = patch_item(seed=1), patch_item(seed=2)
 PAD = [9] * 6
-
-
-def sidecar(*entries):
-    return MultiModalData.of((PlaceholderRange(offset, 6), item) for offset, item in entries)
 
 
 def rollout(name="t"):
