@@ -32,17 +32,23 @@ def family_of(model_type: str, **vision: Any) -> ModelFamily:
     )
 
 
-PROCESSOR = PatchProcessor(
-    name="Qwen2VLImageProcessor",
-    image_backend="pil",
-    image_token="<|image_pad|>",
-    video_token="<|video_pad|>",
-    layout=PatchLayout(4, 2, 2),
-    arithmetic=HALF,
-    min_pixels=4 * 8**2,
-    max_pixels=16 * 8**2,
-    counts_frames=False,
-)
+def patch_processor(patch: int, most_tokens: int) -> PatchProcessor:
+    """The Qwen2-VL kind, images of 4 to `most_tokens` tokens."""
+    pixels = (2 * patch) ** 2
+    return PatchProcessor(
+        name="Qwen2VLImageProcessor",
+        image_backend="pil",
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        layout=PatchLayout(patch, 2, 2),
+        arithmetic=HALF,
+        min_pixels=4 * pixels,
+        max_pixels=most_tokens * pixels,
+        counts_frames=False,
+    )
+
+
+PROCESSOR = patch_processor(4, 16)
 
 
 def patch_item(height: int, width: int, seed: int = 0) -> MediaItem:
@@ -106,6 +112,7 @@ def kinds() -> dict[str, Kind]:
 
 
 def item_tokens(item: MediaItem) -> tuple[list[int], PlaceholderRange]:
+    """What stands for an item in a prompt, and the range of it if it stood at the start."""
     ids: list[int] = []
     spans = []
     for piece in item.expansion:
