@@ -180,38 +180,31 @@ class TrainingBatch:
     def rows(self, start: int, stop: int) -> TrainingBatch:
         """Return the rows `[start, stop)` as views."""
         taken = slice(start, stop)
-        fields = {name: rows[taken] for name, rows in self.fields.items()}
-        views = self._map(lambda t, dim: t[taken] if dim == 0 else t[:, taken])
-        return replace(self, segments=self.segments[taken], fields=fields, **views)
+        views = self._map(lambda t, dim: t[taken] if dim == 0 else t[:, taken], lambda rows: rows[taken])
+        return replace(views, segments=self.segments[taken])
 
     def select(self, indices: Sequence[int]) -> TrainingBatch:
         """Return the rows of these indices, in their order; a copy. Raises as `TensorList.select`."""
         places = row_places(indices, len(self))
         gather = torch.tensor(places, dtype=torch.int64, device=self.input_ids.device)
-        segments = tuple(self.segments[place] for place in places)
-        fields = {name: rows[places] for name, rows in self.fields.items()}
-        copies = self._map(lambda t, dim: t.index_select(dim, gather))
-        return replace(self, segments=segments, fields=fields, **copies)
+        copies = self._map(lambda t, dim: t.index_select(dim, gather), lambda rows: rows[places])
+        return replace(copies, segments=tuple(self.segments[place] for place in places))
 
     def with_padding_rows(self, count: int) -> TrainingBatch:
         """Return the batch with that many padding rows after its own."""
         if count <= 0:
             return self
         grown = self._padded(rows=count)
-        grown["attention_mask"][-count:, 0 if self.padding_side == "right" else -1] = True
-        fields = {
-            name: TensorList(rows.values, rows.lengths + (0,) * count) for name, rows in self.fields.items()
-        }
-        return replace(self, segments=self.segments + ((),) * count, fields=fields, **grown)
+        grown.attention_mask[-count:, 0 if self.padding_side == "right" else -1] = True
+        return replace(grown, segments=self.segments + ((),) * count)
 
     def widened(self, width: int) -> TrainingBatch:
         """Return the rows filled up to `width` tokens."""
         extra = width - self.width
         if extra <= 0:
             return self
-        right = self.padding_side == "right"
-        grown = self._padded(columns=(0, extra) if right else (extra, 0))
-        return replace(self, segments=_shifted(self.segments, 0 if right else extra), **grown)
+        left = 0 if self.padding_side == "right" else extra
+        return replace(self._padded(columns=extra, left=left), segments=_shifted(self.segments, left))
 
     def trim(self, multiple: int = 1) -> TrainingBatch:
         """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`."""
@@ -221,7 +214,7 @@ class TrainingBatch:
         width = min(self.width, -(-used // multiple) * multiple)
         cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
         views = self._map(lambda t, dim: t[:, cut] if dim == 0 else t[:, :, cut])
-        return replace(self, segments=_shifted(self.segments, -cut.start), **views)
+        return replace(views, segments=_shifted(self.segments, -cut.start))
 
     def chunk(self, parts: int) -> list[TrainingBatch]:
         """Cut into batches of equally many rows, one for each rank; padding rows fill up the last."""
@@ -289,18 +282,16 @@ class TrainingBatch:
 
     def to(self, device: Any = None, dtype: Any = None, *, non_blocking: bool = False) -> TrainingBatch:
         """Return the batch on a device, with pixels in a dtype. What is aligned to tokens keeps its dtype."""
-        fields = {
-            name: rows.to(device, dtype, non_blocking=non_blocking) for name, rows in self.fields.items()
-        }
         # Not `or`: a device may be given by number, and the first one is 0.
         target = self.input_ids.device if device is None else device
-        moved = self._map(lambda t, _: t.to(device=target, non_blocking=non_blocking))
-        return replace(self, fields=fields, **moved)
+        return self._map(
+            lambda t, _: t.to(device=target, non_blocking=non_blocking),
+            lambda rows: rows.to(device, dtype, non_blocking=non_blocking),
+        )
 
     def pin_memory(self) -> TrainingBatch:
         """Return the batch in page-locked memory, as a data loader of torch asks for."""
-        fields = {name: rows.pin_memory() for name, rows in self.fields.items()}
-        return replace(self, fields=fields, **self._map(lambda t, _: t.pin_memory()))
+        return self._map(lambda t, _: t.pin_memory(), TensorList.pin_memory)
 
     def _check_aligned(self, values: Any) -> None:
         expected = [len(self), self.width]
@@ -315,26 +306,30 @@ class TrainingBatch:
                 yield name, getattr(self, name), 0
         yield "positions", self.positions, 1
 
-    def _map(self, change: Callable[[Any, int], Any]) -> dict[str, Any]:
-        """Change each tensor, given with the dimension of its rows."""
-        return {name: change(tensor, dim) for name, tensor, dim in self._tensors()}
+    def _map(
+        self, change: Callable[[Any, int], Any], rows: Callable[[TensorList], TensorList] | None = None
+    ) -> TrainingBatch:
+        """Change each tensor, given with the dimension of its rows, and with `rows` the images."""
+        fields = self.fields if rows is None else {name: rows(held) for name, held in self.fields.items()}
+        tensors = {name: change(tensor, dim) for name, tensor, dim in self._tensors()}
+        return replace(self, fields=fields, **tensors)
 
-    def _padded(self, *, columns: tuple[int, int] = (0, 0), rows: int = 0) -> dict[str, Any]:
-        """Return the tensors with padding columns on either side and padding rows at the end."""
-        fills = {**PER_TOKEN, "input_ids": self.pad_token_id, "positions": 0}
-        grown = {
-            name: torch.nn.functional.pad(tensor, (*columns, 0, rows), value=fills[name])
-            for name, tensor, _ in self._tensors()
-            if name in fills
+    def _padded(self, *, rows: int = 0, columns: int = 0, left: int = 0) -> TrainingBatch:
+        """Return tensors with padding rows at the end, and padding columns, `left` of them on the left."""
+        fills: dict[str, Any] = {**PER_TOKEN, "input_ids": self.pad_token_id, "positions": 0}
+        grown = {}
+        for name, tensor, dim in self._tensors():
+            shape = [*tensor.shape]
+            shape[dim : dim + 2] = len(self) + rows, self.width + columns
+            grown[name] = tensor.new_empty(shape)
+            grown[name][:] = (
+                torch.arange(shape[-1], device=tensor.device) if name == "routed_experts" else fills[name]
+            )
+            grown[name].narrow(dim, 0, len(self)).narrow(dim + 1, left, self.width).copy_(tensor)
+        fields = {
+            name: TensorList(held.values, held.lengths + (0,) * rows) for name, held in self.fields.items()
         }
-        experts = self.routed_experts
-        if experts is not None:
-            choices = torch.arange(experts.shape[3], device=experts.device).to(experts.dtype)
-            shape = (len(self) + rows, self.width + sum(columns), *experts.shape[2:])
-            grown["routed_experts"] = choices.expand(shape).clone()
-            left = columns[0]
-            grown["routed_experts"][: len(self), left : left + self.width] = experts
-        return grown
+        return replace(self, fields=fields, **grown)
 
     def _used(self, row: int) -> int:
         """Columns that a row needs."""
