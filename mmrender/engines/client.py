@@ -291,7 +291,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         await gather_all([each.engine.init_weight_update_communicator(info) for each, info in each_own])
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Let all engines receive weights at once; all must be there, or the transfer would hang."""
+        """Let all engines receive weights at once; all must be up, or the transfer would hang."""
         replicas = await self._pool.all_present()
         version = request.get("weight_version")
         for error in await self._pool.update(

@@ -48,6 +48,9 @@ _ARGUMENTS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+_TOOLS = ("zoom", "search", "run_code")
+
+
 @dataclass
 class ConversationMaker:
     """Makes conversations that a template takes.
@@ -113,35 +116,26 @@ class ConversationMaker:
     def _call(self, source: random.Random) -> dict[str, Any]:
         self._call_ids += 1
         names = source.sample(["query", "x", "box", "naïve name"], source.randint(0, 3))
-        function = {"name": source.choice(["zoom", "search", "run_code"])}
-        arguments = {name: source.choice(_ARGUMENTS) for name in names}
-        call_id = f"call{self._call_ids % 100000:05d}"
-        return {"id": call_id, "type": "function", "function": {**function, "arguments": arguments}}
+        tool = source.choice(_TOOLS)
+        function = {"name": tool, "arguments": {name: source.choice(_ARGUMENTS) for name in names}}
+        return {"id": f"call{self._call_ids % 100000:05d}", "type": "function", "function": function}
 
     def _tool(self, source: random.Random) -> dict[str, Any]:
-        properties = {
-            name: {"type": source.choice(["string", "number", "object"])} for name in ("query", "x")
-        }
-        parameters = {"type": "object", "properties": properties, "required": ["query"]}
-        name = source.choice(["zoom", "search", "run_code"])
-        return {
-            "type": "function",
-            "function": {"name": name, "description": self._text(source), "parameters": parameters},
-        }
+        types = {name: {"type": source.choice(["string", "number", "object"])} for name in ("query", "x")}
+        parameters = {"type": "object", "properties": types, "required": ["query"]}
+        function = {"name": source.choice(_TOOLS), "description": self._text(source)}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
     def _content(self, source: random.Random, role: str) -> str | list[dict[str, Any]]:
         with_images = bool(self.images) and role in self.profile.image_roles and source.random() < 0.3
-        if not with_images and (
-            source.random() < 0.6 or self.profile.form.content == "text" or role == "tool"
-        ):
+        text_only = self.profile.form.content == "text" or role == "tool"
+        if not with_images and (source.random() < 0.6 or text_only):
             return self._text(source)
-        parts: list[dict[str, Any]] = [
-            {"type": "text", "text": self._text(source)} for _ in range(source.randint(1, 2))
-        ]
-        if with_images:
-            for _ in range(source.choice([1, 1, 1, 2])):
-                picture = {"type": "image", "image": source.choice(list(self.images))}
-                parts.insert(source.randint(0, len(parts)), picture)
+        texts = [self._text(source) for _ in range(source.randint(1, 2))]
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
+        for _ in range(source.choice([1, 1, 1, 2]) if with_images else 0):
+            picture = {"type": "image", "image": source.choice(list(self.images))}
+            parts.insert(source.randint(0, len(parts)), picture)
         return parts
 
     def _text(self, source: random.Random) -> str:

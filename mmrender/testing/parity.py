@@ -67,13 +67,8 @@ def check_parity(
 ) -> ParityReport:
     """Compare text, ids, tensors and placeholder ranges on generated conversations; stop at a difference.
 
-    Args:
-        directory: A model directory.
-        image_backend: Which exact mode to compare with the reference's back end of the same name.
-        cases: Number of conversations.
-        seed: Of the generator.
-        pictures: Photographs to use beside generated ones.
-        progress: Called after each case.
+    `image_backend` is compared with the reference's back end of the same name. `pictures` are used beside
+    generated ones, and `progress` is called after each of the `cases`.
     """
     # First, since it makes torchvision importable where it can, and our adapter may run on it.
     reference = ReferenceRenderer(directory, image_backend)

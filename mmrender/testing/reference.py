@@ -84,15 +84,7 @@ class ReferenceRendering:
 
 
 class ReferenceRenderer:
-    """Renders with Transformers.
-
-    Args:
-        directory: A model directory.
-        backend: Back end of the image processor.
-
-    Attributes:
-        processor_missing: Why images cannot be processed here, or None.
-    """
+    """Renders with Transformers; `processor_missing` says why images cannot be processed here, or is None."""
 
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
         if has_reference_backend("torch"):

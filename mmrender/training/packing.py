@@ -40,7 +40,7 @@ def first_fit_decreasing(
         lengths: Tokens of each sample.
         capacity: Tokens of a bin.
         keys: For each sample what all samples of its bin must share, such as the kinds of its image tensors;
-            None joins any.
+            None lets any share a bin.
 
     Returns:
         Indices by bin, rising within a bin. Every index is in one bin.
