@@ -30,7 +30,7 @@ def aligned_empty(nbytes: int) -> Bytes:
 
 
 class BufferPool:
-    """Buffers of any size, aligned to 64 bytes, given back when their last view is gone. Safe to use from threads.
+    """Buffers of any size, aligned to 64 bytes, given back when their last view is gone. Thread-safe.
 
     Args:
         max_idle_bytes: Memory kept for later while nobody uses it; beyond that, the smallest buffers are
