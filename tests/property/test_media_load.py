@@ -117,6 +117,20 @@ def test_arbitrary_arrays(array: np.ndarray[Any, Any]) -> None:
     loads_or_names_the_error(array)
 
 
+class Unseekable(io.RawIOBase):
+    """A stream that gives ten bytes at a time."""
+
+    def __init__(self, data: bytes) -> None:
+        self.rest = data
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        part, self.rest = self.rest[: min(size, 10)], self.rest[min(size, 10) :]
+        return part
+
+
 @settings(max_examples=60)
 @given(rgb_arrays)
 def test_the_form_of_a_source_does_not_matter(array: np.ndarray[Any, Any]) -> None:
@@ -126,9 +140,24 @@ def test_the_form_of_a_source_does_not_matter(array: np.ndarray[Any, Any]) -> No
     text = base64.b64encode(data).decode()
     for source in (
         array,
+        array[:, ::-1].copy()[:, ::-1],
         Image.fromarray(array),
+        Image.open(io.BytesIO(data)),
         data,
+        bytearray(data),
+        memoryview(b"x".join(bytes([byte]) for byte in data))[::2],
+        io.BytesIO(data),
+        Unseekable(data),
         text,
+        base64.encodebytes(data).decode(),
         f"data:image/png;base64,{text}",
+        f"DATA:;BASE64,{base64.encodebytes(data).decode()}",
+        "data:image/png;base64," + text.replace("+", "%2B").replace("=", "%3D"),
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in data),
     ):
-        np.testing.assert_array_equal(load_image(source, POLICY).array, array)
+        loaded = load_image(source, POLICY)
+        np.testing.assert_array_equal(loaded.array, array)
+        np.testing.assert_array_equal(np.asarray(loaded.image), array)
+        assert loaded.array.flags.c_contiguous
+        assert not loaded.array.flags.writeable
+        assert loaded.image.mode == "RGB"

@@ -59,39 +59,6 @@ def png_file(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------ sources
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        PNG,
-        bytearray(PNG),
-        memoryview(PNG),
-        memoryview(b"x".join(bytes([byte]) for byte in PNG))[::2],
-        f"data:image/png;base64,{BASE64}",
-        f"DATA:;BASE64,{BASE64}",
-        f"data:image/png;base64,{base64.encodebytes(PNG).decode()}",
-        "data:image/png;base64," + BASE64.replace("+", "%2B").replace("=", "%3D"),
-        "data:image/png," + "".join(f"%{byte:02x}" for byte in PNG),
-        BASE64,
-        base64.encodebytes(PNG).decode(),
-        io.BytesIO(PNG),
-        Unseekable(PNG),
-        Image.fromarray(PIXELS),
-        Image.open(io.BytesIO(PNG)),
-        PIXELS,
-        PIXELS[:, ::-1].copy()[:, ::-1],
-    ],
-    ids=lambda source: type(source).__name__,
-)
-def test_every_source_gives_the_same_pixels(source: object) -> None:
-    loaded = load_image(source, where=WHERE)
-    assert (loaded.height, loaded.width) == (6, 9)
-    np.testing.assert_array_equal(loaded.array, PIXELS)
-    assert loaded.array.flags.c_contiguous
-    assert not loaded.array.flags.writeable
-    assert loaded.image.mode == "RGB"
-    np.testing.assert_array_equal(np.asarray(loaded.image), PIXELS)
-
-
 def test_local_files(png_file: Path, tmp_path: Path) -> None:
     policy = MediaPolicy(local_roots=(tmp_path,))
     for source in (
