@@ -24,41 +24,34 @@ from mmrender.media.processor import (
 from mmrender.spans import MediaItem, Repeat
 
 MAX_ASPECT_RATIO = 200
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _ARITHMETIC_VERSION = 1
 """Part of every identity; raised whenever the same settings and pixels would give other tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchFamily:
-    """Defaults of the reference's classes, for settings that the files leave out.
-
-    Attributes:
-        min_pixels: Default of `size.shortest_edge`.
-        max_pixels: Default of `size.longest_edge`.
-        image_token: Default placeholder of an image.
-        video_token: Default placeholder of a video.
-        counts_frames: Whether the bounds on pixels count them over the frames, as GLM-4V does.
-        takes_pixel_bounds: Whether top-level `min_pixels` and `max_pixels` override `size`.
-    """
-
-    min_pixels: int
-    max_pixels: int
-    image_token: str
-    video_token: str
-    counts_frames: bool = False
-    takes_pixel_bounds: bool = False
-
-
-_GLM = PatchFamily(112 * 112, 28 * 28 * 15000, "<|image|>", "<|video|>", counts_frames=True)
-PATCH_FAMILIES: Mapping[str, PatchFamily] = {
-    "Qwen2VLImageProcessor": PatchFamily(
-        56 * 56, 28 * 28 * 1280, "<|image_pad|>", "<|video_pad|>", takes_pixel_bounds=True
-    ),
-    "Glm4vImageProcessor": _GLM,
-    "Glm46VImageProcessor": _GLM,
+_STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(_STEPS, True),
+    "resample": 3,
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+    "rescale_factor": 1 / 255,
 }
+"""Defaults of the reference's classes for all families, for settings that the files leave out."""
+_QWEN: Mapping[str, Any] = {
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
+_GLM: Mapping[str, Any] = {
+    "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+}
+_FAMILIES = {"Qwen2VLImageProcessor": _QWEN, "Glm4vImageProcessor": _GLM, "Glm46VImageProcessor": _GLM}
+"""Defaults for one family."""
 
 
 @dataclass(eq=False)
@@ -88,35 +81,39 @@ class PatchProcessor(MediaProcessor):
         Raises:
             ProcessorError: The settings contradict themselves.
         """
-        name = files.image_processor_type
-        family = PATCH_FAMILIES.get(name or "")
-        settings = files.image
-        steps = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-        if name is None or family is None or settings.get("resample", 3) != 3:
+        name = files.image_processor_type or ""
+        family = _FAMILIES.get(name)
+        if family is None:
             return None
-        if not all(settings.get(step, True) for step in steps):
+        given = {key: value for key, value in files.image.items() if value not in (None, {})}
+        settings = {**_DEFAULTS, **family, **given}
+        if settings["resample"] != 3 or not all(settings[step] for step in _STEPS):
             return None
-        min_pixels, max_pixels = _pixel_bounds(settings, family)
-        tokens = files.model.special_tokens
+        # Only Qwen's classes read bounds that are named so.
+        bounds = settings if family is _QWEN else {}
+        least = bounds.get("min_pixels") or settings["size"].get("shortest_edge")
+        most = bounds.get("max_pixels") or settings["size"].get("longest_edge")
+        if not least or not most:
+            raise ProcessorError(
+                "the image processor's bounds on pixels are incomplete",
+                expected="`size` with `shortest_edge` and `longest_edge`",
+                got=repr(settings["size"]),
+            )
+        tokens = {**family, **files.model.special_tokens}
         return cls(
             name=name,
             image_backend=backend,
-            image_token=tokens.get("image_token", family.image_token),
-            video_token=tokens.get("video_token", family.video_token),
+            image_token=tokens["image_token"],
+            video_token=tokens["video_token"],
             layout=PatchLayout(
-                settings.get("patch_size", 14),
-                settings.get("merge_size", 2),
-                settings.get("temporal_patch_size", 2),
+                settings["patch_size"], settings["merge_size"], settings["temporal_patch_size"]
             ),
             arithmetic=PixelArithmetic.of(
-                settings.get("image_mean", _CLIP_MEAN),
-                settings.get("image_std", _CLIP_STD),
-                settings.get("rescale_factor", 1 / 255),
-                backend,
+                settings["image_mean"], settings["image_std"], settings["rescale_factor"], backend
             ),
-            min_pixels=min_pixels,
-            max_pixels=max_pixels,
-            counts_frames=family.counts_frames,
+            min_pixels=int(least),
+            max_pixels=int(most),
+            counts_frames=family is _GLM,
         )
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
@@ -216,18 +213,3 @@ def smart_resize(
         beta = math.sqrt(min_pixels / (counted * height * width))
         return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
     return resized_height, resized_width
-
-
-def _pixel_bounds(settings: Mapping[str, Any], family: PatchFamily) -> tuple[int, int]:
-    size = settings.get("size") or {"shortest_edge": family.min_pixels, "longest_edge": family.max_pixels}
-    least, most = size.get("shortest_edge"), size.get("longest_edge")
-    if family.takes_pixel_bounds:
-        least = settings["min_pixels"] if settings.get("min_pixels") is not None else least
-        most = settings["max_pixels"] if settings.get("max_pixels") is not None else most
-    if not least or not most:
-        raise ProcessorError(
-            "the image processor's bounds on pixels are incomplete",
-            expected="`size` with `shortest_edge` and `longest_edge`",
-            got=repr(size),
-        )
-    return int(least), int(most)
