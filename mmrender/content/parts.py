@@ -86,16 +86,7 @@ def is_pixels(value: object) -> bool:
 
 
 def normalize_content(value: Any, where: str) -> str | tuple[Part, ...] | None:
-    """Normalise the content of one message.
-
-    Args:
-        value: A `str`, None, a sequence of parts (bare strings, PIL images and numpy arrays may be among
-            them), or a single part, which counts as a list of one.
-        where: Path of the content, such as `messages[2].content`.
-
-    Raises:
-        MessageError: At the first part that cannot be read.
-    """
+    """Normalise the content of one message: text, None, parts in a sequence, or a single part."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -228,16 +219,9 @@ def _take_source(modality: str, given_type: str | None, fields: dict[str, Any], 
 
 
 def media_source(value: Any, where: str, modality: str) -> Any:
-    """Reduce one description of an image or video to a source.
+    """Reduce one description of an image or video to a source; a list of frames becomes a tuple.
 
-    Args:
-        value: What the caller gave. Objects that are not containers go to the media layer as they are.
-        where: Path of the value.
-        modality: `"image"` or `"video"`, which also takes a list of frames, each as an image is given; it
-            becomes a tuple.
-
-    Raises:
-        MessageError: The value is empty or cannot be an image or video.
+    Objects that are not containers go to the media layer as they are.
     """
     if is_pixels(value):
         return value

@@ -98,11 +98,7 @@ def _schema_of(function: Any, where: str) -> dict[str, Any]:
 
 
 def normalize_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
-    """Normalise the `tool_calls` of one assistant message; None and an empty list give `()`.
-
-    Raises:
-        MessageError: A call has no name, an unknown key or type, or arguments that are not a JSON object.
-    """
+    """Normalise the `tool_calls` of one assistant message; None and an empty list give `()`."""
     if value is None:
         return ()
     calls = as_list(value, where, "tool calls come in a list")
@@ -142,12 +138,7 @@ def normalize_tool_call(value: Any, where: str) -> ToolCall:
 
 
 def parse_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Parse the arguments of a call into a dict of its own.
-
-    None and blank text mean no arguments. JSON text is read as RFC 8259 has it: NaN and infinities are
-    refused, and of two equal keys the last counts, as for `json.loads`. A None inside a dict is kept: one
-    that Arrow filled in cannot be distinguished from a null that the model wrote.
-    """
+    """Parse the arguments of a call into a dict of its own; see `docs/messages.md`."""
     if value is None or (isinstance(value, str) and (not value or value.isspace())):
         return {}
     if is_record(value):

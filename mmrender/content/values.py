@@ -62,10 +62,7 @@ def member(where: str, key: object) -> str:
 
 
 def as_sequence(value: Any) -> Sequence[Any] | None:
-    """Return a list or tuple of the items, or None if the value is not a sequence of items.
-
-    One-dimensional arrays of objects count: pandas makes them of a nested Parquet column.
-    """
+    """Return the items of a list, a tuple or an array of objects, as pandas makes them, else None."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, str | bytes | bytearray | memoryview):
@@ -98,13 +95,8 @@ def is_record(value: object) -> bool:
 def as_fields(value: Any, where: str, expected: str) -> dict[str, Any]:
     """Copy the fields of a record into a dict, leaving out those that are None.
 
-    A field of None means an absent one throughout: Arrow fills every key that any row has, and pydantic
-    dumps every optional field.
-
-    Args:
-        value: A mapping, pydantic model, dataclass or msgspec struct.
-        where: Path of the value.
-        expected: What the error asks for when the value is none of these.
+    Arrow fills every key that any row has, and pydantic dumps every optional field, so None means absent.
+    `expected` says what the error asks for.
     """
     if type(value) is not dict:
         if not is_record(value):
@@ -135,10 +127,7 @@ def _items_of(value: Any, where: str) -> Mapping[Any, Any]:
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return a value as an exact `str` that UTF-8 can encode.
-
-    Subclasses are reduced to `str`, as Transformers does before a template sees them.
-    """
+    """Return a value as an exact `str` that UTF-8 can encode; a template sees no subclass of it."""
     if not isinstance(value, str):
         raise MessageError("is not text", where=where, expected="a str", got=describe(value))
     text = value if type(value) is str else str.__str__(value)
@@ -164,12 +153,7 @@ def as_identifier(value: Any, where: str) -> str:
 
 
 def copy_json(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """Copy a JSON value; tuples become lists, records dicts, numpy scalars Python numbers.
-
-    Raises:
-        MessageError: At the first value that JSON cannot hold (NaN and infinities among them), the first
-            key that is not a `str`, or nesting beyond `MAX_DEPTH`.
-    """
+    """Copy a JSON value; tuples become lists, records dicts, numpy scalars Python numbers."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()

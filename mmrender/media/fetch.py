@@ -47,13 +47,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def fetch(url: str, policy: MediaPolicy) -> bytes:
-    """Return the body behind `url`, following redirects.
-
-    Raises:
-        MediaBlockedError: The scheme, an address or a redirect is not allowed.
-        MediaLimitError: More than `max_bytes`, more than `max_redirects`, or too slow.
-        MediaFetchError: No such host, no connection, a status other than 200, a broken response.
-    """
+    """Return the body behind `url`, following redirects; raises what `load_image` raises."""
     deadline = time.monotonic() + policy.total_timeout
     for _ in range(policy.max_redirects + 1):
         answer = _Request(url, policy, deadline).send()

@@ -51,8 +51,7 @@ class PixelArithmetic:
         """Read the settings of an image processor; `mean` and `std` may be one number for all channels.
 
         Raises:
-            TypeError: A setting is of another form.
-            ValueError: It is not a number, or not one per channel.
+            TypeError, ValueError: A setting is malformed.
         """
         values = [(each,) * 3 if isinstance(each, int | float) else each for each in (mean, std)]
         (red, green, blue), (dr, dg, db) = ([float(one) for one in each] for each in values)
@@ -221,12 +220,7 @@ def expanded(part: Compact, dtype: TensorDtype) -> npt.NDArray[Any]:
 
 
 def compacted(values: npt.NDArray[Any], arithmetic: PixelArithmetic | None) -> Compact:
-    """Return the smallest exact form of an array.
-
-    Args:
-        values: Of any shape; pixels have their three channels on the third axis from the end.
-        arithmetic: How pixels were normalised, if that is known.
-    """
+    """Return the smallest exact form of an array; pixels have their three channels third from the end."""
     if values.dtype.kind != "f":
         narrow = values
         if values.size and (values == values.flat[0]).all():

@@ -102,12 +102,7 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
 
 
 def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
-    """Open encoded bytes at their first frame; the header is read and checked, no pixel is decoded.
-
-    Raises:
-        MediaDecodeError: The bytes are not an image of `FORMATS`, or its header is broken.
-        MediaLimitError: The image is larger than the policy allows.
-    """
+    """Open encoded bytes at their first frame; the header is read and checked, no pixel is decoded."""
     name = sniff(data[:64])
     if name is None:
         got = describe(data)

@@ -35,10 +35,10 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
-    """Return the memory of a loaded image as a view of shape `(height, width, bytes per pixel)`.
+    """Return the memory of a loaded image as a view `(height, width, bytes per pixel)`, not to be written to.
 
-    The view keeps the image's memory alive and must not be written to. `None` where Pillow holds the image in
-    several blocks (over 16 MiB by default) or its mode has no Arrow form of whole bytes.
+    The view keeps the memory alive. None where Pillow holds the image in several blocks (over 16 MiB by
+    default) or its mode has no Arrow form of whole bytes.
     """
     image.load()
     width, height = image.size
@@ -60,8 +60,7 @@ def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
 def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the memory of a loaded image in bands of rows, each of shape `(rows, width, bytes per pixel)`.
 
-    An image in one block gives one band, without a copy; others give bands of about a million pixels, each
-    copied once.
+    An image in one block gives one band, without a copy; others give bands that are each copied once.
     """
     whole = raw_pixels(image)
     if whole is not None:
@@ -109,14 +108,10 @@ def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> 
 
 
 def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: bytes = b"") -> str:
-    """Return the identity of decoded pixels under given processor settings, as 64 hex digits.
+    """Return the identity of pixels `(..., 3, height, width)`, uint8, under given settings: 64 hex digits.
 
-    One thread hashes: the library's thread pool does not survive a fork, and data loaders fork.
-
-    Args:
-        settings: The processor's `settings_digest`.
-        frames: Planes of shape `(3, height, width)` or `(frames, 3, height, width)`, uint8, C-contiguous.
-        context: Whatever else the tensors depend on, such as the number of images beside this one.
+    `context` is whatever else the tensors depend on. One thread hashes: the library's thread pool does not
+    survive a fork, and data loaders fork.
     """
     digest = blake3(settings)
     digest.update(repr((frames.shape, context)).encode())
@@ -127,14 +122,10 @@ def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: byte
 def resized_planes(
     loaded: LoadedImage, height: int, width: int, backend: ImageBackend
 ) -> npt.NDArray[np.uint8]:
-    """Resample an image, bicubic with antialiasing, bit for bit as the reference's back end does it.
+    """Resample to uint8 `(3, height, width)`, bicubic with antialiasing, bit for bit as the reference does.
 
-    The two back ends differ from each other by at most one level in about 0.2 % of the values, so neither
-    can replace the other. The torch one calls `torch.nn.functional.interpolate` on uint8, which is what
-    torchvision's `resize` does; torchvision itself is not needed.
-
-    Returns:
-        uint8 array of shape `(3, height, width)`.
+    The two back ends differ by at most one level in about 0.2 % of the values. The torch one calls
+    `interpolate` on uint8, as torchvision's `resize` does; torchvision itself is not needed.
 
     Raises:
         MissingDependencyError: The torch back end without torch.

@@ -64,10 +64,8 @@ class MediaCache:
     def get_or_load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
         """Return the item of a source, loading and processing it unless the source was seen before.
 
-        Args:
-            source: A key that determines the item, such as a fingerprint with the processor's settings; None
-                for a source that may change.
-            prepare: Loads the source and identifies it.
+        `source` is a key that determines the item, or None for a source that may change; `prepare` loads and
+        identifies it.
         """
 
         def load() -> MediaItem:
@@ -116,11 +114,7 @@ class MediaResolver:
         return MediaResolver(self.processor, self.policy, self.cache, executor=executor)
 
     def require_processor(self, where: str) -> None:
-        """Raise if the package that the model's images need is not installed.
-
-        Raises:
-            MissingDependencyError: It is not.
-        """
+        """Raise a MissingDependencyError if the package that the model's images need is not installed."""
         if isinstance(self.processor, UnavailableProcessor):
             raise copy.copy(self.processor.error).at(where)
 
@@ -219,9 +213,6 @@ def source_fingerprint(source: Any) -> Hashable | None:
     if isinstance(source, np.ndarray) and not source.dtype.hasobject:
         memory = np.ascontiguousarray(source).reshape(-1).view(np.uint8).data
         return "array", xxhash.xxh3_128_digest(memory, seed=_SEED), source.shape, source.dtype.str
-    if isinstance(source, list | tuple):
-        frames = tuple(source_fingerprint(frame) for frame in source)
-        return None if None in frames else ("frames", *frames)
     return None
 
 

@@ -73,10 +73,7 @@ def read_source(source: Any, policy: MediaPolicy) -> bytes:
     """Return the encoded bytes that `source` names.
 
     Raises:
-        MediaBlockedError: The policy forbids the scheme, path or address.
-        MediaLimitError: More than `max_bytes`, or too slow.
-        MediaFetchError: A file or URL that cannot be read.
-        MediaDecodeError: An object or string that names no image, or broken base64.
+        MediaError: As for `load_image`.
     """
     if isinstance(source, bytes | bytearray | memoryview):
         policy.check_bytes(memoryview(source).nbytes)

@@ -48,15 +48,10 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str = "items") -> dict[str, Any]:
-    """Return items as plain data.
-
-    Args:
-        items: `PatchItem`s, `ProcessedItem`s and `ReferenceItem`s.
-        share: Whether arrays are wrapped for an encoder with a table.
-        where: Path for errors.
+    """Return items as plain data, arrays wrapped for an encoder with a table if `share`.
 
     Raises:
-        MediaError: An item is of another class.
+        MediaError: An item is of no class of `mmrender.media.item`.
     """
     for index, item in enumerate(items):
         if not isinstance(item, Item):

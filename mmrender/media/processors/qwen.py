@@ -76,11 +76,7 @@ class PatchProcessor(MediaProcessor):
 
     @classmethod
     def from_files(cls, files: ProcessorFiles, backend: ImageBackend) -> "PatchProcessor | None":
-        """Build the processor, or return `None` where the settings leave the rules that are native here.
-
-        Raises:
-            ProcessorError: The settings contradict themselves.
-        """
+        """Build the processor, or return `None` where the settings leave the rules that are native here."""
         name = files.image_processor_type or ""
         family = _FAMILIES.get(name)
         if family is None:
@@ -117,11 +113,7 @@ class PatchProcessor(MediaProcessor):
         )
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Return grid, expansion and resized size of an image; `num_images` makes no difference.
-
-        Raises:
-            MediaError: One side is over 200 times the other.
-        """
+        """Return grid, expansion and resized size of an image; see `MediaProcessor`."""
         patch, merge = self.layout.patch, self.layout.merge
         resized = smart_resize(
             height,
@@ -135,11 +127,7 @@ class PatchProcessor(MediaProcessor):
         return Geometry((1, rows, columns), (Repeat(self.image_token, rows * columns // merge**2),), resized)
 
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
-        """Check the size of one image and identify its pixels.
-
-        Raises:
-            MediaError: One side is over 200 times the other.
-        """
+        """Check the size of one image and identify its pixels; see `MediaProcessor`."""
         size = (loaded.height, loaded.width)
         geometry = self.geometry(*size)
         planes = rgb_planes(loaded)

@@ -28,7 +28,7 @@ def build_reference_processor(
     """Return the model's processor with its tokenizer and its image processor on `backend`.
 
     Raises:
-        MissingDependencyError: Transformers or something that it needs for this family is not installed.
+        MissingDependencyError: Something that Transformers needs for this family is not installed.
         ProcessorError: Transformers does not know the processor, or cannot build it from these files.
     """
     image_processor = build_image_processor(files, backend, trust_remote_code=trust_remote_code)

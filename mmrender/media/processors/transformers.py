@@ -93,11 +93,7 @@ class TransformersProcessor(MediaProcessor):
             self._prove(seen, *size)
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Return the grid and expansion of a blank image of this size; remembered by size.
-
-        Raises:
-            MediaError: The processor refuses an image of this size.
-        """
+        """Return the grid and expansion of a blank image of this size; remembered by size."""
         copies = self._copies(num_images)
         return self._geometries.get((height, width, copies)) or self._whole(_blank(height, width), copies)[0]
 
