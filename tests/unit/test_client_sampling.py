@@ -30,96 +30,61 @@ def known_to(engine: EngineName) -> set[str]:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-GOOD: dict[str, list[Any]] = {
-    "n": [1],
-    "temperature": [0, 0.0, 0.7, 2],
-    "top_p": [0.01, 1],
-    "top_k": [-1, 0, 50],
-    "min_p": [0, 1.0],
-    "presence_penalty": [-2, 2.0],
-    "frequency_penalty": [-2.0, 0],
-    "repetition_penalty": [0.1, 30],
-    "seed": [-1, 0, 2**63 - 1],
-    "max_tokens": [1, 100_000],
-    "min_tokens": [0, 5],
-    "stop": ["x", ["x", "yz"], []],
-    "stop_token_ids": [[], [1, 2], (3,)],
-    "include_stop_str_in_output": [True, False],
-    "ignore_eos": [True],
-    "logprobs": [-1, 0, 20],
-    "prompt_logprobs": [0],
-    "prompt_logprob_start": [0],
-    "prompt_logprob_token_ids": [[[1, -1]]],
-    "logprob_token_ids": [[1]],
-    "flat_logprobs": [True],
-    "detokenize": [True, False],
-    "skip_special_tokens": [False],
-    "spaces_between_special_tokens": [False],
-    "stream_interval": [1],
-    "structured_outputs": [{"json": SCHEMA}, {"regex": "a+"}, {"choice": ["a"]}, {"json_object": True}],
-    "logit_bias": [{}, {1: 0.5}, {"12": -100}],
-    "allowed_token_ids": [[1]],
-    "bad_words": [["a"]],
-    "extra_args": [{"a": 1}],
-    "skip_reading_prefix_cache": [True],
-    "thinking_token_budget": [0],
-    "repetition_detection": [{"max_pattern_size": 4, "min_count": 3}],
-    "watermarking": [False],
-    "trace_decode_token_ids": [[1]],
+NAN, INF = float("nan"), float("inf")
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "n": ([1], [0, 2, True]),
+    "temperature": ([0, 0.0, 0.7, 2], [-0.1, 2.1, NAN, INF, "1", True]),
+    "top_p": ([0.01, 1], [0, 1.1, NAN]),
+    "top_k": ([-1, 0, 50], [-2, 1.0]),
+    "min_p": ([0, 1.0], [-0.1, 1.1]),
+    "presence_penalty": ([-2, 2.0], [-2.1]),
+    "frequency_penalty": ([-2.0, 0], [2.1]),
+    "repetition_penalty": ([0.1, 30], [0, INF]),
+    "seed": ([-1, 0, 2**63 - 1], [1.0, 2**63]),
+    "max_tokens": ([1, 100_000], [0, 1.5, True]),
+    "min_tokens": ([0, 5], [-1]),
+    "stop": (["x", ["x", "yz"], []], ["", ["a", ""], 3, [1]]),
+    "stop_token_ids": ([[], [1, 2], (3,)], [[-1], [1.0], 3, [True]]),
+    "include_stop_str_in_output": ([True, False], [1]),
+    "ignore_eos": ([True], ["yes"]),
+    "logprobs": ([-1, 0, 20], [-2, True]),
+    "prompt_logprobs": ([0], [-2]),
+    "prompt_logprob_start": ([0], [-1]),
+    "prompt_logprob_token_ids": ([[[1, -1]]], [[1]]),
+    "logprob_token_ids": ([[1]], [[-1]]),
+    "flat_logprobs": ([True], [0]),
+    "detokenize": ([True, False], [0]),
+    "skip_special_tokens": ([False], [0]),
+    "spaces_between_special_tokens": ([False], [0]),
+    "stream_interval": ([1], [0]),
+    "structured_outputs": (
+        [{"json": SCHEMA}, {"regex": "a+"}, {"choice": ["a"]}, {"json_object": True}],
+        [{}, {"json": SCHEMA, "regex": "a"}, "json", {"schema": SCHEMA}, {"json": {"maximum": NAN}}],
+    ),
+    "logit_bias": ([{}, {1: 0.5}, {"12": -100}], [{"a": 1}, {"-1": 1}, {-1: 1}, {1: "x"}, {1: NAN}, [1]]),
+    "allowed_token_ids": ([[1]], [[], [-1]]),
+    "bad_words": ([["a"]], [[""], "a"]),
+    "extra_args": ([{"a": 1}], [[1]]),
+    "skip_reading_prefix_cache": ([True], [1]),
+    "thinking_token_budget": ([0], [-1]),
+    "repetition_detection": ([{"max_pattern_size": 4, "min_count": 3}], [3]),
+    "watermarking": ([False], [1]),
+    "trace_decode_token_ids": ([[1]], [["a"]]),
 }
-BAD: dict[str, list[Any]] = {
-    "n": [0, 2, True],
-    "temperature": [-0.1, 2.1, float("nan"), float("inf"), "1", True],
-    "top_p": [0, 1.1, float("nan")],
-    "top_k": [-2, 1.0],
-    "min_p": [-0.1, 1.1],
-    "presence_penalty": [-2.1],
-    "frequency_penalty": [2.1],
-    "repetition_penalty": [0, float("inf")],
-    "seed": [1.0, 2**63],
-    "max_tokens": [0, 1.5, True],
-    "min_tokens": [-1],
-    "stop": ["", ["a", ""], 3, [1]],
-    "stop_token_ids": [[-1], [1.0], 3, [True]],
-    "include_stop_str_in_output": [1],
-    "ignore_eos": ["yes"],
-    "logprobs": [-2, True],
-    "prompt_logprobs": [-2],
-    "prompt_logprob_start": [-1],
-    "prompt_logprob_token_ids": [[1]],
-    "logprob_token_ids": [[-1]],
-    "flat_logprobs": [0],
-    "detokenize": [0],
-    "skip_special_tokens": [0],
-    "spaces_between_special_tokens": [0],
-    "stream_interval": [0],
-    "structured_outputs": [{}, {"json": SCHEMA, "regex": "a"}, "json", {"schema": SCHEMA}],
-    "logit_bias": [{"a": 1}, {-1: 1}, {1: "x"}, [1]],
-    "allowed_token_ids": [[], [-1]],
-    "bad_words": [[""], "a"],
-    "extra_args": [[1]],
-    "skip_reading_prefix_cache": [1],
-    "thinking_token_budget": [-1],
-    "repetition_detection": [3],
-    "watermarking": [1],
-    "trace_decode_token_ids": [["a"]],
-}
+"""By name what is taken, and what is refused."""
 
 
 def test_every_parameter_is_tried() -> None:
-    assert set(GOOD) == set(BAD) == set(PARAMETERS)
+    assert set(VALUES) == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_values_within_range_are_taken_as_they_are(name: str) -> None:
-    for value in GOOD[name]:
+def test_values_are_taken_as_they_are_or_refused_by_name(name: str) -> None:
+    good, bad = VALUES[name]
+    for value in good:
         assert check_sampling_params({name: value}) == {name: value}
         assert translate({name: value}, "vllm").sampling == {name: value}
-
-
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_values_out_of_range_are_refused_by_name(name: str) -> None:
-    for value in BAD[name]:
+    for value in bad:
         with pytest.raises(SamplingParameterError) as caught:
             check_sampling_params({name: value})
         assert caught.value.where == f"sampling_params[{name!r}]"
@@ -185,7 +150,7 @@ def test_a_name_that_the_engine_lacks_is_an_error(engine: EngineName) -> None:
     assert lacking or engine == "vllm"
     for name in lacking:
         with pytest.raises(SamplingParameterError) as caught:
-            translate({name: GOOD[name][0]}, engine)
+            translate({name: VALUES[name][0][0]}, engine)
         assert str(caught.value) == (
             f"sampling_params[{name!r}]: {engine} has no such sampling parameter. It has: "
             + ", ".join(sorted(known_to(engine)))
@@ -228,17 +193,13 @@ def test_sglang_spells_differently() -> None:
 @pytest.mark.parametrize(
     ("asked", "sglang", "dynamo"),
     [
-        (
-            {"json": '{"type": "object"}'},
-            {"json_schema": '{"type": "object"}'},
-            {"guided_json": '{"type": "object"}'},
-        ),
+        ({"json": '{"type": "object"}'}, {"json_schema": '{"type": "object"}'}, {"guided_json": '{"type": "object"}'}),
         ({"json_object": True}, {"json_schema": '{"type":"object"}'}, {"guided_json": {"type": "object"}}),
-        ({"regex": "a|b"}, {"regex": "a|b"}, {"guided_regex": "a|b"}),
+        ({"regex": "a|b", "choice": None}, {"regex": "a|b"}, {"guided_regex": "a|b"}),
         ({"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
     ],
     ids=["json text", "json object", "regex", "grammar"],
-)
+)  # fmt: skip
 def test_structures_are_spelled(
     asked: dict[str, Any], sglang: dict[str, Any], dynamo: dict[str, Any]
 ) -> None:
