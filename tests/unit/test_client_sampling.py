@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from mmrender.client.sampling import (
-    DEFAULT_MAX_TOKENS,
     PARAMETERS,
     EngineName,
     Spelled,
@@ -234,23 +233,6 @@ def test_dynamo_takes_everything_at_the_top_level() -> None:
         "logit_bias": {"5": 1},
         "min_tokens": 2,
     }
-
-
-def test_max_tokens_is_always_there() -> None:
-    assert complete_sampling({"max_tokens": 5}, room=100)["max_tokens"] == 5
-    assert complete_sampling({"top_k": 1}, room=100)["max_tokens"] == 100
-    assert complete_sampling({}, room=0)["max_tokens"] == 1
-    assert complete_sampling({"max_tokens": None})["max_tokens"] == DEFAULT_MAX_TOKENS
-
-
-def test_stop_tokens_are_added_unless_they_are_to_be_ignored() -> None:
-    def stops(**params: Any) -> Any:
-        return complete_sampling(params, stop_token_ids=[7, 8]).get("stop_token_ids")
-
-    assert stops() == [7, 8]
-    assert stops(stop_token_ids=[9, 7]) == [9, 7, 8]
-    assert stops(ignore_eos=True) is None
-    assert stops(stop_token_ids="abc") == "abc"  # for the backend to refuse by name
 
 
 def test_the_callers_parameters_are_not_changed() -> None:
