@@ -437,37 +437,40 @@ class TokenSampler:
 
         Args:
             input_ids: Prompt and sampled tokens, int64 of shape `(1, n)`.
-            scores: The logits, float32 of shape `(1, vocabulary)`; overwritten.
+            scores: The logits, float32 of shape `(1, vocabulary)`.
 
         Returns:
-            0 for the token and minus infinity for all others, in `scores`.
+            `scores`, where the token's is infinite.
         """
         import torch
 
-        logits = scores.to("cpu")
-        ids = torch.cat([self._prompt_ids, input_ids[:, self._prompt_ids.shape[1] :].to("cpu")], 1)
+        logits, ids = scores.to("cpu"), input_ids
+        if self._steps:  # a prompt's stray pads are given to the model under another id
+            sampled = input_ids[:, self._prompt_ids.shape[1] :].to("cpu")
+            ids = torch.cat([self._prompt_ids, sampled], 1)
         if self._grammar is not None:
             logits = self._grammar(ids, logits)
         logprobs = logits[0].log_softmax(-1)
         for step in self._steps:
             logits = step(ids, logits)
-        weights = logits
         if not self._is_greedy:
             # The largest p / Exp(1) is distributed as p: one draw for each token of the vocabulary.
-            weights = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=self._generator)
-        token = int(weights.argmax())
-        if float(logits[0, token]) == -math.inf:
+            logits = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=self._generator)
+        best, likeliest = logits.max(-1)
+        if not float(best) > -math.inf:  # probabilities of nothing are no numbers
             raise SamplingParameterError(
                 "the parameters together leave no token to sample",
                 where="sampling_params",
                 remedy="Look at allowed_token_ids, logit_bias, min_tokens and structured_outputs",
             )
+        token = int(likeliest)
         self.tokens.append(token)
         self.logprobs.append(float(logprobs[token]))
         if self._num_top:
-            best = logprobs.topk(len(logprobs) if self._num_top < 0 else min(self._num_top, len(logprobs)))
-            self.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-        scores.fill_(-math.inf)[0, token] = 0.0
+            count = len(logprobs) if self._num_top < 0 else min(self._num_top, len(logprobs))
+            top = logprobs.topk(count)
+            self.top.append(tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        scores[0, token] = math.inf
         return scores
 
 
