@@ -38,7 +38,8 @@ _REASONS: Final[Mapping[str, FinishReason]] = {
     "tool_calls": "stop",  # a Dynamo frontend's own parser found a call
 }
 _LARGE: Final = re.compile(
-    r".*token_ids|output_ids|.*logprobs|routed_experts|engine_data|token_data|sampling_mask"
+    "(prompt_|completion_)?token_ids|output_ids|logprobs|(input|output)_(token|top)_logprobs|"
+    "routed_experts|engine_data|token_data|sampling_mask"
 )
 """Members of replies that are left out of `EngineResponse.raw`."""
 

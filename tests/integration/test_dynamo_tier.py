@@ -282,7 +282,7 @@ def test_router_choices(server, start):
 
 
 def test_router_choices_that_the_worker_does_not_give(server):
-    with pytest.raises(EngineUnsupportedError, match="the worker gives none"):
+    with pytest.raises(EngineUnsupportedError, match="the server gives none"):
         ask_directly(server, [10, 11], GREEDY, routed_experts=True)
 
 

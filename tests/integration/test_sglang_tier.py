@@ -297,7 +297,7 @@ def test_router_choices_of_a_model_without_experts(server):
     with pytest.raises(EngineUnsupportedError, match="without their shape"):
         ask_directly(server, [5, 6], GREEDY, routed_experts=True)
     backend = SGLangBackend(routed_experts_shape=(2, 2))
-    with pytest.raises(EngineUnsupportedError, match="gives no router choices"):
+    with pytest.raises(EngineUnsupportedError, match="the server gives none"):
         ask_directly(server, [5, 6], GREEDY, routed_experts=True, backend=backend)
 
 

@@ -113,8 +113,15 @@ def test_routed_experts_of_another_length_or_missing():
 
 
 def test_what_is_large_is_left_out_of_the_raw_reply():
-    raw = read({**reply(sampling_mask=[[1]], routed_experts=None), "prompt_token_ids": [1, 2, 3]}).raw
+    raw = read(
+        {
+            **reply(sampling_mask=[[1]], routed_experts=None),
+            "prompt_token_ids": [1, 2, 3],
+            "prompt_logprobs": [None],
+        }
+    ).raw
     assert raw == {
+        "prompt_logprobs": [None],
         "request_id": "generate-tokens-r",
         "usage": {"prompt_tokens": 3},
         "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}],
