@@ -302,7 +302,7 @@ def test_ranges_that_the_engine_would_forget_are_refused(name: str) -> None:
     problem = refused(
         ENGINES[name], EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar
     )
-    assert "loses which tokens of this range stand for the image" in problem
+    assert "loses which tokens of this range hold features" in problem
 
 
 @pytest.mark.parametrize(
