@@ -56,17 +56,28 @@ def together(tiny: TinyFamily, batch: Any) -> dict[str, Any]:
     return dict(zip(batch.sample_ids, batch.split(logits), strict=True))
 
 
+def assert_close(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    for sample_id, logits in expected.items():
+        torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_single_forwards(name: str, folder: Path) -> None:
+    """In every layout; padding rows and dummies change nothing."""
     tiny = tiny_family(name, folder)
     samples = make_samples(tiny, COUNTS)
+    dummy = smallest_dummy(samples)
     with torch.no_grad():
         expected = {sample.sample_id: alone(tiny, sample) for sample in samples}
         assert expected["s0"].std() > 0.5  # logits that were all alike would equal each other in any case
         for options in LAYOUTS.values():
             batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
-            for sample_id, logits in together(tiny, batch).items():
-                torch.testing.assert_close(logits, expected[sample_id], atol=1e-4, rtol=0)
+            assert_close(together(tiny, batch), expected)
+        text_only = {"s1": expected["s1"]}
+        padded = collate(samples[:2], tiny.family, pad_token_id=PAD_ID).with_padding_rows(2)
+        packed = collate([samples[1], dummy], tiny.family, pad_token_id=PAD_ID, rows=[[0, 1], []])
+        for batch in (padded, packed):
+            assert_close(together(tiny, batch), text_only)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
@@ -78,22 +89,7 @@ def test_videos_beside_images(name: str, folder: Path) -> None:
         for options in ({}, {"rows": [[3, 1], [0, 2]]}):
             batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
             assert batch.fields["video_grid_thw"].values[:, 0].sum() == 5
-            for sample_id, logits in together(tiny, batch).items():
-                torch.testing.assert_close(logits, expected[sample_id], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_padding_rows_and_dummies_change_nothing(name: str, folder: Path) -> None:
-    tiny = tiny_family(name, folder)
-    samples = make_samples(tiny, (0, 1))
-    dummy = smallest_dummy(samples)
-    with torch.no_grad():
-        expected = alone(tiny, samples[0])
-        padded = collate(samples, tiny.family, pad_token_id=PAD_ID).with_padding_rows(2)
-        packed = collate([samples[0], dummy], tiny.family, pad_token_id=PAD_ID, rows=[[0, 1], []])
-        for batch in (padded, packed):
-            got = together(tiny, batch)
-            torch.testing.assert_close(got["s0"], expected, atol=1e-4, rtol=0)
+            assert_close(together(tiny, batch), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "idefics3"])
@@ -146,8 +142,7 @@ def test_a_whole_mask_serves_models_that_take_one(folder: Path) -> None:
         expected = together(tiny, batch)
         inputs = batch.model_inputs() | {"attention_mask": batch.block_diagonal_mask(torch.float32)}
         got = dict(zip(batch.sample_ids, batch.split(tiny.model(**inputs).logits), strict=True))
-    for sample_id, logits in expected.items():
-        torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
@@ -162,8 +157,7 @@ def test_sdpa_takes_the_same_inputs(name: str, folder: Path) -> None:
             got = together(tiny, batch)
         finally:
             tiny.model.set_attn_implementation("eager")
-    for sample_id, logits in expected.items():
-        torch.testing.assert_close(got[sample_id], logits, atol=1e-4, rtol=0)
+    assert_close(got, expected)
 
 
 def test_without_segments_a_recurrent_model_would_mix_samples(folder: Path) -> None:

@@ -155,12 +155,6 @@ def test_what_is_no_item_is_named(entries: list[str]) -> None:
         decode_mm_kwargs({"image": entries})
 
 
-def test_items_that_do_not_go_together_are_named() -> None:
-    items = [{"a": FieldElem(np.zeros(2), BatchedField())}, {"b": FieldElem(np.zeros(2), BatchedField())}]
-    with pytest.raises(BatchError, match=r"^kwargs_data\.image: items cannot be joined - got .*same fields"):
-        decode_mm_kwargs({"image": encoded(items)})
-
-
 def picture(seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     buffer = io.BytesIO()

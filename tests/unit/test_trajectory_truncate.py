@@ -18,19 +18,15 @@ def shown(sidecar):
     return list(sidecar.mm_items.get("image", ()))
 
 
-@pytest.mark.parametrize(
-    ("limit", "length", "items"),
-    [(18, 18, [A, B]), (17, 17, [A, B]), (16, 16, [A, B]), (15, 10, [A]), (10, 10, [A]), (9, 9, [A]), (8, 8, [A]), (7, 2, []), (2, 2, []), (0, 0, [])],
-)  # fmt: skip
-def test_prompts_are_cut_at_whole_images(limit, length, items):
+@pytest.mark.parametrize(("limit", "length"), [(18, 18), (16, 16), (15, 10), (8, 8), (7, 2), (0, 0)])
+def test_prompts_are_cut_at_whole_images(limit, length):
     cut = truncate(
         RenderedTokens(IDS, (TokenSpan(0, 18, 0, "content", False),), multi_modal_data=SIDECAR), limit
     )
-    ids, sidecar = cut.token_ids, cut.multi_modal_data
     assert whole_media_length(SIDECAR, limit) == length
-    assert ids == IDS[:length]
-    assert shown(sidecar) == items
-    assert (mm_token_type_ids(sidecar.spans(length), length) == 1).tolist() == [token == 9 for token in ids]
+    assert cut.token_ids == IDS[:length]
+    types = mm_token_type_ids(cut.multi_modal_data.spans(length), length)
+    assert (types == 1).tolist() == [token == 9 for token in cut.token_ids]
 
 
 def test_what_fits_is_returned_as_it_is():
