@@ -174,10 +174,11 @@ class CallScanner:
                 position = following
             elif end is None:
                 break
+        stop = max(position, self._after(section.end, position))
         if not attempts:
-            cut_short = position == self._length and not closed
-            attempts.append(Attempt(begin, position, "unclosed" if cut_short else "malformed"))
-        return Block(begin, max(position, self._after(section.end, position)), attempts)
+            is_cut_short = position == self._length and not closed
+            attempts.append(Attempt(begin, stop, "unclosed" if is_cut_short else "malformed"))
+        return Block(begin, stop, attempts)
 
     # One call
 
