@@ -121,13 +121,7 @@ def assert_reference(directory: Path, generation: Generation) -> None:
 
 
 async def roll_out(renderer: Renderer, ask: Any, turns: int = 4) -> list[Generation]:
-    """Sample turns, each bridged to the last and with an image of its own.
-
-    Args:
-        renderer: The renderer.
-        ask: `ask(rendered)` gives a coroutine of a `Generation`.
-        turns: How many.
-    """
+    """Sample turns with `await ask(rendered)`, each bridged to the last and with an image of its own."""
     rendered = renderer.render([user("Look.", picture(10, 128, 128))], add_generation_prompt=True)
     done: list[Generation] = []
     for turn in range(turns):

@@ -61,14 +61,7 @@ def free_port() -> int:
 
 @dataclass
 class EngineServer:
-    """A running server.
-
-    Attributes:
-        name: For messages.
-        base_url: Root without a trailing slash.
-        log: What it wrote to standard output and error.
-        guard: The process that runs it; see `server_guard`.
-    """
+    """A running server, what it wrote, and the process that runs it; see `server_guard`."""
 
     name: str
     base_url: str
@@ -151,16 +144,9 @@ def running(
     seconds: float = 300,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineServer]:
-    """Run a server until the block ends.
+    """Run `command`, a server on 127.0.0.1 at `port`, until the block ends.
 
-    Args:
-        command: What becomes the server, listening on 127.0.0.1 at `port`.
-        name: For messages.
-        port: Its port.
-        log: File for what it prints.
-        ready: Path that answers 200 once it serves.
-        seconds: How long that may take.
-        environment: Variables besides this process's own.
+    It serves once the path `ready` answers 200, which may take `seconds`. `environment` is added to this process's own.
     """
     guard = [sys.executable, str(Path(__file__).with_name("server_guard.py")), *map(str, command)]
     with log.open("wb") as output:
@@ -192,14 +178,7 @@ def start_vllm(
 ) -> Iterator[EngineServer]:
     """Run vLLM with a model, under the name `tiny`, until the block ends.
 
-    Args:
-        model_dir: Model directory; `render_only` needs no weights in it.
-        flags: Further flags of `vllm serve`.
-        port: Its port; any free one by default.
-        render_only: Run `vllm launch render`, which turns chat requests into tokens and tensors and samples
-            nothing.
-        environment: Variables besides this process's own, such as `VLLM_SERVER_DEV_MODE=0`.
-        log: File for what it prints.
+    `render_only` runs `vllm launch render`, which needs no weights: it turns chat requests into tokens and tensors.
     """
     port = port or free_port()
     python = environment_of("MMRENDER_VLLM_ENV", ".venv-vllm")

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,8 +123,6 @@ def test_a_client_with_a_renderer_renders_and_decodes_once():
         decoded = 0
 
         def render(self, messages, **_):
-            from types import SimpleNamespace
-
             return SimpleNamespace(token_ids=[2, len(messages)], multi_modal_data=sidecar("one"))
 
         def decode(self, ids):
@@ -582,10 +581,7 @@ async def test_teardown_ends_everything_and_says_so():
     assert not any(engine.running for engine in case.engines)
     await case.client.teardown()
     assert [engine.controls for engine in case.engines] == [["teardown"]] * 3
-    for call in (
-        case.client.pause_generation(),
-        case.client.generate(batch([[1]])),
-    ):
+    for call in (case.client.pause_generation(), case.client.generate(batch([[1]]))):
         with pytest.raises(EngineStateError):
             await call
     assert len(asyncio.all_tasks()) == 1
