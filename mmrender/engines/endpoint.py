@@ -444,7 +444,7 @@ class EngineServer:
         Raises:
             EngineStateError: It cannot listen.
         """
-        await self._serve(self._listen(), started or (lambda _: None))
+        await self._serve(*self._listen(), started)
 
     def start(self) -> str:
         """Serve on a thread of its own, and return the URL.
@@ -454,14 +454,12 @@ class EngineServer:
         """
         if self._thread is not None:
             raise EngineStateError("the server is running already")
-        listener, begun = self._listen(), threading.Event()
-        serving = self._serve(listener, lambda _: begun.set())
+        serving, url = self._serve(*self._listen()), self.url
         self._thread = threading.Thread(
             target=asyncio.run, args=(serving,), name="mmrender-engines-server", daemon=True
         )
         self._thread.start()
-        begun.wait()
-        return self.url
+        return url  # connections made before it accepts them wait in the socket's queue
 
     def stop(self) -> None:
         """Stop a server that `start` began, and wait for its thread. Idempotent."""
@@ -479,18 +477,18 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _listen(self) -> socket.socket:
-        # Bound here: uvicorn would end the process where the port is taken.
+    def _listen(self) -> tuple[socket.socket, uvicorn.Server]:
+        """Bind the address, since uvicorn would end the process where the port is taken."""
         host, port = self.settings.host, self.settings.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            return socket.create_server((host, port), family=family)
+            listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise EngineStateError(
                 "the server cannot listen", where=f"{host}:{port}", got=str(error)
             ) from error
-
-    async def _serve(self, listener: socket.socket, started: Callable[[str], None]) -> None:
+        address, number = listener.getsockname()[:2]
+        self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
         config = uvicorn.Config(
             self.app,
             log_level="warning",
@@ -498,13 +496,17 @@ class EngineServer:
             lifespan="off",
             timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
         )
-        server = self._server = uvicorn.Server(config)
-        address, number = listener.getsockname()[:2]
-        self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
+        self._server = uvicorn.Server(config)
+        return listener, self._server
+
+    async def _serve(
+        self, listener: socket.socket, server: uvicorn.Server, started: Callable[[str], None] | None = None
+    ) -> None:
         with listener:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
-                started(self._url)  # connections made before it accepts them wait in the socket's queue
+                if started is not None:
+                    started(self.url)
                 await asyncio.shield(serving)
             except asyncio.CancelledError:
                 server.should_exit = True

@@ -241,38 +241,6 @@ def test_cancelling_reaches_the_servers(servers, renderer, batch):
     assert sum(stopped) < 8 * 1500 / 2, stopped
 
 
-def test_completions_of_ids_are_continued_in_tokens(servers, renderer):
-    prompts = [
-        renderer.render_ids([{"role": "user", "content": f"Say {n}."}], add_generation_prompt=True)
-        for n in range(12)
-    ]
-    body = {
-        "prompt": prompts,
-        "max_tokens": 40,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-
-    async def run(cycles):
-        client = client_of(servers, renderer)
-        completing = asyncio.create_task(client.completion({"json": body}))
-        for _ in range(cycles):
-            await asyncio.sleep(0.1)
-            await client.pause_generation("abort")
-            await client.resume_generation()
-        reply = await completing
-        await client.teardown()
-        return reply
-
-    calm, paused = asyncio.run(run(0)), asyncio.run(run(4))
-    assert [choice["token_ids"] for choice in paused["choices"]] == [
-        choice["token_ids"] for choice in calm["choices"]
-    ]
-    assert paused["usage"]["completion_tokens"] == calm["usage"]["completion_tokens"] == 12 * 40
-    assert paused["usage"]["prompt_tokens"] == calm["usage"]["prompt_tokens"] == sum(map(len, prompts))
-
-
 def test_weights_are_read_anew(servers, renderer, tmp_path, tiny_model, batch, undisturbed):
     """What follows is sampled with the other weights, and with the first ones again after those."""
     other = build_tiny_model(tmp_path / "other", seed=7)

@@ -9,7 +9,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_cases import faults, in_loop, patient, paused_now_and_then, pauses, prompts, setup, sidecar, turns
+from engine_cases import (
+    MODES,
+    faults,
+    in_loop,
+    patient,
+    paused_now_and_then,
+    pauses,
+    prompts,
+    setup,
+    sidecar,
+    turns,
+)
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.continuation import Continuation, check_piece
@@ -31,11 +42,13 @@ async def _generate(case, batch, plan):
     return await generating
 
 
-@given(prompts, BUDGETS, faults, pauses)
+@given(prompts, BUDGETS, faults, pauses, st.sampled_from([MODES, MODES, (), ("abort",), ("keep",)]))
 @settings(max_examples=100)
 @in_loop
-async def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, pauses):
-    case = setup(faults)
+async def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, pauses, modes):
+    """Also where engines do not know a mode, so that the client alone holds their requests."""
+    case = setup(faults, pause_modes=modes)
+    pauses = [pause for pause in pauses if pause[0] in (*modes, "abort", "wait")]
     batch = {
         "prompt_token_ids": prompts,
         "multi_modal_data": [sidecar(f"image{index}") for index in range(len(prompts))],

@@ -379,22 +379,6 @@ async def test_a_pause_that_an_engine_cannot_do_pauses_nothing():
     await client.generate(batch([[2, 5]]))
 
 
-@pytest.mark.parametrize("modes", [(), ("abort",), ("keep",), ("abort", "keep", "wait")])
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-@in_loop
-async def test_engines_that_cannot_be_paused_are_held_by_the_client_alone(modes, mode):
-    case = setup(pause_modes=modes, policy=patient(attempt_timeout=None))
-    prompts = [[2, n] for n in range(2, 20)]
-    generating = asyncio.create_task(case.client.generate(batch(prompts, {"max_tokens": 60})))
-    await turns(9)
-    await case.client.pause_generation(mode)
-    assert not any(engine.running for engine in case.engines)
-    await case.client.resume_generation()
-    output = await generating
-    assert output["response_ids"] == wholes(prompts, 60)
-    await case.client.teardown()
-
-
 @in_loop
 async def test_aborting_returns_what_there_is():
     case = setup(policy=patient(attempt_timeout=None))
@@ -612,15 +596,6 @@ async def test_a_copy_works_and_knows_nothing_of_the_originals_pause():
     await copy.pause_generation("abort")
     await copy.resume_generation()
     await client.resume_generation()
-
-
-def test_one_client_serves_one_event_loop_after_the_other():
-    case = setup(policy=patient())
-    for n in range(2, 5):
-        run(case.client.generate(batch([[2, n]])))
-    run(case.client.pause_generation("abort"))
-    run(case.client.resume_generation())
-    run(case.client.teardown())
 
 
 def test_importing_starts_nothing_and_loads_no_framework():
