@@ -147,7 +147,7 @@ def _overflow_error(
 
 
 async def _send_abort(transport: Transport, path: str, body: Any) -> None:
-    """Tell a server to stop; failures are ignored, as they must not hide why it was told."""
+    """Stop a server's sampling; failures are ignored, as they must not hide why it is stopped."""
     call = transport.request("POST", path, json=body, timeout=_ABORT_SECONDS, idempotent=True)
     sending = asyncio.ensure_future(call)
     # A second cancellation ends the wait, not the request; then its failure has no one to report it to.

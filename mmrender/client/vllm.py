@@ -156,7 +156,7 @@ async def sample_tokens(
 ) -> EngineResponse:
     """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed where `on_tokens` is given.
 
-    `prompt` holds the members of the body for tokens and images. With `aborts` the server is told to stop
+    `prompt` holds the members of the body for tokens and images. With `aborts` the server is asked to stop
     where the call is cancelled or times out.
     """
     spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")

@@ -82,7 +82,7 @@ class TemplateProcesses:
             ) from error
 
     def close(self) -> None:
-        """End the processes; twice is no error."""
+        """End the processes. Idempotent."""
         with self._lock:
             self._closed = True
         self._executor.shutdown()

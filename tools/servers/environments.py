@@ -100,7 +100,7 @@ def install(folder: Path, venv: Path) -> None:
         build = asked(venv, "import importlib.metadata as m; print(m.version('torch'))")
         if not build.endswith("+cpu"):
             remedy = "name an index, such as PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
-            raise InstallError(f"pip took torch {build}, which is no CPU build: {remedy}")
+            raise InstallError(f"pip took torch {build}, which is not a CPU build: {remedy}")
     subprocess.run([*pip, "-r", folder / "requirements.txt"], check=True)
     packages = asked(venv, "import sysconfig; print(sysconfig.get_path('purelib'))")
     for site in site_folders(folder, requirements):
