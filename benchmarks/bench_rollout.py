@@ -12,7 +12,7 @@ rollouts. It is shipped from one process to another, where it is decoded:
 
 The first two travel in the plain form, which is what a typical library does (msgpack, `tobytes`, `zmq.send`),
 and in ours (frames over a Unix socket), so that the gain of the codec and that of the content table can be
-distinct. They ship uint8 planes as ours does; as float32 patches, they would ship eight times as much. Time
+distinguished. They ship uint8 planes as ours does; float32 patches would be eight times as much. Time
 is from the first message to the last acknowledgement; peaks are those of the resident sets over what they
 were before, with the rollouts in the sender's memory and nothing kept by the receiver.
 
