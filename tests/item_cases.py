@@ -1,5 +1,6 @@
 """Media items of every class, small, for tests of wires and batches."""
 
+import io
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,12 @@ PROCESSOR = PatchProcessor(
 def picture(height: int = 64, width: int = 96, seed: int = 0) -> LoadedImage:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return load_image(Image.fromarray(pixels, "RGB"))
+
+
+def encoded(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, fmt, **options)
+    return out.getvalue()
 
 
 def patch_item(height: int = 64, width: int = 96, seed: int = 0) -> PatchItem:

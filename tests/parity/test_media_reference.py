@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from item_cases import encoded
 from mmrender.media.load import load_image
 
 transformers = pytest.importorskip("transformers")
@@ -24,12 +25,6 @@ from transformers.image_utils import load_image as reference_load  # noqa: E402
 
 def noise(shape: tuple[int, ...], top: int = 256, dtype: Any = np.uint8) -> np.ndarray[Any, Any]:
     return np.random.default_rng(11).integers(0, top, shape).astype(dtype)
-
-
-def encoded(image: Image.Image, fmt: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, fmt, **options)
-    return out.getvalue()
 
 
 RGB = Image.fromarray(noise((31, 42, 3)))

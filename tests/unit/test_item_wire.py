@@ -1,7 +1,6 @@
 """Items over the codec: the same tensors come out, nothing is copied, and every damage is named."""
 
 import copy
-import io
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import mmcodecs
 from item_cases import (
     ITEMS,
     PROCESSOR,
+    encoded,
     patch_item,
     picture,
     processed_item,
@@ -190,19 +190,13 @@ def test_a_reference_has_no_tensors():
     )
 
 
-def png(seed):
-    out = io.BytesIO()
-    picture(seed=seed).image.save(out, "PNG")
-    return out.getvalue()
-
-
 def test_a_reference_is_processed_again():
     item = PROCESSOR.process(picture(seed=3))
-    resolved = ReferenceItem.of(item, png(3), 6).resolve(PROCESSOR)
+    resolved = ReferenceItem.of(item, encoded(picture(seed=3).image), 6).resolve(PROCESSOR)
     assert resolved == item
     assert same_tensors(resolved, item)
     with pytest.raises(MediaError, match="processing again gives another identity"):
-        ReferenceItem.of(item, png(4), 6).resolve(PROCESSOR)
+        ReferenceItem.of(item, encoded(picture(seed=4).image), 6).resolve(PROCESSOR)
 
 
 @pytest.mark.parametrize("kind", ["patches", "video", "processed"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image
 
+from item_cases import encoded
 from mmrender.errors import MediaError
 from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, encoded_image
 from mmrender.media.load import load_image
@@ -21,12 +22,6 @@ def photo(width, height, seed=0, mode="RGB"):
     shape = (height, width) if mode == "L" else (height, width, len(mode))
     values = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     return Image.fromarray(values, mode)
-
-
-def saved(image, **options):
-    buffer = io.BytesIO()
-    image.save(buffer, **options)
-    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +86,7 @@ def reference(number, source):
     ("name", "mime"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")]
 )
 def test_plain_encoded_images_are_passed_on_as_they_are(name, mime):
-    data = saved(photo(24, 16), format=name)
+    data = encoded(photo(24, 16), fmt=name)
     assert encoded_image(reference(len(data), data)) == EncodedImage(data, mime)
 
 
@@ -99,17 +94,17 @@ def turned(orientation=6):
     image = photo(24, 16)
     exif = image.getexif()
     exif[0x0112] = orientation
-    return saved(image, format="JPEG", exif=exif)
+    return encoded(image, fmt="JPEG", exif=exif)
 
 
 @pytest.mark.parametrize(
     ("number", "data"),
     [
         (1, turned()),
-        (2, saved(photo(24, 16, mode="RGBA"), format="PNG")),
-        (3, saved(photo(24, 16, mode="L"), format="PNG")),
-        (4, saved(photo(24, 16), format="BMP")),
-        (5, saved(photo(24, 16, mode="CMYK"), format="JPEG")),
+        (2, encoded(photo(24, 16, mode="RGBA"), fmt="PNG")),
+        (3, encoded(photo(24, 16, mode="L"), fmt="PNG")),
+        (4, encoded(photo(24, 16), fmt="BMP")),
+        (5, encoded(photo(24, 16, mode="CMYK"), fmt="JPEG")),
     ],
     ids=["turned", "alpha", "grey", "bmp", "cmyk"],
 )

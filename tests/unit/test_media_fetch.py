@@ -1,7 +1,6 @@
 """Fetching, against real servers on the loopback interface and a resolver under the test's control."""
 
 import contextlib
-import io
 import socket
 import ssl
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from item_cases import encoded
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media import fetch as fetching
 from mmrender.media.fetch import fetch, printable_url
@@ -25,13 +25,7 @@ LOOPBACK = MediaPolicy(allow_networks=("127.0.0.1",), connect_timeout=5, read_ti
 SLOW = MediaPolicy(allow_networks=("127.0.0.1",), connect_timeout=5, read_timeout=0.2, total_timeout=20)
 
 
-def png() -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (5, 4), "green").save(out, "PNG")
-    return out.getvalue()
-
-
-PNG = png()
+PNG = encoded(Image.new("RGB", (5, 4), "green"))
 
 
 class Site(ThreadingHTTPServer):

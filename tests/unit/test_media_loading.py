@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
+from item_cases import encoded
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
@@ -24,12 +25,6 @@ NOT_AN_IMAGE = (
 
 def picture(height: int = 6, width: int = 9) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(7).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def encoded(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, fmt, **options)
-    return out.getvalue()
 
 
 PIXELS = picture()

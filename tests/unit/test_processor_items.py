@@ -1,38 +1,24 @@
 import pickle
 import tracemalloc
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from item_cases import PROCESSOR, picture
 from mmrender.errors import MediaError
-from mmrender.media.item import PatchItem, PatchLayout
-from mmrender.media.levels import PixelArithmetic
-from mmrender.media.load import LoadedImage, load_image
+from mmrender.media.item import PatchItem
+from mmrender.media.load import load_image
 from mmrender.media.pixels import raw_pixels, rgb_planes
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat
 
 
-def processor(**changes: object) -> PatchProcessor:
-    fields: dict[str, object] = {
-        "name": "Qwen2VLImageProcessor",
-        "image_backend": "pil",
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-        "layout": PatchLayout(16, 2, 2),
-        "arithmetic": PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil"),
-        "min_pixels": 65536,
-        "max_pixels": 16777216,
-        "counts_frames": False,
-    }
-    return PatchProcessor(**(fields | changes))  # type: ignore[arg-type]
-
-
-def picture(height: int, width: int, seed: int = 0) -> LoadedImage:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return load_image(Image.fromarray(pixels, "RGB"))
+def processor(**changes: Any) -> PatchProcessor:
+    return replace(PROCESSOR, **{"min_pixels": 65536, **changes})
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
+from item_cases import encoded
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, MessageError
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
@@ -49,10 +50,8 @@ class Sized:
     nbytes: int
 
 
-def png(color: tuple[int, int, int] = (1, 2, 3), **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 4), color).save(buffer, "PNG", **options)
-    return buffer.getvalue()
+def png(color: tuple[int, int, int] = (1, 2, 3)) -> bytes:
+    return encoded(Image.new("RGB", (4, 4), color))
 
 
 def resolver(cache: MediaCache | None = None, **policy: Any) -> MediaResolver:
