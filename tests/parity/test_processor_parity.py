@@ -1,6 +1,7 @@
 """Items against the reference image processors: pixels bit for bit, grids and token counts equal."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,16 @@ def test_expansions_a_person_can_read(name: str, shape: str, tmp_path: Path) -> 
     assert processor is not None
     pieces = processor.geometry(32, 64).expansion
     assert "".join(getattr(piece, "text", f"{{{getattr(piece, 'count', 0)}}}") for piece in pieces) == shape
+
+
+def test_threads_that_learn_sizes_at_once_leave_the_processor_as_it_was(tmp_path: Path) -> None:
+    directory = ADAPTER_FAMILIES["pixtral"](tmp_path / "pixtral")
+    shared, alone = (load_processor(directory, image_backend="pil") for _ in range(2))
+    assert isinstance(shared, TransformersProcessor)
+    assert alone is not None
+    parts = shared._reference.tokenizer, shared._reference.image_processor
+    sizes = [(32 + 8 * index, 48) for index in range(32)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda size: shared.geometry(*size), sizes))
+    assert found == [alone.geometry(*size) for size in sizes]
+    assert (shared._reference.tokenizer, shared._reference.image_processor) == parts

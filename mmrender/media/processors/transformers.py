@@ -136,12 +136,13 @@ class TransformersProcessor(MediaProcessor):
 
     def _observe(self, image: Image.Image, copies: int) -> _Observation:
         """Run the whole processor on copies of an image, each with its placeholder, and note what it does."""
-        processor, token = self._reference, self.placeholder["image"]
-        text_side, image_side = _Recorder(processor.tokenizer), _Recorder(processor.image_processor)
+        processor = self._reference
+        text = _BEFORE + _BETWEEN.join([self.placeholder["image"]] * copies) + _AFTER
         with self._lock, _refusals_named(image):
+            # Under the lock: outside it, these may be another thread's recorders.
+            text_side, image_side = _Recorder(processor.tokenizer), _Recorder(processor.image_processor)
             processor.tokenizer, processor.image_processor = text_side, image_side
             try:
-                text = _BEFORE + _BETWEEN.join([token] * copies) + _AFTER
                 output = processor(text=[text], images=[[image] * copies], return_tensors=self._framework)
             finally:
                 processor.tokenizer, processor.image_processor = text_side.part, image_side.part
