@@ -36,13 +36,16 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 BackendName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
 RouteName: TypeAlias = Literal["vllm_generate", "sglang_generate", "dynamo_chat"]
 
-_BACKENDS: Final[dict[str, tuple[str, str | None]]] = {
-    "vllm": ("VLLMBackend", "vllm_generate"),
-    "sglang": ("SGLangBackend", "sglang_generate"),
-    "dynamo": ("DynamoBackend", "dynamo_chat"),
-    "local": ("LocalBackend", None),
+_BACKENDS: Final = {
+    "vllm": "VLLMBackend",
+    "sglang": "SGLangBackend",
+    "dynamo": "DynamoBackend",
+    "local": "LocalBackend",
 }
-"""By an engine's name its backend, in the module of that name, and its route."""
+"""By an engine's name its backend, in the module of that name."""
+
+_ENGINES: Final = {"vllm_generate": "vllm", "sglang_generate": "sglang", "dynamo_chat": "dynamo"}
+"""By a route the engine that has it."""
 
 
 async def generate(
@@ -179,21 +182,18 @@ def resolve_backend(
         InputError: The backend or the route is unknown, or they name different engines.
     """
     name = backend if backend is None or isinstance(backend, str) else backend.name
-    if route is not None:
-        routes = {own: engine for engine, (_, own) in _BACKENDS.items() if own is not None}
-        if route not in routes:
-            raise InputError("unknown route", where="transport", expected=", ".join(routes), got=repr(route))
-        if name not in (None, routes[route]):
-            raise InputError(
-                "backend and transport name different engines",
-                where="transport",
-                expected=f"{name}'s route, or no transport",
-                got=repr(route),
-            )
-        name = routes[route]
+    if route is not None and route not in _ENGINES:
+        raise InputError("unknown route", where="transport", expected=", ".join(_ENGINES), got=repr(route))
+    if route is not None and name not in (None, _ENGINES[route]):
+        raise InputError(
+            "backend and transport name different engines",
+            where="transport",
+            expected=f"{name}'s route, or no transport",
+            got=repr(route),
+        )
     if backend is not None and not isinstance(backend, str):
         return backend
-    name = name or "vllm"
+    name = name or _ENGINES[route or "vllm_generate"]
     if name not in _BACKENDS:
         raise InputError(
             "unknown backend",
@@ -206,7 +206,7 @@ def resolve_backend(
 
 @lru_cache(maxsize=16)
 def _new_backend(name: str, *arguments: str) -> RendererBackend:
-    backend_class = getattr(import_module(f"mmrender.client.{name}"), _BACKENDS[name][0])
+    backend_class = getattr(import_module(f"mmrender.client.{name}"), _BACKENDS[name])
     return cast(RendererBackend, backend_class(*arguments))
 
 

@@ -411,28 +411,31 @@ def same_message(later: Message, earlier: Message) -> bool:
     """
     if later is earlier:
         return True
-    (thoughts, said), (earlier_thoughts, earlier_said) = map(_meaning, (later, earlier))
+    (thoughts, role, said), (earlier_thoughts, earlier_role, earlier_said) = map(_meaning, (later, earlier))
     calls = zip(later.tool_calls, earlier.tool_calls, strict=False)
     return (
-        (not thoughts or thoughts == earlier_thoughts)
+        role == earlier_role
+        and (not thoughts or thoughts == earlier_thoughts)
         and all(not a.id or not b.id or a.id == b.id for a, b in calls)
         and _equal(said, earlier_said)
     )
 
 
-def _meaning(message: Message) -> tuple[str, list[Any]]:
-    """The whole reasoning of a message, and all else that is not empty but the ids of its calls."""
+def _meaning(message: Message) -> tuple[str, tuple[str | None, ...], list[Any]]:
+    """The whole reasoning of a message, its role and names, and what else is not empty but ids of calls."""
     content = message.content
     parts = content if isinstance(content, tuple) else (TextPart(content or ""),)
     thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
-    return (message.reasoning_content or "") + "".join(thoughts), [
-        message.role,
-        message.name or None,
-        message.tool_call_id or None,
-        [(call.name, call.arguments) for call in message.tool_calls],
-        [part for part in parts if not isinstance(part, ThinkingPart) and part != TextPart("")],
-        {key: value for key, value in message.extra.items() if value not in (None, "", [], {})},
-    ]
+    role = (message.role, message.name or None, message.tool_call_id or None)
+    return (
+        (message.reasoning_content or "") + "".join(thoughts),
+        role,
+        [
+            [(call.name, call.arguments) for call in message.tool_calls],
+            [part for part in parts if not isinstance(part, ThinkingPart) and part != TextPart("")],
+            {key: value for key, value in message.extra.items() if value not in (None, "", [], {})},
+        ],
+    )
 
 
 def _equal(later: Any, earlier: Any) -> bool:
@@ -441,6 +444,8 @@ def _equal(later: Any, earlier: Any) -> bool:
         return True
     if isinstance(later, bool) or isinstance(earlier, bool):
         return False  # to Python, true is 1 and false is 0
+    if isinstance(later, str | int | float):
+        return isinstance(earlier, str | int | float) and later == earlier
     if isinstance(later, dict) and isinstance(earlier, dict):
         return later.keys() == earlier.keys() and all(_equal(later[key], earlier[key]) for key in later)
     if isinstance(later, list | tuple) and isinstance(earlier, list | tuple):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mmrender.client.local import TokenSampler
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 VOCAB = 12
 STOPS = frozenset({3, 7})

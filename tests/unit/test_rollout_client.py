@@ -128,14 +128,10 @@ def test_the_newest_step_that_fits_is_taken(renderer):
     assert named.step.prompt_ids[: len(first.step)].tolist() == first.step.token_ids.tolist()
 
 
-def test_without_a_trajectory_nothing_is_kept(renderer):
-    talk = Talk(renderer, "A cow.")
+def test_without_a_trajectory_or_a_known_one_nothing_is_continued(renderer):
+    talk = Talk(renderer, "A cow.", "A cow.", "Sand.")
     alone = talk.ask(OPENING, trajectory=None)
     assert (alone.step, alone.message.content, len(talk.trajectory)) == (None, "A cow.", 0)
-
-
-def test_a_forgotten_trajectory_is_rendered(renderer):
-    talk = Talk(renderer, "A cow.", "Sand.")
     first = talk.ask(OPENING)
     talk.client.forget(talk.trajectory)
     second = talk.ask([*OPENING, first.message, user("Where?")])
@@ -165,20 +161,14 @@ def lengths(renderer, *conversations):
     return [len(renderer.render(each, add_generation_prompt=True)) for each in conversations]
 
 
-def test_too_long_is_an_error_by_default(renderer):
+def test_too_long_is_an_error_or_stops(renderer):
     (length,) = lengths(renderer, OPENING)
-    talk = Talk(renderer, "A cow.", limit=length - 1)
+    talk = Talk(renderer, limit=length - 1)
     with pytest.raises(PromptTooLongError) as refused:
         talk.ask(OPENING)
     assert (refused.value.prompt_len, refused.value.max_prompt_len) == (length, length - 1)
-    assert len(talk.trajectory) == 0
-    assert not talk.backend.requests
-
-
-def test_too_long_may_stop(renderer):
-    (length,) = lengths(renderer, OPENING)
-    talk = Talk(renderer, limit=length - 1, overlong="stop")
-    stopped = talk.ask(OPENING)
+    assert len(talk.trajectory) == len(talk.backend.requests) == 0
+    stopped = Talk(renderer, limit=length - 1, overlong="stop").ask(OPENING)
     assert (stopped.finish_reason, stopped.generation, stopped.step) == ("prompt_too_long", None, None)
     assert stopped.message.content == ""
 
