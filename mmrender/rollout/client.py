@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, get_args
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -401,6 +401,9 @@ def _plain_record(message: Message) -> dict[str, Any]:
 
 # --- equal messages ---
 
+_PLAIN: Final = (str, int, float)
+_LISTS: Final = (list, tuple)
+
 
 def same_message(later: Message, earlier: Message) -> bool:
     """Whether two messages mean the same, whatever form a client library echoes them in.
@@ -417,7 +420,7 @@ def same_message(later: Message, earlier: Message) -> bool:
         role == earlier_role
         and (not thoughts or thoughts == earlier_thoughts)
         and all(not a.id or not b.id or a.id == b.id for a, b in calls)
-        and _equal(said, earlier_said)
+        and all(map(_equal, said, earlier_said))
     )
 
 
@@ -444,11 +447,11 @@ def _equal(later: Any, earlier: Any) -> bool:
         return True
     if isinstance(later, bool) or isinstance(earlier, bool):
         return False  # to Python, true is 1 and false is 0
-    if isinstance(later, str | int | float):
-        return isinstance(earlier, str | int | float) and later == earlier
+    if type(later) in _PLAIN and type(earlier) in _PLAIN:
+        return bool(later == earlier)
     if isinstance(later, dict) and isinstance(earlier, dict):
         return later.keys() == earlier.keys() and all(_equal(later[key], earlier[key]) for key in later)
-    if isinstance(later, list | tuple) and isinstance(earlier, list | tuple):
+    if type(later) in _LISTS and type(earlier) in _LISTS:
         return len(later) == len(earlier) and all(map(_equal, later, earlier))
     if type(later) is type(earlier) and isinstance(later, np.ndarray):
         return later.dtype == earlier.dtype and np.array_equal(later, earlier)
