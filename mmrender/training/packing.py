@@ -124,10 +124,11 @@ StepPlan: TypeAlias = tuple[MicroBatch, ...]
 
 
 class _Bin(NamedTuple):
-    samples: tuple[int, ...]
-    tokens: int
-    cost: float
-    images: bool
+    samples: tuple[int, ...] = ()
+    tokens: int = 0
+    cost: float = 0.0
+    images: bool = False
+    dummy: bool = False
 
 
 def plan_steps(
@@ -174,16 +175,13 @@ def plan_steps(
         bins.remove(largest)
         costs = [compute_cost([lengths[index]], hidden_size) for index in largest.samples]
         bins += [made([largest.samples[place] for place in half]) for half in balance(costs, 2)]
-    totals = [0.0] * ranks
-    plan = []
+    totals, plan = [0.0] * ranks, []
     for step in _steps(bins, ranks, max_tokens - dummy_tokens):
         # The costliest bin of each step goes to the rank that has had least so far.
         order = sorted(range(ranks), key=totals.__getitem__)
-        given: dict[int, MicroBatch] = {}
-        for rank, (one, dummy) in zip(order, sorted(step, key=lambda entry: -entry[0].cost), strict=True):
-            totals[rank] += one.cost
-            given[rank] = MicroBatch(one.samples, dummy)
-        plan.append(tuple(given[rank] for rank in range(ranks)))
+        given = dict(zip(order, sorted(step, key=lambda one: -one.cost), strict=True))
+        totals = [total + given[rank].cost for rank, total in enumerate(totals)]
+        plan.append(tuple(MicroBatch(given[rank].samples, given[rank].dummy) for rank in range(ranks)))
     return plan
 
 
@@ -200,18 +198,17 @@ def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:
     return frozenset(found)
 
 
-def _steps(bins: Sequence[_Bin], ranks: int, room: int) -> list[list[tuple[_Bin, bool]]]:
-    """Group bins of like cost, those with images apart; the flag marks those that need a dummy."""
-    empty = _Bin((), 0, 0.0, False)
+def _steps(bins: Sequence[_Bin], ranks: int, room: int) -> list[list[_Bin]]:
+    """Group bins of like cost, those with images apart, and give dummies where some have images."""
     ordered = sorted(bins, key=lambda one: -one.cost)
-    with_images = [(one, False) for one in ordered if one.images]
+    with_images = [one for one in ordered if one.images]
     missing = -len(with_images) % ranks
     # The cheapest bins without images fill up the last step that has images.
     joining = [one for one in reversed(ordered) if not one.images and one.tokens <= room][:missing]
-    without = [(one, False) for one in ordered if not one.images and one not in joining]
-    joining += [empty] * (missing - len(joining))
-    without += [(empty, False)] * (-len(without) % ranks)
-    whole = [*with_images, *((one, True) for one in joining), *without]
+    without = [one for one in ordered if not one.images and one not in joining]
+    joining += [_Bin()] * (missing - len(joining))
+    without += [_Bin()] * (-len(without) % ranks)
+    whole = [*with_images, *(one._replace(dummy=True) for one in joining), *without]
     return [whole[start : start + ranks] for start in range(0, len(whole), ranks)]
 
 
@@ -243,13 +240,11 @@ def collate_micro_batch(
         BatchError: The plan needs a dummy and there is none.
     """
     held = [samples[index] for index in micro_batch.samples]
-    if micro_batch.dummy and dummy is None:
-        raise BatchError(
-            "this micro-batch has no image, and others of its step have",
-            where="dummy",
-            remedy="Make a sample of one image with smallest_dummy",
-        )
-    if micro_batch.dummy and dummy is not None:
+    if micro_batch.dummy:
+        if dummy is None:
+            problem = "this micro-batch has no image, and others of its step have"
+            remedy = "Make a sample of one image with smallest_dummy"
+            raise BatchError(problem, where="dummy", remedy=remedy)
         held.append(dummy)
     return collate(
         held or samples[:1],  # a sample in no row gives an empty micro-batch its fields

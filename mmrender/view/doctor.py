@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from mmrender.errors import MMRenderError
@@ -20,27 +21,28 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
     tokenizer = renderer.tokenizer
     stop_ids = renderer.get_stop_token_ids()
     processor = renderer.media.processor if renderer.media is not None else None
+    images: dict[str, Any] = {}
+    if isinstance(processor, UnavailableProcessor):
+        images = {"not available": str(processor.error)}
+    elif processor is not None:
+        images = {
+            "processor": processor.name,
+            "back end": processor.image_backend,
+            "placeholders": dict(processor.placeholder),
+            "an item depends on the number of images": processor.depends_on_image_count,
+            "tokens of 1024×1024": processor.geometry(1024, 1024).num_tokens,
+        }
     return {
         "template": {**profile, **{f"takes {key.replace('_', ' ')}": value for key, value in form.items()}},
         "completions": {"tool calls": str(renderer.response_parser().choice)},
-        "bridge": _bridges(renderer),
+        "bridge": {name: _bridge_over(renderer, extension) for name, extension in _EXTENSIONS.items()},
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,
             "added tokens": len(tokenizer.added_ids),
             "runs between added tokens are independent": tokenizer.runs_are_independent,
             "stop tokens": {tokenizer.token(token_id) or "?": token_id for token_id in stop_ids},
         },
-        "images": {}
-        if processor is None
-        else {"not available": str(processor.error)}
-        if isinstance(processor, UnavailableProcessor)
-        else {
-            "processor": processor.name,
-            "back end": processor.image_backend,
-            "placeholders": dict(processor.placeholder),
-            "an item depends on the number of images": processor.depends_on_image_count,
-            "tokens of 1024×1024": processor.geometry(1024, 1024).num_tokens,
-        },
+        "images": images,
     }
 
 
@@ -55,12 +57,8 @@ _EXTENSIONS: dict[str, MessageDict] = {
 }
 
 
-def _bridges(renderer: Renderer) -> dict[str, str]:
-    """Extensions that may follow an answer without rendering again, or the reason against each."""
-    return {name: _bridge_over(renderer, extension) for name, extension in _EXTENSIONS.items()}
-
-
 def _bridge_over(renderer: Renderer, extension: MessageDict) -> str:
+    """Return whether an extension may follow an answer without rendering again, or why not."""
     completion = renderer.get_stop_token_ids()[-1:]
     try:
         prompt = renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True)
@@ -89,17 +87,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "[green]yes[/]" if value else "[yellow]no[/]"
     if isinstance(value, dict):
-        return "\n".join(f"{key}: {_escaped(repr(item))}" for key, item in value.items()) or "-"
+        return escape("\n".join(f"{key}: {item!r}" for key, item in value.items())) or "-"
     if isinstance(value, tuple | list):
-        return (
-            ", ".join(
-                _escaped(item if isinstance(item, str) and item.isprintable() else repr(item))
-                for item in value
-            )
-            or "-"
-        )
-    return _escaped(str(value))
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
+        shown = [item if isinstance(item, str) and item.isprintable() else repr(item) for item in value]
+        return escape(", ".join(shown)) or "-"
+    return escape(str(value))
