@@ -208,6 +208,20 @@ def test_a_conversation_that_ends_with_the_user_is_left_as_it_is(model: Path) ->
     assert build_training_sample(renderer, messages).token_ids.tolist() == renderer.render_ids(messages)
 
 
+def test_a_turn_ends_with_its_first_stop_token_under_every_policy(model: Path) -> None:
+    conversation = [user(), assistant("a<|im_end|>b"), user(), assistant("x<|im_end|>y")]
+    rewritten = build_training_sample(variant(model, FORGETS_REASONING), conversation, on_rewritten="content")
+    assert trained(variant(model, FORGETS_REASONING), rewritten.token_ids, rewritten.loss_mask) == [
+        "a<|im_end|>",
+        "\n</think>\n\nx<|im_end|>",
+    ]
+    renderer = variant(model, OPENERS_CLOSE)
+    ended = build_training_sample(renderer, conversation)
+    assert trained(renderer, ended.token_ids, ended.loss_mask) == ["a<|im_end|>", "x<|im_end|>"]
+    empty = build_training_sample(renderer, [user(), assistant("")])
+    assert trained(renderer, empty.token_ids, empty.loss_mask) == ["<|im_start|>"]
+
+
 def test_a_stop_token_that_nothing_proves(model: Path) -> None:
     renderer = variant(model, NOTHING_CLOSES)
     with pytest.raises(RenderError) as caught:
