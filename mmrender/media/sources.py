@@ -29,7 +29,7 @@ _KINDS = tuple(
         ("JPEG", rb"\xff\xd8\xff"),
         ("WebP", rb"RIFF....WEBP"),
         # An AVIF file may name a general brand first and `avif` among the compatible ones.
-        ("AVIF", rb"....ftyp(?:....)*?avi[fs]"),
+        ("AVIF", rb"....ftyp(?:....){0,12}?avi[fs]"),
         ("GIF", rb"GIF8[79]a"),
         ("TIFF", rb"II[*+]\x00|MM\x00[*+]"),
         ("BMP", rb"BM"),
