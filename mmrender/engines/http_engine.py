@@ -182,8 +182,7 @@ class HTTPEngine(InferenceEngineInterface):
         missing = [name for name in ("names", "dtypes", "shapes") if name not in request]
         if missing:
             raise InputError("a part of the weight update is missing", where=f"request.{missing[0]}")
-        shapes = [list(shape) for shape in request["shapes"]]
-        await self.control("update_named_weights", **{**request, "shapes": shapes})
+        await self.control("update_named_weights", **request)
 
     async def control(self, call: Control, /, **arguments: Any) -> Any:
         """Make the requests of a control call; return the result that the last reply holds, or None.
