@@ -13,7 +13,7 @@ from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData, Repeat
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import ExpandOptions, collate_fields, media_of
 from mmrender.training.tensor_list import torch
@@ -158,44 +158,39 @@ def resolve_references(
     Raises:
         BatchError: An item is not as long as the placeholder that the server made for it.
         MediaError: A source cannot be loaded, or becomes another item than the sampler's.
+        PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
     """
     known: dict[tuple[str, int], MediaItem] = {}
     resolved = []
     for number, sample in enumerate(samples):
-        sidecar = sample.multi_modal_data
-        found = {modality: [*items] for modality, items in sidecar.mm_items.items()}
-        references = [
-            (modality, index, item)
-            for modality, items in found.items()
-            for index, item in enumerate(items)
-            if isinstance(item, ReferenceItem)
-        ]
-        count = sum(map(len, found.values()))
-        for modality, index, reference in references:
-            key = (reference.identity, count)
-            if key not in known:
-                known[key] = reference.resolve(processor, policy, num_images=count)
-            where = f"{sample.sample_id or f'samples[{number}]'}.mm_items[{modality!r}][{index}]"
-            _check_length(reference, known[key], sidecar.mm_placeholders[modality][index], where)
-            found[modality][index] = known[key]
-        whole = MultiModalData(sidecar.mm_hashes, sidecar.mm_placeholders, found)
-        resolved.append(replace(sample, multi_modal_data=whole) if references else sample)
+        name, spans = media_of(samples, number)
+        entries = []
+        for span in spans:
+            item = span.item
+            if isinstance(item, ReferenceItem):
+                key = (item.identity, len(spans))
+                if key not in known:
+                    known[key] = item.resolve(processor, policy, num_images=len(spans))
+                _check_length(item, known[key], span, f"{name}.mm_items[{span.modality!r}][{span.position}]")
+                item = known[key]
+            entries.append((span.range, item))
+        has_references = any(isinstance(span.item, ReferenceItem) for span in spans)
+        sidecar = MultiModalData.of(entries)
+        resolved.append(replace(sample, multi_modal_data=sidecar) if has_references else sample)
     return resolved
 
 
-def _check_length(
-    reference: ReferenceItem, item: MediaItem, placeholder: PlaceholderRange, where: str
-) -> None:
+def _check_length(reference: ReferenceItem, item: MediaItem, span: MediaSpan, where: str) -> None:
     repeats = [piece for piece in item.expansion if isinstance(piece, Repeat)]
     # Text in an expansion has a length that only a tokenizer knows.
     only_repeats = len(repeats) == len(item.expansion)
     length = sum(piece.count for piece in repeats) if only_repeats else reference.expected_length
     features = sum(piece.count for piece in repeats if piece.embeds)
-    if (features, length) != (placeholder.num_embeds, placeholder.length):
+    if (features, length) != (span.range.num_embeds, span.range.length):
         raise BatchError(
             "an image processed again is not as long as the server's placeholder",
             where=where,
-            expected=f"{placeholder.length} tokens, {placeholder.num_embeds} of them for features",
+            expected=f"{span.range.length} tokens, {span.range.num_embeds} of them for features",
             got=f"{length} and {features}",
             remedy="Server and trainer process images differently; compare their settings",
         )
