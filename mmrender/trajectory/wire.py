@@ -31,7 +31,7 @@ from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
 from mmrender.spans import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
-from mmrender.trajectory.prefix import NOTHING_SHARED, check_ids, media_before, media_from, shared_prefix
+from mmrender.trajectory.prefix import NOTHING_SHARED, check_ids, media_before, shared_prefix
 from mmrender.trajectory.step import Step, check_reward
 
 FORMAT: Final = "mmrender.trees"
@@ -42,6 +42,8 @@ MediaSources: TypeAlias = Literal["drop", "keep"]
 _MAX_TOKENS: Final = 1 << 26
 """Most tokens of all steps of one form together; on the wire, roots may share theirs."""
 _DEPTH: Final = 60
+_IDS: Final = np.dtype("<i4")
+_LOGPROBS: Final = np.dtype("<f4")
 
 
 class Record(NamedTuple):
@@ -183,9 +185,9 @@ class _Writer:
             base=base,
             keep=keep,
             added=step.added - lent,
-            tokens=step.own_ids[lent:].astype("<i4", copy=False).tobytes(),
-            media=[self._medium(span) for span in media_from(step.own_media, keep)],
-            logprobs=None if logprobs is None else logprobs.astype("<f4", copy=False).tobytes(),
+            tokens=np.asarray(step.own_ids[lent:], _IDS).tobytes(),
+            media=[self._medium(span) for span in step.own_media if span.range.offset >= keep],
+            logprobs=None if logprobs is None else np.asarray(logprobs, _LOGPROBS).tobytes(),
             messages_keep=step.messages_keep,
             messages=[self._message(each, f"{name}.messages[{number}]") for number, each in messages],
             finish_reason=step.finish_reason,
@@ -341,7 +343,7 @@ class _Reader:
             got = [row.messages_keep, *row.messages]
             raise _damaged("messages are not in the table", f"{where}.messages", expected, got)
         path = f"{where}.tokens"
-        own_ids = check_ids(_numbers(row.tokens, "<i4", path), path)
+        own_ids = check_ids(_numbers(row.tokens, _IDS, path), path)
         lent = row.keep if is_root else 0
         self._total += lent + len(own_ids)
         if self._total > _MAX_TOKENS or row.added > len(own_ids):
@@ -356,7 +358,7 @@ class _Reader:
             own_ids=own_ids,
             added=lent + row.added,
             own_media=self._own_media(row, is_root, row.keep + row.added, where),
-            logprobs=None if row.logprobs is None else _numbers(row.logprobs, "<f4", f"{where}.logprobs"),
+            logprobs=None if row.logprobs is None else _numbers(row.logprobs, _LOGPROBS, f"{where}.logprobs"),
             finish_reason=row.finish_reason,
             own_experts=self._experts.pop(name, None),
             weight_versions=tuple(row.weight_versions),
@@ -412,7 +414,7 @@ def _read_message(data: bytes, index: int) -> Any:
         raise TrajectoryError("a message is damaged", where=where, got=str(error)) from error
 
 
-def _numbers(data: bytes, dtype: str, where: str) -> Any:
+def _numbers(data: bytes, dtype: np.dtype[Any], where: str) -> Any:
     if len(data) % 4:
         raise _damaged("numbers are cut off", where, "a multiple of 4 bytes", len(data))
     return np.frombuffer(data, dtype)
