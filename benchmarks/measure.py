@@ -111,7 +111,7 @@ def shown_ms(seconds: float | None) -> str:
 
 
 def shown_ratio(numerator: float | None, denominator: float | None) -> str:
-    """How many times larger, or a dash."""
+    """Ratio of two numbers, or a dash."""
     if numerator is None or denominator is None:
         return "-"
     ratio = numerator / denominator

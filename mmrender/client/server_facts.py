@@ -31,7 +31,7 @@ _IDLE: Final = 60.0
 
 @dataclass(slots=True)
 class ServerFacts:
-    """What one server has answered.
+    """Answers of one server.
 
     Attributes:
         answers: By question.

@@ -19,7 +19,7 @@ MAX_ERROR_BYTES: Final = 8192
 """Bytes of an error reply that are read and kept."""
 
 GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""What a gateway answers in a server's place, also for requests that it passed on."""
+"""Statuses that a gateway answers in a server's place, also for requests that it passed on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def _processor_class(name: str) -> Any:
 
 @contextmanager
 def _torchvision_hidden() -> Iterator[None]:
-    """Where torchvision is missing, let modules that import it and do not use it for images be imported.
+    """Without torchvision, let modules be imported that import it and do not use it for images.
 
     Pixtral's processor, for one, takes a function of pure arithmetic from the module of its torchvision back
     end. The names are empty: code that does use torchvision fails on its first call, by name.
