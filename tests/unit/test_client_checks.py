@@ -112,11 +112,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
         "91, 4 tokens in all, got the token 90 at 3, 4 in all",
     ),
-    "offset one late": (
-        lambda s: with_ranges(s, PlaceholderRange(4, 4), R1),
-        "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
-        "90, 4 tokens in all, got the token 92 at 7, 4 in all",
-    ),
     "swapped": (
         lambda s: with_ranges(s, R1, R0),
         "multi_modal_data.mm_placeholders['image'][1]: placeholder ranges are out of order - expected an offset of "

@@ -9,7 +9,7 @@ import pytest
 
 from mmrender.client.reply import ReportedExperts, routed_experts
 from mmrender.client.types import EngineRequest
-from mmrender.errors import EngineReplyError
+from mmrender.errors import EngineReplyError, EngineUnsupportedError
 from mmrender.trajectory.engine_data import RoutedExperts
 
 PROMPT, COMPLETION, LAYERS, TOP_K = 5, 4, 3, 2
@@ -94,3 +94,16 @@ def test_arrays_that_cannot_be_read(data: Any, got: str) -> None:
 def test_int32_of_another_size_is_refused() -> None:
     with pytest.raises(EngineReplyError, match=r"44 bytes for 36 of int32 \[3, 3, 1\]"):
         read(base64(bytes(44)), shape=(3, 1))
+
+
+def test_rows_of_another_number_or_none_at_all() -> None:
+    with pytest.raises(EngineReplyError, match="another number of routed rows - expected 8, got 7"):
+        read(npy(BYTES[1:]), 2)
+    with pytest.raises(EngineUnsupportedError) as caught:
+        read(None)
+    assert str(caught.value) == (
+        "x routed_experts: router choices were asked for, and the server gives none. Start it with "
+        "--enable-return-routed-experts, with a mixture-of-experts model"
+    )
+    request = EngineRequest("m", [1] * PROMPT, {}, "r")
+    assert routed_experts(None, request, 0, where="x") is None

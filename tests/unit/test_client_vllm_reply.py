@@ -1,15 +1,11 @@
 """vLLM's answers, each form and each way to be wrong."""
 
-import base64
-import io
-
-import numpy as np
 import pytest
 
 from mmrender.client.reply import FailedInEngineError
 from mmrender.client.types import EngineRequest, Usage
 from mmrender.client.vllm import read_reply
-from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
+from mmrender.errors import EngineMismatchError, EngineReplyError
 from mmrender.spans import MultiModalData, PlaceholderRange
 
 WHERE = "http://server/inference/v1/generate"
@@ -87,29 +83,6 @@ def test_usage_and_a_reason_of_its_own():
     assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == (
         f"{WHERE} usage.prompt_tokens: the server counted other prompt tokens than were sent - expected 3, got 4"
     )
-
-
-def npy(array):
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-ROUTES = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)  # 3 prompt tokens and 2 sampled ones, less 1
-
-
-def test_routed_experts_of_another_length_or_missing():
-    answer = reply(routed_experts=npy(ROUTES[1:]))
-    asked_for = {"routed_experts": True, "routed_experts_prompt_start": 2}
-    assert error_of(EngineReplyError, answer, **asked_for) == (
-        f"{WHERE} routed_experts: the reply has another number of routed rows - expected 4, got 3"
-    )
-    assert error_of(EngineUnsupportedError, reply(), routed_experts=True) == (
-        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start it with "
-        "--enable-return-routed-experts, with a mixture-of-experts model"
-    )
-    aborted = reply([], token_ids=[], finish_reason="abort")
-    assert read(aborted, routed_experts=True).routed_experts is None
 
 
 def test_what_is_large_is_left_out_of_the_raw_reply():

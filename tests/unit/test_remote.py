@@ -199,17 +199,6 @@ def test_another_number_of_tokens_than_expected():
     )
 
 
-def drop(*path):
-    def change(answer):
-        node = answer
-        for key in path[:-1]:
-            node = node[key]
-        del node[path[-1]]
-        return answer
-
-    return change
-
-
 def put(value, *path):
     def change(answer):
         node = answer
@@ -223,9 +212,9 @@ def put(value, *path):
 
 WHERE = "inputs[0].chunks[0], http://memory/v1/chat/completions/render"
 REPLIES = {
-    "no features": (drop("features"), "features.mm_hashes: the server did not render one image"),
+    "no features": (put(None, "features"), "features.mm_hashes: the server did not render one image"),
     "no tensors": (
-        drop("features", "kwargs_data"),
+        put(None, "features", "kwargs_data"),
         "features.kwargs_data: the server did not render one image - expected one of 'image', with its data, got {}",
     ),
     "null tensors": (
