@@ -1,5 +1,7 @@
 """Fixtures that every kind of test shares, and how Hypothesis searches."""
 
+import asyncio
+import inspect
 import os
 from pathlib import Path
 
@@ -17,6 +19,17 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"

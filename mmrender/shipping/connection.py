@@ -6,7 +6,6 @@ Frames go out straight from where they lie, and a long one comes in straight int
 import asyncio
 import contextlib
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,12 +19,21 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.protocol import Data, Message, Notifier, Ping, Timing, pack, unpack
+from mmrender.shipping.protocol import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    MAX_UNACKED,
+    PREFIX,
+    Data,
+    Message,
+    Notifier,
+    Ping,
+    Timing,
+    pack,
+    unpack,
+)
 
-MAGIC: Final = b"mmsp"
 ALIGNMENT: Final = 64
-_PREFIX: Final = struct.Struct("<4sI")
-_MAX_HEADER_BYTES: Final = 256 << 10
 _OWN_BUFFER_BYTES: Final = 64 << 10
 """Frames from this size on come into a buffer of their own, so that one of them keeps no other alive."""
 _SOCKET_BUFFER_BYTES: Final = 4 << 20
@@ -179,19 +187,17 @@ class Connection:
         self._outbox.append((message, frames))
         self._changed.notify()
 
-    async def sent(self, *, but: int = 0) -> None:
-        """Wait until all that was posted has gone out, but so many messages, or never will."""
-        await self._changed.wait_until(lambda: len(self._outbox) + self._writing <= but or not self._running)
-
     async def finish(self, message: Message, timeout: float) -> None:
         """Send a last message, if the peer reads it in time."""
         self.post(message)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self.sent()
+                await self._changed.wait_until(
+                    lambda: not (self._outbox or self._writing) or not self._running
+                )
 
-    async def receive(self, limit: Callable[[], int] = lambda: 0) -> tuple[Message, list[memoryview]]:
-        """Wait for the next message; `limit` is asked how many bytes its frames may have.
+    async def receive(self) -> Message:
+        """Wait for the next message; a peer that does not read is not read from either.
 
         Raises:
             ShippingConnectionError: The connection broke.
@@ -199,31 +205,23 @@ class Connection:
             ShippingSecurityError: TLS failed.
         """
         while True:
-            prefix = memoryview(bytearray(_PREFIX.size))
+            if len(self._outbox) > 2 * MAX_UNACKED:
+                await self._changed.wait_until(lambda: len(self._outbox) <= MAX_UNACKED)
+            prefix = memoryview(bytearray(PREFIX.size))
             await self.fill(prefix)
-            magic, length = _PREFIX.unpack(prefix)
-            if magic != MAGIC or length > _MAX_HEADER_BYTES:
+            magic, length = PREFIX.unpack(prefix)
+            if magic != MAGIC or length > MAX_HEADER_BYTES:
                 raise ShippingProtocolError(
                     "the peer does not speak this protocol",
                     where=self.peer,
-                    expected=f"{MAGIC!r} and a header of at most {_MAX_HEADER_BYTES} bytes",
+                    expected=f"{MAGIC!r} and a header of at most {MAX_HEADER_BYTES} bytes",
                     got=repr(bytes(prefix)),
                 )
             header = memoryview(bytearray(length))
             await self.fill(header)
             message = unpack(header)
-            if isinstance(message, Data):
-                total, bound = sum(message.lengths), limit()
-                if total > bound:
-                    raise ShippingProtocolError(
-                        "a message is too long",
-                        where=self.peer,
-                        expected=f"at most {bound} bytes",
-                        got=str(total),
-                    )
-                return message, await self.read_frames(message)
             if not self.handle(message):
-                return message, []
+                return message
 
     def close(self) -> None:
         """Close the connection."""
@@ -237,7 +235,7 @@ class Connection:
 
     async def write_message(self, message: Message, frames: Sequence[memoryview]) -> None:
         """Write a message; short frames go out together, and the end of it with the next ones or `write`."""
-        self._pending += prefixed(message)
+        self._pending += pack(message)
         for frame in frames:
             if frame.nbytes < _OWN_BUFFER_BYTES:
                 self._pending += frame
@@ -254,7 +252,7 @@ class Connection:
             await self._stream.write(pending)
 
     async def read_frames(self, data: Data) -> list[memoryview]:
-        """Read the frames of a message whose header has come."""
+        """Read the frames of a message, before anything else is received; their length must be checked."""
         if data.segment:
             raise ShippingProtocolError("frames in memory that is not shared", where=self.peer)
         short = [-(-each // ALIGNMENT) * ALIGNMENT for each in data.lengths if each < _OWN_BUFFER_BYTES]
@@ -323,9 +321,3 @@ class Connection:
         if isinstance(error, SSLError) and not isinstance(error, SSLEOFError):
             return ShippingSecurityError("TLS failed", where=self.peer, got=str(error))
         return ShippingConnectionError("the connection broke", where=self.peer, got=str(error)[:200] or None)
-
-
-def prefixed(message: Message) -> bytes:
-    """Return a message as bytes, without its frames."""
-    header = pack(message)
-    return _PREFIX.pack(MAGIC, len(header)) + header

@@ -28,9 +28,10 @@ what it has: a delivery is known by its sender's id and its sequence number, or 
 """
 
 import asyncio
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -42,6 +43,9 @@ from mmrender.errors import ShippingConnectionError, ShippingProtocolError, Ship
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
 VERSION: Final = 3
+MAGIC: Final = b"mmsp"
+PREFIX: Final = struct.Struct("<4sI")
+MAX_HEADER_BYTES: Final = 256 << 10
 MAX_KEY_BYTES: Final = 256
 MAX_UNACKED: Final = 4096
 MAX_FRAMES: Final = 4096 + 1
@@ -123,16 +127,13 @@ class Taken(_Header, frozen=True):
     seq: Number
 
 
-class Acked(_Header, frozen=True):
+class Acked(Taken, frozen=True):
     """Message `seq` is acknowledged, and taken."""
 
-    seq: Number
 
-
-class Refused(_Header, frozen=True):
+class Refused(Taken, frozen=True):
     """Message `seq` cannot be used."""
 
-    seq: Number
     reason: Text
 
 
@@ -168,42 +169,42 @@ class Bye(_Header, frozen=True):
 
 Message = Hello | Welcome | Data | Taken | Acked | Refused | Segment | Freed | Dropped | Ping | Bye
 
+M = TypeVar("M", bound=_Header)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def pack(message: Message) -> bytes:
-    """Write a header."""
-    return _ENCODER.encode(message)
+    """Write a message, without its frames."""
+    header = _ENCODER.encode(message)
+    return PREFIX.pack(MAGIC, len(header)) + header
 
 
 def unpack(header: bytes | memoryview) -> Message:
-    """Read a header."""
+    """Read the header of a message."""
     try:
         return _DECODER.decode(header)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ShippingProtocolError("a header cannot be read", got=str(error)[:200]) from error
 
 
-def check_version(version: int, peer: str) -> None:
-    """Require that the peer speaks this version of the protocol."""
-    if version != VERSION:
+def expect(kind: type[M], message: Message, peer: str) -> M:
+    """Require a message of one kind, and of this version of the protocol if it opens a connection."""
+    if isinstance(message, Bye):
+        if message.denied:
+            raise ShippingSecurityError("the peer refused the connection", where=peer, got=message.reason)
+        raise ShippingConnectionError("the peer said goodbye", where=peer, got=message.reason)
+    if not isinstance(message, kind):
+        raise ShippingProtocolError("a message out of turn", where=peer, got=type(message).__name__)
+    if isinstance(message, Hello | Welcome) and message.version != VERSION:
         raise ShippingProtocolError(
             "the peer speaks another version of the protocol",
             where=peer,
             expected=str(VERSION),
-            got=str(version),
+            got=str(message.version),
             remedy="Install the same version of mmrender on both sides",
         )
-
-
-def out_of_turn(message: Message, peer: str) -> Exception:
-    """Return the error for a message other than the expected one, such as a Bye."""
-    if isinstance(message, Bye):
-        if message.denied:
-            return ShippingSecurityError("the peer refused the connection", where=peer, got=message.reason)
-        return ShippingConnectionError("the peer said goodbye", where=peer, got=message.reason)
-    return ShippingProtocolError("a message out of turn", where=peer, got=type(message).__name__)
+    return message
 
 
 def to_wire(value: Any) -> tuple[str, Any]:

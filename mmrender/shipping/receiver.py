@@ -25,7 +25,6 @@ from mmrender.shipping.address import Address, Listener, listen
 from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
-    MAX_UNACKED,
     PLAIN,
     VERSION,
     Acked,
@@ -38,9 +37,8 @@ from mmrender.shipping.protocol import (
     Taken,
     Timing,
     Welcome,
-    check_version,
+    expect,
     from_wire,
-    out_of_turn,
 )
 from mmrender.shipping.shared_memory import connect
 
@@ -247,11 +245,10 @@ class Receiver:
         session, seq = entry.origins[0]
         session.took(seq, tell=self.ack == "explicit")
         self._changed.notify()
-        message = Received(entry.value, entry.name, session.connection.peer, lambda: self._acknowledge(entry))
-        entry.value = None
         if self.ack == "taken":
-            message.ack()
-        return message
+            self._acknowledge(entry)
+        value, entry.value = entry.value, None
+        return Received(value, entry.name, session.connection.peer, lambda: self._acknowledge(entry))
 
     async def __aiter__(self) -> AsyncIterator[Received]:
         while True:
@@ -318,7 +315,7 @@ class Receiver:
         self._stats.duplicates += 1
         session.took(data.seq, tell=entry is not None)
         if entry is None:
-            session.post(Acked(data.seq))
+            session.connection.post(Acked(data.seq))
         else:
             # The first one's window holds the place in the queue; the others hear of the acknowledgement.
             first, *others = entry.origins
@@ -339,7 +336,7 @@ class Receiver:
         while len(self._seen) > self._dedup_window:
             self._seen.popitem(last=False)
         for session, seq in entry.origins:
-            session.post(Acked(seq))
+            session.connection.post(Acked(seq))
 
     async def _admit(self, session: "_Session", sender: bytes) -> None:
         """Let a sender in once it has no other session, and dead ones have not left too much in the queue."""
@@ -384,15 +381,11 @@ class _Session:
         self._window: dict[int, int] = {}
         self.task = asyncio.get_running_loop().create_task(self._run())
 
-    def post(self, message: Message) -> None:
-        """Tell the sender something."""
-        self.connection.post(message)
-
     def took(self, seq: int, *, tell: bool) -> None:
         """Note that the consumer took a message: its place in the window is free, as an Acked says, too."""
         self._window.pop(seq, None)
         if tell:
-            self.post(Taken(seq))
+            self.connection.post(Taken(seq))
 
     async def finish(self, message: Message) -> None:
         """Send a last message, if the sender reads it in time."""
@@ -426,15 +419,12 @@ class _Session:
             raise ShippingConnectionError("too many connections", where=connection.peer)
         try:
             async with asyncio.timeout(owner.timing.handshake):
-                hello, _ = await connection.receive()
-                if not isinstance(hello, Hello):
-                    raise out_of_turn(hello, connection.peer)
-                check_version(hello.version, connection.peer)
+                hello = expect(Hello, await connection.receive(), connection.peer)
                 await owner._admit(self, hello.sender)
         except TimeoutError as error:
             raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
         table_bytes = min(hello.table_bytes, owner.table_bytes)
-        self.post(
+        self.connection.post(
             Welcome(VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes)
         )
 
@@ -442,15 +432,15 @@ class _Session:
         """Take in the next message."""
         owner, peer = self._receiver, self.connection.peer
 
-        def room() -> int:
-            if not self._window:
-                return owner.limits.max_bytes
-            return max(0, owner.window_bytes - sum(self._window.values()))
-
-        await self.connection.sent(but=MAX_UNACKED)  # a peer that does not read is not read from
-        data, frames = await self.connection.receive(room)
-        if not isinstance(data, Data):
-            raise out_of_turn(data, peer)
+        data = expect(Data, await self.connection.receive(), peer)
+        num_bytes, bound = sum(data.lengths), owner.limits.max_bytes
+        if self._window:
+            bound = min(bound, max(0, owner.window_bytes - sum(self._window.values())))
+        if num_bytes > bound:
+            raise ShippingProtocolError(
+                "a message is too long", where=peer, expected=f"at most {bound} bytes", got=str(num_bytes)
+            )
+        frames = await self.connection.read_frames(data)
         name = data.key or f"{self.sender.hex()}:{data.seq}"
         full = len(self._window) >= owner.window_messages
         if full or data.seq in self._window or not name.isprintable():
@@ -465,13 +455,13 @@ class _Session:
             value = from_wire(data.kind, self._decoder.decode(frames))
         except Exception as error:
             # Without an answer the sender would come back with the same message again and again.
-            self.post(Refused(data.seq, str(error)[:1000]))
+            self.connection.post(Refused(data.seq, str(error)[:1000]))
             raise ShippingProtocolError(
                 "a message that cannot be used", where=f"message {name!r} from {peer}", got=str(error)
             ) from error
-        self._window[data.seq] = sum(data.lengths)
+        self._window[data.seq] = num_bytes
         try:
             owner._put(self, data, name, value)
         except ShippingProtocolError as error:
             self._window.pop(data.seq)
-            self.post(Refused(data.seq, str(error)[:1000]))
+            self.connection.post(Refused(data.seq, str(error)[:1000]))

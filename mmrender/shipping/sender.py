@@ -41,9 +41,8 @@ from mmrender.shipping.protocol import (
     Taken,
     Timing,
     Welcome,
-    check_version,
     content_digest,
-    out_of_turn,
+    expect,
     to_wire,
 )
 from mmrender.shipping.shared_memory import connect
@@ -426,10 +425,7 @@ class Sender:
         self._connection = connection
         connection.post(Hello(VERSION, self._id, self._table_bytes))
         async with asyncio.timeout(self._timing.handshake):
-            welcome, _ = await connection.receive()
-        if not isinstance(welcome, Welcome):
-            raise out_of_turn(welcome, connection.peer)
-        check_version(welcome.version, connection.peer)
+            welcome = expect(Welcome, await connection.receive(), connection.peer)
         self._stats.connections += 1
         self._welcome = welcome
         table_bytes = min(self._table_bytes, welcome.table_bytes)
@@ -439,9 +435,7 @@ class Sender:
         self._changed.notify()
         self._send_on()
         while True:
-            message, _ = await connection.receive()
-            if not isinstance(message, Taken | Acked | Refused):
-                raise out_of_turn(message, connection.peer)
+            message = expect(Taken, await connection.receive(), connection.peer)
             self._window.pop(message.seq, None)
             delivery = self._unacked.get(message.seq)
             if delivery is not None and isinstance(message, Acked):

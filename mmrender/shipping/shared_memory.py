@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from mmcodecs import BufferPool, Limits
 from mmrender.errors import ShippingProtocolError
-from mmrender.shipping.connection import ALIGNMENT, Connection, Stream, prefixed
-from mmrender.shipping.protocol import MAX_SEGMENTS, Data, Dropped, Freed, Message, Segment
+from mmrender.shipping.connection import ALIGNMENT, Connection, Stream
+from mmrender.shipping.protocol import MAX_SEGMENTS, Data, Dropped, Freed, Message, Segment, pack
 
 MIN_SHARED_BYTES: Final = 64 << 10
 MIN_SEGMENT_BYTES: Final = 1 << 20
@@ -252,7 +252,7 @@ class SharedMemoryConnection(Connection):
         await super().write_message(msgspec.structs.replace(message, segment=segment.number), ())
 
     async def read_frames(self, data: Data) -> list[memoryview]:
-        """Return the frames of a message whose header has come; the head is copied before it is checked."""
+        """Return the frames of a message; the head is copied, so that it is what will be checked."""
         if not data.segment:
             return await super().read_frames(data)
         if not data.lengths or data.lengths[0] > self._max_head_bytes:
@@ -300,7 +300,7 @@ class SharedMemoryConnection(Connection):
             await super().write_message(Dropped(dropped), ())
         if segment is not None and is_new:
             await self.write(b"")
-            announced = prefixed(Segment(segment.number, segment.num_bytes))
+            announced = pack(Segment(segment.number, segment.num_bytes))
             await self._descriptors.write_descriptor(announced, segment.fd)
         return segment
 

@@ -84,37 +84,31 @@ def test_values_arrive_whole_and_in_order(pair):
     assert asyncio.run(run()) == []
 
 
-def test_large_arrays_are_read_only_views_of_aligned_memory(pair):
-    async def run():
-        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
-            sent = np.arange(3_000_000, dtype=np.float32)
-            await sender.send({"first": np.ones(70_001, np.uint8), "second": sent})
-            (got,) = await take(receiver, 1)
-            array = got.value["second"]
-            assert np.array_equal(array, sent)
-            assert not array.flags.writeable
-            assert not array.flags.owndata
-            assert array.ctypes.data % 64 == 0
-
-    asyncio.run(run())
+async def test_large_arrays_are_read_only_views_of_aligned_memory(pair):
+    async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+        sent = np.arange(3_000_000, dtype=np.float32)
+        await sender.send({"first": np.ones(70_001, np.uint8), "second": sent})
+        (got,) = await take(receiver, 1)
+        array = got.value["second"]
+        assert np.array_equal(array, sent)
+        assert not array.flags.writeable
+        assert not array.flags.owndata
+        assert array.ctypes.data % 64 == 0
 
 
-def test_a_view_that_is_kept_never_sees_another_message(pair):
-    async def run():
-        async with pair.receiver() as receiver, pair.sender(receiver) as sender:
-            kept = []
-            for number in range(30):
-                await sender.send(np.full(200_000, number, np.uint8))
-                value = (await receiver.receive(20)).value
-                if number % 3 == 0:
-                    kept.append(value[1000:1010])
-                del value
-            assert [int(each.mean()) for each in kept] == list(range(0, 30, 3))
-        del receiver, sender
-        gc.collect()
+async def test_a_view_that_is_kept_never_sees_another_message(pair):
+    async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+        kept = []
+        for number in range(30):
+            await sender.send(np.full(200_000, number, np.uint8))
+            value = (await receiver.receive(20)).value
+            if number % 3 == 0:
+                kept.append(value[1000:1010])
+            del value
         assert [int(each.mean()) for each in kept] == list(range(0, 30, 3))
-
-    asyncio.run(run())
+    del receiver, sender
+    gc.collect()
+    assert [int(each.mean()) for each in kept] == list(range(0, 30, 3))
 
 
 def test_memory_is_used_again_when_the_last_view_is_gone(some_pair):
@@ -134,116 +128,101 @@ def test_memory_is_used_again_when_the_last_view_is_gone(some_pair):
     assert len(asyncio.run(run())) <= 3
 
 
-def test_trajectories_arrive_as_trajectories_and_groups_together(some_pair):
+async def test_trajectories_arrive_as_trajectories_and_groups_together(some_pair):
     def trajectory(name: str) -> Trajectory:
         made = Trajectory(name)
         Call([10, ("A", 3), 11], [20, 21], 1).append_to(made)
         Call([10, ("A", 3), 11, 20, 21, 12, ("B", 2)], [22], 2).append_to(made)
         return made
 
-    async def run():
-        async with some_pair.receiver() as receiver, some_pair.sender(receiver) as sender:
-            await sender.send(trajectory("task/1"))
-            await sender.send([trajectory("task/2"), trajectory("task/3")], id="group")
-            first, group = await take(receiver, 2)
-            assert first.id.endswith(":1")
-            assert_same(first.value, trajectory("task/1"))
-            assert [each.trajectory_id for each in group.value] == ["task/2", "task/3"]
-
-    asyncio.run(run())
+    async with some_pair.receiver() as receiver, some_pair.sender(receiver) as sender:
+        await sender.send(trajectory("task/1"))
+        await sender.send([trajectory("task/2"), trajectory("task/3")], id="group")
+        first, group = await take(receiver, 2)
+        assert first.id.endswith(":1")
+        assert_same(first.value, trajectory("task/1"))
+        assert [each.trajectory_id for each in group.value] == ["task/2", "task/3"]
 
 
-def test_tensors_where_they_are_asked_for_and_trajectories_as_ever(url):
+async def test_tensors_where_they_are_asked_for_and_trajectories_as_ever(url):
     torch = pytest.importorskip("torch")
-
-    async def run():
-        async with Receiver(url, framework="torch") as receiver, Sender(receiver.url) as sender:
-            made = Trajectory("t")
-            Call([10, ("B", 3)], [20], 1).append_to(made)
-            await sender.send({"x": torch.ones(300, dtype=torch.bfloat16)})
-            await sender.send(made)
-            plain, tree = await take(receiver, 2)
-            assert torch.equal(plain.value["x"], torch.ones(300, dtype=torch.bfloat16))
-            assert isinstance(tree.value.steps[0].token_ids, np.ndarray)
-
-    asyncio.run(run())
+    async with Receiver(url, framework="torch") as receiver, Sender(receiver.url) as sender:
+        made = Trajectory("t")
+        Call([10, ("B", 3)], [20], 1).append_to(made)
+        await sender.send({"x": torch.ones(300, dtype=torch.bfloat16)})
+        await sender.send(made)
+        plain, tree = await take(receiver, 2)
+        assert torch.equal(plain.value["x"], torch.ones(300, dtype=torch.bfloat16))
+        assert isinstance(tree.value.steps[0].token_ids, np.ndarray)
 
 
-def test_the_window_bounds_what_is_under_way(some_pair):
-    async def run():
-        window = {"window_messages": 3, "window_bytes": 1 << 20}
-        async with some_pair.receiver(**window) as receiver, some_pair.sender(receiver) as sender:
-            for number in range(12):
-                await sender.send(message(number), id=str(number))
-            await until(lambda: receiver.stats.queued == 3)
-            await asyncio.sleep(0.1)
-            assert receiver.stats.queued == 3
-            got = await take(receiver, 1)
-            await until(lambda: receiver.stats.queued == 3)
-            await asyncio.sleep(0.1)
-            assert receiver.stats.queued == 3
-            got += await take(receiver, 11)
-            assert [each.id for each in got] == [str(number) for number in range(12)]
+async def test_the_window_bounds_what_is_under_way(some_pair):
+    window = {"window_messages": 3, "window_bytes": 1 << 20}
+    async with some_pair.receiver(**window) as receiver, some_pair.sender(receiver) as sender:
+        for number in range(12):
+            await sender.send(message(number), id=str(number))
+        await until(lambda: receiver.stats.queued == 3)
+        await asyncio.sleep(0.1)
+        assert receiver.stats.queued == 3
+        got = await take(receiver, 1)
+        await until(lambda: receiver.stats.queued == 3)
+        await asyncio.sleep(0.1)
+        assert receiver.stats.queued == 3
+        got += await take(receiver, 11)
+        assert [each.id for each in got] == [str(number) for number in range(12)]
 
-            for number in range(5):
-                await sender.send(np.zeros(600_000, np.uint8), id=f"large {number}")
-            await until(lambda: receiver.stats.queued == 1)
-            await asyncio.sleep(0.1)
-            assert receiver.stats.queued == 1  # a second one would be beyond a megabyte
-            await take(receiver, 5)
-            await sender.send(np.zeros(3_000_000, np.uint8))  # larger than the window: alone
-            await take(receiver, 1)
-
-    asyncio.run(run())
+        for number in range(5):
+            await sender.send(np.zeros(600_000, np.uint8), id=f"large {number}")
+        await until(lambda: receiver.stats.queued == 1)
+        await asyncio.sleep(0.1)
+        assert receiver.stats.queued == 1  # a second one would be beyond a megabyte
+        await take(receiver, 5)
+        await sender.send(np.zeros(3_000_000, np.uint8))  # larger than the window: alone
+        await take(receiver, 1)
 
 
-def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
-    async def run():
-        async with some_pair.receiver(ack="explicit") as receiver:
-            async with some_pair.sender(receiver, max_unacked_messages=2) as sender:
-                await sender.send(1)
-                await sender.send(2)
-                third = asyncio.ensure_future(sender.send(3))
-                got = await take(receiver, 2)
-                await asyncio.sleep(0.05)
-                assert not third.done()
-                got[0].ack()
-                await asyncio.wait_for(third, 10)
-                got[1].ack()
-                (await take(receiver, 1))[0].ack()
+async def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
+    async with some_pair.receiver(ack="explicit") as receiver:
+        async with some_pair.sender(receiver, max_unacked_messages=2) as sender:
+            await sender.send(1)
+            await sender.send(2)
+            third = asyncio.ensure_future(sender.send(3))
+            got = await take(receiver, 2)
+            await asyncio.sleep(0.05)
+            assert not third.done()
+            got[0].ack()
+            await asyncio.wait_for(third, 10)
+            got[1].ack()
+            (await take(receiver, 1))[0].ack()
 
-            async with some_pair.sender(receiver, max_unacked_bytes=1_000_000) as sender:
-                await sender.send(np.zeros(2_000_000, np.uint8))  # whatever its size
-                second = asyncio.ensure_future(sender.send(np.zeros(10, np.uint8)))
-                (got,) = await take(receiver, 1)
-                await asyncio.sleep(0.05)
-                assert not second.done()
-                got.ack()
-                await asyncio.wait_for(second, 10)
-                (await take(receiver, 1))[0].ack()
-
-    asyncio.run(run())
+        async with some_pair.sender(receiver, max_unacked_bytes=1_000_000) as sender:
+            await sender.send(np.zeros(2_000_000, np.uint8))  # whatever its size
+            second = asyncio.ensure_future(sender.send(np.zeros(10, np.uint8)))
+            (got,) = await take(receiver, 1)
+            await asyncio.sleep(0.05)
+            assert not second.done()
+            got.ack()
+            await asyncio.wait_for(second, 10)
+            (await take(receiver, 1))[0].ack()
 
 
-def test_a_sender_may_be_there_before_its_receiver(pair):
+async def test_a_sender_may_be_there_before_its_receiver(pair):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         pair.url = pair.url.replace(":0", f":{probe.getsockname()[1]}")
-
-    async def run():
-        receiver = pair.receiver()
-        sender = pair.sender(receiver)
-        with pytest.raises(ShippingConnectionError, match=r"the receiver does not answer - got for 0.05 s"):
-            await sender.connect(0.05)
-        await sender.send("early", id="early")
-        async with receiver:
-            assert [each.value for each in await take(receiver, 1)] == ["early"]
-            await sender.aclose()
-
-    asyncio.run(run())
+    receiver = pair.receiver()
+    sender = pair.sender(receiver)
+    with pytest.raises(ShippingConnectionError, match=r"the receiver does not answer - got for 0.05 s"):
+        await sender.connect(0.05)
+    await sender.send("early", id="early")
+    async with receiver:
+        assert [each.value for each in await take(receiver, 1)] == ["early"]
+        await sender.aclose()
 
 
-def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_else(some_pair, monkeypatch):
+async def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_else(
+    some_pair, monkeypatch
+):
     from mmrender.errors import TrajectoryError
     from mmrender.shipping import receiver as receiving
 
@@ -253,153 +232,129 @@ def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobody_els
         return value
 
     monkeypatch.setattr(receiving, "from_wire", picky)
-
-    async def run():
-        async with some_pair.receiver() as receiver:
-            sender = some_pair.sender(receiver)
-            values = ("good 1", "bad", "good 2", "bad too", "good 3")
-            deliveries = [await sender.send(value, id=value) for value in values]
-            got = await take(receiver, 3)
-            assert [each.value for each in got] == ["good 1", "good 2", "good 3"]
-            with pytest.raises(ShippingProtocolError) as caught:
-                await deliveries[1]
-            assert str(caught.value) == (
-                f"message 'bad' to {receiver.url}: the receiver cannot use this message - "
-                "got steps[1]: it does not hold together"
-            )
-            await asyncio.wait_for(asyncio.gather(*deliveries[::2]), 10)
-            with pytest.raises(ShippingProtocolError, match=r"'bad too' to .*cannot use this message"):
-                await sender.aclose()  # the other one was raised above
-            assert sender.stats.refused == receiver.stats.refused == 2
-
-    asyncio.run(run())
+    async with some_pair.receiver() as receiver:
+        sender = some_pair.sender(receiver)
+        values = ("good 1", "bad", "good 2", "bad too", "good 3")
+        deliveries = [await sender.send(value, id=value) for value in values]
+        got = await take(receiver, 3)
+        assert [each.value for each in got] == ["good 1", "good 2", "good 3"]
+        with pytest.raises(ShippingProtocolError) as caught:
+            await deliveries[1]
+        assert str(caught.value) == (
+            f"message 'bad' to {receiver.url}: the receiver cannot use this message - "
+            "got steps[1]: it does not hold together"
+        )
+        await asyncio.wait_for(asyncio.gather(*deliveries[::2]), 10)
+        with pytest.raises(ShippingProtocolError, match=r"'bad too' to .*cannot use this message"):
+            await sender.aclose()  # the other one was raised above
+        assert sender.stats.refused == receiver.stats.refused == 2
 
 
-def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
-    async def run():
-        receiver = some_pair.receiver(limits=Limits(max_bytes=100_000))
-        async with receiver, some_pair.sender(receiver) as sender:
-            long = await sender.send(np.zeros(200_000, np.uint8), id="long")
-            await sender.send("short")
-            await sender.send(np.zeros(200_000, np.uint8), id="too")
-            with pytest.raises(ShippingProtocolError) as caught:
-                await long
-            assert str(caught.value) == (
-                f"message 'long' to {receiver.url}: the message is longer than the receiver takes - expected "
-                f"at most 100000 bytes, got {caught.value.got}. "
-                "Give the receiver limits=Limits(max_bytes=...), or ship it in pieces"
-            )
-            assert [each.value for each in await take(receiver, 1)] == ["short"]
-            with pytest.raises(ShippingProtocolError, match=r"'too' to .*longer than the receiver takes"):
-                await sender.flush(10)  # the other one was raised above
-            await sender.flush(10)
-
-    asyncio.run(run())
+async def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
+    receiver = some_pair.receiver(limits=Limits(max_bytes=100_000))
+    async with receiver, some_pair.sender(receiver) as sender:
+        long = await sender.send(np.zeros(200_000, np.uint8), id="long")
+        await sender.send("short")
+        await sender.send(np.zeros(200_000, np.uint8), id="too")
+        with pytest.raises(ShippingProtocolError) as caught:
+            await long
+        assert str(caught.value) == (
+            f"message 'long' to {receiver.url}: the message is longer than the receiver takes - expected "
+            f"at most 100000 bytes, got {caught.value.got}. "
+            "Give the receiver limits=Limits(max_bytes=...), or ship it in pieces"
+        )
+        assert [each.value for each in await take(receiver, 1)] == ["short"]
+        with pytest.raises(ShippingProtocolError, match=r"'too' to .*longer than the receiver takes"):
+            await sender.flush(10)  # the other one was raised above
+        await sender.flush(10)
 
 
-def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in(url):
-    async def run():
-        async with Receiver(url) as receiver, Sender(receiver.url) as sender:
-            with pytest.raises(UnsupportedTypeError, match=r"\$\.x"):
-                await sender.send({"x": object()})
-            for wrong in ("a\nb", "x" * 257, "\ud800"):
-                with pytest.raises(ShippingError, match="malformed idempotency key"):
-                    await sender.send(1, id=wrong)
-            assert sender.stats.unacked == 0
-            await sender.send("next")
-            assert (await receiver.receive(5)).value == "next"
-
-    asyncio.run(run())
+async def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in(url):
+    async with Receiver(url) as receiver, Sender(receiver.url) as sender:
+        with pytest.raises(UnsupportedTypeError, match=r"\$\.x"):
+            await sender.send({"x": object()})
+        for wrong in ("a\nb", "x" * 257, "\ud800"):
+            with pytest.raises(ShippingError, match="malformed idempotency key"):
+                await sender.send(1, id=wrong)
+        assert sender.stats.unacked == 0
+        await sender.send("next")
+        assert (await receiver.receive(5)).value == "next"
 
 
-def test_what_dead_senders_left_in_line_is_bounded(url):
+async def test_what_dead_senders_left_in_line_is_bounded(url):
     """Senders that come and go cannot pile up more than four windows of messages that nobody takes."""
-
-    async def run():
-        window = {"window_messages": 8, "window_bytes": 100_000}
-        timing = Timing(handshake=0.1, first_retry=0.01, last_retry=0.02)
-        async with Receiver(url, **window, timing=timing) as receiver:
-            for number in range(8):
-                sender = Sender(url, timing=timing)
-                await sender.send(np.zeros(100_000, np.uint8))
-                if number < 4:
-                    await until(lambda number=number: receiver.stats.queued == number + 1)
-                else:
-                    await asyncio.sleep(0.03)
-                await sender.aclose(0)
-                await until(lambda: receiver.stats.connections == 0)
-            assert receiver.stats.queued == 4
-            late = Sender(url, timing=timing)
-            with pytest.raises(ShippingConnectionError):
-                await late.connect(0.3)
-            await take(receiver, 4)
-            await late.connect(5)
-            await late.aclose()
-
-    asyncio.run(run())
+    window = {"window_messages": 8, "window_bytes": 100_000}
+    timing = Timing(handshake=0.1, first_retry=0.01, last_retry=0.02)
+    async with Receiver(url, **window, timing=timing) as receiver:
+        for number in range(8):
+            sender = Sender(url, timing=timing)
+            await sender.send(np.zeros(100_000, np.uint8))
+            if number < 4:
+                await until(lambda number=number: receiver.stats.queued == number + 1)
+            else:
+                await asyncio.sleep(0.03)
+            await sender.aclose(0)
+            await until(lambda: receiver.stats.connections == 0)
+        assert receiver.stats.queued == 4
+        late = Sender(url, timing=timing)
+        with pytest.raises(ShippingConnectionError):
+            await late.connect(0.3)
+        await take(receiver, 4)
+        await late.connect(5)
+        await late.aclose()
 
 
-def test_closed_ends_say_so(url):
-    async def run():
-        receiver = Receiver(url)
-        await receiver.open()
-        sender = Sender(receiver.url)
-        await sender.connect()
-        delivery = await sender.send("x")
-        waiting = asyncio.ensure_future(receiver.receive())
+async def test_closed_ends_say_so(url):
+    receiver = Receiver(url)
+    await receiver.open()
+    sender = Sender(receiver.url)
+    await sender.connect()
+    delivery = await sender.send("x")
+    waiting = asyncio.ensure_future(receiver.receive())
+    await waiting
+    waiting = asyncio.ensure_future(receiver.receive())
+    await asyncio.sleep(0)
+    await receiver.aclose()
+    with pytest.raises(ShippingClosedError, match="the receiver is closed"):
         await waiting
-        waiting = asyncio.ensure_future(receiver.receive())
-        await asyncio.sleep(0)
-        await receiver.aclose()
-        with pytest.raises(ShippingClosedError, match="the receiver is closed"):
-            await waiting
-        await delivery
-        late = await sender.send("y")
-        with pytest.raises(ShippingConnectionError, match=r"got 1 messages after 0.02 s"):
-            await sender.aclose(0.02)
-        with pytest.raises(ShippingClosedError, match="the sender was closed before this was acknowledged"):
-            await late
-        with pytest.raises(ShippingClosedError, match="the sender is closed"):
-            await sender.send("z")
-        await sender.aclose()
-        await receiver.aclose()
-        with pytest.raises(ShippingClosedError, match="the receiver is closed"):
-            await receiver.open()
-        async for _ in receiver:
-            raise AssertionError("a closed receiver gives nothing")
-
-    asyncio.run(run())
+    await delivery
+    late = await sender.send("y")
+    with pytest.raises(ShippingConnectionError, match=r"got 1 messages after 0.02 s"):
+        await sender.aclose(0.02)
+    with pytest.raises(ShippingClosedError, match="the sender was closed before this was acknowledged"):
+        await late
+    with pytest.raises(ShippingClosedError, match="the sender is closed"):
+        await sender.send("z")
+    await sender.aclose()
+    await receiver.aclose()
+    with pytest.raises(ShippingClosedError, match="the receiver is closed"):
+        await receiver.open()
+    async for _ in receiver:
+        raise AssertionError("a closed receiver gives nothing")
 
 
-def test_a_peer_that_goes_silent_is_given_up(tmp_path):
-    async def run():
-        patient = Timing(heartbeat=0.1, silence=0.2, first_retry=0.01)
-        mute = Timing(heartbeat=1000, silence=1000)
-        receiver = Receiver(f"unix://{tmp_path}/mute", timing=mute)
-        async with receiver, Sender(receiver.url, timing=patient) as sender:
-            await until(lambda: sender.stats.connections > 1)
-            assert str(sender._last_error) == (
-                f"unix://{tmp_path}/mute: the peer is silent - got nothing for 0.2 s"
-            )
-            await sender.send("after")
-            assert (await receiver.receive(5)).value == "after"
-
-    asyncio.run(run())
+async def test_a_peer_that_goes_silent_is_given_up(tmp_path):
+    patient = Timing(heartbeat=0.1, silence=0.2, first_retry=0.01)
+    mute = Timing(heartbeat=1000, silence=1000)
+    receiver = Receiver(f"unix://{tmp_path}/mute", timing=mute)
+    async with receiver, Sender(receiver.url, timing=patient) as sender:
+        await until(lambda: sender.stats.connections > 1)
+        assert str(sender._last_error) == (
+            f"unix://{tmp_path}/mute: the peer is silent - got nothing for 0.2 s"
+        )
+        await sender.send("after")
+        assert (await receiver.receive(5)).value == "after"
 
 
-def test_an_event_loop_that_was_busy_does_not_take_its_peer_for_dead(tmp_path):
+async def test_an_event_loop_that_was_busy_does_not_take_its_peer_for_dead(tmp_path):
     timing = Timing(heartbeat=0.1, silence=0.2)
-
-    async def run():
-        receiver = Receiver(f"unix://{tmp_path}/a", timing=timing)
-        async with receiver, Sender(receiver.url, timing=timing) as sender:
-            for number in range(3):
-                time.sleep(0.4)  # a training step, say
-                await sender.send(number)
-                assert (await receiver.receive(5)).value == number
-            assert sender.stats.connections == 1
-
-    asyncio.run(run())
+    receiver = Receiver(f"unix://{tmp_path}/a", timing=timing)
+    async with receiver, Sender(receiver.url, timing=timing) as sender:
+        for number in range(3):
+            time.sleep(0.4)  # a training step, say
+            await sender.send(number)
+            assert (await receiver.receive(5)).value == number
+        assert sender.stats.connections == 1
 
 
 def test_nothing_is_left_behind(pair):
@@ -448,27 +403,23 @@ def test_shared_memory_that_a_view_holds_outlives_both_ends_and_goes_with_the_vi
     assert mapped() == 0
 
 
-def test_a_pool_of_shared_memory_that_is_used_up_slows_down_and_does_not_stop(monkeypatch):
+async def test_a_pool_of_shared_memory_that_is_used_up_slows_down_and_does_not_stop(monkeypatch):
     from mmrender.shipping.shared_memory import SharedMemoryConnection
 
     monkeypatch.setattr(SharedMemoryConnection.__init__, "__defaults__", (3 << 20,))
-
-    async def run():
-        async with Receiver(f"shm://full-{os.getpid()}") as receiver, Sender(receiver.url) as sender:
-            kept = []
-            for number in range(8):
-                await sender.send(np.full(900_000, number, np.uint8))
-                kept.append((await receiver.receive(10)).value)
-            assert [int(each[0]) for each in kept] == list(range(8))
-            kept.clear()
-            gc.collect()
-            await sender.send(np.full(2_500_000, 9, np.uint8))  # takes the place of the three that are free
-            assert int((await receiver.receive(10)).value[0]) == 9
-
-    asyncio.run(run())
+    async with Receiver(f"shm://full-{os.getpid()}") as receiver, Sender(receiver.url) as sender:
+        kept = []
+        for number in range(8):
+            await sender.send(np.full(900_000, number, np.uint8))
+            kept.append((await receiver.receive(10)).value)
+        assert [int(each[0]) for each in kept] == list(range(8))
+        kept.clear()
+        gc.collect()
+        await sender.send(np.full(2_500_000, 9, np.uint8))  # takes the place of the three that are free
+        assert int((await receiver.receive(10)).value[0]) == 9
 
 
-def test_each_message_is_encoded_once_and_again_only_on_another_connection(url, monkeypatch):
+async def test_each_message_is_encoded_once_and_again_only_on_another_connection(url, monkeypatch):
     count = 0
     encode = Encoder.encode_frames
 
@@ -478,18 +429,14 @@ def test_each_message_is_encoded_once_and_again_only_on_another_connection(url, 
         return encode(encoder, value)
 
     monkeypatch.setattr(Encoder, "encode_frames", counted)
-
-    async def run():
-        async with Receiver(url, timing=PATIENT, ack="explicit") as receiver:
-            sender = Sender(receiver.url, timing=PATIENT)
-            await sender.connect()
-            for number in range(5):
-                await sender.send(message(number, [1]))
-            await take(receiver, 5)
-            assert count == 5
-        async with Receiver(url, timing=PATIENT) as receiver:
-            await take(receiver, 5)
-            await sender.aclose()
-            assert count == 10
-
-    asyncio.run(run())
+    async with Receiver(url, timing=PATIENT, ack="explicit") as receiver:
+        sender = Sender(receiver.url, timing=PATIENT)
+        await sender.connect()
+        for number in range(5):
+            await sender.send(message(number, [1]))
+        await take(receiver, 5)
+        assert count == 5
+    async with Receiver(url, timing=PATIENT) as receiver:
+        await take(receiver, 5)
+        await sender.aclose()
+        assert count == 10
