@@ -168,9 +168,9 @@ class AsyncSingleFlight(Generic[K, V]):
                     await asyncio.wait({flight.task})
 
 
+@dataclass
 class _Flight(Generic[V]):
     """One coroutine and how many callers wait for it."""
 
-    def __init__(self, task: "asyncio.Future[V]") -> None:
-        self.task = task
-        self.waiting = 0
+    task: "asyncio.Future[V]"
+    waiting: int = 0

@@ -50,11 +50,9 @@ class RendererProtocol(Protocol):
 
     def render(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> RenderedTokens:
         """Render a conversation with attribution and sidecar."""
-        ...
 
     def render_ids(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> list[int]:
         """Render a conversation to token ids alone."""
-        ...
 
     def bridge_to_next_turn(
         self,
@@ -64,28 +62,22 @@ class RendererProtocol(Protocol):
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
         """Append new messages to what was sampled, or give None where that cannot be proved right."""
-        ...
 
     @property
     def why_not_bridged(self) -> str | None:
         """Why the last bridge of this thread or task is None."""
-        ...
 
     def parse_response(self, token_ids: Sequence[int], **options: Unpack[ParseOptions]) -> "ParsedResponse":
         """Read a completion."""
-        ...
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens on which sampling stops."""
-        ...
 
     def template_profile(self, *, has_tools: bool = False, **template_arguments: Any) -> "TemplateProfile":
         """Findings about the template, such as its generation prompt and stop tokens."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +87,6 @@ class MultimodalRenderer(RendererProtocol, Protocol):
     @property
     def media(self) -> MediaResolver | None:
         """Resolver of media parts, or None for a text-only model."""
-        ...
 
 
 @runtime_checkable
@@ -106,7 +97,6 @@ class AsyncRenderer(Protocol):
         self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]
     ) -> RenderedTokens:
         """Render a conversation."""
-        ...
 
     async def abridge_to_next_turn(
         self,
@@ -116,13 +106,11 @@ class AsyncRenderer(Protocol):
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
         """Append new messages to what was sampled, or give None where that cannot be proved right."""
-        ...
 
     async def aparse_response(
         self, token_ids: Sequence[int], **options: Unpack[ParseOptions]
     ) -> "ParsedResponse":
         """Read a completion."""
-        ...
 
 
 def is_multimodal(renderer: object) -> TypeGuard[MultimodalRenderer]:

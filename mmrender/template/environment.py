@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmrender.template import attribution
 from mmrender.template.filters import FILTERS, LEFT_OUT
@@ -213,21 +213,10 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Give `str.format` and `str.format_map` with sandboxed look-ups; the result is tainted."""
-        if not isinstance(value, types.MethodType | types.BuiltinMethodType):
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
             return None
-        text, name = value.__self__, value.__name__
-        if name not in ("format", "format_map") or not isinstance(text, str):
-            return None
-
-        formatter = SandboxedFormatter(self)
-
-        def formatted(*args: Any, **kwargs: Any) -> str:
-            if name == "format_map":
-                (mapping,) = args
-                return tainted(formatter.vformat(plain(text), (), mapping), text, mapping)
-            return tainted(formatter.vformat(plain(text), args, kwargs), text, args, kwargs)
-
-        return formatted
+        return lambda *args, **kwargs: tainted(formatted(*args, **kwargs), value.__self__, args, kwargs)
 
 
 def _raise_exception(message: Any) -> NoReturn:
