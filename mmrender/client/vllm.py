@@ -243,19 +243,7 @@ def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: boo
             where=f"{where} prompt_token_ids",
             expected="a list",
         )
-    if widened and reply.mm_placeholders is not None:
-        ours = {
-            modality: [Place(place.offset, place.length) for place in ranges]
-            for modality, ranges in request.multi_modal_data.mm_placeholders.items()
-        }
-        if reply.mm_placeholders != ours:
-            raise EngineMismatchError(
-                "the server has the images at other places than the renderer",
-                where=f"{where} mm_placeholders",
-                expected=str(ours),
-                got=str(reply.mm_placeholders),
-            )
-    return response_of(
+    response = response_of(
         request,
         where=where,
         raw=without_large(decoded),
@@ -269,6 +257,19 @@ def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: boo
         versions=choice.weight_versions,
         request_id=reply.request_id,
     )
+    if widened and reply.mm_placeholders is not None:
+        ours = {
+            modality: [Place(place.offset, place.length) for place in ranges]
+            for modality, ranges in request.multi_modal_data.mm_placeholders.items()
+        }
+        if reply.mm_placeholders != ours:
+            raise EngineMismatchError(
+                "the server has the images at other places than the renderer",
+                where=f"{where} mm_placeholders",
+                expected=str(ours),
+                got=str(reply.mm_placeholders),
+            )
+    return response
 
 
 class _Stream:

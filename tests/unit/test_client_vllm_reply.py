@@ -159,7 +159,10 @@ def test_a_returned_prompt_that_is_another(ids, at, expected, got):
 
 
 def test_images_at_other_places_or_no_prompt_at_all():
+    elsewhere = {"image": [{"offset": 2, "length": 1}]}
     with pytest.raises(EngineMismatchError, match="the server has the images at other places"):
-        widened(prompt_token_ids=[1, 9, 9, 3], mm_placeholders={"image": [{"offset": 2, "length": 1}]})
+        widened(prompt_token_ids=[1, 9, 9, 3], mm_placeholders=elsewhere)
+    with pytest.raises(EngineMismatchError, match="the server saw another prompt"):  # which says what to do
+        widened(prompt_token_ids=[1, 9, 3], mm_placeholders=elsewhere)
     with pytest.raises(EngineReplyError, match="the reply lacks the server's prompt"):
         widened()
