@@ -132,10 +132,7 @@ def test_an_empty_or_barely_started_file_holds_nothing(path: Path, content: byte
 
 
 def test_one_writer_at_a_time(path: Path) -> None:
-    with (
-        RecordWriter(path),
-        pytest.raises(EncodeError, match="another writer has the file open"),
-    ):
+    with RecordWriter(path), pytest.raises(EncodeError, match="another writer has the file open"):
         RecordWriter(path)
     RecordWriter(path).close()
 

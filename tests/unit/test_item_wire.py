@@ -18,12 +18,7 @@ from item_cases import (
 )
 from mmrender.errors import MediaError
 from mmrender.media.item import ReferenceItem, expand_into, tensor_specs
-from mmrender.media.wire import (
-    item_from_wire,
-    item_to_wire,
-    items_from_wire,
-    items_to_wire,
-)
+from mmrender.media.wire import item_from_wire, item_to_wire, items_from_wire, items_to_wire
 
 
 def through_codec(value):
@@ -141,7 +136,7 @@ SOURCE_DAMAGE = {
     "source": (
         item_change(source=3),
         f"{ITEM}.source: a source is malformed - expected a URL or uint8 [n], got int",
-    ),
+    )
 }
 
 
