@@ -38,6 +38,20 @@ def encoded(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
     return out.getvalue()
 
 
+class Unseekable(io.RawIOBase):
+    """A stream that gives ten bytes at a time."""
+
+    def __init__(self, data: bytes) -> None:
+        self.rest = data
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        part, self.rest = self.rest[: min(size, 10)], self.rest[min(size, 10) :]
+        return part
+
+
 def patch_item(height: int = 64, width: int = 96, seed: int = 0) -> PatchItem:
     """An image as the native processor of the Qwen family keeps it."""
     item = PROCESSOR.process(picture(height, width, seed))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image
 
+from item_cases import Unseekable, encoded
 from mmrender.errors import MediaError
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
@@ -29,7 +30,6 @@ rgb_arrays = npst.arrays(
 def sample(name: str) -> bytes:
     pixels = np.random.default_rng(3).integers(0, 256, (24, 31, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    out = io.BytesIO()
     options: dict[str, Any] = {}
     fmt = {"LZW": "TIFF", "APNG": "PNG", "PALETTE": "PNG", "EXIF": "JPEG"}.get(name, name)
     if name == "LZW":
@@ -41,8 +41,7 @@ def sample(name: str) -> bytes:
     elif name == "EXIF":
         options["exif"] = Image.Exif()
         options["exif"][0x0112] = 6
-    image.save(out, fmt, **options)
-    return out.getvalue()
+    return encoded(image, fmt, **options)
 
 
 def loads_or_names_the_error(source: object) -> None:
@@ -117,26 +116,10 @@ def test_arbitrary_arrays(array: np.ndarray[Any, Any]) -> None:
     loads_or_names_the_error(array)
 
 
-class Unseekable(io.RawIOBase):
-    """A stream that gives ten bytes at a time."""
-
-    def __init__(self, data: bytes) -> None:
-        self.rest = data
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        part, self.rest = self.rest[: min(size, 10)], self.rest[min(size, 10) :]
-        return part
-
-
 @settings(max_examples=60)
 @given(rgb_arrays)
 def test_the_form_of_a_source_does_not_matter(array: np.ndarray[Any, Any]) -> None:
-    out = io.BytesIO()
-    Image.fromarray(array).save(out, "PNG")
-    data = out.getvalue()
+    data = encoded(Image.fromarray(array))
     text = base64.b64encode(data).decode()
     for source in (
         array,

@@ -2,8 +2,11 @@
 
 import base64
 import io
+import os
 import threading
 import tracemalloc
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +14,18 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from item_cases import encoded
+from item_cases import Unseekable, encoded
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import read_source
 
 WHERE = "messages[0].content[1]"
-NOT_AN_IMAGE = (
-    "this is not an image that can be decoded - expected one of PNG, JPEG, WebP, AVIF, GIF, TIFF, BMP"
+NO_IMAGE = (
+    "this is not an image that can be decoded - expected one of PNG, JPEG, WebP, AVIF, GIF, TIFF, BMP, got"
 )
+NAMES_NONE = "this names no image - expected a PIL.Image, uint8 array, bytes, path, URL or binary stream, got"
+NO_TEXT = "this string names no image - expected a URL, a path, or base64 of an image, got"
 
 
 def picture(height: int = 6, width: int = 9) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -30,18 +35,6 @@ def picture(height: int = 6, width: int = 9) -> np.ndarray[Any, np.dtype[np.uint
 PIXELS = picture()
 PNG = encoded(Image.fromarray(PIXELS))
 BASE64 = base64.b64encode(PNG).decode()
-
-
-class Unseekable(io.RawIOBase):
-    def __init__(self, data: bytes) -> None:
-        self.rest = data
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        part, self.rest = self.rest[: min(size, 10)], self.rest[min(size, 10) :]
-        return part
 
 
 @pytest.fixture
@@ -100,8 +93,6 @@ def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> No
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "pipe")
     for path, reason in [
         (tmp_path / "none.png", "No such file or directory"),
@@ -143,47 +134,32 @@ def test_streams_are_read_from_the_start_and_put_back(png_file: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            None,
-            "this names no image - expected a PIL.Image, uint8 array, bytes, path, URL or binary stream, "
-            "got NoneType",
-        ),
-        (
-            {"bytes": PNG},
-            "this names no image - expected a PIL.Image, uint8 array, bytes, path, URL or binary stream, "
-            "got dict",
-        ),
-        (
-            b"",
-            f"{NOT_AN_IMAGE}, got no bytes at all. Check that the file or field is filled.",
-        ),
+        (None, f"{NAMES_NONE} NoneType"),
+        ({"bytes": PNG}, f"{NAMES_NONE} dict"),
+        (b"", f"{NO_IMAGE} no bytes at all. Check that the file or field is filled."),
         (
             b" <!DOCTYPE html><p>not found",
-            f"{NOT_AN_IMAGE}, got an HTML page. Pillow may read other formats: open it yourself "
-            "and pass the PIL.Image.",
+            f"{NO_IMAGE} an HTML page. Pillow may read other formats: open it yourself and pass the PIL.Image.",
         ),
         (
             b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00isommp42",
-            f"{NOT_AN_IMAGE}, got an MP4 or QuickTime video. Decode it first, and pass its frames as images.",
+            f"{NO_IMAGE} an MP4 or QuickTime video. Decode it first, and pass its frames as images.",
         ),
         (
             "data:image/png;base64," + "A" * 1_000_001,
             "the base64 is broken - expected the standard alphabet, padded to a multiple of 4 "
-            "characters, got 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA'... "
-            "(1000001 characters)",
+            f"characters, got '{'A' * 60}'... (1000001 characters)",
         ),
-        ("data:image/png;base64", "the data: URL holds no comma - expected data:image/png;base64,..., got "
-         "'data:image/png;base64'"),
+        (
+            "data:image/png;base64",
+            "the data: URL holds no comma - expected data:image/png;base64,..., got 'data:image/png;base64'",
+        ),
         (np.zeros((0, 5, 3), np.uint8), "the image has no pixels - expected at least 1x1, got 5x0"),
         (Image.new("RGB", (0, 4)), "the image has no pixels - expected at least 1x1, got 0x4"),
-        ("", "this string names no image - expected a URL, a path, or base64 of an image, got ''"),
-        (
-            "x" * 5000,
-            "this string names no image - expected a URL, a path, or base64 of an image, got "
-            "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'... (5000 characters)",
-        ),
+        ("", f"{NO_TEXT} ''"),
+        ("x" * 5000, f"{NO_TEXT} '{'x' * 60}'... (5000 characters)"),
     ],
-)  # fmt: skip
+)
 def test_sources_that_hold_no_image(source: object, message: str) -> None:
     with pytest.raises(MediaDecodeError) as caught:
         load_image(source, where=WHERE)
@@ -267,30 +243,16 @@ def test_lazily_opened_image_shared_by_threads() -> None:
     exif[0x0112] = 8
     data = encoded(Image.fromarray(picture(400, 300)), exif=exif)
     expected = load_image(data).array
-    for _ in range(5):
-        opened = Image.open(io.BytesIO(data))
-        results: list[LoadedImage | Exception] = []
-        gate = threading.Barrier(8)
+    gate = threading.Barrier(8)
 
-        def run(
-            opened: Image.Image = opened,
-            results: list[LoadedImage | Exception] = results,
-            gate: threading.Barrier = gate,
-        ) -> None:
-            gate.wait()
-            try:
-                results.append(load_image(opened))
-            except Exception as error:
-                results.append(error)
+    def load(opened: Image.Image) -> LoadedImage:
+        gate.wait()
+        return load_image(opened)
 
-        threads = [threading.Thread(target=run) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for result in results:
-            assert isinstance(result, LoadedImage), result
-            np.testing.assert_array_equal(result.array, expected)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for loaded in pool.map(load, [Image.open(io.BytesIO(data))] * 8):
+                np.testing.assert_array_equal(loaded.array, expected)
 
 
 # ------------------------------------------------------------------------------------------ arrays
@@ -310,37 +272,25 @@ def test_array_channels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "got", "remedy"),
+    ("shape", "dtype", "remedy"),
     [
+        ((3, 5, 6), "uint8", "Channels go last: array.transpose(1, 2, 0)."),
+        ((2, 5, 6, 3), "uint8", "Four dimensions are a video: pass its frames as images, array[i]."),
         (
-            np.zeros((3, 5, 6), np.uint8),
-            "uint8 of shape (3, 5, 6)",
-            "Channels go last: array.transpose(1, 2, 0).",
-        ),
-        (
-            np.zeros((2, 5, 6, 3), np.uint8),
-            "uint8 of shape (2, 5, 6, 3)",
-            "Four dimensions are a video: pass its frames as images, array[i].",
-        ),
-        (
-            np.zeros((5, 6, 3), np.float32),
-            "float32 of shape (5, 6, 3)",
+            (5, 6, 3),
+            "float32",
             "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8').",
         ),
-        (
-            np.zeros((5, 6, 3), np.int64),
-            "int64 of shape (5, 6, 3)",
-            "Convert it to uint8 with values in 0..255 yourself.",
-        ),
+        ((5, 6, 3), "int64", "Convert it to uint8 with values in 0..255 yourself."),
     ],
 )
-def test_arrays_that_are_refused(array: np.ndarray[Any, Any], got: str, remedy: str | None) -> None:
+def test_arrays_that_are_refused(shape: tuple[int, ...], dtype: str, remedy: str) -> None:
     with pytest.raises(MediaDecodeError) as caught:
-        load_image(array, where=WHERE)
-    expected = (
+        load_image(np.zeros(shape, dtype), where=WHERE)
+    assert str(caught.value) == (
         f"{WHERE}: this array is not an image - expected uint8 of shape (H, W), (H, W, 1), (H, W, 3) or "
+        f"(H, W, 4), got {dtype} of shape {shape}. {remedy}"
     )
-    assert str(caught.value) == f"{expected}(H, W, 4), got {got}" + (f". {remedy}" if remedy else "")
 
 
 def test_torch_tensor_is_refused_with_the_conversion() -> None:
@@ -355,8 +305,6 @@ def test_torch_tensor_is_refused_with_the_conversion() -> None:
 def test_pixel_limit_is_checked_before_decoding() -> None:
     # A valid header of 50000 x 50000 pixels, and no pixel data at all: decoding would fail in another way.
     header = bytearray(encoded(Image.new("1", (8, 8))))
-    import zlib
-
     header[16:24] = (50_000).to_bytes(4, "big") * 2
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
     with pytest.raises(MediaLimitError) as caught:

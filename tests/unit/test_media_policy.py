@@ -1,53 +1,23 @@
 """Which addresses are public, and which policies can be made."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mmrender.errors import InputError
 from mmrender.media.policy import MediaPolicy
 
-PUBLIC = [
-    "93.184.215.14",
-    "8.8.8.8",
-    "2606:4700::1111",
-    "::ffff:8.8.8.8",
-    "64:ff9b::808:808",
-    "2002:808:808::1",
-]
+PUBLIC = ["93.184.215.14", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]
 NOT_PUBLIC = {
-    "0.0.0.0": "unspecified",
-    "127.0.0.1": "loopback",
-    "127.8.8.8": "loopback",
-    "10.1.2.3": "private",
-    "172.16.0.1": "private",
-    "192.168.1.1": "private",
-    "169.254.169.254": "link-local",
-    "224.0.0.1": "multicast",
-    "255.255.255.255": "private",
-    "240.0.0.1": "private",
-    "192.0.2.1": "private",
-    "198.18.0.1": "private",
-    "100.64.0.1": None,
-    "::": "unspecified",
-    "::1": "loopback",
-    "fe80::1": "link-local",
-    "fe80::1%eth0": "link-local",
-    "fc00::1": "private",
-    "fd12::1": "private",
-    "fec0::1": "site-local",
-    "ff02::1": "multicast",
-    "2001:db8::1": "private",
-    "2001::1": None,
-    "::127.0.0.1": None,
-    "::ffff:127.0.0.1": "loopback",
-    "::ffff:169.254.169.254": "link-local",
-    "::ffff:10.0.0.1": "private",
-    "64:ff9b::7f00:1": "loopback",
-    "64:ff9b::a9fe:a9fe": "link-local",
-    "64:ff9b:1::1": None,
-    "2002:7f00:1::": "loopback",
-    "2002:a00:1::": "private",
+    "unspecified": "0.0.0.0 ::",
+    "loopback": "127.0.0.1 127.8.8.8 ::1 ::ffff:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1::",
+    "private": "10.1.2.3 172.16.0.1 192.168.1.1 255.255.255.255 240.0.0.1 192.0.2.1 198.18.0.1 fc00::1 fd12::1 "
+    "2001:db8::1 ::ffff:10.0.0.1 2002:a00:1::",
+    "link-local": "169.254.169.254 fe80::1 fe80::1%eth0 ::ffff:169.254.169.254 64:ff9b::a9fe:a9fe",
+    "multicast": "224.0.0.1 ff02::1",
+    "site-local": "fec0::1",
+    "": "100.64.0.1 2001::1 ::127.0.0.1 64:ff9b:1::1",
 }
 
 
@@ -56,13 +26,15 @@ def test_public_addresses_are_allowed(address: str) -> None:
     assert MediaPolicy().refusal_of(address) is None
 
 
-@pytest.mark.parametrize(("address", "kind"), NOT_PUBLIC.items())
-def test_other_addresses_are_refused(address: str, kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("address", "kind"),
+    [(address, kind) for kind, all_of in NOT_PUBLIC.items() for address in all_of.split()],
+)
+def test_other_addresses_are_refused(address: str, kind: str) -> None:
     reason = MediaPolicy().refusal_of(address)
     assert reason is not None
     assert reason.endswith("not public")
-    if kind is not None:
-        assert reason == f"{kind}, not public"
+    assert not kind or reason == f"{kind}, not public"
     assert MediaPolicy(allow_private_addresses=True).refusal_of(address) is None
 
 
@@ -88,34 +60,21 @@ def test_policies_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("field", "value", "expected"),
     [
+        ("schemes", frozenset({"ftp"}), "a subset of ['data', 'file', 'http', 'https'], got ['ftp']"),
+        ("local_roots", "/data", "a tuple of paths, got '/data'"),
+        ("allow_networks", "10.0.0.0/8", "a tuple of networks, got '10.0.0.0/8'"),
         (
-            {"schemes": frozenset({"ftp"})},
-            "MediaPolicy.schemes: cannot be used - expected a subset of ['data', 'file', 'http', 'https'], "
-            "got ['ftp']",
+            "deny_networks",
+            ("10.0.0.1/8",),
+            "IP networks such as '10.2.0.0/16', got 10.0.0.1/8 has host bits set",
         ),
-        (
-            {"local_roots": "/data"},
-            "MediaPolicy.local_roots: cannot be used - expected a tuple of paths, got '/data'",
-        ),
-        (
-            {"allow_networks": "10.0.0.0/8"},
-            "MediaPolicy.allow_networks: cannot be used - expected a tuple of networks, got '10.0.0.0/8'",
-        ),
-        (
-            {"deny_networks": ("10.0.0.1/8",)},
-            "MediaPolicy.deny_networks: cannot be used - expected IP networks such as '10.2.0.0/16', got "
-            "10.0.0.1/8 has host bits set",
-        ),
-        ({"max_bytes": 0}, "MediaPolicy.max_bytes: cannot be used - expected a positive number, got 0"),
-        (
-            {"total_timeout": float("nan")},
-            "MediaPolicy.total_timeout: cannot be used - expected a positive number, got nan",
-        ),
+        ("max_bytes", 0, "a positive number, got 0"),
+        ("total_timeout", float("nan"), "a positive number, got nan"),
     ],
 )
-def test_policies_that_make_no_sense(fields: dict[str, object], message: str) -> None:
+def test_policies_that_make_no_sense(field: str, value: Any, expected: str) -> None:
     with pytest.raises(InputError) as caught:
-        MediaPolicy(**fields)  # type: ignore[arg-type]
-    assert str(caught.value) == message
+        MediaPolicy(**{field: value})
+    assert str(caught.value) == f"MediaPolicy.{field}: cannot be used - expected {expected}"
