@@ -27,11 +27,14 @@ def error_of(part: Any) -> str:
 @pytest.mark.parametrize("source", [PICTURE, ARRAY, PATH], ids=type)
 def test_objects_pass_through_as_they_are(source):
     parts = [
-        {"type": "image", "image": source},
-        {"type": "image_pil", "image_pil": source},
-        {"image": source},
+        {"type": kind, key: source}
+        for kind, key in [("image", "image"), ("image_pil", "image_pil"), ("image", "path")]
     ]
-    for part in [*parts, {"type": "image", "path": source}, *([] if source is PATH else [source])]:
+    if source is not PATH:
+        (whole,) = normalize_content(source, "c")
+        assert whole.source is source
+        parts.append(source)
+    for part in [*parts, {"image": source}]:
         result = normalize_part(part, "p")
         assert type(result) is ImagePart
         assert result.source is source
@@ -68,11 +71,6 @@ def test_buffers_are_not_shared_with_the_caller(make):
     buffer[0] = 0
     assert type(part.source) is bytes
     assert part.source == BYTES
-
-
-def test_a_single_image_as_content_counts_as_a_list_of_one():
-    (part,) = normalize_content(PICTURE, "c")
-    assert part.source is PICTURE
 
 
 SOURCE = (
@@ -194,12 +192,9 @@ def test_sources_fill_the_parts_that_wait_in_order():
     assert filled[1].content[1] is MESSAGES[1].content[1]
 
 
-def test_one_modality_may_be_left_waiting():
+def test_one_modality_or_both_may_be_left_waiting():
     assert sources(attach_media(MESSAGES, images=["1", "2"])) == ["1", "own.png", None, "2"]
     assert sources(attach_media(MESSAGES, videos=["v"])) == [None, "own.png", "v", None]
-
-
-def test_nothing_to_attach():
     assert attach_media(MESSAGES) == MESSAGES
     assert attach_media(MESSAGES[:1], images=[], videos=[]) == MESSAGES[:1]
 

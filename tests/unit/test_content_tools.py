@@ -1,5 +1,6 @@
 import enum
 import functools
+import json
 import sys
 from typing import Any
 
@@ -43,13 +44,10 @@ def error_of(tools: Any) -> str:
     return str(caught.value).removesuffix(".")
 
 
-def test_dicts_are_kept_whole():
+def test_dicts_are_kept_whole_and_none_and_empty_stay_apart():
     first, second = normalize_tools([WRAPPED, BARE])
     assert first is WRAPPED
     assert second is BARE
-
-
-def test_none_and_empty_stay_apart():
     assert normalize_tools(None) is None
     assert normalize_tools([]) == ()
 
@@ -78,7 +76,14 @@ def test_functions_give_the_schema_of_transformers():
     assert schema["function"]["parameters"]["required"] == ["a"]
 
 
-def test_functions_without_transformers(monkeypatch):
+def test_functions_need_type_hints_a_docstring_and_transformers(monkeypatch):
+    pytest.importorskip("transformers")
+    text = error_of([WRAPPED, undocumented])
+    assert text.startswith("tools[1]: no schema can be made of undocumented (Cannot generate JSON schema for")
+    assert text.endswith(
+        "expected type hints and a Google-style docstring that describes each argument. "
+        "Or pass its JSON schema"
+    )
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     with pytest.raises(MissingDependencyError) as caught:
@@ -86,16 +91,6 @@ def test_functions_without_transformers(monkeypatch):
     assert str(caught.value) == (
         "tools[0]: a tool given as a Python function needs transformers, which is not installed. "
         "Install it with: pip install 'mmrender[hf]', or pass its JSON schema"
-    )
-
-
-def test_a_function_that_has_no_schema():
-    pytest.importorskip("transformers")
-    text = error_of([WRAPPED, undocumented])
-    assert text.startswith("tools[1]: no schema can be made of undocumented (Cannot generate JSON schema for")
-    assert text.endswith(
-        "expected type hints and a Google-style docstring that describes each argument. "
-        "Or pass its JSON schema"
     )
 
 
@@ -143,23 +138,16 @@ def call_error(call: Any) -> str:
     return str(caught.value).removesuffix(".")
 
 
-def nested(depth: int) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for _ in range(depth - 1):
-        value = {"a": value}
-    return value
+def nested(depth: int) -> str:
+    return '{"a":' * (depth - 1) + "{}" + "}" * (depth - 1)
 
 
-def test_keys_that_apis_add_to_a_call_are_ignored():
+def test_keys_that_apis_add_to_a_call_are_ignored_and_its_legacy_form_is_read():
     function = {"name": "f", "arguments": {"a": (1, None)}, "parsed_arguments": {}}
     call = {"id": "c1", "type": None, "function": function, "index": 0, "extra_content": {"g": 1}}
     assert calls_of(call) == (ToolCall("f", {"a": [1, None]}, id="c1"),)
-
-
-def test_the_legacy_function_call():
-    (message,) = normalize_messages(
-        [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a":1}'}}]
-    )
+    legacy = {"name": "f", "arguments": '{"a":1}'}
+    (message,) = normalize_messages([{"role": "assistant", "content": None, "function_call": legacy}])
     assert message.tool_calls == (ToolCall("f", {"a": 1}),)
 
 
@@ -197,19 +185,21 @@ def test_arguments_are_not_shared_with_the_caller():
     assert call.arguments == {"a": [{"b": 1}]}
 
 
-@pytest.mark.parametrize("given", [nested(100), "[" * 100 + "]" * 100, '{"a":' * 99 + "{}" + "}" * 99])
-def test_the_deepest_accepted_nesting(given):
-    if isinstance(given, str) and given.startswith("["):
-        given = '{"a":' + given[1:-1] + "}"
-    assert parse_arguments(given, "a")
+@pytest.mark.parametrize("read", [str, json.loads])
+def test_nesting_beyond_the_limit_is_a_named_error(read):
+    assert parse_arguments(read(nested(100)), "a")
+    for text in (nested(101), nested(900), '{"a":' + "[" * 101 + "]" * 101 + "}"):
+        with pytest.raises(MessageError, match="nests too deep - expected at most 100 levels"):
+            parse_arguments(read(text), "messages[0].tool_calls[0].arguments")
 
 
-@pytest.mark.parametrize(
-    "given", [nested(101), nested(2000), '{"a":' * 101 + "1" + "}" * 101, '{"a":' * 90000]
-)
-def test_nesting_beyond_the_limit_is_a_named_error(given):
-    with pytest.raises(MessageError, match="nests too deep - expected at most 100 levels"):
-        parse_arguments(given, "messages[0].tool_calls[0].arguments")
+def test_hostile_nesting_is_a_named_error():
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"a": deep}
+    for given in (deep, '{"a":' * 90_000):
+        with pytest.raises(MessageError, match="nests too deep - expected at most 100 levels"):
+            parse_arguments(given, "a")
 
 
 SHAPE = 'a dict like {"id": …, "function": {"name": …, "arguments": {…}}}'

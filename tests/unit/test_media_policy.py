@@ -8,7 +8,14 @@ import pytest
 from mmrender.errors import InputError
 from mmrender.media.policy import MediaPolicy
 
-PUBLIC = ["93.184.215.14", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]
+PUBLIC = [
+    "93.184.215.14",
+    "8.8.8.8",
+    "2606:4700::1111",
+    "::ffff:8.8.8.8",
+    "64:ff9b::808:808",
+    "2002:808:808::1",
+]
 NOT_PUBLIC = {
     "unspecified": "0.0.0.0 ::",
     "loopback": "127.0.0.1 127.8.8.8 ::1 ::ffff:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1::",
