@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -94,6 +94,7 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+@dataclass(slots=True)
 class ValueWriter:
     """Turn one value into msgpack and payload frames; the arguments are those of `mmcodecs.wire.Message`.
 
@@ -102,18 +103,15 @@ class ValueWriter:
         uses: What the message does to the table of its connection.
     """
 
-    def __init__(
-        self, limits: Limits, table: SharedTable[bool] | None = None, share_from: int | None = None
-    ) -> None:
-        self.frames: list[AnyArray] = []
-        self.uses: Uses[bool] = {}
-        self._limits = limits
-        self._table = table
-        self._share_from = share_from
-        self._budget = limits.max_values
-        # The objects are kept beside their records, or an id might come to mean another object.
-        self._written: dict[int, tuple[Any, bytes]] = {}
-        self._keyed: dict[bytes, tuple[tuple[Any, ...], int, bytes]] = {}
+    limits: Limits
+    table: SharedTable[bool] | None = None
+    share_from: int | None = None
+    frames: list[AnyArray] = field(default_factory=list)
+    uses: Uses[bool] = field(default_factory=dict)
+    _num_values: int = 0
+    # The objects are kept beside their records, or an id might come to mean another object.
+    _written: dict[int, tuple[Any, bytes]] = field(default_factory=dict)
+    _keyed: dict[bytes, tuple[tuple[Any, ...], int, bytes]] = field(default_factory=dict)
 
     def write(self, value: Any) -> bytes:
         """Write the body; errors name the path of the value."""
@@ -149,8 +147,8 @@ class ValueWriter:
         return self._walk(neutral_form(value), depth)
 
     def _container(self, value: Any, kind: type, depth: int) -> Any:
-        if depth >= self._limits.max_depth:
-            error = limit_exceeded("max_depth", self._limits.max_depth)
+        if depth >= self.limits.max_depth:
+            error = limit_exceeded("max_depth", self.limits.max_depth)
             error.problem += ", or the value holds itself"
             raise error
         self._spend(1)
@@ -176,10 +174,10 @@ class ValueWriter:
         return Ext(TUPLE, pack(items)) if kind is tuple else items
 
     def _spend(self, values: int) -> None:
-        self._budget -= values
-        if self._budget < 0:
+        self._num_values += values
+        if self._num_values > self.limits.max_values:
             remedy = "Give arrays in place of nested lists; or raise the limit on both sides"
-            raise limit_exceeded("max_values", self._limits.max_values, remedy=remedy)
+            raise limit_exceeded("max_values", self.limits.max_values, remedy=remedy)
 
     def _data(self, kind: int, data: bytes | bytearray | memoryview, value: Any) -> Ext:
         """Write a byte string, or a text in UTF-8."""
@@ -202,11 +200,11 @@ class ValueWriter:
         if source is None:
             raise UnsupportedTypeError("only an array can be Shared", got=type(value).__name__)
         array = source.array
-        if array.ndim > self._limits.max_ndim:
-            raise limit_exceeded("max_ndim", self._limits.max_ndim, array.ndim)
+        if array.ndim > self.limits.max_ndim:
+            raise limit_exceeded("max_ndim", self.limits.max_ndim, array.ndim)
         if array.nbytes <= INLINE_BYTES:
             return Ext(ARRAY_RECORD, source.record(INLINE, bytes(contiguous(array))))
-        if key is None and self._share_from is not None and array.nbytes >= self._share_from:
+        if key is None and self.share_from is not None and array.nbytes >= self.share_from:
             form = source._replace(kind=ARRAY).record(INLINE, b"")  # equal for an array and a tensor
             key = bytes(require("blake3", "hashing arrays").blake3(form).update(contiguous(array)).digest())
         if key is None:
@@ -220,11 +218,11 @@ class ValueWriter:
         """Give the storage and the rest of the record of an array under a key."""
         form, nbytes = (source.row, source.array.dtype.str, source.array.shape), source.array.nbytes
         if key not in self._keyed:
-            if len(key) > self._limits.max_key_bytes:
-                raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
-            if self._table is None or nbytes > self._table.capacity_bytes:
+            if len(key) > self.limits.max_key_bytes:
+                raise limit_exceeded("max_key_bytes", self.limits.max_key_bytes, len(key))
+            if self.table is None or nbytes > self.table.capacity_bytes:
                 storage, rest = FRAME, self._add(source.array)
-            elif key in self._table.entries:
+            elif key in self.table.entries:
                 self.uses[key] = nbytes, None
                 storage, rest = REFER, key
             else:
@@ -336,6 +334,7 @@ def neutral_form(value: Any) -> Any:
     raise unsupported(value)
 
 
+@dataclass(slots=True)
 class ValueReader:
     """Read one body over its payload frames.
 
@@ -351,30 +350,20 @@ class ValueReader:
         uses: What the message does to the table.
     """
 
-    def __init__(
-        self,
-        frames: list[memoryview],
-        *,
-        framework: Framework,
-        copy: bool,
-        limits: Limits,
-        table: SharedTable[Entered] | None = None,
-        capacity: int = 0,
-    ) -> None:
-        self.uses: Uses[Entered] = {}
-        self._frames = frames
-        self._framework: Framework = framework
-        self._copy = copy
-        self._limits = limits
-        self._table = table
-        self._capacity = capacity
-        self._budget = limits.max_values
-        self._extensions = 0
-        self._unused = set(range(len(frames)))
-        self._missing: dict[bytes, None] = {}
-        self._seen: dict[bytes, Any] = {}
-        # By identity, and kept alive here, so that an id cannot come to mean another list.
-        self._flat: dict[int, list[Any]] = {}
+    frames: list[memoryview]
+    framework: Framework
+    copy: bool
+    limits: Limits
+    table: SharedTable[Entered] | None = None
+    capacity: int = 0
+    uses: Uses[Entered] = field(default_factory=dict)
+    _num_values: int = 0
+    _extensions: int = 0
+    _used: set[int] = field(default_factory=set)
+    _missing: dict[bytes, None] = field(default_factory=dict)
+    _seen: dict[bytes, Any] = field(default_factory=dict)
+    # By identity, and kept alive here, so that an id cannot come to mean another list.
+    _flat: dict[int, list[Any]] = field(default_factory=dict)
 
     def read(self, body: memoryview) -> Any:
         """Give the value, or raise nothing but `CodecError`."""
@@ -387,16 +376,17 @@ class ValueReader:
             raise DecodeError(f"malformed body: {error}", where="body") from error
         if type(value) in _CONTAINERS:
             self._check(value, 0)
-        if self._unused:
-            raise DecodeError("no record names this frame", where=f"frame {min(self._unused)}")
+        if len(self._used) < len(self.frames):
+            unused = min(set(range(len(self.frames))) - self._used)
+            raise DecodeError("no record names this frame", where=f"frame {unused}")
         if self._missing:
             raise MissingKeyError(self._missing)
         return value
 
     def _check(self, value: Any, depth: int) -> None:
         """Check depth, number and keys of the containers that msgspec built."""
-        if depth >= self._limits.max_depth:
-            raise limit_exceeded("max_depth", self._limits.max_depth).at("body")
+        if depth >= self.limits.max_depth:
+            raise limit_exceeded("max_depth", self.limits.max_depth).at("body")
         self._spend(1)
         items = value
         if type(value) is dict:
@@ -411,9 +401,9 @@ class ValueReader:
                 self._check(item, depth + 1)
 
     def _spend(self, values: int) -> None:
-        self._budget -= values
-        if self._budget < 0:
-            raise limit_exceeded("max_values", self._limits.max_values).at("body")
+        self._num_values += values
+        if self._num_values > self.limits.max_values:
+            raise limit_exceeded("max_values", self.limits.max_values).at("body")
 
     def _extension(self, code: int, payload: memoryview) -> Any:
         """Give the value of one extension; called by msgspec in the order of the body."""
@@ -437,7 +427,7 @@ class ValueReader:
         content = bytes(payload[:1024])
         if payload.nbytes <= 1024 and content in self._seen:
             return self._seen[content]
-        record = read_record(payload, self._limits.max_ndim)
+        record = read_record(payload, self.limits.max_ndim)
         value = self._array(record)
         if record.storage != INLINE:
             self._seen[content] = value
@@ -457,18 +447,18 @@ class ValueReader:
             data = found
         if scalar:
             return restore(row, dtype, shape, data, framework="numpy", copy=False)[()]
-        return restore(row, dtype, shape, data, framework=self._framework, copy=self._copy)
+        return restore(row, dtype, shape, data, framework=self.framework, copy=self.copy)
 
     def _by_key(self, record: Record) -> memoryview | None:
         """Give the elements of a shared array, which come with the record or came before; None if missing."""
         start = INDEX.size if record.storage == ENTER else 0
-        key, table = bytes(record.rest[start:]), self._table
-        if not 1 <= len(key) <= self._limits.max_key_bytes:
-            raise limit_exceeded("max_key_bytes", self._limits.max_key_bytes, len(key))
+        key, table = bytes(record.rest[start:]), self.table
+        if not 1 <= len(key) <= self.limits.max_key_bytes:
+            raise limit_exceeded("max_key_bytes", self.limits.max_key_bytes, len(key))
         if record.storage == ENTER:
             data = self._frame(record.rest[:start])
             if table is not None:
-                if data.nbytes > self._capacity:
+                if data.nbytes > self.capacity:
                     raise DecodeError("an array longer than the table", got=str(data.nbytes))
                 data = data.toreadonly() if table.keep_views else data
                 entered = record._replace(rest=memoryview(b"")), data
@@ -491,10 +481,10 @@ class ValueReader:
         if index_bytes.nbytes != INDEX.size:
             raise DecodeError("a frame index is four bytes", got=f"{index_bytes.nbytes} bytes")
         index: int = INDEX.unpack(index_bytes)[0]
-        if index >= len(self._frames):
-            raise DecodeError("no such frame", expected=f"below {len(self._frames)}", got=str(index))
-        self._unused.discard(index)
-        return self._frames[index]
+        if index >= len(self.frames):
+            raise DecodeError("no such frame", expected=f"below {len(self.frames)}", got=str(index))
+        self._used.add(index)
+        return self.frames[index]
 
     def _data(self, payload: memoryview) -> Any:
         if payload.nbytes < 2 or payload[0] > TEXT or payload[1] not in (FRAME, INLINE):
@@ -503,7 +493,7 @@ class ValueReader:
         if payload[1] == FRAME:
             data = self._frame(data)
         if kind == MEMORYVIEW:
-            return memoryview(bytes(data)) if self._copy else data.toreadonly()
+            return memoryview(bytes(data)) if self.copy else data.toreadonly()
         if kind == TEXT:
             return str(data, "utf-8")
         return bytes(data) if kind == BYTES else bytearray(data)

@@ -300,9 +300,7 @@ def read_message(
             expected=f"at most {table.capacity_bytes} bytes",
             got=str(capacity),
         )
-    reader = ValueReader(
-        payloads, framework=framework, copy=copy, limits=limits, table=table, capacity=capacity
-    )
+    reader = ValueReader(payloads, framework, copy, limits, table, capacity)
     value = reader.read(head[preamble.table_end : preamble.head_bytes])
     if table is not None and capacity:
         # A view keeps its whole message alive, which must not be much more than the table accounts for.

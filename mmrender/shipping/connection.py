@@ -66,62 +66,58 @@ class Stream:
         if isinstance(self.sock, SSLSocket):
             sock = self.sock
 
-            def step() -> bool:
+            def agree(_: memoryview) -> int:
                 sock.do_handshake()
-                return True
+                return 1
 
-            await self.repeat(step, self.loop.add_reader, self.loop.remove_reader)
+            await self.move(agree, memoryview(b" "), self.loop.add_reader, self.loop.remove_reader)
 
     async def read_into(self, view: memoryview, *, whole: bool) -> int:
         """Read some bytes, or with `whole` until the view is full; give their number."""
-        done = 0
-
-        def step() -> bool:
-            nonlocal done
-            count = self.receive(view[done:])
-            if not count:
-                raise ConnectionResetError("the peer closed it")
-            self.heard = time.monotonic()
-            done += count
-            return not whole or done == view.nbytes
-
-        await self.repeat(step, self.loop.add_reader, self.loop.remove_reader)
-        return done
+        read, add, remove = self.receive, self.loop.add_reader, self.loop.remove_reader
+        return await self.move(read, view, add, remove, whole=whole)
 
     def receive(self, view: memoryview) -> int:
         """Read what has come, without waiting; 0 at the end."""
-        return self.sock.recv_into(view)
+        count = self.sock.recv_into(view)
+        self.heard = time.monotonic()
+        return count
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Write all bytes."""
-        view, done = memoryview(data), 0
-
-        def step() -> bool:
-            nonlocal done
-            done += self.sock.send(view[done : done + _PIECE_BYTES])
-            return done == view.nbytes
-
-        await self.repeat(step, self.loop.add_writer, self.loop.remove_writer)
+        await self.move(self.sock.send, memoryview(data), self.loop.add_writer, self.loop.remove_writer)
 
     def close(self) -> None:
         """Close the socket; no task may be reading or writing."""
         self.sock.close()
 
-    async def repeat(
-        self, step: Callable[[], bool], add: Callable[..., None], remove: Callable[[int], object]
-    ) -> None:
-        """Take a step until it says that it was the last, waiting for the socket in between.
+    async def move(
+        self,
+        call: Callable[[memoryview], int],
+        view: memoryview,
+        add: Callable[..., None],
+        remove: Callable[[int], object],
+        *,
+        whole: bool = True,
+    ) -> int:
+        """Call the socket with what is left of a view, waiting in between; return how many bytes it moved.
 
-        The event loop takes the steps itself: one task switch for a long frame, not one for each piece.
+        The event loop makes the calls itself: one task switch for a long frame, not one for each piece.
         """
-        end: asyncio.Future[None] = self.loop.create_future()
+        end: asyncio.Future[int] = self.loop.create_future()
+        done = 0
 
         def advance() -> None:
-            if end.done():
-                return
+            nonlocal done
             try:
-                if any(step() for _ in range(_STEPS)):
-                    end.set_result(None)
+                for _ in range(0 if end.done() else _STEPS):
+                    count = call(view[done : done + _PIECE_BYTES])
+                    if not count:
+                        raise ConnectionResetError("the peer closed it")
+                    done += count
+                    if done == view.nbytes or not whole:
+                        end.set_result(done)
+                        return
             except _NOT_READY:
                 pass
             except OSError as error:
@@ -134,7 +130,7 @@ class Stream:
                 await end
             finally:
                 remove(self.sock.fileno())
-        end.result()
+        return end.result()
 
 
 class Connection:

@@ -17,6 +17,7 @@ import mmap
 import os
 import socket
 import tempfile
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -184,6 +185,7 @@ class DescriptorStream(Stream):
         size = array.array("i").itemsize
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
         count, ancillary, found, _ = self.sock.recvmsg_into([view], socket.CMSG_SPACE(size), flags)
+        self.heard = time.monotonic()
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self.descriptors.extend(array.array("i", data[: len(data) - len(data) % size]))
@@ -193,14 +195,12 @@ class DescriptorStream(Stream):
 
     async def write_descriptor(self, data: bytes, fd: int) -> None:
         """Write bytes with a descriptor attached to the first of them."""
-        sent = 0
 
-        def step() -> bool:
-            nonlocal sent
-            sent = socket.send_fds(self.sock, [data], [fd])
-            return True
+        def send(view: memoryview) -> int:
+            return socket.send_fds(self.sock, [view], [fd])
 
-        await self.repeat(step, self.loop.add_writer, self.loop.remove_writer)
+        add, remove = self.loop.add_writer, self.loop.remove_writer
+        sent = await self.move(send, memoryview(data), add, remove, whole=False)
         if sent < len(data):
             await self.write(data[sent:])
 

@@ -141,9 +141,7 @@ def new_rows(experts: RoutedExperts, known: tuple[int, int] | None, keep: int) -
 
 
 def check_experts(value: Any, length: int, where: str) -> None:
-    """Check that router choices, if there are any, fit a sequence of `length` tokens."""
-    if value is None:
-        return
+    """Check that router choices fit a sequence of `length` tokens."""
     if not isinstance(value, RoutedExperts):
         problem, got = "router choices have the wrong type", type(value).__name__
         raise TrajectoryError(problem, where=where, expected="RoutedExperts", got=got)
@@ -159,8 +157,6 @@ def check_experts(value: Any, length: int, where: str) -> None:
 
 def check_versions(value: Any, count: int, where: str) -> tuple[WeightVersionSpan, ...]:
     """Return spans of weight versions over `count` sampled tokens."""
-    if not value:
-        return ()
     problem = "a span of a weight version is malformed"
     try:
         spans = msgspec.convert(value, tuple[WeightVersionSpan, ...])

@@ -91,11 +91,12 @@ class Step:
         """Check what a caller or the wire gave against the tokens."""
         where, sampled = f"steps[{self.index}]", len(self.own_ids) - self.added
         self.own_ids.flags.writeable = False
-        problem = "log probabilities are malformed"
-        self.logprobs = check_numbers(self.logprobs, sampled, f"{where}.logprobs", problem)
-        check_experts(self.own_experts, len(self), f"{where}.routed_experts")
-        self.weight_versions = check_versions(self.weight_versions, sampled, f"{where}.weight_versions")
-        self._reward = check_reward(self._reward, sampled, f"{where}.reward")
+        self.logprobs = check_numbers(self.logprobs, sampled, f"{where}.logprobs")
+        self._reward = check_numbers(self._reward, sampled, f"{where}.reward", reward=True)
+        if self.own_experts is not None:
+            check_experts(self.own_experts, len(self), f"{where}.routed_experts")
+        if self.weight_versions:
+            self.weight_versions = check_versions(self.weight_versions, sampled, f"{where}.weight_versions")
 
     def __len__(self) -> int:
         return self.keep + len(self.own_ids)
@@ -146,7 +147,8 @@ class Step:
 
     @reward.setter
     def reward(self, value: "float | Sequence[float] | npt.NDArray[Any] | None") -> None:
-        self._reward = check_reward(value, len(self.completion_ids), f"steps[{self.index}].reward")
+        where = f"steps[{self.index}].reward"
+        self._reward = check_numbers(value, len(self.completion_ids), where, reward=True)
 
     @property
     def previous(self) -> "Step | None":
@@ -333,15 +335,14 @@ def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | No
     return rewards
 
 
-def check_numbers(value: Any, count: int | None, where: str, problem: str, *, one: bool = False) -> Any:
+def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = False) -> Any:
     """Return numbers as read-only float32 `[count]`, one number as a float, None as None.
 
     Args:
         value: What was given.
         count: Number of sampled tokens; None allows one number only.
         where: Path for errors.
-        problem: What is wrong where they are malformed.
-        one: Whether one number for all tokens is allowed.
+        reward: Whether they are a reward, which may be one number for all tokens, not log probabilities.
     """
     if value is None:
         return None
@@ -349,23 +350,18 @@ def check_numbers(value: Any, count: int | None, where: str, problem: str, *, on
         numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         numbers = np.full(1, np.nan)
-    fits = numbers.shape == (count,) or (one and numbers.ndim == 0)
+    fits = numbers.shape == (count,) or (reward and numbers.ndim == 0)
     if not fits or not (np.abs(numbers) <= _LARGEST).all():
-        several = f"{count} finite numbers, one for each sampled token"
-        expected = (
-            several if not one else "a finite number" if count is None else f"a finite number, or {several}"
-        )
+        expected = "" if count is None else f"{count} finite numbers, one for each sampled token"
+        if reward:
+            expected = f"a finite number, or {expected}" if expected else "a finite number"
+        problem = "a reward is malformed" if reward else "log probabilities are malformed"
         raise TrajectoryError(problem, where=where, expected=expected, got=repr(value)[:80])
     if numbers.ndim == 0:
         return float(numbers)
     array = numbers.astype(np.float32)
     array.flags.writeable = False
     return array
-
-
-def check_reward(value: Any, count: int | None, where: str) -> Any:
-    """Return a reward as a number, or as read-only float32 `[count]` unless `count` is None."""
-    return check_numbers(value, count, where, "a reward is malformed", one=True)
 
 
 def check_extra(value: Any, where: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -32,7 +33,7 @@ from mmrender.messages import Message
 from mmrender.spans import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, check_ids, media_before, shared_prefix
-from mmrender.trajectory.step import Step, check_reward
+from mmrender.trajectory.step import Step, check_numbers
 
 FORMAT: Final = "mmrender.trees"
 VERSION: Final = 3
@@ -105,10 +106,10 @@ class TrajectoryRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """The trajectories, and the distinct messages, each encoded by the codec."""
+    """The trajectories, and the distinct messages, each as the frames of the codec."""
 
     trajectories: list[TrajectoryRow]
-    messages: list[bytes]
+    messages: list[tuple[bytes, ...]]
 
 
 class _Form(msgspec.Struct):
@@ -140,20 +141,20 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
     }
 
 
+@dataclass
 class _Writer:
     """Makes rows of trajectories, and the tables that these refer to."""
 
-    def __init__(self, media_sources: MediaSources) -> None:
-        self.messages: dict[bytes, int] = {}
-        self.items: list[MediaItem] = []
-        self.experts: dict[str, tuple[int, Any]] = {}
-        self.extras: dict[str, Mapping[str, Any]] = {}
-        self._media_sources = media_sources
-        self._count = 0
-        self._roots: list[tuple[int, Step]] = []
-        self._item_rows: dict[tuple[str, type], int] = {}
-        # The objects are kept beside their rows, or an id might come to mean another object.
-        self._known_messages: dict[int, tuple[Any, int]] = {}
+    media_sources: MediaSources
+    messages: dict[tuple[bytes, ...], int] = field(default_factory=dict)
+    items: list[MediaItem] = field(default_factory=list)
+    experts: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    extras: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _count: int = 0
+    _roots: list[tuple[int, Step]] = field(default_factory=list)
+    _item_rows: dict[tuple[str, type], int] = field(default_factory=dict)
+    # The objects are kept beside their rows, or an id might come to mean another object.
+    _known_messages: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
     def row(self, record: Record, name: str) -> TrajectoryRow:
         first = self._count
@@ -205,9 +206,9 @@ class _Writer:
         known = self._known_messages.get(id(message))
         if known is not None:
             return known[1]
-        plain = plain_message(message, self._media_sources, where)
+        plain = plain_message(message, self.media_sources, where)
         try:
-            encoded = bytes(mmcodecs.encode([isinstance(message, Message), plain]))
+            encoded = tuple(map(bytes, mmcodecs.encode_frames([isinstance(message, Message), plain])))
         except mmcodecs.CodecError as error:
             raise TrajectoryError(
                 "a message cannot be encoded",
@@ -293,36 +294,40 @@ def read_records(wire: Any) -> list[Record]:
         table = msgspec.msgpack.decode(np.ascontiguousarray(form.table).data, type=Table)
     except (msgspec.MsgspecError, TypeError, AttributeError, ValueError) as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
-    return _Reader(form, table).records
+    reader = _Reader(
+        items_from_wire(form.items, where="wire.items"),
+        [_read_message(frames, index) for index, frames in enumerate(table.messages)],
+        {name: _experts(name, *given) for name, given in form.experts.items()},
+        dict(form.extras),
+    )
+    records = [reader.record(row, f"trajectories[{index}]") for index, row in enumerate(table.trajectories)]
+    for name in (*reader.experts, *reader.extras):
+        raise TrajectoryError("data of no step or trajectory is left over", where=f"wire.{name}")
+    return records
 
 
+@dataclass
 class _Reader:
-    """Builds trajectories from a form whose outline is right."""
+    """Builds trajectories; `experts` and `extras` are those of rows that are still to come."""
 
-    def __init__(self, form: _Form, table: Table) -> None:
-        self._items = items_from_wire(form.items, where="wire.items")
-        self._messages = [_read_message(data, index) for index, data in enumerate(table.messages)]
-        self._experts = {name: _experts(name, *given) for name, given in form.experts.items()}
-        self._extras = dict(form.extras)
-        self._steps: list[Step] = []
-        self._media: list[list[MediaSpan]] = []
-        self._total = 0
-        self.records = [
-            self._record(row, f"trajectories[{number}]") for number, row in enumerate(table.trajectories)
-        ]
-        for name in (*self._experts, *self._extras):
-            raise TrajectoryError("data of no step or trajectory is left over", where=f"wire.{name}")
+    items: Sequence[MediaItem]
+    messages: Sequence[Any]
+    experts: dict[str, RoutedExperts]
+    extras: dict[str, dict[str, Any]]
+    _steps: list[Step] = field(default_factory=list)
+    _media: list[list[MediaSpan]] = field(default_factory=list)
+    _total: int = 0
 
-    def _record(self, row: TrajectoryRow, name: str) -> Record:
+    def record(self, row: TrajectoryRow, name: str) -> Record:
         first = len(self._steps)
-        check_reward(row.reward, None, f"wire.{name}.reward")
+        check_numbers(row.reward, None, f"wire.{name}.reward", reward=True)
         for index, step in enumerate(row.steps):
             try:
                 self._steps.append(self._step(step, first, f"{name}.steps[{index}]"))
             except (TrajectoryError, PlaceholderError) as error:
                 error.where = f"wire.{name}.{error.where}"
                 raise
-        return Record(row.id, self._steps[first:], row.reward, row.error, self._extras.pop(name, {}))
+        return Record(row.id, self._steps[first:], row.reward, row.error, self.extras.pop(name, {}))
 
     def _step(self, row: StepRow, first: int, name: str) -> Step:
         """Return a step of the trajectory whose steps begin at the row `first`."""
@@ -338,8 +343,8 @@ class _Reader:
             raise _damaged("more is kept than there is", f"{where}.keep", f"0..{available}", row.keep)
         parent = None if is_root else base
         known = 0 if parent is None else parent.messages_keep + len(parent.new_messages)
-        if row.messages_keep > known or any(each >= len(self._messages) for each in row.messages):
-            expected = f"at most {known} kept, and rows below {len(self._messages)}"
+        if row.messages_keep > known or any(each >= len(self.messages) for each in row.messages):
+            expected = f"at most {known} kept, and rows below {len(self.messages)}"
             got = [row.messages_keep, *row.messages]
             raise _damaged("messages are not in the table", f"{where}.messages", expected, got)
         path = f"{where}.tokens"
@@ -360,12 +365,12 @@ class _Reader:
             own_media=self._own_media(row, is_root, row.keep + row.added, where),
             logprobs=None if row.logprobs is None else _numbers(row.logprobs, _LOGPROBS, f"{where}.logprobs"),
             finish_reason=row.finish_reason,
-            own_experts=self._experts.pop(name, None),
+            own_experts=self.experts.pop(name, None),
             weight_versions=tuple(row.weight_versions),
             messages_keep=row.messages_keep,
-            new_messages=tuple(self._messages[each] for each in row.messages),
+            new_messages=tuple(self.messages[each] for each in row.messages),
             _reward=row.reward,
-            extra=self._extras.pop(name, {}),
+            extra=self.extras.pop(name, {}),
         )
 
     def _own_media(
@@ -379,12 +384,12 @@ class _Reader:
         spans: list[MediaSpan] = []
         if row.media:
             where = f"{where}.media"
-            table = len(self._items)
+            table = len(self.items)
             if any(medium.item >= table for medium in row.media):
                 rows = [medium.item for medium in row.media]
                 raise _damaged("items are not in the table", where, f"rows below {table}", rows)
             added = MultiModalData.of(
-                (PlaceholderRange(medium.offset, medium.length, medium.embed_spans), self._items[medium.item])
+                (PlaceholderRange(medium.offset, medium.length, medium.embed_spans), self.items[medium.item])
                 for medium in row.media
             )
             spans = added.spans(prompt_length, where=where)
@@ -405,9 +410,9 @@ def _experts(name: str, start: int, data: Any) -> RoutedExperts:
         raise
 
 
-def _read_message(data: bytes, index: int) -> Any:
+def _read_message(frames: Sequence[bytes], index: int) -> Any:
     try:
-        is_message, plain = mmcodecs.decode(data, type=tuple[bool, Any])
+        is_message, plain = msgspec.convert(mmcodecs.decode(frames), tuple[bool, Any])
         return msgspec.convert(plain, Message) if is_message else plain
     except (mmcodecs.CodecError, msgspec.ValidationError) as error:
         where = f"wire.messages[{index}]"

@@ -244,10 +244,10 @@ def test_fields_of_a_newer_writer_are_left_out():
 def test_a_damaged_message_is_named():
     for damage, said in (
         (b"\xc1", "a message is damaged - got "),
-        (mmcodecs.encode([True, {"role": "x"}]), "Invalid enum value 'x'"),
+        (mmcodecs.encode_frames([True, {"role": "x"}])[0], "Invalid enum value 'x'"),
     ):
         wire = plain(rollout())
-        table = Table(table_of(wire).trajectories, [bytes(damage)])
+        table = Table(table_of(wire).trajectories, [(bytes(damage),)])
         wire["table"] = np.frombuffer(msgspec.msgpack.encode(table), np.uint8)
         with pytest.raises(TrajectoryError, match="^wire.messages.0.: .*" + said):
             trajectories_from_wire(wire)
