@@ -368,7 +368,7 @@ class Renderer:
         """
         template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
         parser = self.response_parser(has_tools=tools is not None, **template_arguments)
-        return parser.parse(token_ids, tools=normalize_tools(tools), prompt_ids=prompt_ids)
+        return parser.parse(token_ids, tools=tools, prompt_ids=prompt_ids)
 
     def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> "ResponseParser":
         """Return the parser; its `choice` says how the grammar of tool calls was proved."""

@@ -322,7 +322,10 @@ def mm_token_type_ids(
 
 
 def common_prefix(first: npt.ArrayLike, second: npt.ArrayLike) -> int:
-    """Return the number of leading entries that two one-dimensional sequences share."""
+    """Return the number of leading entries that two one-dimensional sequences, or two texts, share."""
+    if isinstance(first, str) and isinstance(second, str):
+        pairs = enumerate(zip(first, second, strict=False))
+        return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
     one, two = np.asarray(first), np.asarray(second)
     count = min(len(one), len(two))
     differs = one[:count] != two[:count]

@@ -22,9 +22,9 @@ from mmrender.parsing.parser import (
     Outcome,
     ParsedResponse,
     ResponseParser,
+    read_opening,
     split,
 )
-from mmrender.parsing.reasoning import read_opening
 from mmrender.parsing.schema import KINDS
 from mmrender.parsing.text import TokenSpeller, TokenText
 from mmrender.probing.probes import WORD, assistant, tool_definition, user, with_reasoning

@@ -14,6 +14,7 @@ import msgspec
 from mmrender.errors import TemplateError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Role, TextPart, ThinkingPart, ToolCall
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.spans import common_prefix
 from mmrender.template.chat import ChatTemplate, ViewForm
 from mmrender.template.text import TracedStr, plain
 
@@ -158,10 +159,10 @@ class Probes:
         if body is None or prompted is None or full is None:
             return None
         text = plain(full)
-        start = len(shared_prefix(body, prompted))
+        start = common_prefix(body, prompted)
         if not text.startswith(prompted[:start]):
             return None
-        begin = start + len(shared_prefix(prompted[start:], text[start:]))
+        begin = start + common_prefix(prompted[start:], text[start:])
         for match in self.tokenizer.find(prompted, lambda _: True):
             # The header is never cut inside an added token.
             begin = match.start if start <= match.start < begin < match.stop else begin
@@ -225,15 +226,8 @@ def messages_around(role: Role) -> tuple[list[Message], Message, list[Message]]:
             return [], Message(role=role, content=f"{WORD}S"), [user()]
 
 
-def shared_prefix(first: str, second: str) -> str:
-    """The common beginning of two texts."""
-    pairs = enumerate(zip(plain(first), plain(second), strict=False))
-    length = next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
-    return plain(first)[:length]
-
-
 def inserted(without: str, with_more: str) -> str:
     """The part of `with_more` between the beginning and the end that it shares with `without`."""
-    start = len(shared_prefix(without, with_more))
+    start = common_prefix(without, with_more)
     rest, old = with_more[start:], without[start:]
-    return rest[: len(rest) - len(shared_prefix(old[::-1], rest[::-1]))]
+    return rest[: len(rest) - common_prefix(old[::-1], rest[::-1])]

@@ -189,7 +189,7 @@ class RendererClient:
             MMRenderError: As for `generate` and `Renderer.render`.
         """
         conversation = normalize_messages(messages)
-        definitions = normalize_tools(tools)
+        definitions = None if tools is None else normalize_tools(tools)
         options: RequestOptions = {**self._options, **request_options}
         prompt = await self._prompt(trajectory, conversation, tools, definitions, parent)
         while True:
