@@ -25,7 +25,6 @@ from mmrender.client.types import (
     OnTokens,
     Prompt,
     RendererBackend,
-    finish_reason_of,
 )
 from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
 from mmrender.protocols import AsyncRenderer, RendererProtocol
@@ -154,11 +153,12 @@ async def generate(
         parsed = await renderer.aparse_response(response.completion_ids, **options)
     else:
         parsed = renderer.parse_response(response.completion_ids, **options)
+    called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
     return Generation(
         prompt_ids=prompt.ids,
         completion_ids=response.completion_ids,
         logprobs=response.logprobs,
-        finish_reason=finish_reason_of(response, parsed),
+        finish_reason="tool_calls" if called and response.finish_reason == "stop" else response.finish_reason,
         usage=response.usage,
         parsed=parsed,
         message=parsed.to_message(),

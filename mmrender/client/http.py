@@ -33,8 +33,9 @@ from mmrender.errors import (
 
 try:
     import aiohttp
+    import stamina
 except ImportError as error:
-    raise MissingDependencyError.of_extra("aiohttp", "client", "the HTTP client") from error
+    raise MissingDependencyError.of_extra(error.name or "aiohttp", "client", "the HTTP client") from error
 
 _log = logging.getLogger("mmrender.client")
 _NEVER_MADE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -163,10 +164,18 @@ class HTTPTransport:
                 return False
             return True if error.retry_after is None else min(error.retry_after, policy.wait_max)
 
+        attempts = stamina.retry_context(
+            on=is_retried,
+            attempts=policy.attempts,
+            timeout=None,  # that of the whole call, below
+            wait_initial=policy.wait_initial,
+            wait_max=policy.wait_max,
+            wait_jitter=policy.wait_jitter,
+        )
         call = self._begun(method, path, json, headers)
         try:
             async with asyncio.timeout(seconds):
-                async for attempt in policy.attempts_on(is_retried):
+                async for attempt in attempts:
                     with attempt:
                         if attempt.num > 1:
                             _log.debug("%s: attempt %d after: %s", call.where, attempt.num, failure)

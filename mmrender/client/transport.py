@@ -6,14 +6,14 @@ Needs no HTTP library.
 import http
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
 
-from mmrender.errors import EngineReplyError, EngineStatusError, InputError, MissingDependencyError
+from mmrender.errors import EngineReplyError, EngineStatusError, InputError
 
 MAX_ERROR_BYTES: Final = 8192
 """Bytes of an error reply that are read and kept."""
@@ -126,25 +126,6 @@ class RetryPolicy:
         """Return the seconds to wait before an attempt, of which the first is 1."""
         jitter = self.wait_jitter * random.random()  # noqa: S311 - no secret
         return min(self.wait_max, self.wait_initial * 2.0 ** (attempt - 2) + jitter)
-
-    def attempts_on(self, rule: Callable[[Exception], bool | float]) -> Any:
-        """Return stamina's iterator of attempts, which its hooks see: `async for a in ...: with a: ...`.
-
-        Args:
-            rule: Decides for an error whether to try again, or after how many seconds.
-        """
-        try:
-            import stamina
-        except ImportError as error:
-            raise MissingDependencyError.of_extra("stamina", "client", "a retry") from error
-        return stamina.retry_context(
-            on=rule,
-            attempts=self.attempts,
-            timeout=None,
-            wait_initial=self.wait_initial,
-            wait_max=self.wait_max,
-            wait_jitter=self.wait_jitter,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,9 +225,3 @@ class Generation:
     def raw(self) -> Mapping[str, Any]:
         """The engine's decoded reply without its large fields."""
         return self.response.raw
-
-
-def finish_reason_of(response: EngineResponse, parsed: "ParsedResponse") -> TurnFinishReason:
-    """Return `tool_calls` where a well-formed call ended in a stop, else the engine's own reason."""
-    called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
-    return "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
