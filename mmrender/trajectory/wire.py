@@ -86,9 +86,9 @@ class StepRow(msgspec.Struct, frozen=True, omit_defaults=True):
     base: Count | None = None
     keep: Count = 0
     added: Count = 0
-    tokens: bytes = b""
+    tokens: memoryview = memoryview(b"")
     media: list[MediaRow] = []
-    logprobs: bytes | None = None
+    logprobs: memoryview | None = None
     messages_keep: Count = 0
     messages: list[Count] = []
     finish_reason: str | None = None
@@ -186,9 +186,9 @@ class _Writer:
             base=base,
             keep=keep,
             added=step.added - lent,
-            tokens=np.asarray(step.own_ids[lent:], _IDS).tobytes(),
+            tokens=np.asarray(step.own_ids[lent:], _IDS).data,
             media=[self._medium(span) for span in step.own_media if span.range.offset >= keep],
-            logprobs=None if logprobs is None else np.asarray(logprobs, _LOGPROBS).tobytes(),
+            logprobs=None if logprobs is None else np.asarray(logprobs, _LOGPROBS).data,
             messages_keep=step.messages_keep,
             messages=[self._message(each, f"{name}.messages[{number}]") for number, each in messages],
             finish_reason=step.finish_reason,
@@ -419,7 +419,7 @@ def _read_message(frames: Sequence[bytes], index: int) -> Any:
         raise TrajectoryError("a message is damaged", where=where, got=str(error)) from error
 
 
-def _numbers(data: bytes, dtype: np.dtype[Any], where: str) -> Any:
+def _numbers(data: memoryview, dtype: np.dtype[Any], where: str) -> Any:
     if len(data) % 4:
         raise _damaged("numbers are cut off", where, "a multiple of 4 bytes", len(data))
     return np.frombuffer(data, dtype)
