@@ -4,7 +4,9 @@ Everything is real: the tiny model, an HTTP stub on 127.0.0.1 with vLLM's genera
 """
 
 import asyncio
+import atexit
 import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,8 @@ build_tiny_model(MODEL, weights=False)
 RENDERER = Renderer.from_pretrained(MODEL, image_backend="pil")
 STOP = RENDERER.get_stop_token_ids()[0]
 LOOP = asyncio.new_event_loop()
+OPEN = AsyncExitStack()
+atexit.register(lambda: LOOP.run_until_complete(OPEN.aclose()))
 
 
 def conversation(seed):
@@ -52,10 +56,12 @@ async def _client():
     app.router.add_get("/v1/models", _models)
     runner = web.AppRunner(app)
     await runner.setup()
+    OPEN.push_async_callback(runner.cleanup)
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]
     transport = HTTPTransport(f"http://127.0.0.1:{port}")
+    OPEN.push_async_callback(transport.aclose)
     return RendererClient(
         RENDERER,
         transport,
@@ -109,8 +115,8 @@ def walk_ship_and_receive():
     address = f"unix://{tempfile.mkdtemp()}/s.sock"
 
     async def ends():
-        receiver = await Receiver(address).__aenter__()
-        sender = await Sender(address).__aenter__()
+        receiver = await OPEN.enter_async_context(Receiver(address))
+        sender = await OPEN.enter_async_context(Sender(address))
         delivery = await sender.send(first)
         await receiver.receive(10)
         await delivery
