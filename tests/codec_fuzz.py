@@ -33,7 +33,7 @@ import numpy as np
 
 import mmcodecs
 from mmcodecs.vllm import decode_mm_kwargs_item
-from mmcodecs.wire import make_head
+from mmcodecs.wire import Message as WireMessage
 
 Message = bytes | list[bytes]
 Decode = Callable[[Any], Any]
@@ -84,16 +84,14 @@ def vllm_messages() -> list[bytes]:
     return [msgspec.msgpack.encode(item) for item in items]
 
 
+UNBOUNDED = mmcodecs.Limits(max_bytes=1 << 60, max_head_bytes=1 << 60, max_frames=1 << 30)
+
+
 def lay(body: bytes, payloads: Sequence[bytes], *, single: bool) -> Message:
     """A message whose head fits this body and these payloads, whatever they hold."""
-    head, (*offsets, total) = make_head(body, [len(payload) for payload in payloads], single=single)
-    if not single:
-        return [bytes(head), *payloads]
-    out = bytearray(total)
-    out[: len(head)] = head
-    for offset, payload in zip(offsets, payloads, strict=True):
-        out[offset : offset + len(payload)] = payload
-    return bytes(out)
+    arrays = [np.frombuffer(payload, np.uint8) for payload in payloads]
+    message = WireMessage(body, arrays, UNBOUNDED)
+    return bytes(message.single(None)) if single else [bytes(frame) for frame in message.frames()]
 
 
 class Mutator:

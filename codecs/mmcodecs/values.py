@@ -96,9 +96,12 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(slots=True)
 class ValueWriter:
-    """Turn one value into msgpack and payload frames; the arguments are those of `mmcodecs.wire.Message`.
+    """Turn one value into msgpack and payload frames; errors name the path of the value.
 
     Attributes:
+        limits: Bounds to stay within.
+        table: The table of shared arrays of this connection, if there is one.
+        share_from: As in `Encoder`.
         frames: The payloads that the body names, in the order of their indices.
         uses: What the message does to the table of its connection.
     """

@@ -53,11 +53,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmcodecs.arrays import Framework, contiguous
+from mmcodecs.arrays import AnyArray, Framework, contiguous
 from mmcodecs.buffers import ALIGNMENT, Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, CodecError, DecodeError, EncodeError, limit_exceeded
 from mmcodecs.shared import Entered, SharedTable, copied
@@ -92,7 +93,7 @@ def encode(
         EncodeError: Some value cannot be kept, or the buffer is too short.
         LimitError: A bound is exceeded.
     """
-    return Message(value, limits).single(buffer)
+    return _message(value, limits).single(buffer)
 
 
 def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytearray | memoryview]:
@@ -101,7 +102,7 @@ def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytear
     Payloads are views of the arrays' own memory: do not write to an array before its frames are sent. Errors
     are those of `encode`.
     """
-    return Message(value, limits).frames()
+    return _message(value, limits).frames()
 
 
 def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:
@@ -109,7 +110,7 @@ def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes |
 
     For `sendmsg` and `writev`, towards a reader that receives into one buffer. Errors are those of `encode`.
     """
-    return Message(value, limits).parts()
+    return _message(value, limits).parts()
 
 
 def decode(
@@ -151,61 +152,29 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def make_head(
-    body: bytes, lengths: Sequence[int], *, single: bool, table_bytes: int = 0
-) -> tuple[bytearray, list[int]]:
-    """Write the head of a message, and give the offset of each payload in single mode, and of the end.
-
-    `lengths` are those of the payloads.
-    """
-    head = bytearray(_PREAMBLE.size + _ENTRY.size * len(lengths))
-    end = len(head) + len(body)
-    offsets = []
-    for index, length in enumerate(lengths):
-        start = align(end) if single else end
-        offsets.append(start)
-        _ENTRY.pack_into(head, _PREAMBLE.size + _ENTRY.size * index, start if single else 0, length, 0)
-        end = start + length
-    flags = SINGLE if single else 0
-    _PREAMBLE.pack_into(head, 0, MAGIC, VERSION, flags, len(lengths), len(body), end, table_bytes, bytes(24))
-    head += body
-    return head, [*offsets, end]
-
-
+@dataclass(slots=True)
 class Message:
-    """One value as a body and payloads that are still in the memory of their arrays.
-
-    Args:
-        value: What to write.
-        limits: Bounds to stay within.
-        table: The table of shared arrays of this connection, if there is one.
-        share_from: As in `Encoder`.
+    """One value as a body, and payloads that are still in the memory of their arrays.
 
     Attributes:
-        uses: What the table has to note once the message is written.
+        body: What `ValueWriter` wrote.
+        payloads: Those that the body names.
+        limits: Bounds to stay within.
+        table_bytes: Capacity of the writer's table of shared arrays; 0 without one.
     """
 
-    def __init__(
-        self,
-        value: Any,
-        limits: Limits,
-        table: SharedTable[bool] | None = None,
-        share_from: int | None = None,
-    ) -> None:
-        writer = ValueWriter(limits, table, share_from)
-        self._body = writer.write(value)
-        self.uses = writer.uses
-        self._limits = limits
-        self._table_bytes = 0 if table is None else table.capacity_bytes
-        self._payloads = writer.frames
+    body: bytes
+    payloads: Sequence[AnyArray]
+    limits: Limits
+    table_bytes: int = 0
 
     def single(self, buffer: BufferPool | Buffer | None) -> memoryview:
         """Write the message into one buffer; see `encode`."""
-        head, (*offsets, total) = self._head(single=True)
+        head, (*offsets, total) = self.head(single=True)
         out = _writable(buffer, total)
         end = len(head)
         out[:end] = head
-        for start, array in zip(offsets, self._payloads, strict=True):
+        for start, array in zip(offsets, self.payloads, strict=True):
             out[end:start] = bytes(start - end)
             end = start + array.nbytes
             np.copyto(np.ndarray(array.shape, array.dtype, buffer=out[start:end]), array)
@@ -213,24 +182,42 @@ class Message:
 
     def frames(self) -> list[bytearray | memoryview]:
         """Give head and payloads as frames; see `encode_frames`."""
-        head, _ = self._head(single=False)
-        return [head, *map(contiguous, self._payloads)]
+        head, _ = self.head(single=False)
+        return [head, *map(contiguous, self.payloads)]
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
         """Give the pieces of the single form; see `encode_parts`."""
-        head, (*offsets, _) = self._head(single=True)
+        head, (*offsets, _) = self.head(single=True)
         parts: list[bytes | bytearray | memoryview] = [head]
         end = len(head)
-        for start, array in zip(offsets, self._payloads, strict=True):
+        for start, array in zip(offsets, self.payloads, strict=True):
             parts += [bytes(start - end)] * (start > end) + [contiguous(array)]
             end = start + array.nbytes
         return parts
 
-    def _head(self, *, single: bool) -> tuple[bytearray, list[int]]:
-        lengths = [array.nbytes for array in self._payloads]
-        head, offsets = make_head(self._body, lengths, single=single, table_bytes=self._table_bytes)
-        _check_limits(self._limits, len(lengths), len(head), offsets[-1])
-        return head, offsets
+    def head(self, *, single: bool) -> tuple[bytearray, list[int]]:
+        """Write the head, and give the offset of each payload in single mode, and of the end."""
+        head = bytearray(_PREAMBLE.size + _ENTRY.size * len(self.payloads))
+        end = len(head) + len(self.body)
+        offsets = []
+        for index, array in enumerate(self.payloads):
+            start = align(end) if single else end
+            offsets.append(start)
+            _ENTRY.pack_into(
+                head, _PREAMBLE.size + _ENTRY.size * index, start if single else 0, array.nbytes, 0
+            )
+            end = start + array.nbytes
+        flags = SINGLE if single else 0
+        numbers = len(self.payloads), len(self.body), end, self.table_bytes
+        _PREAMBLE.pack_into(head, 0, MAGIC, VERSION, flags, *numbers, bytes(24))
+        head += self.body
+        _check_limits(self.limits, len(self.payloads), len(head), end)
+        return head, [*offsets, end]
+
+
+def _message(value: Any, limits: Limits) -> Message:
+    writer = ValueWriter(limits)
+    return Message(writer.write(value), writer.frames, limits)
 
 
 def _check_limits(limits: Limits, frames: int, head_bytes: int, total: int) -> None:
@@ -392,16 +379,16 @@ class Encoder:
 
     def encode(self, value: Any, *, buffer: BufferPool | Buffer | None = None) -> memoryview:
         """Write a value as one buffer; see `mmcodecs.encode`."""
-        message = Message(value, self.limits, self._table, self.share_from)
-        out = message.single(buffer)
-        self._table.commit(message.uses, self.table_bytes)
+        writer = ValueWriter(self.limits, self._table, self.share_from)
+        out = Message(writer.write(value), writer.frames, self.limits, self.table_bytes).single(buffer)
+        self._table.commit(writer.uses, self.table_bytes)
         return out
 
     def encode_frames(self, value: Any) -> list[bytearray | memoryview]:
         """Write a value as frames; see `mmcodecs.encode_frames`."""
-        message = Message(value, self.limits, self._table, self.share_from)
-        out = message.frames()
-        self._table.commit(message.uses, self.table_bytes)
+        writer = ValueWriter(self.limits, self._table, self.share_from)
+        out = Message(writer.write(value), writer.frames, self.limits, self.table_bytes).frames()
+        self._table.commit(writer.uses, self.table_bytes)
         return out
 
     def reset(self) -> None:

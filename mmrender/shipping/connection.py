@@ -216,7 +216,7 @@ class Connection:
             header = memoryview(bytearray(length))
             await self.fill(header)
             message = unpack(header)
-            if not self.handle(message):
+            if not isinstance(message, Ping):
                 return message
 
     def close(self) -> None:
@@ -224,10 +224,6 @@ class Connection:
         self._running = False
         self._changed.notify()
         self._stream.close()
-
-    def handle(self, message: Message) -> bool:
-        """Act on a message that concerns the connection only, and tell whether it was one."""
-        return isinstance(message, Ping)
 
     async def write_message(self, message: Message, frames: Sequence[memoryview]) -> None:
         """Write a message; short frames go out together, and the end of it with the next ones or `write`."""

@@ -267,25 +267,22 @@ class SharedMemoryConnection(Connection):
         frames = [lease[at : at + length] for at, length in zip(offsets, data.lengths, strict=True)]
         return [memoryview(bytes(frames[0])), *frames[1:]]
 
-    def handle(self, message: Message) -> bool:
-        """Act on a message that concerns the connection only, and tell whether it was one."""
-        if isinstance(message, Segment):
-            if not self._descriptors.descriptors:
-                raise ShippingProtocolError("a segment without its descriptor", where=self.peer)
-            fd = self._descriptors.descriptors.popleft()
-            try:
-                self._mapped.add(message.number, message.num_bytes, fd)
-            finally:
-                os.close(fd)
-        elif isinstance(message, Freed):
+    async def receive(self) -> Message:
+        """Wait for the next message that is not about segments; otherwise as in `Connection`."""
+        while isinstance(message := await super().receive(), Segment | Freed | Dropped):
+            if isinstance(message, Segment):
+                if not self._descriptors.descriptors:
+                    raise ShippingProtocolError("a segment without its descriptor", where=self.peer)
+                fd = self._descriptors.descriptors.popleft()
+                try:
+                    self._mapped.add(message.number, message.num_bytes, fd)
+                finally:
+                    os.close(fd)
+                continue
+            act = self._segments.give_back if isinstance(message, Freed) else self._mapped.remove
             for number in message.numbers:
-                self._segments.give_back(number)
-        elif isinstance(message, Dropped):
-            for number in message.numbers:
-                self._mapped.remove(number)
-        else:
-            return super().handle(message)
-        return True
+                act(number)
+        return message
 
     def close(self) -> None:
         """Close the socket and drop the segments; views that somebody holds stay valid."""
