@@ -220,7 +220,41 @@ def test_arrow_round_trips_mean_the_same(messages):
 
 WILD_TEXT = st.text(st.characters(), max_size=4)
 KEYS = WILD_TEXT | st.sampled_from(
-    ["role", "content", "type", "text", "refusal", "image", "image_url", "video", "video_url", "url", "path", "base64", "data", "bytes", "source", "media_type", "fps", "thinking", "reasoning", "reasoning_content", "tool_calls", "function_call", "function", "name", "arguments", "id", "tool_call_id", "index", "parameters", "min_pixels", "images", "audio", "extra"]
+    [
+        "role",
+        "content",
+        "type",
+        "text",
+        "refusal",
+        "image",
+        "image_url",
+        "video",
+        "video_url",
+        "url",
+        "path",
+        "base64",
+        "data",
+        "bytes",
+        "source",
+        "media_type",
+        "fps",
+        "thinking",
+        "reasoning",
+        "reasoning_content",
+        "tool_calls",
+        "function_call",
+        "function",
+        "name",
+        "arguments",
+        "id",
+        "tool_call_id",
+        "index",
+        "parameters",
+        "min_pixels",
+        "images",
+        "audio",
+        "extra",
+    ]
 )
 WORDS = st.sampled_from(
     [*ROLES, "function", *PART_TYPES, "input_audio", "{}", '{"a": 1}', "[1]", "data:,x", ""]

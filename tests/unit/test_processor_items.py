@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from item_cases import PROCESSOR, picture
+from item_cases import PROCESSOR, picture, same_tensors
 from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
@@ -56,46 +56,32 @@ def test_levels_are_what_the_tensors_are_computed_from(item: PatchItem) -> None:
     table = item.arithmetic.table()
     by_channel = levels.reshape(len(levels), 3, -1)
     values = np.stack([table[channel][by_channel[:, channel]] for channel in range(3)], axis=1)
-    np.testing.assert_array_equal(values.reshape(levels.shape), item.tensors()["pixel_values"])
-
-
-def test_tensors_are_the_callers_own(item: PatchItem) -> None:
-    first = item.tensors()["pixel_values"]
-    first[:] = 0
+    tensor = item.tensors()["pixel_values"]
+    np.testing.assert_array_equal(values.reshape(levels.shape), tensor)
+    tensor[:] = 0  # the caller's own
     assert item.tensors()["pixel_values"].any()
-
-
-def test_survives_pickling(item: PatchItem) -> None:
     again = pickle.loads(pickle.dumps(item))
-    assert again.identity == item.identity
-    np.testing.assert_array_equal(again.tensors()["pixel_values"], item.tensors()["pixel_values"])
+    assert again == item
+    assert same_tensors(again, item)
 
 
 def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:
-    image = picture(64, 96)
-    as_array = load_image(np.asarray(image.image))
-    assert processor().process(image).identity == processor().process(as_array).identity
-    assert processor().process(image).identity != processor(min_pixels=3136).process(image).identity
-    assert processor().process(image).identity != processor().process(picture(64, 96, seed=1)).identity
-    assert processor().process(image).identity == processor().process(image, num_images=4).identity
-    black = [processor().process(load_image(np.zeros((*size, 3), np.uint8))) for size in ((64, 96), (96, 64))]
+    image, made = picture(64, 96), processor()
+    identity = made.process(image).identity
+    assert made.process(load_image(np.asarray(image.image))).identity == identity
+    assert made.process(image, num_images=4).identity == identity
+    assert processor(min_pixels=3136).process(image).identity != identity
+    assert made.process(picture(64, 96, seed=1)).identity != identity
+    black = [made.process(load_image(np.zeros((*size, 3), np.uint8))) for size in ((64, 96), (96, 64))]
     assert black[0].identity != black[1].identity
 
 
 @pytest.mark.parametrize("backend", ["torch", "pil"])
-def test_an_array_is_resized_as_the_image_of_it(backend: str) -> None:
+def test_an_array_is_resized_as_the_image_of_it_and_its_own_planes_alone_are_kept(backend: str) -> None:
+    made = processor(image_backend=backend)
     image = picture(100, 131)
-    as_array = load_image(np.asarray(image.image))
-    made = processor(image_backend=backend)
-    first, second = made.process(image), made.process(as_array)
-    np.testing.assert_array_equal(first.tensors()["pixel_values"], second.tensors()["pixel_values"])
-
-
-@pytest.mark.parametrize("backend", ["torch", "pil"])
-def test_an_item_that_is_resized_keeps_its_own_planes_alone(backend: str) -> None:
-    made = processor(image_backend=backend)
+    assert same_tensors(made.process(image), made.process(load_image(np.asarray(image.image))))
     image = picture(1001, 1501)
-    made.process(picture(100, 131))  # imports what it needs
     tracemalloc.start()
     prepared = made.prepare(image)
     after_identity, _ = tracemalloc.get_traced_memory()

@@ -1,3 +1,4 @@
+import base64
 import io
 import os
 import threading
@@ -54,7 +55,7 @@ def png(color: tuple[int, int, int] = (1, 2, 3)) -> bytes:
     return encoded(Image.new("RGB", (4, 4), color))
 
 
-def resolver(cache: MediaCache | None = None, **policy: Any) -> MediaResolver:
+def resolver(cache: MediaCache | None = None, **policy: Any) -> Any:
     return MediaResolver(Counting(), MediaPolicy(**policy), cache or MediaCache())  # type: ignore[arg-type]
 
 
@@ -62,87 +63,73 @@ def parts(*sources: Any) -> list[tuple[str, ImagePart]]:
     return [(f"messages[0].content[{i}]", ImagePart(source)) for i, source in enumerate(sources)]
 
 
-def test_one_item_for_all_forms_of_one_image(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
     path = tmp_path / "image.png"
     path.write_bytes(png())
+    return path
+
+
+def test_one_item_for_all_forms_of_one_image(path: Path) -> None:
     image = Image.open(path)
     made = resolver()
     items = made.resolve(parts(png(), path, image, np.asarray(image), png()))
     assert all(item is items[0] for item in items)
-    assert made.processor.finished == 1  # type: ignore[attr-defined]
+    assert made.processor.finished == 1
 
 
-def test_known_sources_are_not_loaded_again(tmp_path: Path) -> None:
-    path = tmp_path / "image.png"
-    path.write_bytes(png())
+def test_known_sources_are_not_loaded_again(path: Path) -> None:
     sources = parts(png((9, 9, 9)), path, Image.new("RGB", (8, 8)))
     made = resolver()
     first = made.resolve(sources)
-    assert made.processor.prepared == 3  # type: ignore[attr-defined]
     assert made.resolve(sources) == first
-    assert made.processor.prepared == 3  # type: ignore[attr-defined]
+    assert made.processor.prepared == 3
 
 
-def test_a_lazily_opened_image_is_known_from_the_second_time_on() -> None:
+def test_a_lazily_opened_image_is_loaded_once_in_a_call_and_known_from_then_on() -> None:
     image = Image.open(io.BytesIO(png()))
     made = resolver()
     assert source_fingerprint(image) is None
+    assert isinstance(image, PngImagePlugin.PngImageFile)
+    assert image.tile  # not decoded for its fingerprint
+    made.resolve(parts(image, image))
     made.resolve(parts(image))
-    made.resolve(parts(image))
-    assert made.processor.prepared == 1  # type: ignore[attr-defined]
+    assert made.processor.prepared == 1
 
 
-def test_an_image_changed_in_place_is_another_one() -> None:
+def test_an_image_changed_in_place_and_a_file_written_again_are_others(path: Path) -> None:
     image = Image.new("RGB", (8, 8))
     made = resolver()
-    before = made.resolve(parts(image))[0]
+    before = made.resolve(parts(image, path))
     image.putpixel((7, 7), (0, 0, 1))
-    assert made.resolve(parts(image))[0].identity != before.identity
-
-
-def test_a_file_written_again_is_another_one(tmp_path: Path) -> None:
-    path = tmp_path / "image.png"
-    path.write_bytes(png((1, 1, 1)))
-    made = resolver()
-    before = made.resolve(parts(path))[0]
     path.write_bytes(png((2, 2, 2)))
     os.utime(path, ns=(1, 1))
-    assert made.resolve(parts(path))[0].identity != before.identity
-
-
-def test_the_same_object_twice_in_one_call_is_loaded_once() -> None:
-    image = Image.open(io.BytesIO(png()))
-    made = resolver()
-    made.resolve(parts(image, image))
-    assert made.processor.prepared == 1  # type: ignore[attr-defined]
+    for old, new in zip(before, made.resolve(parts(image, path)), strict=True):
+        assert old.identity != new.identity
 
 
 def test_a_shared_cache_does_not_lend_what_a_policy_forbids() -> None:
     cache = MediaCache()
-    data = "data:image/png;base64," + __import__("base64").b64encode(png()).decode()
+    data = "data:image/png;base64," + base64.b64encode(png()).decode()
     resolver(cache).resolve(parts(data))
     with pytest.raises(MediaBlockedError):
         resolver(cache, schemes=frozenset({"https"})).resolve(parts(data))
 
 
-def test_no_source() -> None:
+def test_errors_name_the_part() -> None:
     with pytest.raises(MessageError) as caught:
         resolver().resolve(parts(png(), None))
     assert str(caught.value) == (
         "messages[0].content[1]: the image part has no source - expected an image, bytes, a path or a URL, "
         "got None. Put it into the part, or pass it beside the messages: images=[...]"
     )
-
-
-def test_errors_name_the_part() -> None:
-    with pytest.raises(MediaDecodeError) as caught:
+    with pytest.raises(MediaDecodeError, match=r"^messages\[0\]\.content\[1\]: "):
         resolver().resolve(parts(png(), b"not an image"))
-    assert caught.value.where == "messages[0].content[1]"
 
 
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None:
     made = resolver()
-    made.processor.depends_on_image_count = True  # type: ignore[misc]
+    made.processor.depends_on_image_count = True
     alone = made.resolve(parts(png()))[0]
     together = made.resolve(parts(png(), png((5, 5, 5))))[0]
     assert alone.identity != together.identity
@@ -175,32 +162,25 @@ def test_fingerprints_of_arrays() -> None:
     assert source_fingerprint(array) != before
 
 
-@pytest.mark.parametrize(
-    "source", ["https://example.com/a.png", "file:///a.png", "a.png", io.BytesIO(b"x"), Path("/nowhere"), 3]
-)
-def test_what_may_change_under_its_name_has_no_fingerprint(source: object) -> None:
-    assert source_fingerprint(source) is None
-
-
-def test_a_frame_of_an_animation_has_no_fingerprint(shared_images: Path) -> None:
+def test_what_may_change_under_its_name_and_a_frame_of_an_animation_have_no_fingerprint(
+    shared_images: Path,
+) -> None:
+    for source in (
+        "https://example.com/a.png",
+        "file:///a.png",
+        "a.png",
+        io.BytesIO(b"x"),
+        Path("/nowhere"),
+        3,
+    ):
+        assert source_fingerprint(source) is None
     with Image.open(shared_images / "progress.gif") as image:
         image.load()
         assert source_fingerprint(image) is None
 
 
-def test_fingerprint_does_not_decode() -> None:
-    image = Image.open(io.BytesIO(png()))
-    assert isinstance(image, PngImagePlugin.PngImageFile)
-    source_fingerprint(image)
-    assert image.tile
-
-
-def made_item(name: str, nbytes: int = 100) -> MediaItem:
-    return Sized(name, nbytes)  # type: ignore[return-value]
-
-
 def prepared(name: str, nbytes: int = 100) -> Prepared:
-    return Prepared(name, lambda: made_item(name, nbytes))
+    return Prepared(name, lambda: Sized(name, nbytes))  # type: ignore[arg-type, return-value]
 
 
 def test_least_recently_used_items_go_first() -> None:
@@ -215,23 +195,20 @@ def test_least_recently_used_items_go_first() -> None:
     assert cache.stats.size == 0
 
 
-def test_an_item_over_the_bound_is_given_and_not_kept() -> None:
-    cache = MediaCache(max_bytes=50)
-    assert cache.get_or_load(None, lambda: prepared("a")).identity == "a"
-    assert (cache.stats.entries, cache.stats.size) == (0, 0)
-
-
-def test_an_evicted_item_is_made_again_from_its_source() -> None:
+def test_an_evicted_item_is_made_again_from_its_source_and_one_over_the_bound_is_not_kept() -> None:
     cache = MediaCache(max_bytes=100)
     loaded = []
 
-    def load(name: str) -> Prepared:
+    def load(name: str, nbytes: int = 100) -> Prepared:
         loaded.append(name)
-        return prepared(name)
+        return prepared(name, nbytes)
 
     for name in ("a", "b", "a"):
         assert cache.get_or_load(f"source {name}", lambda name=name: load(name)).identity == name
     assert loaded == ["a", "b", "a"]
+    cache.clear()
+    assert cache.get_or_load(None, lambda: load("c", 101)).identity == "c"
+    assert (cache.stats.entries, cache.stats.size) == (0, 0)
 
 
 def test_threads_that_ask_at_once_load_and_compute_once() -> None:
@@ -280,4 +257,4 @@ def test_a_fingerprint_that_the_caller_took_is_not_taken_again(monkeypatch: pyte
     monkeypatch.setattr("mmrender.media.resolve.source_fingerprint", lambda _: pytest.fail("taken again"))
     item = made.resolve(parts(image), fingerprints=fingerprints)[0]
     assert made.resolve(parts(image), fingerprints=fingerprints)[0] is item
-    assert made.processor.prepared == 1  # type: ignore[attr-defined]
+    assert made.processor.prepared == 1

@@ -45,12 +45,9 @@ def test_nested_settings_come_before_a_file_of_their_own(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("suffix", ["", "Fast", "Pil"])
 def test_back_end_suffixes_name_the_same_processor(tmp_path: Path, suffix: str) -> None:
-    name = load(tmp_path, {**QWEN, "image_processor_type": f"Qwen2VLImageProcessor{suffix}"}).name
-    assert name == "Qwen2VLImageProcessor"
-
-
-def test_satisfies_the_protocol(tmp_path: Path) -> None:
-    assert isinstance(load(tmp_path, QWEN), MediaProcessor)
+    processor = load(tmp_path, {**QWEN, "image_processor_type": f"Qwen2VLImageProcessor{suffix}"})
+    assert processor.name == "Qwen2VLImageProcessor"
+    assert isinstance(processor, MediaProcessor)
 
 
 def test_both_spellings_of_the_pixel_bounds(tmp_path: Path) -> None:
@@ -59,10 +56,13 @@ def test_both_spellings_of_the_pixel_bounds(tmp_path: Path) -> None:
     by_name = load(tmp_path, {**spelled_out, "min_pixels": 3136, "max_pixels": 100352})
     assert by_size.settings_digest == by_name.settings_digest
     assert by_size.geometry(2000, 1000).grid != load(tmp_path, QWEN).geometry(2000, 1000).grid
-
-
-def test_named_bounds_override_size(tmp_path: Path) -> None:
     assert load(tmp_path, {**QWEN, "max_pixels": 262144}).max_pixels == 262144
+    with pytest.raises(ProcessorError) as caught:
+        load(tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
+    assert str(caught.value) == (
+        f"{tmp_path}: the image processor's bounds on pixels are incomplete - expected `size` with "
+        "`shortest_edge` and `longest_edge`, got {'height': 448, 'width': 448}"
+    )
 
 
 def test_defaults_of_the_family_where_the_files_are_silent(tmp_path: Path) -> None:
@@ -78,15 +78,6 @@ def test_tokenizer_settings_name_the_placeholder(tmp_path: Path) -> None:
     assert processor.placeholder_tokens == {"<|pic|>", "<|video_pad|>"}
 
 
-def test_incomplete_bounds(tmp_path: Path) -> None:
-    with pytest.raises(ProcessorError) as caught:
-        load(tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
-    assert str(caught.value) == (
-        f"{tmp_path}: the image processor's bounds on pixels are incomplete - expected `size` with "
-        "`shortest_edge` and `longest_edge`, got {'height': 448, 'width': 448}"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "problem"), [("{", "expected JSON, got Expecting"), ("[1]", "expected a JSON object, got list")]
 )
@@ -98,11 +89,8 @@ def test_file_that_is_no_json_object(tmp_path: Path, text: str, problem: str) ->
     assert str(caught.value).startswith(f"{file}: cannot read preprocessor_config.json - {problem}")
 
 
-def test_text_only_model(tmp_path: Path) -> None:
+def test_text_only_model_and_unknown_back_end(tmp_path: Path) -> None:
     assert load_processor(directory(tmp_path, config={"model_type": "llama"}), image_backend="pil") is None
-
-
-def test_unknown_back_end(tmp_path: Path) -> None:
     with pytest.raises(ProcessorError) as caught:
         load_processor(tmp_path, image_backend="cuda")  # type: ignore[arg-type]
     assert str(caught.value) == "there is no such image back end - expected 'torch' or 'pil', got 'cuda'"
@@ -139,18 +127,10 @@ def test_text_renders_without_the_packages_that_images_need(
         )
 
 
-def test_identities_of_the_back_ends_differ(tmp_path: Path) -> None:
-    folder = directory(tmp_path, preprocessor_config=QWEN)
-    digests = {
-        processor.settings_digest
-        for backend in ("torch", "pil")
-        if (processor := load_processor(folder, image_backend=backend)) is not None  # type: ignore[arg-type]
-    }
-    assert len(digests) == 2
-
-
-@pytest.mark.parametrize(
-    "change", [{"patch_size": 14}, {"image_std": [0.5, 0.5, 0.4]}, {"max_pixels": 10**6}]
-)
-def test_each_setting_is_part_of_the_identity(tmp_path: Path, change: dict[str, object]) -> None:
-    assert load(tmp_path, QWEN).settings_digest != load(tmp_path, {**QWEN, **change}).settings_digest
+def test_each_setting_and_the_back_end_are_part_of_the_identity(tmp_path: Path) -> None:
+    torch = load_processor(directory(tmp_path, preprocessor_config=QWEN))
+    assert torch is not None
+    digests = {torch.settings_digest, load(tmp_path, QWEN).settings_digest}
+    for change in ({"patch_size": 14}, {"image_std": [0.5, 0.5, 0.4]}, {"max_pixels": 10**6}):
+        digests.add(load(tmp_path, {**QWEN, **change}).settings_digest)
+    assert len(digests) == 5
