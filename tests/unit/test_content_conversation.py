@@ -173,66 +173,36 @@ HI = {"role": "user", "content": "hi"}
     ("messages", "text"),
     [
         ([], "messages: the conversation is empty - expected at least one message"),
-        (
-            "hi",
-            "messages: is not a conversation - expected a list of messages, got 'hi'. "
-            'Write [{"role": "user", "content": …}], or decode JSON text first',
-        ),
-        (
-            HI,
-            "messages: is not a conversation - expected a list of messages, got dict with keys 'role', "
-            "'content'. Wrap a single message in a list",
-        ),
-        (
-            [[HI]],
-            "messages[0]: is a list, not a message - expected a dict with role and content, a Message, a "
-            "pydantic model or a dataclass, got list of length 1. Pass one conversation at a time",
-        ),
-        (
-            [HI, {"role": "assistnat", "content": "x"}],
-            "messages[1].role: unknown role - expected system, developer, user, assistant or tool, "
-            "got 'assistnat'",
-        ),
-        (
-            [{"from": "human", "value": "x"}],
-            "messages[0]: the message has no role - expected a key 'role', got keys 'from', 'value'",
-        ),
-        (
-            [{"role": "user", "content": 3}],
-            "messages[0].content: content cannot be read - expected a str, None or a list of parts, got 3",
-        ),
-        (
-            [{"role": "user", "content": "a\ud800"}],
-            "messages[0].content: the text cannot be encoded as UTF-8 - expected no lone surrogates, got "
-            "U+D800 at position 1. Decode the original bytes with errors='replace'",
-        ),
-        (
-            [{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}],
-            "messages[0].tool_calls: only an assistant calls tools - expected role assistant, got role user",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}],
-            "messages[0]: the message has both tool_calls and function_call - expected only one of them",
-        ),
-        (
-            [{"role": "assistant", "reasoning": {"effort": "low"}}],
-            "messages[0].reasoning: is not text - expected a str, got dict with key 'effort'",
-        ),
-        (
-            [{"role": "tool", "tool_call_id": True}],
-            "messages[0].tool_call_id: is not text - expected a str, got True",
-        ),
-        (
-            [{"role": "user", "content": "x", "images": ["a.png"]}],
-            "messages[0].images: media of a message belong in its content - expected parts such as "
-            '{"type": "image", "image": …} in content, got list of length 1',
-        ),
-        (
-            [{"role": "user", "content": "x", 1: 2}],
-            "messages[0]: keys of a message are text - expected str keys, got 1",
-        ),
+        ("hi", "messages: is not a conversation - expected a list of messages, got 'hi'. "
+         'Write [{"role": "user", "content": …}], or decode JSON text first'),
+        (HI, "messages: is not a conversation - expected a list of messages, got dict with keys 'role', "
+         "'content'. Wrap a single message in a list"),
+        ([[HI]], "messages[0]: is a list, not a message - expected a dict with role and content, a Message, "
+         "a pydantic model or a dataclass, got list of length 1. Pass one conversation at a time"),
+        ([HI, {"role": "assistnat", "content": "x"}], "messages[1].role: unknown role - expected system, "
+         "developer, user, assistant or tool, got 'assistnat'"),
+        ([{"from": "human", "value": "x"}], "messages[0]: the message has no role - expected a key 'role', "
+         "got keys 'from', 'value'"),
+        ([{"role": "user", "content": 3}], "messages[0].content: content cannot be read - expected a str, "
+         "None or a list of parts, got 3"),
+        ([{"role": "user", "content": "a\ud800"}], "messages[0].content: the text cannot be encoded as UTF-8 "
+         "- expected no lone surrogates, got U+D800 at position 1. Decode the original bytes with "
+         "errors='replace'"),
+        ([{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}],
+         "messages[0].tool_calls: only an assistant calls tools - expected role assistant, got role user"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}],
+         "messages[0]: the message has both tool_calls and function_call - expected only one of them"),
+        ([{"role": "assistant", "reasoning": {"effort": "low"}}], "messages[0].reasoning: is not text - "
+         "expected a str, got dict with key 'effort'"),
+        ([{"role": "tool", "tool_call_id": True}], "messages[0].tool_call_id: is not text - expected a str, "
+         "got True"),
+        ([{"role": "user", "content": "x", "images": ["a.png"]}],
+         "messages[0].images: media of a message belong in its content - expected parts such as "
+         '{"type": "image", "image": …} in content, got list of length 1'),
+        ([{"role": "user", "content": "x", 1: 2}], "messages[0]: keys of a message are text - expected str "
+         "keys, got 1"),
     ],
-)
+)  # fmt: skip
 def test_errors(messages, text):
     assert error_of(messages).removesuffix(".") == text
 

@@ -97,29 +97,20 @@ def test_functions_need_type_hints_a_docstring_and_transformers(monkeypatch):
 @pytest.mark.parametrize(
     ("tools", "text"),
     [
-        (
-            WRAPPED,
-            "tools: tools come in a list - expected a list, got dict with keys 'type', 'function'. "
-            "Wrap a single tool in a list",
-        ),
-        (
-            multiply,
-            "tools: tools come in a list - expected a list, got function. Wrap a single tool in a list",
-        ),
+        (WRAPPED, "tools: tools come in a list - expected a list, got dict with keys 'type', 'function'. "
+         "Wrap a single tool in a list"),
+        (multiply, "tools: tools come in a list - expected a list, got function. Wrap a single tool in a "
+         "list"),
         ("[]", "tools: tools come in a list - expected a list, got '[]'"),
         ([BARE, "f"], f"tools[1]: cannot be read - {EXPECTED}, got 'f'"),
         ([functools.partial(multiply, 1)], f"tools[0]: cannot be read - {EXPECTED}, got partial"),
         ([int], f"tools[0]: cannot be read - {EXPECTED}, got type"),
-        (
-            [{"type": "function"}],
-            f"tools[0]: the tool names no function - {EXPECTED}, got dict with key 'type'",
-        ),
-        (
-            [{"type": "function", "function": {"name": 3}}],
-            f"tools[0].function: the tool names no function - {EXPECTED}, got dict with key 'name'",
-        ),
+        ([{"type": "function"}], f"tools[0]: the tool names no function - {EXPECTED}, got dict with key "
+         "'type'"),
+        ([{"type": "function", "function": {"name": 3}}], "tools[0].function: the tool names no function - "
+         f"{EXPECTED}, got dict with key 'name'"),
     ],
-)
+)  # fmt: skip
 def test_errors(tools, text):
     assert error_of(tools) == text
 
@@ -210,56 +201,32 @@ KEEP = "If a model wrote this call, keep it as text in content instead of tool_c
     ("call", "text"),
     [
         ("f", f": cannot be read - expected {SHAPE}, got 'f'"),
-        (
-            {"function": "f"},
-            '.function: cannot be read - expected a dict like {"name": …, "arguments": {…}}, got \'f\'',
-        ),
+        ({"function": "f"},
+         '.function: cannot be read - expected a dict like {"name": …, "arguments": {…}}, got \'f\''),
         ({}, f": the tool call names no function - expected {SHAPE}, got no keys"),
-        (
-            {"id": "1", "function": {"arguments": "{}"}},
-            ".function: the tool call names no function - expected a key 'name', got key 'arguments'",
-        ),
-        (
-            {"type": "custom", "name": "f"},
-            ".type: unknown type of tool call - expected 'function', got 'custom'",
-        ),
-        (
-            {"name": "f", "parameters": {"a": 1}},
-            f".parameters: unknown key in a tool call - expected {SHAPE}, got dict with key 'a'. "
-            "Remove the key, or set it to None",
-        ),
-        (
-            {"function": {"name": "f", "arguments": '{"city": Paris}'}},
-            ".function.arguments: arguments are not JSON (JSON is malformed: invalid character (byte 9)) - "
-            f"expected JSON text of an object, got '{{\"city\": Paris}}'. {KEEP}",
-        ),
-        (
-            {"function": {"name": "f", "arguments": "[1]"}},
-            ".function.arguments: arguments are not a JSON object - expected JSON text of an object, got '[1]'",
-        ),
-        (
-            {"name": "f", "arguments": [1]},
-            ".arguments: arguments are not a JSON object - expected a dict, or JSON text "
-            "of one, got list of length 1",
-        ),
-        (
-            {"name": "f", "arguments": {"a": [0, float("nan")]}},
-            ".arguments.a[1]: is not a JSON value - expected text, a finite number, bool, None, list or dict, "
-            "got nan",
-        ),
-        (
-            {"name": "f", "arguments": {"a": {"b c": b"x"}}},
-            ".arguments.a['b c']: is not a JSON value - expected text, a finite number, bool, None, list or "
-            "dict, got bytes of length 1",
-        ),
-        (
-            {"name": "f", "arguments": {"\udc00": 1}},
-            ".arguments: the text cannot be encoded as UTF-8 - expected no lone surrogates, got U+DC00 at "
-            "position 0. Decode the original bytes with errors='replace'",
-        ),
+        ({"id": "1", "function": {"arguments": "{}"}}, ".function: the tool call names no function - "
+         "expected a key 'name', got key 'arguments'"),
+        ({"type": "custom", "name": "f"}, ".type: unknown type of tool call - expected 'function', got "
+         "'custom'"),
+        ({"name": "f", "parameters": {"a": 1}}, ".parameters: unknown key in a tool call - expected "
+         f"{SHAPE}, got dict with key 'a'. Remove the key, or set it to None"),
+        ({"function": {"name": "f", "arguments": '{"city": Paris}'}}, ".function.arguments: arguments are "
+         "not JSON (JSON is malformed: invalid character (byte 9)) - expected JSON text of an object, got "
+         f"'{{\"city\": Paris}}'. {KEEP}"),
+        ({"function": {"name": "f", "arguments": "[1]"}}, ".function.arguments: arguments are not a JSON "
+         "object - expected JSON text of an object, got '[1]'"),
+        ({"name": "f", "arguments": [1]}, ".arguments: arguments are not a JSON object - expected a dict, or "
+         "JSON text of one, got list of length 1"),
+        ({"name": "f", "arguments": {"a": [0, float("nan")]}}, ".arguments.a[1]: is not a JSON value - "
+         "expected text, a finite number, bool, None, list or dict, got nan"),
+        ({"name": "f", "arguments": {"a": {"b c": b"x"}}}, ".arguments.a['b c']: is not a JSON value - "
+         "expected text, a finite number, bool, None, list or dict, got bytes of length 1"),
+        ({"name": "f", "arguments": {"\udc00": 1}}, ".arguments: the text cannot be encoded as UTF-8 - "
+         "expected no lone surrogates, got U+DC00 at position 0. Decode the original bytes with "
+         "errors='replace'"),
         ({"name": "f", "arguments": {1: 2}}, ".arguments: JSON keys are text - expected str keys, got 1"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_calls(call, text):
     assert call_error(call) == "messages[0].tool_calls[1]" + text
 

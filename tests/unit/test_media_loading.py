@@ -137,29 +137,20 @@ def test_streams_are_read_from_the_start_and_put_back(png_file: Path) -> None:
         (None, f"{NAMES_NONE} NoneType"),
         ({"bytes": PNG}, f"{NAMES_NONE} dict"),
         (b"", f"{NO_IMAGE} no bytes at all. Check that the file or field is filled."),
-        (
-            b" <!DOCTYPE html><p>not found",
-            f"{NO_IMAGE} an HTML page. Pillow may read other formats: open it yourself and pass the PIL.Image.",
-        ),
-        (
-            b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00isommp42",
-            f"{NO_IMAGE} an MP4 or QuickTime video. Decode it first, and pass its frames as images.",
-        ),
-        (
-            "data:image/png;base64," + "A" * 1_000_001,
-            "the base64 is broken - expected the standard alphabet, padded to a multiple of 4 "
-            f"characters, got '{'A' * 60}'... (1000001 characters)",
-        ),
-        (
-            "data:image/png;base64",
-            "the data: URL holds no comma - expected data:image/png;base64,..., got 'data:image/png;base64'",
-        ),
+        (b" <!DOCTYPE html><p>not found", f"{NO_IMAGE} an HTML page. Pillow may read other formats: open it "
+         "yourself and pass the PIL.Image."),
+        (b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00isommp42", f"{NO_IMAGE} an MP4 or QuickTime video. Decode "
+         "it first, and pass its frames as images."),
+        ("data:image/png;base64," + "A" * 1_000_001, "the base64 is broken - expected the standard alphabet, "
+         f"padded to a multiple of 4 characters, got '{'A' * 60}'... (1000001 characters)"),
+        ("data:image/png;base64", "the data: URL holds no comma - expected data:image/png;base64,..., got "
+         "'data:image/png;base64'"),
         (np.zeros((0, 5, 3), np.uint8), "the image has no pixels - expected at least 1x1, got 5x0"),
         (Image.new("RGB", (0, 4)), "the image has no pixels - expected at least 1x1, got 0x4"),
         ("", f"{NO_TEXT} ''"),
         ("x" * 5000, f"{NO_TEXT} '{'x' * 60}'... (5000 characters)"),
     ],
-)
+)  # fmt: skip
 def test_sources_that_hold_no_image(source: object, message: str) -> None:
     with pytest.raises(MediaDecodeError) as caught:
         load_image(source, where=WHERE)
@@ -276,14 +267,11 @@ def test_array_channels() -> None:
     [
         ((3, 5, 6), "uint8", "Channels go last: array.transpose(1, 2, 0)."),
         ((2, 5, 6, 3), "uint8", "Four dimensions are a video: pass its frames as images, array[i]."),
-        (
-            (5, 6, 3),
-            "float32",
-            "Convert it yourself, for values in 0..1: (array * 255).round().astype('uint8').",
-        ),
+        ((5, 6, 3), "float32", "Convert it yourself, for values in 0..1: (array * "
+         "255).round().astype('uint8')."),
         ((5, 6, 3), "int64", "Convert it to uint8 with values in 0..255 yourself."),
     ],
-)
+)  # fmt: skip
 def test_arrays_that_are_refused(shape: tuple[int, ...], dtype: str, remedy: str) -> None:
     with pytest.raises(MediaDecodeError) as caught:
         load_image(np.zeros(shape, dtype), where=WHERE)

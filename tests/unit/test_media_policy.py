@@ -72,15 +72,12 @@ def test_policies_are_values() -> None:
         ("schemes", frozenset({"ftp"}), "a subset of ['data', 'file', 'http', 'https'], got ['ftp']"),
         ("local_roots", "/data", "a tuple of paths, got '/data'"),
         ("allow_networks", "10.0.0.0/8", "a tuple of networks, got '10.0.0.0/8'"),
-        (
-            "deny_networks",
-            ("10.0.0.1/8",),
-            "IP networks such as '10.2.0.0/16', got 10.0.0.1/8 has host bits set",
-        ),
+        ("deny_networks", ("10.0.0.1/8",), "IP networks such as '10.2.0.0/16', got 10.0.0.1/8 has host bits "
+         "set"),
         ("max_bytes", 0, "a positive number, got 0"),
         ("total_timeout", float("nan"), "a positive number, got nan"),
     ],
-)
+)  # fmt: skip
 def test_policies_that_make_no_sense(field: str, value: Any, expected: str) -> None:
     with pytest.raises(InputError) as caught:
         MediaPolicy(**{field: value})

@@ -196,30 +196,20 @@ def test_torch_and_raw_tensors_are_joined_too():
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (
-            [{**OUTPUTS[0], "image_sizes": np.zeros((1, 2), np.int64)}],
-            "$[0].image_sizes: the layout qwen2_vl has no such field, and vLLM would drop it",
-        ),
-        (
-            [{**OUTPUTS[0], "pixel_values": QWEN["pixel_values"][:20]}],
-            "$[0].pixel_values: image_grid_thw does not add up to the rows - expected 16 rows, got 20",
-        ),
-        (
-            [{"pixel_values": QWEN["pixel_values"]}],
-            "$[0]: pixel_values needs image_grid_thw - expected image_grid_thw, got pixel_values",
-        ),
-        (
-            [{"image_embeds": np.zeros((7, 2)), "image_grid_thw": QWEN["image_grid_thw"][:1]}],
-            "$[0].image_embeds: image_embeds needs the model's spatial_merge_size",
-        ),
+        ([{**OUTPUTS[0], "image_sizes": np.zeros((1, 2), np.int64)}], "$[0].image_sizes: the layout qwen2_vl "
+         "has no such field, and vLLM would drop it"),
+        ([{**OUTPUTS[0], "pixel_values": QWEN["pixel_values"][:20]}], "$[0].pixel_values: image_grid_thw "
+         "does not add up to the rows - expected 16 rows, got 20"),
+        ([{"pixel_values": QWEN["pixel_values"]}], "$[0]: pixel_values needs image_grid_thw - expected "
+         "image_grid_thw, got pixel_values"),
+        ([{"image_embeds": np.zeros((7, 2)), "image_grid_thw": QWEN["image_grid_thw"][:1]}],
+         "$[0].image_embeds: image_embeds needs the model's spatial_merge_size"),
         ([QWEN], "$[0].pixel_values: each output must hold one item - got 2 image"),
-        (
-            [OUTPUTS[0], {"image_grid_thw": QWEN["image_grid_thw"][:1]}],
-            "$[1]: each output must have the fields of the first - "
-            "expected pixel_values, image_grid_thw, got image_grid_thw",
-        ),
+        ([OUTPUTS[0], {"image_grid_thw": QWEN["image_grid_thw"][:1]}],
+         "$[1]: each output must have the fields of the first - expected pixel_values, image_grid_thw, got "
+         "image_grid_thw"),
     ],
-)
+)  # fmt: skip
 def test_outputs_that_do_not_fit_their_layout_are_refused(outputs, message):
     with pytest.raises(EncodeError) as caught:
         collate_items(layout_of("Qwen2VLForConditionalGeneration"), outputs)
