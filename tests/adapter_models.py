@@ -12,132 +12,90 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 
-def _write_tokenizer(directory: Path, tokens: list[str], **settings: Any) -> None:
+def _write(
+    directory: Path, image: dict[str, Any], processor: dict[str, Any], tokens: list[str], **settings: Any
+) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
     words = ["<unk>", "before", "between", "after", "\n\n"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<s>", "</s>", *tokens])
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "pad_token": "</s>",
-        **settings,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>"}
+    config |= {"eos_token": "</s>", "pad_token": "</s>", **settings}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def _write(
-    directory: Path, image: dict[str, Any], processor: dict[str, Any], tokens: list[str], **tokenizer: Any
-) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory, tokens, **tokenizer)
     (directory / "processor_config.json").write_text(json.dumps({**processor, "image_processor": image}))
     return directory
+
+
+def square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
 
 
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
     "rescale_factor": 1 / 255,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_resize": True,
-    "do_convert_rgb": True,
+    **dict.fromkeys(("do_rescale", "do_normalize", "do_resize", "do_convert_rgb"), True),
 }
 HALF = {**CLIP, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+CROPPED = {
+    **CLIP,
+    "size": {"shortest_edge": 56},
+    "crop_size": square(56),
+    "do_center_crop": True,
+    "resample": 3,
+}
+LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
 def gemma3(directory: Path) -> Path:
     """One fixed number of tokens an image, with blank lines round it."""
-    image = {**HALF, "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}}
+    image = {**HALF, "image_processor_type": "Gemma3ImageProcessor", "size": square(64)}
     image |= {"resample": 2, "do_pan_and_scan": None}
-    return _write(
-        directory,
-        image,
-        {"processor_class": "Gemma3Processor", "image_seq_length": 16},
-        ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
-        boi_token="<start_of_image>",
-        eoi_token="<end_of_image>",
-        image_token="<image_soft_token>",
-        extra_special_tokens={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-    )
+    names = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 16}
+    return _write(directory, image, processor, [*names.values()], extra_special_tokens=names, **names)
 
 
 def pixtral(directory: Path) -> Path:
     """A row of tokens, a break, a row."""
     image = {**CLIP, "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 128}}
-    image |= {"patch_size": {"height": 16, "width": 16}, "resample": 3}
-    return _write(
-        directory,
-        image,
-        {"processor_class": "PixtralProcessor", "patch_size": 16, "spatial_merge_size": 1},
-        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-    )
+    image |= {"patch_size": square(16), "resample": 3}
+    processor = {"processor_class": "PixtralProcessor", "patch_size": 16, "spatial_merge_size": 1}
+    return _write(directory, image, processor, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
 
 
 def llava(directory: Path) -> Path:
     """A square crop and a fixed number of tokens."""
-    image = {**CLIP, "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}}
-    image |= {"crop_size": {"height": 56, "width": 56}, "do_center_crop": True, "resample": 3}
-    return _write(
-        directory,
-        image,
-        {
-            "processor_class": "LlavaProcessor",
-            "patch_size": 14,
-            "vision_feature_select_strategy": "default",
-            "num_additional_image_tokens": 1,
-        },
-        ["<image>"],
-    )
+    image = {**CROPPED, "image_processor_type": "CLIPImageProcessor"}
+    return _write(directory, image, {**LLAVA, "processor_class": "LlavaProcessor"}, ["<image>"])
 
 
 def llava_next(directory: Path) -> Path:
     """Tiles of the best of several resolutions."""
-    image = {**CLIP, "image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 56}}
-    image |= {"crop_size": {"height": 56, "width": 56}, "do_center_crop": True, "resample": 3}
+    image = {**CROPPED, "image_processor_type": "LlavaNextImageProcessor"}
     image |= {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]}
-    return _write(
-        directory,
-        image,
-        {
-            "processor_class": "LlavaNextProcessor",
-            "patch_size": 14,
-            "vision_feature_select_strategy": "default",
-            "num_additional_image_tokens": 1,
-        },
-        ["<image>"],
-    )
+    return _write(directory, image, {**LLAVA, "processor_class": "LlavaNextProcessor"}, ["<image>"])
 
 
 def llava_onevision(directory: Path) -> Path:
     """Tiles for one image, none for several."""
     image = {**HALF, "image_processor_type": "LlavaOnevisionImageProcessor", "resample": 3, "do_pad": True}
-    image |= {"size": {"height": 56, "width": 56}}
+    image |= {"size": square(56)}
     image |= {"image_grid_pinpoints": [[56 * i, 56 * j] for i in range(1, 4) for j in range(1, 4)]}
-    return _write(
-        directory,
-        image,
-        {
-            "processor_class": "LlavaOnevisionProcessor",
-            "num_image_tokens": 16,
-            "vision_feature_select_strategy": "full",
-            "vision_aspect_ratio": "anyres_max_9",
-        },
-        ["<image>", "<video>"],
-    )
+    processor = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16}
+    processor |= {"vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
+    return _write(directory, image, processor, ["<image>", "<video>"])
 
 
 def mllama(directory: Path) -> Path:
     """Features reach the text by cross-attention: one token an image."""
-    image = {**CLIP, "image_processor_type": "MllamaImageProcessor", "size": {"height": 56, "width": 56}}
+    image = {**CLIP, "image_processor_type": "MllamaImageProcessor", "size": square(56)}
     image |= {"max_image_tiles": 4, "resample": 2, "do_pad": True}
     return _write(directory, image, {"processor_class": "MllamaProcessor"}, ["<|image|>", "<|python_tag|>"])
 

@@ -89,29 +89,23 @@ def test_rounding_is_torchs(values: np.ndarray) -> None:
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 2]),
     ARITHMETIC,
-    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["float32", "float16", "bfloat16"]),
 )
 def test_patches_by_the_definition(
     rows: int, columns: int, patch: int, merge: int, temporal: int, arithmetic: PixelArithmetic, dtype: str
 ) -> None:
     layout = PatchLayout(patch, merge, temporal)
-    height, width = rows * patch * merge, columns * patch * merge
+    size = height, width = rows * patch * merge, columns * patch * merge
     planes = np.random.default_rng(rows).integers(0, 256, (1, 3, height, width), dtype=np.uint8)
     grid = (1, height // patch, width // patch)
-    item = PatchItem(
-        identity="",
-        size=(height, width),
-        grid=grid,
-        expansion=(),
-        frames=planes,
-        layout=layout,
-        arithmetic=arithmetic,
-    )
+    common = {"identity": "", "size": size, "grid": grid, "expansion": ()}
+    item = PatchItem(**common, frames=planes, layout=layout, arithmetic=arithmetic)
     normalised = np.stack([cast(arithmetic.table()[c], dtype)[planes[0, c]] for c in range(3)])
     cut = normalised.reshape(3, rows, merge, patch, columns, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
     repeated = np.repeat(cut[:, :, :, :, :, None], temporal, axis=5)
     expected = repeated.reshape(grid[1] * grid[2], -1)
     got = item.tensors(dtype)["pixel_values"]
+    assert got.dtype == (np.uint16 if dtype == "bfloat16" else np.dtype(dtype))
     np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(expected).view(np.uint8))
 
 

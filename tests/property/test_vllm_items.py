@@ -97,21 +97,9 @@ def test_damaged_messages_raise_only_codec_errors(item, data):
         start = data.draw(st.integers(0, len(raw)))
         stop = data.draw(st.integers(start, min(len(raw), start + 4)))
         raw[start:stop] = data.draw(st.binary(max_size=4))
-    read_without_accident(pybase64.b64encode(raw))
-
-
-@given(
-    st.one_of(st.binary(max_size=60), st.text(max_size=60), st.binary(max_size=60).map(pybase64.b64encode))
-)
-@settings(max_examples=300)
-def test_arbitrary_input_raises_only_codec_errors(text):
-    read_without_accident(text)
-
-
-def read_without_accident(text):
     for framework in ("numpy", "torch"):
         with contextlib.suppress(CodecError):
-            encode_mm_kwargs_item(decode_mm_kwargs_item(text, framework=framework))
+            encode_mm_kwargs_item(decode_mm_kwargs_item(pybase64.b64encode(raw), framework=framework))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

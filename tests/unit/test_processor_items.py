@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from item_cases import PROCESSOR, picture, same_tensors
@@ -35,19 +34,6 @@ def test_item_of_an_image_that_needs_no_resizing(item: PatchItem) -> None:
     assert item.expansion == (Repeat("<|image_pad|>", 80),)
     assert not item.frames.flags.writeable
     np.testing.assert_array_equal(item.frames[0], picture(256, 320).array.transpose(2, 0, 1))
-
-
-def test_dtypes_and_frameworks(item: PatchItem) -> None:
-    floats = torch.from_numpy(item.tensors()["pixel_values"])
-    for dtype in ("float32", "bfloat16", "float16"):
-        rounded = floats.to(getattr(torch, dtype))
-        tensors = item.tensors(dtype, framework="torch")
-        assert torch.equal(tensors["pixel_values"], rounded)
-        assert tensors["image_grid_thw"].tolist() == [[1, 16, 20]]
-        assert tensors["image_grid_thw"].dtype == torch.int64
-        array = item.tensors(dtype)["pixel_values"]
-        assert array.dtype == (np.uint16 if dtype == "bfloat16" else np.dtype(dtype))
-        assert array.tobytes() == rounded.view(torch.uint8).numpy().tobytes()
 
 
 def test_levels_are_what_the_tensors_are_computed_from(item: PatchItem) -> None:
