@@ -23,6 +23,8 @@ from mmcodecs.vllm import (
 from mmcodecs.vllm_fields import LAYOUTS, collate_items
 from vllm_cases import batch_of, described, described_item, outputs_of
 
+# torch says so once whenever a complex32 tensor is made.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 ROWS = list(BY_ID.values())
 
 
