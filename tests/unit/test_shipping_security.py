@@ -246,17 +246,13 @@ async def test_a_receiver_that_lies_does_not_stop_a_sender(tmp_path):
 def test_headers_of_noise_raise_one_error(seed):
     rng = random.Random(seed)
     for _ in range(200):
-        try_noise(rng)
-
-
-def try_noise(rng: random.Random) -> None:
-    sound = pack(rng.choice([Hello(1, bytes(16), 5), Data(3, "id", b"", "", [5]), Freed([2, 3])]))
-    noise = bytearray(sound)
-    for _ in range(rng.randint(1, 4)):
-        noise[rng.randrange(len(noise))] = rng.randrange(256)
-    noise += rng.randbytes(rng.choice([0, 0, 3]))
-    with contextlib.suppress(ShippingProtocolError):
-        unpack(bytes(noise)[8:])
+        sound = rng.choice([Hello(1, bytes(16), 5), Data(3, "id", b"", "", [5]), Freed([2, 3])])
+        noise = bytearray(pack(sound))
+        for _ in range(rng.randint(1, 4)):
+            noise[rng.randrange(len(noise))] = rng.randrange(256)
+        noise += rng.randbytes(rng.choice([0, 0, 3]))
+        with contextlib.suppress(ShippingProtocolError):
+            unpack(bytes(noise)[8:])
 
 
 async def test_socket_files_are_for_their_owner_and_stale_ones_are_replaced(tmp_path):

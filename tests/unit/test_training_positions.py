@@ -11,25 +11,9 @@ from mmrender.training.positions import MRope, mrope_position_ids
 ROPE = MRope(merge=2, frames_apart=True)
 
 
-def test_by_hand() -> None:
-    types = [[0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]]
-    got = mrope_position_ids(types, ROPE, image_grid_thw=[[1, 4, 6]], segments=[[(0, 10)]])
-    assert got[:, 0].tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 0],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 0],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0],
-    ]
-
-
 def test_two_images_that_touch_stay_two() -> None:
     got = mrope_position_ids([[1, 1, 1, 1, 0]], ROPE, image_grid_thw=[[1, 2, 4], [1, 4, 2]])
     assert got[:, 0].tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 3, 4], [0, 1, 2, 2, 4]]
-
-
-def test_videos_in_seconds() -> None:
-    rope = MRope(merge=2, frames_apart=False, tokens_per_second=2)
-    got = mrope_position_ids([[0, 2, 2, 2, 0]], rope, video_grid_thw=[[3, 2, 2]], second_per_grid_ts=[1.3])
-    assert got[0, 0].tolist() == [0, 1, 1 + 2, 1 + 5, 2]  # 2.6 and 5.2 cut, and one side of the grid after
 
 
 def test_of_nothing() -> None:

@@ -1,13 +1,13 @@
 """Steps without repeated sidecars, and back: cases with names, and exact messages."""
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from pydantic import BaseModel
+from pydantic import create_model
 
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData
@@ -17,6 +17,18 @@ from mmrender.trajectory.sidecars import sidecar_of
 from trajectory_cases import Tokens, mapping_sidecar, sidecar, step, turns
 
 A, B, C = ("A", 1, 2), ("B", 4, 2), ("C", 7, 2)
+
+
+FIELDS = ("tokens", "prompt_ids", "completion_ids", "multi_modal_data")
+OPTIONAL = [(name, Any, None) for name in FIELDS]
+KINDS = {
+    "frozen dataclass": make_dataclass("Node", OPTIONAL, frozen=True, slots=True),
+    "struct": msgspec.defstruct("Node", OPTIONAL, frozen=True),
+    "model": create_model("Node", **dict.fromkeys(FIELDS, (Any, None))),
+    "named tuple": namedtuple("Node", FIELDS, defaults=[None] * 4),
+    "namespace": SimpleNamespace,
+    "mapping proxy": lambda **fields: MappingProxyType(fields),
+}
 
 
 def places(entry):
@@ -51,9 +63,7 @@ class TestStrip:
         kept = [places(entry) for entry in strip_intermediate_mm_data(steps)]
         assert kept == [(None, None), ("two", "two"), ("three", "three")]
 
-    @pytest.mark.parametrize(
-        "kind", ["frozen dataclass", "struct", "model", "named tuple", "namespace", "mapping proxy"]
-    )
+    @pytest.mark.parametrize("kind", KINDS)
     def test_objects_of_every_kind_are_copied(self, kind):
         first, last = (
             make(kind, prompt, mm) for prompt, mm in (([1], sidecar(A)), ([1, 2, 3], sidecar(A, B)))
@@ -64,39 +74,6 @@ class TestStrip:
         assert sidecar_of(first) == sidecar(A)
         expected = dict if kind == "mapping proxy" else type(first)
         assert type(stripped[0]) is expected
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenNode:
-    tokens: Any = None
-    prompt_ids: Any = None
-    completion_ids: Any = None
-    multi_modal_data: Any = None
-
-
-class StructNode(msgspec.Struct, frozen=True):
-    tokens: Any = None
-    prompt_ids: Any = None
-    completion_ids: Any = None
-    multi_modal_data: Any = None
-
-
-class ModelNode(BaseModel):
-    tokens: Any = None
-    prompt_ids: Any = None
-    completion_ids: Any = None
-    multi_modal_data: Any = None
-
-
-TupleNode = namedtuple("TupleNode", "tokens prompt_ids completion_ids multi_modal_data", defaults=[None] * 4)
-KINDS = {
-    "frozen dataclass": FrozenNode,
-    "struct": StructNode,
-    "model": ModelNode,
-    "named tuple": TupleNode,
-    "namespace": SimpleNamespace,
-    "mapping proxy": lambda **fields: MappingProxyType(fields),
-}
 
 
 class Slotted:

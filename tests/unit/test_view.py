@@ -68,24 +68,17 @@ def printed(renderable, width=120):
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
-def test_the_strip_shows_every_token_once(rendered):
-    assert token_strip(rendered).plain == STRIP.replace("\t", "⇥")
-
-
-def test_colours_tell_sampled_from_content_from_scaffold(rendered):
+def test_the_strip_shows_every_token_once_in_the_colour_of_its_kind(rendered):
     strip = token_strip(rendered)
+    assert strip.plain == STRIP.replace("\t", "⇥")
     styles = {strip.plain[span.start : span.end]: str(span.style) for span in strip.spans}
     assert "dark_sea_green" in styles["<think>"]
     assert styles["⟨image 4×6 = 24⟩"] == STYLES["image"][0]
     assert styles["<|vision_start|>"] in ("grey58", "grey46")
     assert styles["日本"[0]] in STYLES["content"]
-
-
-def test_neighbouring_tokens_differ_in_shade(rendered):
-    strip = token_strip(rendered)
     content = [
         span for span in strip.spans if span.style in STYLES["content"] and strip.plain[span.start] != "\n"
-    ]
+    ]  # of which neighbours differ in shade
     same_run = [(a, b) for a, b in pairwise(content) if a.end == b.start]
     assert same_run
     assert all(a.style != b.style for a, b in same_run)
