@@ -1,16 +1,16 @@
 """`DynamoBackend` against what Dynamo 1.6.1 answered, and what it refuses before sending."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine_replies import Recording, an_image, digested
+from client_replays import GREEDY, PROMPT, ROWS, Replays, counted, with_image
+from engine_replies import an_image, digested
 from mmrender.client.dynamo import DynamoBackend
-from mmrender.client.types import EngineRequest, Usage
+from mmrender.client.types import Usage
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
@@ -24,73 +24,37 @@ from mmrender.errors import (
 )
 from mmrender.testing.memory_transport import MemoryTransport
 
-PROMPT = [10, 11, 12]
-GREEDY = {"temperature": 0.0, "max_tokens": 4}
-
-
-def request(**fields: Any) -> EngineRequest:
-    values: dict[str, Any] = {
-        "model": "tiny",
-        "prompt_ids": PROMPT,
-        "sampling_params": GREEDY,
-        "request_id": "recorded",
-        "vocab_size": 1024,
-        "eos_token_ids": [1013],
-    }
-    return EngineRequest(**{**values, **fields})
+DYNAMO = Replays(DynamoBackend(), {"request_id": "recorded", "eos_token_ids": [1013]})
+WHOLE = DYNAMO.recorded("text").answer
+"""The answer that holds everything, in every channel."""
+COMPLETION = WHOLE["nvext"]["engine_data"]["completion_token_ids"]
+LOGPROBS = WHOLE["nvext"]["engine_data"]["completion_logprobs"]
+TWO_LOGPROBS = {**GREEDY, "logprobs": 2}
+WHERE = "http://memory/v1/chat/completions"
+replay, refused, recorded = DYNAMO.replay, DYNAMO.refused, DYNAMO.recorded
 
 
 def with_modes(*modes: str) -> DynamoBackend:
     return DynamoBackend(nvext={"annotations": list(modes)})
 
 
-def recorded(name: str) -> Recording:
-    return Recording.of("dynamo", name)
-
-
-def replay(name: str, backend: DynamoBackend | None = None, **fields: Any) -> Any:
-    return recorded(name).replay(backend or DynamoBackend(), request(**fields))
-
-
-def refused(error: type[Exception], recording: Recording, **fields: Any) -> str:
-    with pytest.raises(error) as caught:
-        recording.replay(DynamoBackend(), request(**fields))
-    return str(caught.value)
-
-
-def whole() -> Any:
-    """The answer that holds everything, in every channel."""
-    return recorded("text").answer
-
-
-COMPLETION = whole()["nvext"]["engine_data"]["completion_token_ids"]
-LOGPROBS = whole()["nvext"]["engine_data"]["completion_logprobs"]
-WHERE = "http://memory/v1/chat/completions"
-
-
 # --- requests ---
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "fields"),
+    ("name", "modes", "fields"),
     [
-        ("text", DynamoBackend(), {}),
-        ("empty", with_modes("empty"), {}),
-        ("no_engine_data", with_modes("no_engine_data"), {}),
-        ("routed_experts", with_modes("routed_experts"), {"routed_experts": True}),
-        (
-            "alternatives",
-            DynamoBackend(),
-            {"cache_salt": "salt", "priority": 3, "sampling_params": {**GREEDY, "logprobs": 2}},
-        ),
-        ("stop_token", DynamoBackend(), {"sampling_params": {**GREEDY, "stop_token_ids": [COMPLETION[1]]}}),
-        ("stop_string", DynamoBackend(), {"sampling_params": {**GREEDY, "stop": "low"}}),
+        ("text", (), {}),
+        ("empty", ("empty",), {}),
+        ("routed_experts", ("routed_experts",), {"routed_experts": True}),
+        ("alternatives", (), {"cache_salt": "salt", "priority": 3, "sampling_params": TWO_LOGPROBS}),
+        ("stop_token", (), {"sampling_params": {**GREEDY, "stop_token_ids": [COMPLETION[1]]}}),
+        ("stop_string", (), {"sampling_params": {**GREEDY, "stop": "low"}}),
     ],
-    ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_the_request_is_the_recorded_one(name, backend, fields):
+def test_the_request_is_the_recorded_one(name, modes, fields):
     recording = recorded(name)
-    recording.replay(backend, request(**fields))
+    replay(recording, with_modes(*modes) if modes else None, **fields)
     assert recording.sent == recording.body
 
 
@@ -104,7 +68,7 @@ def test_extra_fields_are_joined_in_order_and_hints_merged():
         }
     )
     recording = recorded("text")
-    recording.replay(backend, request(priority=-2, cache_salt="call"))
+    replay(recording, backend, priority=-2, cache_salt="call")
     assert recording.sent["nvext"] == {
         "token_data": PROMPT,
         "extra_fields": ["timing", "engine_data", "completion_token_ids", "prompt_token_ids"],
@@ -112,16 +76,14 @@ def test_extra_fields_are_joined_in_order_and_hints_merged():
         "annotations": ["llm_metrics"],
         "cache_salt": "call",
     }
-    recording.replay(backend, request())
+    replay(recording, backend)
     assert recording.sent["nvext"]["agent_hints"] == {"osl": 9, "priority": 1}
     assert recording.sent["nvext"]["cache_salt"] == "mine"
     assert backend.nvext["extra_fields"] == ["timing", "engine_data"]
 
 
 def test_a_prompt_in_nvext_is_refused():
-    with pytest.raises(InputError) as caught:
-        recorded("text").replay(DynamoBackend(nvext={"token_data": [1]}), request())
-    assert str(caught.value) == (
+    assert refused(InputError, "text", DynamoBackend(nvext={"token_data": [1]})) == (
         "nvext.token_data: the prompt is the request's own - expected nothing. "
         "Pass it to generate as prompt_ids"
     )
@@ -132,17 +94,12 @@ def test_a_prompt_in_nvext_is_refused():
 
 def test_an_answer_with_every_channel():
     response = replay("text")
-    assert response.completion_ids == COMPLETION
-    assert response.logprobs == LOGPROBS
-    assert response.finish_reason == "length"
-    assert response.usage == Usage(3, 4)
-    assert response.top_logprobs is None
-    assert response.request_id == whole()["id"]
-    assert response.routed_experts is None
-    assert response.weight_versions == ()
-    assert response.raw["choices"] == [
-        {"index": 0, "message": whole()["choices"][0]["message"], "finish_reason": "length"}
-    ]
+    assert (response.completion_ids, response.logprobs) == (COMPLETION, LOGPROBS)
+    assert (response.finish_reason, response.usage) == ("length", Usage(3, 4))
+    assert (response.top_logprobs, response.routed_experts, response.weight_versions) == (None, None, ())
+    assert response.request_id == WHOLE["id"]
+    message = WHOLE["choices"][0]["message"]
+    assert response.raw["choices"] == [{"index": 0, "message": message, "finish_reason": "length"}]
     assert response.raw["nvext"] == {}
 
 
@@ -154,24 +111,18 @@ def test_the_frontends_ids_where_the_worker_gives_none():
 
 
 def test_ids_of_the_logprobs_where_nothing_else_has_them():
-    answer = recorded("only_content").answer
-    assert "nvext" not in answer
-    response = replay("only_content")
-    assert response.completion_ids == COMPLETION
+    assert "nvext" not in recorded("only_content").answer
+    assert replay("only_content").completion_ids == COMPLETION
 
 
-def test_present_but_empty_is_an_answer():
+def test_present_but_empty_is_an_answer_and_comes_before_a_later_channel():
     response = replay("empty", with_modes("empty"))
     # A completion without its end was cut off, whatever the frontend says.
     assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "abort")
     assert response.usage == Usage(3, 0)
-
-
-def test_present_but_empty_comes_before_a_later_channel():
-    def clear(answer):
-        answer["nvext"]["engine_data"].update(completion_token_ids=[], completion_logprobs=[])
-
-    assert recorded("text").changed(clear).replay(DynamoBackend(), request()).completion_ids == []
+    nothing = {"completion_token_ids": [], "completion_logprobs": []}
+    emptied = recorded("text").changed(lambda answer: answer["nvext"]["engine_data"].update(nothing))
+    assert replay(emptied).completion_ids == []
 
 
 def test_the_worker_comes_before_the_frontend():
@@ -180,7 +131,7 @@ def test_the_worker_comes_before_the_frontend():
         for entry in answer["choices"][0]["logprobs"]["content"]:
             entry["logprob"] = -1.0
 
-    response = recorded("text").changed(differ).replay(DynamoBackend(), request())
+    response = replay(recorded("text").changed(differ))
     assert (response.completion_ids, response.logprobs) == (COMPLETION, LOGPROBS)
 
 
@@ -255,7 +206,7 @@ def test_a_stop_string_leaves_the_frontends_channels():
     recording = recorded("stop_string")
     assert "engine_data" not in recording.answer["nvext"]
     sampling = {**GREEDY, "stop": ["low"]}
-    response = recording.replay(DynamoBackend(), request(sampling_params=sampling))
+    response = replay(recording, sampling_params=sampling)
     assert (response.completion_ids, response.finish_reason) == (COMPLETION[:3], "stop")
 
 
@@ -280,9 +231,8 @@ def test_a_stop_token_belongs_to_the_completion():
 def test_a_stop_that_no_known_token_explains_was_an_abort(sampling, eos, expected):
     recording = recorded("abort")
     assert recording.answer["choices"][0]["finish_reason"] == "stop"
-    asked = request(sampling_params={**GREEDY, **sampling}, eos_token_ids=eos)
-    response = recording.replay(with_modes("abort"), asked)
-    assert response.finish_reason == expected
+    fields = {"sampling_params": {**GREEDY, **sampling}, "eos_token_ids": eos}
+    assert replay(recording, with_modes("abort"), **fields).finish_reason == expected
 
 
 def test_without_known_ends_nothing_is_guessed():
@@ -295,24 +245,11 @@ def test_without_known_ends_nothing_is_guessed():
     )
     assert recording.sent is None
     known = DynamoBackend(eos_token_ids=(COMPLETION[-1],), nvext={"annotations": ["abort"]})
-    assert recording.replay(known, request(eos_token_ids=None)).finish_reason == "stop"
+    assert replay(recording, known, eos_token_ids=None).finish_reason == "stop"
 
 
-@dataclass
-class Stops:
-    """What an engine asks of a renderer."""
-
-    ids: list[int]
-
-    def get_stop_token_ids(self) -> list[int]:
-        return self.ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(token_ids)
-
-
-@pytest.mark.parametrize(("renderer", "asked"), [(Stops([7]), 1), (Stops([8]), 2)], ids=["end", "abort"])
-def test_an_engine_goes_on_behind_an_abort_and_never_behind_an_end(renderer, asked):
+@pytest.mark.parametrize(("end", "asked"), [(7, 1), (8, 2)], ids=["end", "abort"])
+def test_an_engine_goes_on_behind_an_abort_and_never_behind_an_end(end, asked):
     """The model's own end is not among the caller's stop tokens."""
 
     def reply(_: Any) -> Any:
@@ -320,6 +257,7 @@ def test_an_engine_goes_on_behind_an_abort_and_never_behind_an_end(renderer, ask
         sampled = {"completion_token_ids": ids, "completion_logprobs": [-1.0, -1.0]}
         return {"id": "x", "choices": [{"finish_reason": "stop"}], "nvext": {"engine_data": sampled}}
 
+    renderer = SimpleNamespace(get_stop_token_ids=lambda: [end], decode=str)
     transport = MemoryTransport({"POST /v1/chat/completions": reply})
     engine = HTTPEngine(DynamoBackend(), transport, model="m", renderer=renderer)
     batch = {"prompt_token_ids": [PROMPT], "sampling_params": {"max_tokens": 8, "stop_token_ids": [1013]}}
@@ -331,17 +269,15 @@ def test_an_engine_goes_on_behind_an_abort_and_never_behind_an_end(renderer, ask
 
 
 def test_alternatives_name_their_tokens():
-    response = replay("alternatives", sampling_params={**GREEDY, "logprobs": 2})
+    response = replay("alternatives", sampling_params=TWO_LOGPROBS)
     assert [len(row) for row in response.top_logprobs] == [2, 2, 2, 2]
     assert [row[0][0] for row in response.top_logprobs] == COMPLETION
 
     def unname(answer):
         answer["choices"][0]["logprobs"]["content"][1]["top_logprobs"][0]["token"] = "Call"
 
-    problem = refused(
-        EngineReplyError, recorded("alternatives").changed(unname), sampling_params={**GREEDY, "logprobs": 2}
-    )
-    assert problem.startswith(
+    unnamed = recorded("alternatives").changed(unname)
+    assert refused(EngineReplyError, unnamed, sampling_params=TWO_LOGPROBS).startswith(
         f"{WHERE} logprobs[1].top_logprobs: an alternative lacks its token or its logprob"
     )
 
@@ -349,8 +285,7 @@ def test_alternatives_name_their_tokens():
 # --- routed experts ---
 
 
-ROWS = 3 + 4 - 1
-COUNTED = np.arange(ROWS * 4, dtype=np.uint8).reshape(ROWS, 2, 2)
+COUNTED = counted(2, 2, "uint8")
 
 
 @pytest.mark.parametrize("name", ["routed_experts", "routed_experts_of_worker"])
@@ -364,13 +299,16 @@ def test_router_choices_begin_where_the_caller_asked(name, start):
 
 
 def test_router_choices_that_are_missing():
-    assert refused(EngineUnsupportedError, recorded("text"), routed_experts=True) == (
-        f"{WHERE} routed_experts: router choices were asked for, and the server gives none. Start it with "
-        "--enable-return-routed-experts, with a mixture-of-experts model"
+    problem = refused(EngineUnsupportedError, "text", routed_experts=True)
+    assert problem.startswith(
+        f"{WHERE} routed_experts: router choices were asked for, and the server gives none"
     )
 
 
 # --- images ---
+
+
+LEVELS = DynamoBackend(pixels="uint8")
 
 
 @pytest.fixture(scope="module")
@@ -378,33 +316,20 @@ def one_image(tmp_path_factory):
     return an_image(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def with_image(rendered, **fields):
-    return request(
-        prompt_ids=rendered.token_ids,
-        multi_modal_data=rendered.multi_modal_data,
-        sampling_params=GREEDY,
-        **fields,
-    )
-
-
-LEVELS = DynamoBackend(pixels="uint8")
-
-
 def test_images_go_by_vllms_route(one_image):
     recording = recorded("image")
-    response = recording.replay(LEVELS, with_image(one_image))
+    response = replay(recording, LEVELS, **with_image(one_image))
     assert digested(recording.sent) == recording.body
     choice = recording.answer["choices"][0]
     assert response.completion_ids == choice["token_ids"]
     assert response.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert response.usage == Usage(len(one_image), 4)
-    assert response.request_id == "recorded"
+    assert (response.usage, response.request_id) == (Usage(len(one_image), 4), "recorded")
 
 
 @pytest.mark.parametrize("start", [None, 5])
 def test_router_choices_by_vllms_route(one_image, start):
-    fields = {"routed_experts": True, "routed_experts_prompt_start": start}
-    experts = recorded("image_routed_experts").replay(LEVELS, with_image(one_image, **fields)).routed_experts
+    fields = with_image(one_image, routed_experts=True, routed_experts_prompt_start=start)
+    experts = replay("image_routed_experts", LEVELS, **fields).routed_experts
     rows = len(one_image) + 3
     assert (experts.start, len(experts.data)) == (start or 0, rows - (start or 0))
     assert experts.data.reshape(-1)[0] == (start or 0) * 4
@@ -412,9 +337,7 @@ def test_router_choices_by_vllms_route(one_image, start):
 
 def test_images_without_known_pixels_are_refused(one_image):
     recording = recorded("image")
-    with pytest.raises(EngineUnsupportedError) as caught:
-        recording.replay(DynamoBackend(), with_image(one_image))
-    assert str(caught.value) == (
+    assert refused(EngineUnsupportedError, recording, **with_image(one_image)) == (
         "images: a Dynamo frontend renders nothing, so it is not known which pixels its workers take. Say it "
         "with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers with "
         "--no-mm-device-do-normalize"
@@ -423,33 +346,28 @@ def test_images_without_known_pixels_are_refused(one_image):
 
 
 def test_a_frontend_that_does_not_take_images(one_image):
-    with pytest.raises(EngineUnsupportedError) as caught:
-        recorded("error_closed").replay(LEVELS, with_image(one_image))
-    assert str(caught.value).startswith(
+    problem = refused(EngineUnsupportedError, "error_closed", LEVELS, **with_image(one_image))
+    assert problem.startswith(
         "http://memory/inference/v1/generate: the Dynamo frontend does not take images for this model - got "
         "POST http://memory/inference/v1/generate: the server answered 404 Not Found:"
     )
-    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1" in str(caught.value)
+    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1" in problem
 
 
-@pytest.mark.parametrize(("bound", "passes"), [(200_000, True), (100_000, False)])
-def test_bodies_that_a_worker_would_not_get(one_image, bound, passes):
-    recording = recorded("image")
-    backend = DynamoBackend(pixels="uint8", max_image_bytes=bound)
-    if passes:
-        recording.replay(backend, with_image(one_image))
-        return
-    with pytest.raises(EngineUnsupportedError) as caught:
-        recording.replay(backend, with_image(one_image))
-    assert recording.sent is None
-    assert str(caught.value).startswith(
+def test_bodies_that_a_worker_would_not_get(one_image):
+    image, text = recorded("image"), recorded("text")
+    fields = with_image(one_image)
+    small = DynamoBackend(pixels="uint8", max_image_bytes=100_000)
+    assert refused(EngineUnsupportedError, image, small, **fields).startswith(
         "/inference/v1/generate: the request is larger than the Dynamo frontend takes - expected at most "
         "100,000 bytes, got about 13"
     )
-    recording = recorded("text")
-    with pytest.raises(EngineUnsupportedError, match=r"^/v1/chat/completions: the request is larger"):
-        recording.replay(DynamoBackend(max_body_bytes=1000), request(prompt_ids=[5] * 200))
-    assert recording.sent is None
+    short = DynamoBackend(max_body_bytes=1000)
+    assert refused(EngineUnsupportedError, text, short, prompt_ids=[5] * 200).startswith(
+        "/v1/chat/completions: the request is larger"
+    )
+    assert image.sent is text.sent is None
+    assert replay(image, DynamoBackend(pixels="uint8", max_image_bytes=200_000), **fields)
 
 
 # --- errors and limits ---
@@ -467,10 +385,8 @@ def test_bodies_that_a_worker_would_not_get(one_image, bound, passes):
     ],
 )
 def test_error_replies_are_flat(name, status, says):
-    recording = recorded(name)
-    assert set(recording.answer) == {"message", "type", "code"}
     with pytest.raises(EngineStatusError) as caught:
-        recording.replay(DynamoBackend(), request())
+        replay(name)
     assert caught.value.status == status
     assert says in caught.value.body
     assert not DynamoBackend().is_overflow_error(caught.value)
@@ -482,7 +398,7 @@ def test_error_replies_are_flat(name, status, says):
 )
 def test_what_vllms_route_calls_an_error(one_image, name, status):
     with pytest.raises(EngineStatusError) as caught:
-        recorded(name).replay(LEVELS, with_image(one_image))
+        replay(name, LEVELS, **with_image(one_image))
     assert caught.value.status == status
 
 
