@@ -1,4 +1,4 @@
-"""Servers that the tests of a tier share."""
+"""Servers and the renderer that the tests of a tier share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 
 from integration.engine_server import Running, start_vllm
+from mmrender.renderer import Renderer
+
+
+@pytest.fixture(scope="session")
+def renderer(tiny_model: Path) -> Renderer:
+    """The renderer of the tiny model."""
+    return Renderer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="session")

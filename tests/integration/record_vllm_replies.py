@@ -163,7 +163,6 @@ async def record_refusals(server: EngineServer, renderer: Renderer) -> None:
         "temperature": raw(sampling_params={**GREEDY, "temperature": -1}),
         "logprobs": raw(sampling_params={**GREEDY, "logprobs": 30}),
         "empty_salt": raw(cache_salt=""),
-        "unknown_parameter": raw(sampling_params={**GREEDY, "temprature": 2}),
         "part_nested": raw(
             token_ids=collapsed, content_parts=[{"type": "image_url", "image_url": {"url": url}}]
         ),

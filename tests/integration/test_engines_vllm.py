@@ -68,11 +68,6 @@ class Counted(HTTPEngine):
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny_model: Path) -> Renderer:
-    return Renderer.from_pretrained(tiny_model)
-
-
-@pytest.fixture(scope="module")
 def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
     logs = tmp_path_factory.mktemp("engines")
     with ExitStack() as stack, ThreadPoolExecutor() as pool:

@@ -9,7 +9,6 @@ import pytest
 from find_cell import FindCell, FindCellSettings, sensible_calls
 from integration.engine_checks import MODEL
 from integration.engine_server import needs_tier
-from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
 from mmrender.demo import __main__ as demo
@@ -27,11 +26,6 @@ GAME = FindCellSettings(grid=3, distractors=2, max_turns=4)
 @pytest.fixture(scope="module")
 def server(vllm_servers):
     return vllm_servers.with_flags()
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

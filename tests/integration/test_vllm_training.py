@@ -15,7 +15,6 @@ from end_to_end import (
 )
 from integration.engine_checks import MODEL, conversations, picture, user
 from integration.engine_server import needs_tier, start_vllm
-from mmrender import Renderer
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import EngineMismatchError
 from mmrender.remote import EncodedTextChunk, ImageChunk, ModelInput, VLLMRenderer
@@ -23,11 +22,6 @@ from mmrender.rollout.client import RendererClient
 from mmrender.training import decode_mm_kwargs
 
 pytestmark = needs_tier("vllm")
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

@@ -5,31 +5,37 @@ processor cache. The last test ends the last one by force.
 """
 
 import asyncio
-import json
-import shutil
 from typing import Any
 
-import numpy as np
 import pytest
 
 from integration.engine_checks import (
+    GREEDY,
     MODEL,
+    ask,
+    ask_directly,
+    assert_death,
+    assert_logprobs,
+    assert_overflow,
     assert_reference,
+    assert_stops_and_alternatives,
+    cancelled,
     chat_answer,
     connected,
     conversations,
+    interrupted,
     picture,
-    roll_out,
+    rolled_out,
+    until,
     user,
+    with_settings,
 )
 from integration.engine_server import needs_tier
-from mmrender import Renderer, generate
+from mmrender import generate
 from mmrender.client.http import encode_json
 from mmrender.client.server_facts import facts_of
-from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import (
-    EngineConnectionError,
     EngineMismatchError,
     EngineStatusError,
     EngineUnsupportedError,
@@ -43,8 +49,6 @@ SERVERS = {
     "floats": ("--no-mm-device-do-normalize",),
     "no-cache": ("--mm-processor-cache-gb", "0"),
 }
-GREEDY = {"temperature": 0.0, "max_tokens": 12}
-LONG = {"temperature": 0.0, "max_tokens": 1900, "ignore_eos": True}
 
 
 @pytest.fixture(scope="session", params=list(SERVERS))
@@ -62,11 +66,6 @@ def mode(request, server):
     if request.param == "hash_only" and not multimodal_settings(server)["mm_processor_cache_gb"]:
         pytest.skip("refused there: see test_hashes_alone_are_refused_without_a_cache")
     return request.param
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 class Counted:
@@ -92,16 +91,6 @@ class Counted:
         await self.transport.aclose()
 
 
-def running(server, work):
-    """Run `await work(transport)` over a transport of its own that counts."""
-    return connected(server, work, Counted)
-
-
-def ask(server, renderer, **call):
-    """One call of `generate`."""
-    return running(server, lambda way: generate(client=way, renderer=renderer, model=MODEL, **call))
-
-
 def multimodal_settings(server) -> dict[str, Any]:
     config = server.get("/server_info?config_format=json")["vllm_config"]
     return config["model_config"]["multimodal_config"]
@@ -117,13 +106,8 @@ def gauge(server, name: str, **labels: str) -> float:
     raise AssertionError(f"no metric {name} {labels}")
 
 
-async def until(condition, seconds: float = 20.0) -> None:
-    """Wait until a condition holds."""
-    for _ in range(int(seconds / 0.05)):
-        if await asyncio.to_thread(condition):
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"did not come true within {seconds} s")
+def runs(server, count: int):
+    return lambda: gauge(server, "num_requests_running") == count
 
 
 def test_the_server_runs_as_it_is_meant_to(server, request):
@@ -138,7 +122,6 @@ def test_logprobs_equal_the_chat_route_and_transformers(server, renderer, tiny_m
     messages = conversations()[name]
     chat = chat_answer(server, messages, max_tokens=12, return_token_ids=True)
     choice = chat["choices"][0]
-    theirs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
     async def twice(way):
         call = {"client": way, "renderer": renderer, "model": MODEL, "messages": messages}
@@ -146,11 +129,11 @@ def test_logprobs_equal_the_chat_route_and_transformers(server, renderer, tiny_m
         answers = [await generate(**call, backend=backend, sampling_params=GREEDY) for _ in range(2)]
         return answers, way.sizes
 
-    answers, sizes = running(server, twice)
+    answers, sizes = connected(server, twice, Counted)
     for generation in answers:
         assert generation.prompt_ids == chat["prompt_token_ids"]
         assert generation.completion_ids == choice["token_ids"]
-        np.testing.assert_allclose(generation.logprobs, theirs, rtol=0, atol=1e-3)
+        assert_logprobs(generation.logprobs, chat)
         assert generation.finish_reason == choice["finish_reason"] == "length"
         assert generation.usage.prompt_tokens == chat["usage"]["prompt_tokens"]
         assert [span.stop for span in generation.weight_versions] == [12]
@@ -164,29 +147,13 @@ def test_logprobs_equal_the_chat_route_and_transformers(server, renderer, tiny_m
 
 def test_a_bridged_rollout_with_an_image_a_turn(server, renderer, tiny_model, mode):
     sampling = {"temperature": 1.0, "seed": 7, "max_tokens": 10}
-
-    async def rollout(way):
-        async def sample(rendered):
-            return await generate(
-                client=way,
-                renderer=renderer,
-                model=MODEL,
-                backend=VLLMBackend(images=mode),
-                prompt_attribution=rendered,
-                sampling_params=sampling,
-            )
-
-        return await roll_out(renderer, sample), way.sizes
-
-    turns, sizes = running(server, rollout)
-    assert [len(turn.multi_modal_data.mm_items["image"]) for turn in turns] == [1, 2, 3, 4]
-    for turn in turns:
-        assert_reference(tiny_model, turn)
+    backend = VLLMBackend(images=mode)
+    turns, way = rolled_out(server, renderer, tiny_model, Counted, backend=backend, sampling_params=sampling)
     if mode == "hash_only":
         # The first turn was sent by no earlier mode's test, and each later one brings one image.
         last = turns[-1].multi_modal_data.mm_items["image"][-1]
         bytes_per_value = 1 if multimodal_settings(server)["mm_device_do_normalize"] else 4
-        assert sizes[-1] < 1.4 * bytes_per_value * last.levels().nbytes
+        assert way.sizes[-1] < 1.4 * bytes_per_value * last.levels().nbytes
 
 
 @only("default", "floats")
@@ -203,7 +170,7 @@ def test_a_hash_whose_data_the_server_lacks_is_sent_with_it(server, renderer):
         whole = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend())
         return missed, whole, way.sizes
 
-    missed, whole, sizes = running(server, forgotten)
+    missed, whole, sizes = connected(server, forgotten, Counted)
     assert sizes[0] < 4000 < sizes[1] == sizes[2]
     assert (missed.completion_ids, missed.logprobs) == (whole.completion_ids, whole.logprobs)
 
@@ -213,12 +180,12 @@ def test_hashes_alone_are_refused_without_a_cache(server, renderer):
     messages = conversations()["one image"]
     backend = VLLMBackend(images="hash_only", trust_cache=True)
     with pytest.raises(EngineUnsupportedError) as caught:
-        ask(server, renderer, messages=messages, backend=backend, sampling_params=GREEDY)
+        ask(server, renderer, messages=messages, backend=backend)
     assert str(caught.value) == (
         f"{server.base_url}: the server's settings make a hash without data fatal to its engine - "
         "got its processor cache is off. Send the data each time: VLLMBackend(images='features')"
     )
-    assert ask(server, renderer, messages=messages, sampling_params=GREEDY).completion_ids
+    assert ask(server, renderer, messages=messages).completion_ids
 
 
 @only("default", "floats")
@@ -226,113 +193,58 @@ def test_pixels_of_the_other_kind_would_pass_silently(server, renderer, request)
     """Why the handshake is there: the server takes what it cannot use, and answers with other numbers."""
     other = "float32" if request.node.callspec.params["server"] == "default" else "uint8"
     messages = [user("Which is it?", picture(77, 128, 128))]
-    call = {"messages": messages, "sampling_params": GREEDY}
-    wrong = ask(server, renderer, **call, backend=VLLMBackend(pixels=other))
-    right = ask(server, renderer, **call, backend=VLLMBackend())
+    wrong = ask(server, renderer, messages=messages, backend=VLLMBackend(pixels=other))
+    right = ask(server, renderer, messages=messages)
     chat = chat_answer(server, messages, max_tokens=12)["choices"][0]["logprobs"]["content"]
     assert abs(right.logprobs[0] - chat[0]["logprob"]) < 1e-3
     assert abs(wrong.logprobs[0] - chat[0]["logprob"]) > 1e-2
 
 
-@pytest.fixture(scope="module")
-def other_settings(tiny_model, tmp_path_factory):
-    """Renderers of the same model with another mean, and with larger pictures."""
-    renderers = {}
-    for name, change in {
-        "mean": {"image_mean": [0.4, 0.5, 0.5]},
-        "size": {"size": {"shortest_edge": 16384, "longest_edge": 4 << 20}},
-    }.items():
-        folder = tmp_path_factory.mktemp("models") / name
-        shutil.copytree(tiny_model, folder)
-        path = folder / "preprocessor_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-        renderers[name] = Renderer.from_pretrained(folder)
-    return renderers
-
-
 @only("floats")
-def test_another_mean_is_found_by_the_handshake(server, other_settings):
+def test_another_mean_is_found_by_the_handshake(server, tiny_model, tmp_path):
+    other = with_settings(tiny_model, tmp_path / "mean", image_mean=[0.4, 0.5, 0.5])
     with pytest.raises(
         EngineMismatchError, match=r"something else of an image.*values of pixel_values.*0\.2"
     ):
-        ask(
-            server,
-            other_settings["mean"],
-            messages=conversations()["one image"],
-            sampling_params=GREEDY,
-        )
+        ask(server, other, messages=conversations()["one image"])
 
 
 @only("default")
-@pytest.mark.parametrize("mode", ["features", "content_parts"])
-def test_another_size_is_found(server, renderer, other_settings, mode):
+def test_another_size_is_found(server, renderer, tiny_model, tmp_path):
+    size = {"shortest_edge": 16384, "longest_edge": 4 << 20}
+    other = with_settings(tiny_model, tmp_path / "size", size=size)
     messages = [user("How large?", picture(5, 800, 640))]
-    ours, theirs = (
-        each.media.processor.geometry(640, 800).num_tokens for each in (other_settings["size"], renderer)
-    )
+    ours, theirs = (each.media.processor.geometry(640, 800).num_tokens for each in (other, renderer))
     assert ours > theirs
-    length = len(other_settings["size"].render_ids(messages, add_generation_prompt=True))
-    expected = {
+    length = len(other.render_ids(messages, add_generation_prompt=True))
+    for mode, expected in {
         "features": f"has it: {theirs} of the token .*here: {ours} of the token",
         "content_parts": f"saw another prompt.*of {length}, got .*of {length - ours + theirs}",
-    }[mode]
-    with pytest.raises(EngineMismatchError, match=expected):
-        ask(
-            server,
-            other_settings["size"],
-            messages=messages,
-            backend=VLLMBackend(images=mode),
-            sampling_params=GREEDY,
-        )
+    }.items():
+        with pytest.raises(EngineMismatchError, match=expected):
+            ask(server, other, messages=messages, backend=VLLMBackend(images=mode))
 
 
 @only("default")
-def test_stops_and_alternatives(server, renderer):
-    messages = conversations()["text"]
-    free = ask(server, renderer, messages=messages, sampling_params={**GREEDY, "logprobs": 3})
-    for token, logprob, others in zip(
-        free.completion_ids, free.logprobs, free.response.top_logprobs, strict=True
-    ):
-        assert others[0] == (token, logprob)
-        assert [value for _, value in others] == sorted((value for _, value in others), reverse=True)
-    stop = free.completion_ids[4]
-    stopped = ask(server, renderer, messages=messages, sampling_params={**GREEDY, "stop_token_ids": [stop]})
-    assert stopped.completion_ids == free.completion_ids[:5]
-    assert (stopped.finish_reason, stopped.response.stop_reason) == ("stop", stop)
+def test_stops_and_alternatives(server):
+    assert_stops_and_alternatives(server, VLLMBackend())
 
 
 @only("default")
 def test_overflow_before_and_after_sending(server, renderer):
-    messages = [user("word " * 3000)]
-
-    async def sent(way, **options):
-        call = {"client": way, "renderer": renderer, "model": MODEL, "messages": messages}
-        with pytest.raises(PromptTooLongError) as caught:
-            await generate(**call, sampling_params=GREEDY, **options)
-        return caught.value, way.sizes
-
-    length = len(renderer.render_ids(messages, add_generation_prompt=True))
-    before, sizes = running(server, sent)
-    assert (before.prompt_len, before.max_prompt_len, sizes) == (length, 2047, [])
-    after, sizes = running(server, lambda way: sent(way, max_prompt_len=100_000))
-    assert (after.prompt_len, after.max_prompt_len, len(sizes)) == (length, 2047, 1)
+    assert_overflow(server, renderer, VLLMBackend(), 2047, told=2047)
 
 
 @only("default")
 def test_the_longest_prompt_is_one_less_than_the_context(server):
-    async def work(way):
-        backend = VLLMBackend()
-        assert await backend.resolve_max_prompt_len(MODEL, way) == 2047
-        request = EngineRequest(MODEL, [5] * 2047, {**GREEDY, "max_tokens": 1}, "longest")
-        assert len((await backend.generate(request, way)).completion_ids) == 1
-        request = EngineRequest(MODEL, [5] * 2048, {**GREEDY, "max_tokens": 1}, "too-long")
-        with pytest.raises(PromptTooLongError):
-            await backend.generate(request, way)
-        with pytest.raises(EngineStatusError) as caught:
-            await backend.generate(EngineRequest("other", [5], GREEDY, "unknown"), way)
-        assert caught.value.status == 404
-
-    running(server, work)
+    backend, one = VLLMBackend(), {**GREEDY, "max_tokens": 1}
+    assert connected(server, lambda way: backend.resolve_max_prompt_len(MODEL, way)) == 2047
+    assert len(ask_directly(server, backend, [5] * 2047, sampling_params=one).completion_ids) == 1
+    with pytest.raises(PromptTooLongError):
+        ask_directly(server, backend, [5] * 2048, sampling_params=one)
+    with pytest.raises(EngineStatusError) as caught:
+        ask_directly(server, backend, [5], model="other")
+    assert caught.value.status == 404
 
 
 @only("default")
@@ -341,58 +253,28 @@ def test_a_cancelled_call_ends_on_the_server(server, renderer, aborts):
     finished = gauge(server, "request_success_total", finished_reason="length")
 
     async def work(way):
-        call = generate(
-            client=way,
-            renderer=renderer,
-            model=MODEL,
-            messages=conversations()["text"],
-            backend=VLLMBackend(abort_on_cancel=aborts),
-            sampling_params=LONG,
-        )
-        task = asyncio.create_task(call)
-        await until(lambda: gauge(server, "num_requests_running") == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until(lambda: gauge(server, "num_requests_running") == 0)
+        await cancelled(way, renderer, VLLMBackend(abort_on_cancel=aborts), runs(server, 1))
+        await until(runs(server, 0))
 
-    running(server, work)
+    connected(server, work)
     assert gauge(server, "request_success_total", finished_reason="length") == finished
 
 
 @only("default")
 def test_an_aborted_request_gives_what_it_has(server):
-    async def work(way):
-        backend = VLLMBackend()
-        task = asyncio.create_task(
-            backend.generate(EngineRequest(MODEL, [5, 6, 7], LONG, "to-be-aborted"), way)
-        )
-        await until(lambda: gauge(server, "num_requests_running") == 1)
-        await way.request("POST", ABORT_PATH, json={"request_ids": ["generate-tokens-to-be-aborted"]})
-        return await task
-
-    response = running(server, work)
+    posts = {ABORT_PATH: {"request_ids": ["generate-tokens-direct"]}}
+    response = interrupted(server, VLLMBackend(), runs(server, 1), posts)
     assert response.finish_reason == "abort"
     assert len(response.completion_ids) == len(response.logprobs) < 1900
-    assert response.request_id == "generate-tokens-to-be-aborted"
+    assert response.request_id == "generate-tokens-direct"
 
 
 @only("default")
 def test_weight_versions_are_spans_of_the_completion(server):
-    async def work(way):
-        await until(lambda: gauge(server, "num_requests_running") == 0)  # what earlier tests cancelled
-        task = asyncio.create_task(
-            VLLMBackend().generate(
-                EngineRequest(MODEL, [5, 6, 7], {**LONG, "max_tokens": 800}, "versions"), way
-            )
-        )
-        await until(lambda: gauge(server, "num_requests_running") == 1)
-        await way.request("POST", "/pause?mode=keep", json={})
-        await way.request("POST", "/update_weight_version", json={"new_version": "step-7"})
-        await way.request("POST", "/resume", json={})
-        return await task
-
-    first, second = running(server, work).weight_versions
+    asyncio.run(until(runs(server, 0)))  # what earlier tests cancelled
+    posts = {"/pause?mode=keep": {}, "/update_weight_version": {"new_version": "step-7"}, "/resume": {}}
+    response = interrupted(server, VLLMBackend(), runs(server, 1), posts, max_tokens=800)
+    first, second = response.weight_versions
     assert (first.version, first.start, second.version, second.stop) == ("default", 0, "step-7", 800)
     assert first.stop == second.start
 
@@ -400,16 +282,4 @@ def test_weight_versions_are_spans_of_the_completion(server):
 @only("no-cache")
 def test_a_server_that_dies(server, renderer):
     """Last, since it ends the server."""
-
-    async def work(way):
-        call = {"client": way, "renderer": renderer, "model": MODEL, "messages": conversations()["text"]}
-        task = asyncio.create_task(generate(**call, sampling_params=LONG))
-        await until(lambda: gauge(server, "num_requests_running") == 1)
-        await asyncio.to_thread(server.kill)
-        with pytest.raises(EngineConnectionError):
-            await task
-        with pytest.raises(EngineConnectionError):
-            await generate(**call, sampling_params=GREEDY)
-
-    running(server, work)
-    assert not server.alive
+    assert_death(server, renderer, VLLMBackend(), runs(server, 1))

@@ -58,6 +58,15 @@ def free_port() -> int:
         return port
 
 
+async def gone_from(server: StubServer, path: str) -> None:
+    """The server notices that its caller went away."""
+    for _ in range(1000):
+        if server.gone:
+            break
+        await asyncio.sleep(0.001)
+    assert server.gone == [path]
+
+
 class Recorder(ClientHooks):
     def __init__(self) -> None:
         self.events: list[tuple[str, RequestEvent]] = []
@@ -214,6 +223,13 @@ async def test_other_statuses_are_final(server: StubServer, status: int) -> None
 
 
 @with_server
+async def test_redirects_are_final_too(server: StubServer) -> None:
+    with pytest.raises(EngineStatusError) as caught:
+        await HTTPTransport(server.url).request("POST", "/moved", json={})
+    assert (caught.value.status, len(server.seen)) == (307, 1)
+
+
+@with_server
 async def test_the_server_may_name_the_wait_up_to_the_bound(server: StubServer) -> None:
     server.busy, server.retry_after = 1, "3600"
     transport = way(server.url, retries=RetryPolicy(wait_initial=3000, wait_max=0.001))
@@ -272,23 +288,11 @@ async def test_cancelling_closes_the_connection(server: StubServer) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for _ in range(1000):
-        if server.gone:
-            break
-        await asyncio.sleep(0.001)
-    assert server.gone == ["/slow"]
+    await gone_from(server, "/slow")
     await transport.request("POST", "/echo", json=1)
     assert server.connections[0] != server.connections[1]
     assert hooks.names == ["request", "error", "request", "response"]
     assert isinstance(hooks.events[1][1].error, asyncio.CancelledError)
-
-
-@with_server
-async def test_redirects_are_not_followed(server: StubServer) -> None:
-    with pytest.raises(EngineStatusError) as caught:
-        await HTTPTransport(server.url).request("POST", "/moved", json={})
-    assert caught.value.status == 307
-    assert len(server.seen) == 1
 
 
 @with_server
@@ -334,11 +338,7 @@ async def test_leaving_a_stream_closes_its_connection(server: StubServer) -> Non
         assert line == b"more"
         break
     await stream.aclose()
-    for _ in range(1000):
-        if server.gone:
-            break
-        await asyncio.sleep(0.001)
-    assert server.gone == ["/endless"]
+    await gone_from(server, "/endless")
 
 
 @with_server
@@ -360,15 +360,15 @@ async def test_hooks_are_told_and_may_send_headers(server: StubServer) -> None:
     assert isinstance(retried.error, EngineStatusError)
 
 
-def test_a_hook_that_fails_is_logged_and_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@with_server
+async def test_a_hook_that_fails_is_logged_and_fails_nothing(
+    server: StubServer, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(ClientHooks):
         def on_request(self, event: RequestEvent) -> None:
             raise KeyError("lost")
 
-    async def test(server: StubServer) -> None:
-        await way(server.url, hooks=[Broken()]).request("POST", "/echo", json=1)
-
-    with_server(test)()
+    await way(server.url, hooks=[Broken()]).request("POST", "/echo", json=1)
     assert "the hook Broken.on_request failed" in caplog.text
 
 
@@ -430,15 +430,13 @@ async def test_a_reply_that_is_compressed_all_the_same_is_read(server: StubServe
         await way(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
 
 
-def test_retries_can_be_switched_off_for_a_whole_program() -> None:
-    async def test(server: StubServer) -> None:
-        server.busy = 1
-        with pytest.raises(EngineStatusError):
-            await way(server.url, retries=QUICK).request("GET", "/busy")
-
+@with_server
+async def test_retries_can_be_switched_off_for_a_whole_program(server: StubServer) -> None:
+    server.busy = 1
     stamina.set_active(False)
     try:
-        with_server(test)()
+        with pytest.raises(EngineStatusError):
+            await way(server.url, retries=QUICK).request("GET", "/busy")
     finally:
         stamina.set_active(True)
 

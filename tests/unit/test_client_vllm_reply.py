@@ -48,24 +48,17 @@ def error_of(kind, answer, **changes):
     return str(caught.value)
 
 
-def test_both_shapes_of_logprobs_are_the_same():
-    new = read(reply())
-    old = read(reply([old_entry(7, -1.5), old_entry(8, -0.25)]))
-    assert new == old
-    assert (new.completion_ids, new.logprobs) == ([7, 8], [-1.5, -0.25])
-    assert new.usage == Usage(3, 2)
-    assert new.weight_versions == ()
-
-
-def test_alternatives_in_both_shapes():
+def test_both_shapes_of_logprobs_and_alternatives_are_the_same():
+    assert read(reply()) == read(reply([old_entry(7, -1.5), old_entry(8, -0.25)]))
     sampling = {"max_tokens": 9, "logprobs": 2}
     tops = [{"token_id": 7, "logprob": -1.5, "rank": 1}, {"token_id": 2, "logprob": -2.0, "rank": 2}]
-    new = read(reply([entry(7, -1.5, top_logprobs=tops), entry(8, -0.25)]), sampling_params=sampling)
-    old = read(
-        reply([old_entry(7, -1.5, (7, -1.5), (2, -2.0)), old_entry(8, -0.25)]), sampling_params=sampling
-    )
-    assert new.top_logprobs == old.top_logprobs == (((7, -1.5), (2, -2.0)), ())
-    assert read(reply([entry(7, -1.5, top_logprobs=tops), entry(8, -0.25)])).top_logprobs is None
+    new = reply([entry(7, -1.5, top_logprobs=tops), entry(8, -0.25)])
+    old = reply([old_entry(7, -1.5, (7, -1.5), (2, -2.0)), old_entry(8, -0.25)])
+    for answer in (new, old):
+        response = read(answer, sampling_params=sampling)
+        assert (response.completion_ids, response.logprobs) == ([7, 8], [-1.5, -0.25])
+        assert response.top_logprobs == (((7, -1.5), (2, -2.0)), ())
+    assert read(new).top_logprobs is None
 
 
 def test_a_failure_with_status_200():
@@ -101,24 +94,17 @@ def test_what_is_large_is_left_out_of_the_raw_reply():
     }
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (
-            reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}]),
-            "logprobs[1]: a logprob is that of another token - "
-            "expected the token 8, as token_id or token 'token_id:8', got LogprobEntry(",
-        ),
-        (
-            reply(weight_versions=[{"version": "a", "start": 0, "end": 3}]),
-            "weight_versions[0]: weight versions are not spans of the completion - "
-            "expected start and end within [0, 2], got",
-        ),
-    ],
-    ids=["nameless", "versions"],
-)
-def test_malformed(answer, message):
-    assert error_of(EngineReplyError, answer).startswith(f"{WHERE} {message}")
+def test_malformed():
+    nameless = reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}])
+    assert error_of(EngineReplyError, nameless).startswith(
+        f"{WHERE} logprobs[1]: a logprob is that of another token - "
+        "expected the token 8, as token_id or token 'token_id:8', got LogprobEntry("
+    )
+    versions = reply(weight_versions=[{"version": "a", "start": 0, "end": 3}])
+    assert error_of(EngineReplyError, versions).startswith(
+        f"{WHERE} weight_versions[0]: weight versions are not spans of the completion - "
+        "expected start and end within [0, 2], got"
+    )
 
 
 @pytest.mark.parametrize("other", [{"token": "ear", "logprob": -1.0}, {"token_id": 3}])
