@@ -20,15 +20,12 @@ def pair(**options: Any) -> tuple[mmcodecs.Encoder, mmcodecs.Decoder]:
     return mmcodecs.Encoder(**options), mmcodecs.Decoder()
 
 
-def test_one_object_is_one_payload_in_a_message() -> None:
+def test_one_object_and_one_key_are_one_payload_in_a_message() -> None:
     frames = mmcodecs.encode_frames({"a": PIXELS, "b": [PIXELS, PIXELS.copy()]})
     assert len(frames) == 3
     got = mmcodecs.decode(frames)
     assert got["a"] is got["b"][0]
     assert got["a"] is not got["b"][1]
-
-
-def test_one_key_is_one_payload_in_a_message() -> None:
     frames = mmcodecs.encode_frames([Shared(PIXELS, KEY), Shared(PIXELS.copy(), KEY), PIXELS])
     assert len(frames) == 2
     got = mmcodecs.decode(frames)
