@@ -11,7 +11,7 @@ from item_cases import patch_item, processed_item
 from mmrender.media.item import ReferenceItem
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
-from mmrender.trajectory.prefix import same_value
+from mmrender.trajectory.step import same_value
 
 PAD = 9
 

@@ -15,7 +15,7 @@ import msgspec
 
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData, common_prefix
-from mmrender.trajectory.prefix import check_ids, same_value
+from mmrender.trajectory.step import check_ids, same_value
 
 _Path: TypeAlias = tuple[str, ...]
 _BLOCKS: Final[tuple[_Path, ...]] = (("tokens",), ("response", "message", "tokens"))

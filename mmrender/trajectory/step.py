@@ -6,8 +6,9 @@ from the steps on the way to the root when it is asked for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,10 +22,13 @@ from mmrender.trajectory.engine_data import (
     check_versions,
     last_run,
 )
-from mmrender.trajectory.prefix import Int32Array
 from mmrender.trajectory.sample import TrainingSample
 
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+_NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
+_LARGEST_ID: Final = np.iinfo(np.int32).max
 _LARGEST: Final = float(np.finfo(np.float32).max)
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
 class Part(NamedTuple):
@@ -335,6 +339,36 @@ def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | No
     return rewards
 
 
+def check_ids(value: Any, where: str, *, start: int = 0) -> Int32Array:
+    """Return token ids as int32 of shape `(n,)`.
+
+    Args:
+        value: A flat list, tuple or integer array; None for no tokens.
+        where: Path for errors.
+        start: Index of the first of them, for errors.
+
+    Raises:
+        TrajectoryError: They are not flat integers of 32 bits, or one is negative.
+    """
+    if value is None:
+        return _NO_IDS
+    try:
+        array = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else None
+    except (ValueError, OverflowError):  # a ragged list, or an integer beyond 64 bits
+        array = None
+    if array is not None and array.shape == (0,):
+        return _NO_IDS
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or array.max() > _LARGEST_ID:
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)[:80]
+        raise TrajectoryError(
+            "token ids must be a flat list, tuple or numpy array of integers of 32 bits", where=where, got=got
+        )
+    if array.min() < 0:
+        at = int(np.argmax(array < 0))
+        raise TrajectoryError("a token id is negative", where=f"{where}[{start + at}]", got=str(array[at]))
+    return array.astype(np.int32)
+
+
 def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = False) -> Any:
     """Return numbers as read-only float32 `[count]`, one number as a float, None as None.
 
@@ -371,3 +405,41 @@ def check_extra(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TrajectoryError("extra must be a mapping with text keys", where=where, got=repr(value)[:80])
     return dict(value)
+
+
+def same_messages(known: Sequence[Any], messages: Sequence[Any]) -> int:
+    """Return how many leading messages two conversations share."""
+    for index, (first, second) in enumerate(zip(known, messages, strict=False)):
+        if first is second:
+            continue
+        try:
+            same = _ENCODE(first) == _ENCODE(second)  # plain data, compared at C speed with its types
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            same = False
+        if not same and not same_value(first, second):
+            return index
+    return min(len(known), len(messages))
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Whether two values have equal content: one object, equal identities, or equal values and arrays."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    identity = getattr(first, "identity", None)
+    if isinstance(identity, str):
+        return bool(identity == second.identity)
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(same_value(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, msgspec.Struct):
+        return same_value(msgspec.structs.astuple(first), msgspec.structs.astuple(second))
+    if hasattr(first, "dtype") and hasattr(first, "shape"):
+        if first.dtype != second.dtype or tuple(first.shape) != tuple(second.shape):
+            return False
+        if isinstance(first, np.ndarray):
+            return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
+        return bool(first.equal(second))  # a torch tensor
+    return bool(first == second)

@@ -28,15 +28,12 @@ from mmrender.spans import MediaItem, MediaSpan, MultiModalData
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, last_run, new_rows
 from mmrender.trajectory.prefix import (
     NOTHING_SHARED,
-    Int32Array,
     SharedPrefix,
-    check_ids,
     media_from,
-    same_messages,
     shared_prefix,
 )
 from mmrender.trajectory.sample import TrainingSample
-from mmrender.trajectory.step import Branch, Step, check_extra
+from mmrender.trajectory.step import Branch, Int32Array, Step, check_extra, check_ids, same_messages
 from mmrender.trajectory.wire import MediaSources, Record, read_records, write_records
 
 

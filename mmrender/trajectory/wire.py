@@ -32,8 +32,8 @@ from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
 from mmrender.spans import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
-from mmrender.trajectory.prefix import NOTHING_SHARED, check_ids, media_before, shared_prefix
-from mmrender.trajectory.step import Step, check_numbers
+from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_prefix
+from mmrender.trajectory.step import Step, check_ids, check_numbers
 
 FORMAT: Final = "mmrender.trees"
 VERSION: Final = 3

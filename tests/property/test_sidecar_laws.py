@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from mmrender.spans import MultiModalData
 from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
-from mmrender.trajectory.prefix import same_value
 from mmrender.trajectory.sidecars import sidecar_of
+from mmrender.trajectory.step import same_value
 from trajectory_cases import as_mapping, step, trajectories
 from tree_cases import calls
 

@@ -12,8 +12,8 @@ from pydantic import create_model
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData
 from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
-from mmrender.trajectory.prefix import same_value
 from mmrender.trajectory.sidecars import sidecar_of
+from mmrender.trajectory.step import same_value
 from trajectory_cases import Tokens, mapping_sidecar, sidecar, step, turns
 
 A, B, C = ("A", 1, 2), ("B", 4, 2), ("C", 7, 2)
