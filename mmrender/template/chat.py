@@ -26,8 +26,7 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
-from mmrender.template.attribution import MessageDict
-from mmrender.template.environment import RefusedByTemplate, TracingEnvironment, run
+from mmrender.template.environment import MessageDict, RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.text import Kind, Origin, TracedStr
 from mmrender.template.values import traced

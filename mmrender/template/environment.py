@@ -4,28 +4,29 @@ It gives a template what Transformers gives it (`transformers.utils.chat_templat
 loop controls, `{% generation %}`, `raise_exception`, `strftime_now` and `tojson` without HTML escapes.
 Operations on plain text are replaced by those that keep provenance; what would lose it (`encode`,
 `translate`, ...) is hidden from templates.
+
+`Joiner` attributes scaffold to the message that the template was handling, as the marks of its loops say.
+Where a loop runs over something else (indices, say), the values that an iteration prints say whose it is;
+where it prints none, the message that it looked up.
 """
 
 import datetime
 import functools
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame, optimizeconst
-from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mmrender.template import attribution
+from mmrender.template.compiler import GenerationBlock, Mark, MarkKind, TracingCodeGenerator, instrument
 from mmrender.template.filters import FILTERS, LEFT_OUT
-from mmrender.template.limits import BUDGET, Budget, TemplateLimits, grow
-from mmrender.template.text import TracedStr, concat, lay_out, percent, plain, tainted, text_of
+from mmrender.template.limits import BUDGET, LONG, Budget, TemplateLimits, grow
+from mmrender.template.text import Origin, Span, TracedStr, concat, lay_out, percent, plain, tainted, text_of
 from mmrender.template.values import (
     IDENTITY_TESTS,
     TracedBool,
@@ -64,54 +65,153 @@ class RefusedByTemplate(jinja2.TemplateError):
     """Text that the template passed to its own `raise_exception`."""
 
 
-class TracingCodeGenerator(CodeGenerator):
-    """Calls the environment where Jinja writes plain Python, which loses spans."""
+class MessageDict(dict[str, Any]):
+    """A message as a template sees it; `_owner` is the origin of the scaffold around it."""
 
-    def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - Jinja calls it so
-        """Write what the template prints, or a mark of `attribution.instrument`."""
-        mark = getattr(node, "mark", None)
-        if mark is None:
-            super().visit_Output(node, frame)
+    __slots__ = ("_owner",)
+    _owner: Origin
+
+
+class _Stretch(NamedTuple):
+    """Text from character `start` and span number `span` on, written by one iteration of a loop."""
+
+    loop: int
+    start: int
+    span: int
+    looked_up: list[Origin]
+
+
+class Joiner:
+    """Joins what a macro, a block or (`root`) a whole template wrote, once.
+
+    Scaffold between marks belongs to the message being handled. Templates often write the system turn before
+    their loop: in a whole template, a stretch outside any message loop that holds the values of exactly one
+    message is that message's turn; a stretch without any keeps no owner.
+    """
+
+    def __init__(self, *, root: bool = False) -> None:
+        self._held: list[str] = []
+        self._spans: list[Span] = []
+        self._position = 0
+        self._owners: dict[int, Origin] = {}
+        self._owner: Origin | None = None
+        self._gap = 0  # where the owner's text without origin of its own begins
+        self._open: list[_Stretch] = []
+        # Text outside all loops over messages, since the last of them.
+        self._outside: tuple[int, int] | None = (0, 0) if root else None
+
+    def join(self, pieces: Iterable[str | Mark]) -> TracedStr:
+        """Lay pieces out one after the other, each with the scaffold origin of its message."""
+        budget = BUDGET.get()
+        limit = budget.limits.max_characters if budget is not None else 1 << 60
+        hold = self._held.append
+        for piece in pieces:
+            if type(piece) is str:
+                hold(piece)
+                self._position += len(piece)
+            elif type(piece) is tuple:
+                self._mark(*piece)
+            elif piece:
+                hold(piece)  # type: ignore[arg-type]
+                position, owner, laid = self._position, self._owner, self._spans
+                for low, high, origin in piece.spans:  # type: ignore[union-attr]
+                    start = low + position
+                    if owner is not None and self._gap < start:
+                        self._push(self._gap, start, owner)
+                    self._gap = high + position
+                    if laid and laid[-1][1] == start and laid[-1][2] is origin:
+                        start = laid.pop()[0]
+                    laid.append((start, self._gap, origin))
+                self._position += len(piece)
+            if self._position > limit:
+                grow(self._position)
+        self._flush()
+        while self._open:
+            self._close(self._open.pop())
+        self._own_outside(self._position, len(self._spans))
+        if self._position > LONG:
+            grow(self._position)
+        return TracedStr("".join(self._held), tuple(self._spans))
+
+    def _push(self, start: int, stop: int, origin: Origin) -> None:
+        spans = self._spans
+        if spans and spans[-1][1] == start and spans[-1][2] is origin:
+            start = spans.pop()[0]
+        spans.append((start, stop, origin))
+
+    def _flush(self) -> None:
+        if self._owner is not None and self._gap < self._position:
+            self._push(self._gap, self._position, self._owner)
+        self._gap = self._position
+
+    def _mark(self, loop: int, kind: MarkKind, origin: Origin | None) -> None:
+        if kind == "look":
+            if origin is not None and self._open and self._open[-1].loop == loop:
+                self._open[-1].looked_up.append(origin)
             return
-        self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
-        after = ")" if frame.buffer is None else "))"
-        self._call(f"environment.marked({mark[0]!r}, {mark[1]!r}, ", node.nodes, after, frame)
+        self._flush()
+        if self._open and self._open[-1].loop == loop:
+            self._close(self._open.pop())
+        if origin is not None:
+            self._owners[loop] = origin
+        else:
+            self._owners.pop(loop, None)
+        owner = next(reversed(self._owners.values()), None)
+        if self._outside is not None and (owner is None) != (self._owner is None):
+            if owner is not None:
+                self._own_outside(self._position, len(self._spans))
+            else:
+                self._outside = self._position, len(self._spans)
+        self._owner = owner
+        if kind == "enter" and owner is None:
+            self._open.append(_Stretch(loop, self._position, len(self._spans), []))
 
-    @optimizeconst
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        """Write the join of the operands as text; Jinja's helper joins plain text."""
-        self._call("environment.joined((", node.nodes, "))", frame)
+    def _close(self, stretch: _Stretch) -> None:
+        """Give an iteration's text to the one message whose values it holds, or that it looked up."""
+        if stretch.start == self._position:
+            return
+        owner = self._sole_message(stretch.span, len(self._spans))
+        if owner is None and not any(span[2].message >= 0 for span in self._spans[stretch.span :]):
+            looked_up = set(stretch.looked_up)
+            owner = looked_up.pop() if len(looked_up) == 1 else None
+        if owner is not None:
+            self._own(stretch.start, stretch.span, self._position, owner)
+            self._own_outside(stretch.start, stretch.span)
+            if self._outside is not None:
+                self._outside = self._position, len(self._spans)
 
-    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write a chain of additions as one: laid out once, where all of it is text."""
-        operands: list[nodes.Expr] = []
-        left: nodes.Expr = node
-        while isinstance(left, nodes.Add):
-            operands.append(left.right)
-            left = left.left
-        self._call("environment.added((", [left, *reversed(operands)], "))", frame)
+    def _own_outside(self, stop: int, last: int) -> None:
+        """Give text outside all loops to the one message whose values it holds, such as a system turn."""
+        if self._outside is not None:
+            start, index = self._outside
+            owner = self._sole_message(index, last)
+            if owner is not None:
+                after = self._spans[last:]
+                del self._spans[last:]
+                self._own(start, index, stop, owner)
+                self._spans += after
 
-    def _call(self, before: str, operands: list[nodes.Expr], after: str, frame: Frame) -> None:
-        self.write(before)
-        for operand in operands:
-            self.visit(operand, frame)
-            self.write(", ")
-        self.write(after)
+    def _sole_message(self, first: int, last: int) -> Origin | None:
+        """Scaffold origin of the one message that the spans from `first` to `last` belong to."""
+        found = {origin.message: origin for _, _, origin in self._spans[first:last] if origin.message >= 0}
+        if len(found) != 1:
+            return None
+        origin = next(iter(found.values()))
+        return origin if origin.kind == "scaffold" else origin.scaffold
 
-
-class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: a block with its own scope that writes its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block."""
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
-
-    def _body(self, caller: Macro) -> str:
-        return caller()
+    def _own(self, start: int, index: int, stop: int, owner: Origin) -> None:
+        """Give the gaps from character `start` and span number `index` on to `owner`."""
+        inside = self._spans[index:]
+        del self._spans[index:]
+        if self._spans:
+            start = max(start, self._spans[-1][1])
+        for low, high, origin in inside:
+            if start < low:
+                self._push(start, low, owner)
+            self._push(low, high, origin)
+            start = high
+        if start < stop:
+            self._push(start, stop, owner)
 
 
 class TracingEnvironment(ImmutableSandboxedEnvironment):
@@ -119,7 +219,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = TracingCodeGenerator
     intercepted_binops = frozenset({"*", "%"})
-    concat = staticmethod(lambda pieces: attribution.Joiner().join(pieces))
+    concat = staticmethod(lambda pieces: Joiner().join(pieces))
 
     def __init__(self) -> None:
         super().__init__(
@@ -145,7 +245,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         """
         if len(source) > _MAX_SOURCE:
             raise jinja2.TemplateSyntaxError(f"longer than {_MAX_SOURCE:,} characters", 1)
-        tree = attribution.instrument(self.parse(source))
+        tree = instrument(self.parse(source))
         try:
             code = self.compile(tree)
         except (SyntaxError, MemoryError, ValueError) as error:
@@ -154,12 +254,12 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateSyntaxError(message, 1) from error
         return self.template_class.from_code(self, code, self.make_globals(None))
 
-    def marked(self, loop: int, kind: attribution.MarkKind, value: Any) -> attribution.Mark:
+    def marked(self, loop: int, kind: MarkKind, value: Any) -> Mark:
         """Count a loop iteration; carry the scaffold origin of its message to `Joiner`."""
         if kind == "enter" and (budget := BUDGET.get()) is not None:
             budget.step()
         origin = None
-        if type(value) is attribution.MessageDict:
+        if type(value) is MessageDict:
             origin = value._owner
         elif isinstance(value, dict):
             role = value.get("role")
@@ -244,7 +344,7 @@ def run(
     time = CLOCK.set(clock)
     try:
         pieces = template.root_render_func(template.new_context(dict(variables)))
-        return attribution.Joiner(root=True).join(pieces)
+        return Joiner(root=True).join(pieces)
     finally:
         BUDGET.reset(budget)
         CLOCK.reset(time)

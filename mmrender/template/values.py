@@ -126,7 +126,7 @@ def _is_boolean(value: Any) -> bool:
 
 
 IDENTITY_TESTS = {
-    "none": lambda value: single(value) is None,
+    "none": lambda value: value is None or type(value) is TracedNull,
     "boolean": _is_boolean,
     "true": lambda value: single(value) is True,
     "false": lambda value: single(value) is False,

@@ -1,0 +1,118 @@
+"""Compile-time side of provenance: marks in a template's loops, and calls in place of Jinja's plain joins.
+
+The template's own loop over the messages says which message scaffold belongs to. Each `for` body begins with
+a mark that carries the message of this iteration, if the loop runs over messages, and the loop is followed by
+a mark that ends it. `{% set message = messages[i] %}` is followed by a mark of the message that it looked up.
+`environment.Joiner` reads the marks.
+"""
+
+from typing import Literal, TypeAlias
+
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+
+from mmrender.template.text import Origin
+
+MarkKind: TypeAlias = Literal["enter", "look", "leave"]
+Mark: TypeAlias = tuple[int, MarkKind, Origin | None]
+"""Number of a loop; whether an iteration begins, looked a message up, or was the last; and that message."""
+
+
+def instrument(tree: nodes.Template) -> nodes.Template:
+    """Put marks into every loop of a parsed template."""
+    _mark_bodies(tree, None, [0])
+    return tree
+
+
+def _mark_bodies(node: nodes.Node, loop: int | None, count: list[int]) -> None:
+    """Mark the loops inside `node`, which lies in loop number `loop`; `count` numbers them."""
+    for _, value in node.iter_fields():
+        children = value if isinstance(value, list) else [value]
+        for child in [child for child in children if isinstance(child, nodes.Node)]:
+            if isinstance(child, nodes.For):
+                count[0] += 1
+                number = count[0]
+                _mark_bodies(child, number, count)
+                target = child.target if isinstance(child.target, nodes.Name) else None
+                child.body.insert(0, _mark(number, "enter", target, child))
+                value.insert(_place(value, child) + 1, _mark(number, "leave", None, child))
+            else:
+                inside = None if isinstance(child, nodes.Macro | nodes.CallBlock) else loop
+                _mark_bodies(child, inside, count)
+                if isinstance(child, nodes.Assign) and inside is not None and _looks_up(child):
+                    value.insert(_place(value, child) + 1, _mark(inside, "look", child.target, child))
+
+
+def _place(body: list[nodes.Node], node: nodes.Node) -> int:
+    # By identity: nodes compare by value.
+    return next(index for index, item in enumerate(body) if item is node)
+
+
+def _looks_up(node: nodes.Assign) -> bool:
+    """Whether `{% set name = sequence[index] %}`, with an index that is not a key."""
+    source = node.node
+    if not isinstance(node.target, nodes.Name) or not isinstance(source, nodes.Getitem):
+        return False
+    return not isinstance(source.arg, nodes.Slice) and not (
+        isinstance(source.arg, nodes.Const) and isinstance(source.arg.value, str)
+    )
+
+
+def _mark(loop: int, kind: MarkKind, shown: nodes.Expr | None, near: nodes.Node) -> nodes.Output:
+    value = nodes.Name(shown.name, "load") if isinstance(shown, nodes.Name) else nodes.Const(None)
+    output = nodes.Output([value], lineno=near.lineno)
+    output.mark = (loop, kind)  # type: ignore[attr-defined]
+    return output
+
+
+class TracingCodeGenerator(CodeGenerator):
+    """Calls the environment where Jinja writes plain Python, which loses spans."""
+
+    def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - Jinja calls it so
+        """Write what the template prints, or a mark of `instrument`."""
+        mark = getattr(node, "mark", None)
+        if mark is None:
+            super().visit_Output(node, frame)
+            return
+        self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
+        after = ")" if frame.buffer is None else "))"
+        self._call(f"environment.marked({mark[0]!r}, {mark[1]!r}, ", node.nodes, after, frame)
+
+    @optimizeconst
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Write the join of the operands as text; Jinja's helper joins plain text."""
+        self._call("environment.joined((", node.nodes, "))", frame)
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+        """Write a chain of additions as one: laid out once, where all of it is text."""
+        operands: list[nodes.Expr] = []
+        left: nodes.Expr = node
+        while isinstance(left, nodes.Add):
+            operands.append(left.right)
+            left = left.left
+        self._call("environment.added((", [left, *reversed(operands)], "))", frame)
+
+    def _call(self, before: str, operands: list[nodes.Expr], after: str, frame: Frame) -> None:
+        self.write(before)
+        for operand in operands:
+            self.visit(operand, frame)
+            self.write(", ")
+        self.write(after)
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: a block with its own scope that writes its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(lineno)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
