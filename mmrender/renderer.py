@@ -230,7 +230,7 @@ class Renderer:
         template = self._known(tools is not None, template_arguments)
         rendered = Rendering(template, self._writer, self.media).render(
             conversation,
-            tools=normalize_tools(tools),
+            tools=None if tools is None else normalize_tools(tools),
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             fingerprints=fingerprints,
@@ -260,7 +260,7 @@ class Renderer:
         rendering = Rendering(self._known(tools is not None, arguments), self._writer, self.media)
         return rendering.text(
             normalize_messages(messages),
-            tools=normalize_tools(tools),
+            tools=None if tools is None else normalize_tools(tools),
             documents=documents,
             add_generation_prompt=add_generation_prompt,
         )

@@ -30,7 +30,7 @@ from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.tokens.sampled import assistant_turns, mark_sampled
+from mmrender.tokens.sampled import Turn, assistant_turns, mark_sampled
 
 
 class Given(TypedDict, total=False):
@@ -102,7 +102,11 @@ class Rendering:
         profile = self.known.profile
         text = self.text(messages, add_generation_prompt=add_generation_prompt, **given)
         layout = self.writer.lay_out(text)
-        turns, rewritten = assistant_turns(text, messages, profile, partial(self.text, **given))
+        roles = tuple([message.role for message in messages])
+        turns: list[Turn] = []
+        rewritten: list[int] = []
+        if "assistant" in roles:
+            turns, rewritten = assistant_turns(text, messages, profile, partial(self.text, **given))
         encoded, sidecar = self.encode(
             layout,
             messages,
@@ -115,15 +119,18 @@ class Rendering:
             (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
             for message in messages
         ]
-        spans, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
+        spans = tuple(encoded.spans)
+        if turns:
+            spans, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
+            rewritten += misaligned
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,
-            roles=tuple([message.role for message in messages]),
+            roles=roles,
             tool_names=tuple(tool_names),
             multi_modal_data=sidecar,
             text=plain(text),
-            rewritten=tuple(sorted([*rewritten, *misaligned])),
+            rewritten=tuple(sorted(rewritten)),
             _decode=self.writer.tokenizer.decode,
         )
 

@@ -195,8 +195,7 @@ class TokenWriter:
             expansion: Expansion = (Repeat(match.token, 1),) if item is None else item.expansion
             stream.media(match, expansion, placeholder.message, placeholder.modality)
         stream.take(len(layout.text))
-        stream.flush()
-        stream.cut_here(len(layout.text))
+        stream.flush(len(layout.text))
         return stream.out
 
 
@@ -236,9 +235,8 @@ class _TokenStream:
     def special(self, match: Match) -> None:
         """Write a special token that counts as syntax."""
         self.take(match.start)
-        self.flush()
+        self.flush(match.start)
         message, kind, _ = self._origin(match.start, match.stop)
-        self.cut_here(match.start)
         self.out.extend([self._tokenizer.added_ids[match.token]], message, kind)
         self._position = match.stop
 
@@ -262,9 +260,8 @@ class _TokenStream:
                     got=f"a vocabulary of {self._tokenizer.vocab_size} tokens without it",
                     remedy="Tokenizer and processor settings must be of the same model",
                 )
-            self.flush()
+            self.flush(match.start)
             begin = len(self.out.ids)
-            self.cut_here(match.start)
             self.out.extend([token_id] * piece.count, message, modality)
             stop = len(self.out.ids)
             start = begin if start < 0 else start
@@ -290,13 +287,6 @@ class _TokenStream:
                 position = match.stop
             if position < len(piece.text):
                 yield Text(piece.text[position:])
-
-    def cut_here(self, position: int) -> None:
-        """Answer the wanted positions up to `position`, where a token is about to begin."""
-        while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
-            wanted = self._cuts[self._next_cut]
-            self.out.cuts[wanted] = Cut(len(self.out.ids), wanted == position)
-            self._next_cut += 1
 
     def take(self, stop: int) -> None:
         """Move the characters up to `stop` into the run, with an edge wherever origin or cut asks for one."""
@@ -334,20 +324,23 @@ class _TokenStream:
             return -1, "template", min(low, stop)
         return origin.message, origin.kind, min(high, stop)
 
-    def flush(self) -> None:
-        """Encode the collected run."""
-        if not self._length:
-            return
-        run = self._tokenizer.encode_run("".join(self._pieces), first=self._begins and not self.out.ids)
-        base, edges = len(self.out.ids), self._edges
-        if len(edges) == 1:
-            firsts = [0]
-        else:
-            firsts = np.searchsorted(run.starts, [edge.offset for edge in edges]).tolist()
-        lasts = [*firsts[1:], len(run.ids)]
-        for edge, first, last in zip(edges, firsts, lasts, strict=True):
-            if edge.cut >= 0:
-                begin = int(run.starts[first]) if first < len(run.ids) else self._length
-                self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
-            self.out.extend(run.ids[first:last], edge.message, edge.kind)
-        self._pieces, self._length, self._edges = [], 0, []
+    def flush(self, position: int) -> None:
+        """Encode the collected run; answer the wanted positions up to `position`, where a token begins."""
+        if self._length:
+            run = self._tokenizer.encode_run("".join(self._pieces), first=self._begins and not self.out.ids)
+            base, edges = len(self.out.ids), self._edges
+            if len(edges) == 1:
+                firsts = [0]
+            else:
+                firsts = np.searchsorted(run.starts, [edge.offset for edge in edges]).tolist()
+            lasts = [*firsts[1:], len(run.ids)]
+            for edge, first, last in zip(edges, firsts, lasts, strict=True):
+                if edge.cut >= 0:
+                    begin = int(run.starts[first]) if first < len(run.ids) else self._length
+                    self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
+                self.out.extend(run.ids[first:last], edge.message, edge.kind)
+            self._pieces, self._length, self._edges = [], 0, []
+        while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
+            wanted = self._cuts[self._next_cut]
+            self.out.cuts[wanted] = Cut(len(self.out.ids), wanted == position)
+            self._next_cut += 1
