@@ -60,3 +60,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mmrender.testing.tiny_model import build_tiny_model
 
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def renderer(tiny_model: Path):
+    """The renderer of `tiny_model`."""
+    from mmrender.renderer import Renderer
+
+    return Renderer.from_pretrained(tiny_model, image_backend="pil")

@@ -11,24 +11,14 @@ from mmrender.client.types import EngineResponse, Usage
 from mmrender.errors import EngineConnectionError, PromptTooLongError
 from mmrender.rollout.environment import Observation
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}},
-        },
-    }
-]
-
-
-def picture(number: int, width: int = 64) -> Image.Image:
-    return Image.new("RGB", (width, 64), (number * 37 % 256, number * 91 % 256, 120))
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "integer"}}}
+LOOK = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": LOOK}]
 
 
 def shown(number: int) -> dict[str, Any]:
-    return {"type": "image", "image": picture(number)}
+    picture = Image.new("RGB", (64, 64), (number * 37 % 256, number * 91 % 256, 120))
+    return {"type": "image", "image": picture}
 
 
 def text(content: str) -> dict[str, Any]:
@@ -48,7 +38,6 @@ class ScriptedBackend:
 
     renderer: Any
     say: Any
-    name: str = "scripted"
     cut: bool = False
     limit: int | None = None
     hidden_limit: int | None = None
@@ -56,9 +45,11 @@ class ScriptedBackend:
     requests: list[Any] = field(default_factory=list)
     busy: int = 0
     busiest: int = 0
+    name = "scripted"
 
     @property
     def transport(self):
+        """Another each time, for limits are remembered by transport."""
         return NullTransport()
 
     async def generate(self, request, transport, *, on_tokens=None):
@@ -84,12 +75,9 @@ class ScriptedBackend:
         ids = list(said) if not isinstance(said, str) else self.renderer.tokenizer.encode(said)
         if not self.cut:
             ids = [*ids, stop]
-        return EngineResponse(
-            completion_ids=ids,
-            logprobs=[-0.5 - 0.001 * (token % 100) for token in ids],
-            finish_reason="length" if self.cut else "stop",
-            usage=Usage(len(request.prompt_ids), len(ids)),
-        )
+        logprobs = [-0.5 - 0.001 * (token % 100) for token in ids]
+        reason = "length" if self.cut else "stop"
+        return EngineResponse(ids, logprobs, reason, Usage(len(request.prompt_ids), len(ids)))
 
     async def resolve_max_prompt_len(self, model, transport):
         return self.limit
@@ -103,9 +91,9 @@ class ScriptedEnvironment:
     """Shows a picture and then answers each action with the next of `seen`; an exception is raised."""
 
     seen: list[Any]
-    tools: Any = None
     closed: int = 0
     actions: list[Any] = field(default_factory=list)
+    tools = None
 
     def reset(self, prompt, extras):
         self.extras = extras

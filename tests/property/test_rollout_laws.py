@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,6 @@ from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import VLMGenerator
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import TOOLS, ScriptedBackend, ScriptedEnvironment, asks, call, ends, shown, text
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
-
 
 words = st.sampled_from(["A cow.", "Look there", "no", "  spaced  ", "1\n2\n", "«ü»", "The end, or not?"])
 said = st.one_of(
@@ -94,12 +89,10 @@ class Caller:
             await asyncio.sleep(0.0005)
         if self.pending is None:
             task.cancel()
-        (ended,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(ended, BaseException) and not isinstance(
-            ended, EngineTimeoutError | asyncio.CancelledError
-        ):
-            raise ended
-        return ended
+        try:
+            return await task
+        except (EngineTimeoutError, asyncio.CancelledError) as ended:
+            return ended
 
     def conversation(self, op: Op) -> tuple[list[Any], Any]:
         """Messages of the next call, and the step that they go on from or ask again, if any."""
@@ -110,11 +103,8 @@ class Caller:
         if op.kind == "again":
             return history[:-1], step
         if op.kind == "edit":
-            return [
-                {"role": "system", "content": f"Look {op.pick}."},
-                *history[1:],
-                *self.following(history, op),
-            ], None
+            system = {"role": "system", "content": f"Look {op.pick}."}
+            return [system, *history[1:], *self.following(history, op)], None
         if op.kind == "forget start":
             return [history[0], op.turn, *history[2:], *self.following(history, op)], None
         if op.kind == "other turn":
@@ -124,25 +114,20 @@ class Caller:
 
     def following(self, history: list[Any], op: Op) -> list[Any]:
         """What may follow a turn: results of its calls, or a user's turn."""
+        result = {"role": "tool", "content": op.turn["content"]}
         calls = history[-1].tool_calls
-        if not calls:
-            return [op.turn]
-        return [
-            {"role": "tool", "tool_call_id": made.id, "name": made.name, "content": op.turn["content"]}
-            for made in calls
-        ]
+        return [result | {"tool_call_id": made.id, "name": made.name} for made in calls] or [op.turn]
 
     def state(self) -> Any:
-        return [(step.token_ids.tolist(), step.keep) for step in self.trajectory.steps], len(
-            self.trajectory.items
-        )
+        steps = [(step.token_ids.tolist(), step.keep) for step in self.trajectory.steps]
+        return steps, len(self.trajectory.items)
 
     def check(self, op: Op, messages: list[Any], base: Any, done: Any, request: Any) -> None:
         step = done.step
         # What was sent is what is kept, token for token and image for image.
         assert request.prompt_ids == step.prompt_ids.tolist()
-        assert request.multi_modal_data.mm_hashes == step.multi_modal_data.mm_hashes
-        assert request.multi_modal_data.mm_placeholders == step.multi_modal_data.mm_placeholders
+        for name in ("mm_hashes", "mm_placeholders"):
+            assert getattr(request.multi_modal_data, name) == getattr(step.multi_modal_data, name)
         assert done.generation.completion_ids == step.completion_ids.tolist()
         assert step.extra == {"why_rendered": done.why_rendered}
         if done.why_rendered is None:
@@ -152,13 +137,10 @@ class Caller:
             prompt = step.prompt_ids.tolist()
             earlier = [each for each in self.trajectory.steps if each is not step]
             if op.kind == "again":
-                assert any(prompt == each.prompt_ids.tolist() for each in earlier)
+                assert prompt in [each.prompt_ids.tolist() for each in earlier]
             else:
-                assert any(
-                    prompt[: len(each)] == each.token_ids.tolist()
-                    and each.messages == step.messages[: len(each.messages)]
-                    for each in earlier
-                )
+                begun = [each for each in earlier if prompt[: len(each)] == each.token_ids.tolist()]
+                assert any(each.messages == step.messages[: len(each.messages)] for each in begun)
         else:
             full = self.renderer.render(messages, tools=TOOLS, add_generation_prompt=True)
             assert request.prompt_ids == full.token_ids
@@ -176,79 +158,59 @@ def test_prompts_begin_with_what_was_sampled_or_say_why_not(renderer, script):
         caller.apply(op)
 
 
-episodes = st.lists(
-    st.fixed_dictionaries(
-        {
-            "turns": st.integers(0, 3),
-            "fails": st.sampled_from([None, None, None, "environment", "engine"]),
-            "reward": st.integers(-3, 3),
-        }
-    ),
-    min_size=1,
-    max_size=8,
-)
+failures = st.sampled_from([None, None, None, "environment", "engine"])
+episodes = st.lists(st.tuples(st.integers(0, 3), failures, st.integers(-3, 3)), min_size=1, max_size=8)
+delays = st.lists(st.integers(0, 12), min_size=40, max_size=40)
 
 
 @settings(max_examples=25)
-@given(
-    episodes=episodes,
-    delays=st.lists(st.integers(0, 12), min_size=40, max_size=40),
-    concurrency=st.integers(1, 8),
-    step_wise=st.booleans(),
-)
+@given(episodes=episodes, delays=delays, concurrency=st.integers(1, 8), step_wise=st.booleans())
 def test_order_and_failures_are_kept(renderer, episodes, delays, concurrency, step_wise):
+    """An episode: how many turns, who fails, and the reward of its end."""
+    # The picture of a rollout's opening tells whose request it is.
+    opening = [{"role": "user", "content": [shown(index)]} for index in range(len(episodes))]
+    digests = renderer.render(opening).multi_modal_data.mm_hashes["image"]
+    failing = {digest for digest, (_, fails, _) in zip(digests, episodes, strict=True) if fails == "engine"}
+
     def say(request):
-        # The picture of a rollout's opening tells whose request it is.
         first = request.multi_modal_data.mm_hashes["image"][0]
-        failing = [index for index, each in enumerate(episodes) if each["fails"] == "engine"]
-        return EngineTimeoutError("slow") if first in {digests[index] for index in failing} else "Yes."
+        return EngineTimeoutError("slow") if first in failing else "Yes."
 
-    digests = [
-        renderer.render([{"role": "user", "content": [shown(index), text("What is it?")]}])
-        .multi_modal_data.mm_hashes["image"][0]
-        for index in range(len(episodes))
-    ]  # fmt: skip
-
-    def environment(index):
-        episode = episodes[index]
-        last = ValueError("lost") if episode["fails"] == "environment" else ends(float(episode["reward"]))
-        return ScriptedEnvironment([*(asks(f"Turn {turn}?", 0.5) for turn in range(episode["turns"])), last])
+    def environment(turns, fails, reward):
+        last = ValueError("lost") if fails == "environment" else ends(float(reward))
+        return ScriptedEnvironment([*(asks(f"Turn {turn}?", 0.5) for turn in range(turns)), last])
 
     backend = ScriptedBackend(renderer, say, delays=iter(delays * 4))
-    generator = VLMGenerator(
-        RendererClient(renderer, backend=backend, model="m"), max_concurrency=concurrency, step_wise=step_wise
-    )
-    out = asyncio.run(
-        generator.generate(
-            {
-                "prompts": [[]] * len(episodes),
-                "env_classes": [lambda index=index: environment(index) for index in range(len(episodes))],
-                "env_extras": [{"picture": index} for index in range(len(episodes))],
-            }
-        )
-    )
+    client = RendererClient(renderer, backend=backend, model="m")
+    generator = VLMGenerator(client, max_concurrency=concurrency, step_wise=step_wise)
+    batch = {
+        "prompts": [[]] * len(episodes),
+        "env_classes": [partial(environment, *episode) for episode in episodes],
+        "env_extras": [{"picture": index} for index in range(len(episodes))],
+    }
+    out = asyncio.run(generator.generate(batch))
     assert backend.busiest <= concurrency
     names = [int(name.instance_id) for name in out["trajectory_ids"]]
     assert names == sorted(names)
     assert sorted(set(names)) == list(range(len(episodes)))
-    for index, episode in enumerate(episodes):
+    for index, (turns, fails, reward) in enumerate(episodes):
         rows = [row for row, name in enumerate(names) if name == index]
         assert [out["is_last_step"][row] for row in rows] == [False] * (len(rows) - 1) + [True]
         for row in rows:
             size = len(out["response_ids"][row])
             aligned = ("loss_masks", "rewards", "rollout_logprobs")
             assert [len(out[key][row]) for key in aligned] == [size] * 3
-            assert (out["errors"][row] is None) == (episode["fails"] is None)
+            assert (out["errors"][row] is None) == (fails is None)
             masked = zip(out["loss_masks"][row], out["rollout_logprobs"][row], strict=True)
-            if episode["fails"] is None:
+            if fails is None:
                 assert all((logprob != 0.0) == bool(trained) for trained, logprob in masked)
         earned = sum(sum(out["rewards"][row]) for row in rows)
         trained = sum(sum(out["loss_masks"][row]) for row in rows)
-        if episode["fails"] is not None:
+        if fails is not None:
             assert earned == trained == 0
             continue
         turn = len(renderer.tokenizer.encode("Yes.")) + 1
-        assert earned == pytest.approx(0.5 * episode["turns"] + episode["reward"])
-        assert trained == turn * (episode["turns"] + 1)
+        assert earned == pytest.approx(0.5 * turns + reward)
+        assert trained == turn * (turns + 1)
         if step_wise:
-            assert len(rows) == episode["turns"] + 1
+            assert len(rows) == turns + 1

@@ -4,20 +4,18 @@ import asyncio
 import logging
 import pickle
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender import Renderer, generate
+from mmrender import generate
 from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
 from mmrender.client.placeholders import collapse
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
 from mmrender.client.server_facts import forget
-from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import (
     EngineReplyError,
@@ -30,31 +28,11 @@ from mmrender.pool import RendererPool
 from mmrender.spans import MultiModalData
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from rollout_cases import TOOLS, call, text
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 QUESTION = [{"role": "user", "content": "Which animal says moo?"}]
-WITH_PHOTO = [
-    {
-        "role": "user",
-        "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "What is this?"}],
-    }
-]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model: Path) -> Renderer:
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+WITH_PHOTO = [{"role": "user", "content": [{"type": "image", "image": PHOTO}, text("What is this?")]}]
 
 
 @dataclass
@@ -73,9 +51,7 @@ class Scripted:
     gate: asyncio.Event | None = None
     server: MemoryTransport = field(default_factory=MemoryTransport)
 
-    async def generate(
-        self, request: EngineRequest, transport: Transport, *, on_tokens: Any = None
-    ) -> EngineResponse:
+    async def generate(self, request, transport, *, on_tokens=None):
         self.requests.append(request)
         if self.gate is not None:
             try:
@@ -89,50 +65,41 @@ class Scripted:
         logprobs = [-0.5] * len(self.completion)
         return EngineResponse(self.completion, logprobs, self.finish_reason, usage, **self.extra)
 
-    async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
+    async def resolve_max_prompt_len(self, model, transport):
         self.asked_limit += 1
         if isinstance(self.limit, BaseException):
             raise self.limit
         return self.limit
 
-    def is_overflow_error(self, exc: BaseException) -> bool:
+    def is_overflow_error(self, exc):
         return isinstance(exc, EngineStatusError) and "too long" in exc.body
 
 
-def run(renderer: Any, engine: Any, **options: Any) -> Any:
-    given = {
-        "client": getattr(engine, "server", None) or MemoryTransport(),
-        "messages": QUESTION,
-        "model": "tiny",
-        "backend": engine,
-        **options,
-    }
-    return asyncio.run(generate(renderer=renderer, **given))
+def run(renderer, engine, **options):
+    given = {"client": getattr(engine, "server", None), "messages": QUESTION, "model": "tiny"}
+    return asyncio.run(generate(**{**given, "renderer": renderer, "backend": engine, **options}))
 
 
-def completion_of(renderer: Renderer, text: str, *, stopped: bool = True) -> list[int]:
-    stop = renderer.get_stop_token_ids()[-1:] if stopped else []
-    return [*renderer.tokenizer.encode(text), *stop]
+def saying(renderer, words, reason="stop"):
+    """An engine that says words and the stop token."""
+    return Scripted([*renderer.tokenizer.encode(words), renderer.get_stop_token_ids()[-1]], reason)
 
 
-# --- what is asked, and what comes back ---
+def refused(kind, renderer, engine=None, **options):
+    with pytest.raises(kind) as caught:
+        run(renderer, engine or Scripted(), **options)
+    return caught.value
 
 
-def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
-    engine = Scripted(completion_of(renderer, "A cow."), "stop")
-    turn = run(
-        renderer,
-        engine,
-        sampling_params={"temperature": 0.5},
-        cache_salt="s",
-        priority=2,
-        extra_headers={"x": "1"},
-    )
+def test_a_turn_is_rendered_called_and_read(renderer):
+    engine = saying(renderer, "A cow.")
+    options = {"cache_salt": "s", "priority": 2, "extra_headers": {"x": "1"}}
+    turn = run(renderer, engine, sampling_params={"temperature": 0.5}, **options)
     prompt = renderer.render(QUESTION, add_generation_prompt=True)
     (request,) = engine.requests
     assert request.prompt_ids == turn.prompt_ids == prompt.token_ids
-    assert (request.model, request.cache_salt, request.priority) == ("tiny", "s", 2)
-    assert request.extra_headers == {"x": "1"}
+    assert request.model == "tiny"
+    assert {name: getattr(request, name) for name in options} == options
     assert request.vocab_size == renderer.vocab_size
     assert request.sampling_params == {
         "temperature": 0.5,
@@ -140,8 +107,7 @@ def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
         "stop_token_ids": renderer.get_stop_token_ids(),
     }
     assert (turn.content, turn.reasoning_content, turn.tool_calls) == ("A cow.", None, ())
-    assert turn.message.role == "assistant"
-    assert turn.message.content == "A cow."
+    assert (turn.message.role, turn.message.content) == ("assistant", "A cow.")
     assert (turn.finish_reason, turn.usage) == ("stop", Usage(len(prompt), len(turn.completion_ids), 3))
     assert turn.logprobs == [-0.5] * len(turn.completion_ids)
     assert turn.prompt_attribution == prompt
@@ -149,11 +115,15 @@ def test_a_turn_is_rendered_called_and_read(renderer: Renderer) -> None:
     # What was given is the caller's, though the renderer remembers what it rendered.
     turn.prompt_ids.append(0)
     assert renderer.render(QUESTION, add_generation_prompt=True) == prompt
-    # The message is ready to go on with.
+    # The message is ready to go on with, and the turn is pickled.
     renderer.render([*QUESTION, turn.message, *QUESTION], add_generation_prompt=True)
+    turn = run(renderer, engine, messages=WITH_PHOTO)
+    copy = pickle.loads(pickle.dumps(turn))
+    assert (copy.message, copy.prompt_ids) == (turn.message, turn.prompt_ids)
+    assert copy.multi_modal_data.mm_hashes == turn.multi_modal_data.mm_hashes
 
 
-def test_images_come_with_ranges_and_what_the_template_wrote(renderer: Renderer) -> None:
+def test_images_come_with_ranges_and_what_the_template_wrote(renderer):
     engine = Scripted()
     turn = run(renderer, engine, messages=WITH_PHOTO)
     (request,) = engine.requests
@@ -168,45 +138,40 @@ def test_images_come_with_ranges_and_what_the_template_wrote(renderer: Renderer)
     assert turn.multi_modal_data is request.multi_modal_data
 
 
-def test_a_pool_renders_and_reads_off_the_loop(renderer: Renderer) -> None:
-    engine = Scripted(completion_of(renderer, "A cow."), "stop")
+def test_a_pool_renders_and_reads_off_the_loop(renderer):
+    engine = saying(renderer, "A cow.")
     with RendererPool(renderer, workers=1) as pool:
         turn = run(pool, engine, messages=WITH_PHOTO)
     assert turn.content == "A cow."
     assert engine.requests[0].vocab_size == renderer.vocab_size
 
 
-def test_tools_and_template_arguments_reach_the_template_and_the_parser(renderer: Renderer) -> None:
-    engine = Scripted(completion_of(renderer, CALL), "stop")
-    turn = run(renderer, engine, tools=TOOLS, template_arguments={"add_vision_id": True})
+def test_tools_and_template_arguments_reach_the_template_and_the_parser(renderer):
+    turn = run(renderer, saying(renderer, call(1)), tools=TOOLS, template_arguments={"add_vision_id": True})
     prompt = renderer.render(QUESTION, tools=TOOLS, add_generation_prompt=True, add_vision_id=True)
     assert turn.prompt_ids == prompt.token_ids
-    (call,) = turn.tool_calls
-    assert (call.status, call.name, call.arguments) == ("ok", "add", {"a": 1})
-    assert turn.finish_reason == "tool_calls"
-    assert turn.message.tool_calls[0].name == "add"
+    (made,) = turn.tool_calls
+    assert (made.status, made.name, made.arguments) == ("ok", "look", {"at": 1})
+    assert turn.message.tool_calls[0].name == "look"
 
 
 @pytest.mark.parametrize(
-    ("text", "reason", "finish"),
+    ("words", "reason", "finish"),
     [
-        (CALL, "stop", "tool_calls"),
-        (CALL, "length", "length"),
-        (CALL, "abort", "abort"),
+        (call(1), "stop", "tool_calls"),
+        (call(1), "length", "length"),
+        (call(1), "abort", "abort"),
         ("no call", "stop", "stop"),
-        ('<tool_call>\n{"name": "add", "argu\n</tool_call>', "stop", "stop"),
+        ('<tool_call>\n{"name": "look", "argu\n</tool_call>', "stop", "stop"),
         ('<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', "stop", "stop"),
     ],
     ids=["call", "call cut off", "call aborted", "none", "malformed", "unknown tool"],
 )
-def test_only_a_well_formed_call_that_stopped_is_tool_calls(
-    renderer: Renderer, text: str, reason: str, finish: str
-) -> None:
-    turn = run(renderer, Scripted(completion_of(renderer, text), reason), tools=TOOLS)
-    assert turn.finish_reason == finish
+def test_only_a_well_formed_call_that_stopped_is_tool_calls(renderer, words, reason, finish):
+    assert run(renderer, saying(renderer, words, reason), tools=TOOLS).finish_reason == finish
 
 
-def test_what_the_engine_says_besides_is_passed_on(renderer: Renderer) -> None:
+def test_what_the_engine_says_besides_is_passed_on(renderer):
     experts = RoutedExperts(np.zeros((3, 2, 1), np.uint8))
     spans = (WeightVersionSpan("7", 0, 2),)
     engine = Scripted(extra={"routed_experts": experts, "weight_versions": spans, "raw": {"id": "x"}})
@@ -214,29 +179,15 @@ def test_what_the_engine_says_besides_is_passed_on(renderer: Renderer) -> None:
     assert turn.routed_experts is experts
     assert turn.weight_versions is spans
     assert turn.raw == {"id": "x"}
-    assert engine.requests[0].routed_experts
-    assert engine.requests[0].routed_experts_prompt_start == 4
     run(renderer, engine, routed_experts=True)
-    assert engine.requests[0].request_id != engine.requests[1].request_id
-    assert engine.requests[1].routed_experts
-    assert engine.requests[1].routed_experts_prompt_start is None
     run(renderer, engine)
-    assert not engine.requests[2].routed_experts
+    asked = [(each.routed_experts, each.routed_experts_prompt_start) for each in engine.requests]
+    assert asked == [(True, 4), (True, None), (False, None)]
+    assert len({each.request_id for each in engine.requests}) == 3
 
 
-def test_turns_are_pickled(renderer: Renderer) -> None:
-    turn = run(renderer, Scripted(completion_of(renderer, "A cow."), "stop"), messages=WITH_PHOTO)
-    copy = pickle.loads(pickle.dumps(turn))
-    assert copy.message == turn.message
-    assert copy.prompt_ids == turn.prompt_ids
-    assert copy.multi_modal_data.mm_hashes == turn.multi_modal_data.mm_hashes
-
-
-# --- prompts that are given ---
-
-
-def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer: Renderer) -> None:
-    engine = Scripted(completion_of(renderer, "A gradient."), "stop")
+def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer):
+    engine = saying(renderer, "A gradient.")
     first = run(renderer, engine, messages=WITH_PHOTO)
     bridged = renderer.bridge_to_next_turn(
         first.prompt_ids, first.completion_ids, QUESTION, previous_multi_modal_data=first.multi_modal_data
@@ -246,22 +197,19 @@ def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer: Renderer) -
     assert second.prompt_ids == bridged.token_ids
     assert second.prompt_attribution is bridged
     assert engine.requests[1].multi_modal_data is bridged.multi_modal_data
-    third = run(
-        renderer, engine, prompt_ids=np.array(bridged.token_ids), multi_modal_data=bridged.multi_modal_data
-    )
+    given = {"prompt_ids": np.array(bridged.token_ids), "multi_modal_data": bridged.multi_modal_data}
+    third = run(renderer, engine, **given)
     assert third.prompt_ids == bridged.token_ids
     assert all(type(token) is int for token in third.prompt_ids)
     assert third.prompt_attribution is None
 
 
-def test_media_tokens_without_a_sidecar_are_refused(renderer: Renderer) -> None:
+def test_media_tokens_without_a_sidecar_are_refused(renderer):
     prompt = renderer.render(WITH_PHOTO, add_generation_prompt=True)
     (found,) = prompt.multi_modal_data.mm_placeholders["image"]
     pad = prompt.token_ids[found.offset]
     engine = Scripted()
-    with pytest.raises(PlaceholderError) as caught:
-        run(renderer, engine, prompt_ids=prompt.token_ids)
-    assert str(caught.value) == (
+    assert str(refused(PlaceholderError, renderer, engine, prompt_ids=prompt.token_ids)) == (
         f"prompt_ids[{found.offset}]: the prompt holds media tokens, but comes without a sidecar - expected "
         f"multi_modal_data, got the token {pad}. Pass the sidecar; an empty MultiModalData() says that the model "
         "itself sampled them"
@@ -271,33 +219,24 @@ def test_media_tokens_without_a_sidecar_are_refused(renderer: Renderer) -> None:
     assert engine.requests[0].prompt_ids == [1, pad, 2]
 
 
-def test_attribution_of_other_tokens_is_refused(renderer: Renderer) -> None:
+def test_prompts_that_are_refused(renderer):
     prompt = renderer.render(QUESTION, add_generation_prompt=True)
-    with pytest.raises(InputError) as caught:
-        run(renderer, Scripted(), prompt_ids=prompt.token_ids[1:], prompt_attribution=prompt)
     length = len(prompt)
-    assert str(caught.value) == (
+    other = {"prompt_ids": prompt.token_ids[1:], "prompt_attribution": prompt}
+    assert str(refused(InputError, renderer, **other)) == (
         "prompt_attribution: the attribution belongs to other tokens than the prompt's - expected the "
         f"{length - 1} tokens of prompt_ids, got {length} tokens"
     )
+    missing = "messages: the prompt is missing - expected messages, or prompt_ids"
+    assert str(refused(InputError, renderer, messages=None)) == missing
 
 
-def test_nothing_to_ask_is_refused(renderer: Renderer) -> None:
-    with pytest.raises(InputError) as caught:
-        run(renderer, Scripted(), messages=None)
-    assert str(caught.value) == "messages: the prompt is missing - expected messages, or prompt_ids"
-
-
-# --- length ---
-
-
-def test_a_long_prompt_is_refused_before_it_is_sent(renderer: Renderer) -> None:
+def test_a_long_prompt_is_refused_before_it_is_sent(renderer):
     length = len(renderer.render(QUESTION, add_generation_prompt=True))
     engine = Scripted(limit=length - 1)
-    with pytest.raises(PromptTooLongError) as caught:
-        run(renderer, engine)
-    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (length, length - 1)
-    assert str(caught.value) == (
+    error = refused(PromptTooLongError, renderer, engine)
+    assert (error.prompt_len, error.max_prompt_len) == (length, length - 1)
+    assert str(error) == (
         f"prompt: the prompt is longer than the engine takes - expected at most {length - 1} tokens, got {length}"
     )
     assert not engine.requests
@@ -307,19 +246,16 @@ def test_a_long_prompt_is_refused_before_it_is_sent(renderer: Renderer) -> None:
     assert engine.requests[0].sampling_params["max_tokens"] == 1
 
 
-def test_the_callers_limit_goes_before_the_engines(renderer: Renderer) -> None:
+def test_the_callers_limit_goes_before_the_engines(renderer):
     engine = Scripted(limit=5)
     run(renderer, engine, max_prompt_len=500)
     assert engine.asked_limit == 0
     assert engine.requests[0].sampling_params["max_tokens"] == DEFAULT_MAX_TOKENS
-    with pytest.raises(PromptTooLongError):
-        run(renderer, engine, max_prompt_len=3)
+    refused(PromptTooLongError, renderer, engine, max_prompt_len=3)
 
 
 @pytest.mark.parametrize("limit", [None, EngineStatusError("forbidden", status=403), EngineReplyError("odd")])
-def test_without_a_limit_the_engine_decides(
-    renderer: Renderer, limit: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_limit_the_engine_decides(renderer, limit, caplog):
     engine = Scripted(limit=limit)
     with caplog.at_level(logging.WARNING, "mmrender.client"):
         run(renderer, engine)
@@ -327,27 +263,17 @@ def test_without_a_limit_the_engine_decides(
     assert ("not checked for length" in caplog.text) == (limit is not None)
 
 
-def test_the_engines_overflow_reply_is_the_same_error(renderer: Renderer) -> None:
+def test_the_engines_overflow_reply_is_the_same_error(renderer):
     length = len(renderer.render(QUESTION, add_generation_prompt=True))
     said = EngineStatusError("no", status=400, body="too long")
-    with pytest.raises(PromptTooLongError) as caught:
-        run(renderer, Scripted(error=said))
-    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (length, 1000)
-    assert caught.value.__cause__ is said
-    other = EngineStatusError("no", status=400, body="broken")
-    with pytest.raises(EngineStatusError) as refused:
-        run(renderer, Scripted(error=other))
-    assert refused.value is other
-    known = PromptTooLongError(7, 6)
-    with pytest.raises(PromptTooLongError) as passed:
-        run(renderer, Scripted(error=known))
-    assert passed.value is known
+    error = refused(PromptTooLongError, renderer, Scripted(error=said))
+    assert (error.prompt_len, error.max_prompt_len) == (length, 1000)
+    assert error.__cause__ is said
+    for other in (EngineStatusError("no", status=400, body="broken"), PromptTooLongError(7, 6)):
+        assert refused(type(other), renderer, Scripted(error=other)) is other
 
 
-# --- parameters ---
-
-
-def test_stop_tokens_are_the_models_and_the_callers(renderer: Renderer) -> None:
+def test_stop_tokens_are_the_models_and_the_callers(renderer):
     engine = Scripted()
     own = renderer.get_stop_token_ids()
     run(renderer, engine, sampling_params={"stop_token_ids": [9], "max_tokens": 4})
@@ -359,13 +285,11 @@ def test_stop_tokens_are_the_models_and_the_callers(renderer: Renderer) -> None:
     assert engine.requests[2].sampling_params["stop_token_ids"] == "abc"  # for the backend to refuse by name
 
 
-def test_cancelling_reaches_the_engine(renderer: Renderer) -> None:
+def test_cancelling_reaches_the_engine(renderer):
     async def cancel() -> int:
         engine = Scripted(gate=asyncio.Event())
-        call = generate(
-            client=MemoryTransport(), renderer=renderer, messages=QUESTION, model="tiny", backend=engine
-        )
-        task = asyncio.create_task(call)
+        given = {"messages": QUESTION, "model": "tiny", "backend": engine}
+        task = asyncio.create_task(generate(client=engine.server, renderer=renderer, **given))
         while not engine.requests:
             await asyncio.sleep(0)
         task.cancel()
@@ -373,9 +297,6 @@ def test_cancelling_reaches_the_engine(renderer: Renderer) -> None:
         return engine.cancelled
 
     assert asyncio.run(cancel()) == 1
-
-
-# --- backends by name ---
 
 
 @pytest.mark.parametrize(
@@ -388,7 +309,7 @@ def test_cancelling_reaches_the_engine(renderer: Renderer) -> None:
         ("dynamo", "dynamo_chat", "dynamo"),
     ],
 )
-def test_backends_have_names_and_routes(backend: Any, route: Any, name: str) -> None:
+def test_backends_have_names_and_routes(backend, route, name):
     found = resolve_backend(backend, route, "tiny")
     assert found.name == name
     assert resolve_backend(backend, route, "tiny") is found
@@ -397,40 +318,24 @@ def test_backends_have_names_and_routes(backend: Any, route: Any, name: str) -> 
 @pytest.mark.parametrize(
     ("backend", "route", "message"),
     [
-        (
-            "vlm",
-            None,
-            "backend: unknown backend - expected vllm, sglang, dynamo, local, or an object such as "
-            "VLLMBackend(), got 'vlm'",
-        ),
-        (
-            None,
-            "openai",
-            "transport: unknown route - expected vllm_generate, sglang_generate, dynamo_chat, got 'openai'",
-        ),
-        (
-            "vllm",
-            "dynamo_chat",
-            "transport: backend and transport name different engines - expected vllm's route, or no transport, got "
-            "'dynamo_chat'",
-        ),
+        ("vlm", None, "backend: unknown backend - expected vllm, sglang, dynamo, local, or an object such as "
+         "VLLMBackend(), got 'vlm'"),
+        (None, "openai", "transport: unknown route - expected vllm_generate, sglang_generate, "
+         "dynamo_chat, got 'openai'"),
+        ("vllm", "dynamo_chat", "transport: backend and transport name different engines - "
+         "expected vllm's route, or no transport, got 'dynamo_chat'"),
     ],
-)
-def test_unknown_names_are_refused(backend: Any, route: Any, message: str) -> None:
+)  # fmt: skip
+def test_unknown_names_are_refused(backend, route, message):
     with pytest.raises(InputError) as caught:
         resolve_backend(backend, route, "tiny")
     assert str(caught.value) == message
 
 
-# --- with a model ---
-
-
-def test_a_model_in_this_process_needs_no_server(renderer: Renderer, tiny_model: Path) -> None:
-    params = {"max_tokens": 6, "seed": 3}
-    named = run(
-        renderer, "local", client=None, model=str(tiny_model), messages=WITH_PHOTO, sampling_params=params
-    )
-    made = run(renderer, LocalBackend(tiny_model), client=None, messages=WITH_PHOTO, sampling_params=params)
+def test_a_model_in_this_process_needs_no_server(renderer, tiny_model):
+    given = {"messages": WITH_PHOTO, "sampling_params": {"max_tokens": 6, "seed": 3}}
+    named = run(renderer, "local", model=str(tiny_model), **given)
+    made = run(renderer, LocalBackend(tiny_model), client=None, **given)
     assert named.completion_ids == made.completion_ids
     assert len(named.logprobs) == len(named.completion_ids) > 0
     assert named.usage.prompt_tokens == len(named.prompt_ids)

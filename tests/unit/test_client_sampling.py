@@ -97,50 +97,28 @@ def test_none_is_a_parameter_that_is_not_set() -> None:
         check_sampling_params({"unheard_of": None})
 
 
+UNKNOWN = "unknown sampling parameter"
+OTHER_NAME = f"{UNKNOWN}. Sampling parameters have vLLM's names for every engine; this one is"
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (
-            {"temperature": 3},
-            "sampling_params['temperature']: this sampling parameter cannot have this value - expected `float` "
-            "<= 2.0, got 3",
-        ),
-        (
-            {"max_new_tokens": 5},
-            "sampling_params['max_new_tokens']: unknown sampling parameter. Sampling parameters have "
-            "vLLM's names for every engine; this one is max_tokens",
-        ),
-        (
-            {"guided_json": SCHEMA},
-            "sampling_params['guided_json']: unknown sampling parameter. Sampling parameters have "
-            "vLLM's names for every engine; this one is structured_outputs={'json': ...}",
-        ),
-        (
-            {"priority": 1},
-            "sampling_params['priority']: unknown sampling parameter. It is an argument of generate: "
-            "priority=...",
-        ),
-        (
-            {"tempreature": 1},
-            "sampling_params['tempreature']: unknown sampling parameter. Known are: "
-            + ", ".join(sorted(PARAMETERS))
-            + ". To send another, put it into sampling_params['extra'], or into extra_body as a member of the request",
-        ),
-        (
-            {"min_tokens": 5, "max_tokens": 4},
-            "sampling_params['min_tokens']: is more than max_tokens - expected at most 4, got 5",
-        ),
-        (
-            {"stop": ["x"], "detokenize": False},
-            "sampling_params['stop']: stop strings are looked for in text, which detokenize=False turns off. Leave out "
-            "detokenize=False, or name stop_token_ids",
-        ),
+        ({"temperature": 3}, "this sampling parameter cannot have this value - expected `float` <= 2.0, got 3"),
+        ({"max_new_tokens": 5}, f"{OTHER_NAME} max_tokens"),
+        ({"guided_json": SCHEMA}, f"{OTHER_NAME} structured_outputs={{'json': ...}}"),
+        ({"priority": 1}, f"{UNKNOWN}. It is an argument of generate: priority=..."),
+        ({"tempreature": 1}, f"{UNKNOWN}. Known are: {', '.join(sorted(PARAMETERS))}. To send another, put it "
+         "into sampling_params['extra'], or into extra_body as a member of the request"),
+        ({"min_tokens": 5, "max_tokens": 4}, "is more than max_tokens - expected at most 4, got 5"),
+        ({"stop": ["x"], "detokenize": False}, "stop strings are looked for in text, which detokenize=False "
+         "turns off. Leave out detokenize=False, or name stop_token_ids"),
     ],
-)
+)  # fmt: skip
 def test_errors_say_what_to_write(params: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingParameterError) as caught:
         check_sampling_params(params)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"sampling_params[{next(iter(params))!r}]: {message}"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo"])
@@ -157,47 +135,41 @@ def test_a_name_that_the_engine_lacks_is_an_error(engine: EngineName) -> None:
         )
 
 
-def test_sglang_spells_differently() -> None:
-    spelled = translate(
-        {
-            "max_tokens": 7,
-            "min_tokens": 1,
-            "temperature": 0.5,
-            "top_k": 0,
-            "seed": 3,
-            "stop": "x",
-            "stop_token_ids": [1],
-            "include_stop_str_in_output": True,
-            "logit_bias": {5: 1.0},
-            "logprobs": 2,
-            "structured_outputs": {"json": SCHEMA},
-        },
-        "sglang",
-    )
-    assert spelled.sampling == {
-        "max_new_tokens": 7,
-        "min_new_tokens": 1,
-        "temperature": 0.5,
-        "top_k": -1,
-        "sampling_seed": 3,
-        "stop": ["x"],
-        "stop_token_ids": [1],
-        "no_stop_trim": True,
-        "logit_bias": {"5": 1.0},
-        "json_schema": '{"type":"object","properties":{"a":{"type":"integer"}}}',
-    }
-    assert spelled.request == {"return_logprob": True, "top_logprobs_num": 2}
+ONE_BY_ONE = [
+    ({"max_tokens": 7}, {"max_new_tokens": 7}, {"max_completion_tokens": 7}),
+    ({"min_tokens": 2}, {"min_new_tokens": 2}, {"min_tokens": 2}),
+    ({"temperature": 0.5}, {"temperature": 0.5}, {"temperature": 0.5}),
+    ({"top_k": 0}, {"top_k": -1}, {"top_k": 0}),
+    ({"seed": 3}, {"sampling_seed": 3}, {"seed": 3}),
+    ({"stop": "x"}, {"stop": ["x"]}, {"stop": ["x"]}),
+    ({"stop_token_ids": [1]}, {"stop_token_ids": [1]}, {"stop_token_ids": [1]}),
+    ({"include_stop_str_in_output": True}, {"no_stop_trim": True}, {"include_stop_str_in_output": True}),
+    ({"logit_bias": {5: 1.0}}, {"logit_bias": {"5": 1.0}}, {"logit_bias": {"5": 1.0}}),
+]
+"""Parameters, and how SGLang and Dynamo spell them."""
+
+
+def test_engines_spell_differently() -> None:
+    given = {name: value for params, _, _ in ONE_BY_ONE for name, value in params.items()} | {"logprobs": 2}
+    sglang, dynamo = translate(given, "sglang"), translate(given, "dynamo")
+    assert sglang.sampling == {name: value for _, each, _ in ONE_BY_ONE for name, value in each.items()}
+    assert sglang.request == {"return_logprob": True, "top_logprobs_num": 2}
+    # Dynamo takes everything at the top level.
+    logprobs = {"logprobs": True, "top_logprobs": 2}
+    assert dynamo.sampling == logprobs | {k: v for _, _, each in ONE_BY_ONE for k, v in each.items()}
+    assert dynamo.request == {}
 
 
 @pytest.mark.parametrize(
     ("asked", "sglang", "dynamo"),
     [
+        ({"json": SCHEMA}, {"json_schema": '{"type":"object","properties":{"a":{"type":"integer"}}}'}, {"guided_json": SCHEMA}),
         ({"json": '{"type": "object"}'}, {"json_schema": '{"type": "object"}'}, {"guided_json": '{"type": "object"}'}),
         ({"json_object": True}, {"json_schema": '{"type":"object"}'}, {"guided_json": {"type": "object"}}),
         ({"regex": "a|b", "choice": None}, {"regex": "a|b"}, {"guided_regex": "a|b"}),
         ({"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
     ],
-    ids=["json text", "json object", "regex", "grammar"],
+    ids=["json", "json text", "json object", "regex", "grammar"],
 )  # fmt: skip
 def test_structures_are_spelled(
     asked: dict[str, Any], sglang: dict[str, Any], dynamo: dict[str, Any]
@@ -216,23 +188,6 @@ def test_structures_that_an_engine_lacks_are_errors() -> None:
     )
     with pytest.raises(SamplingParameterError):
         translate({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "dynamo")
-
-
-def test_dynamo_takes_everything_at_the_top_level() -> None:
-    spelled = translate(
-        {"max_tokens": 7, "logprobs": 3, "top_k": 0, "stop": ["x"], "logit_bias": {"5": 1}, "min_tokens": 2},
-        "dynamo",
-    )
-    assert spelled.request == {}
-    assert spelled.sampling == {
-        "max_completion_tokens": 7,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "top_k": 0,
-        "stop": ["x"],
-        "logit_bias": {"5": 1},
-        "min_tokens": 2,
-    }
 
 
 def test_the_callers_parameters_are_not_changed() -> None:

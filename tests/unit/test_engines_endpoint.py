@@ -25,10 +25,8 @@ from mmrender.errors import (
     MediaFetchError,
     PromptTooLongError,
 )
-from mmrender.renderer import Renderer
 from mmrender.rollout import RendererClient
 from mmrender.testing.scripted_engine import Fault, ScriptedEngine, letters, sampled
-from mmrender.testing.tiny_model import build_tiny_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOLS = [
@@ -88,12 +86,6 @@ class Saying(ScriptedEngine):
         usage = Usage(len(request.prompt_ids), len(ids), 1)
         stop = self.stop if reason == "stop" else None
         return EngineResponse(ids, [-0.25] * len(ids), reason, usage, stop_reason=stop, top_logprobs=top)
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    model = build_tiny_model(tmp_path_factory.mktemp("endpoint") / "tiny", weights=False)
-    return Renderer.from_pretrained(model, image_backend="pil")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from mmrender.content import normalize_messages, normalize_tools
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
 from mmrender.parsing import ToolCallAttempt
-from mmrender.renderer import Renderer
 from mmrender.rollout.client import Turn
 from mmrender.rollout.environment import Environment
 from mmrender.testing.guided import guided_params
@@ -20,10 +19,9 @@ def acting(*calls):
     for index, call in enumerate(calls):
         if isinstance(call, str):
             attempts.append(ToolCallAttempt(call, None, None, "<tool_call>{", (0, 1)))
-            continue
-        name, arguments = call
-        attempts.append(ToolCallAttempt("ok", name, arguments, "", (0, 1)))
-        made.append(ToolCall(name, arguments, f"call-{index}"))
+        else:
+            attempts.append(ToolCallAttempt("ok", *call, "", (0, 1)))
+            made.append(ToolCall(*call, f"call-{index}"))
     return Turn(Message(role="assistant", content="", tool_calls=tuple(made)), tuple(attempts))
 
 
@@ -35,38 +33,36 @@ def answer(row, column):
     return "answer", {"row": row, "column": column}
 
 
-@pytest.fixture
-def game():
-    game = FindCell(FindCellSettings(grid=4, distractors=3))
+def begun(**settings):
+    game = FindCell(FindCellSettings(**settings))
     game.reset([], {"seed": 5})
     return game
 
 
-def test_it_is_an_environment(game):
+@pytest.fixture
+def game():
+    return begun(grid=4, distractors=3)
+
+
+def test_it_is_an_environment_whose_seed_decides_the_board(game):
     assert isinstance(game, Environment)
     assert len(normalize_tools(game.tools)) == 2
-
-
-def test_a_seed_decides_the_board():
-    first, again, other = FindCell(), FindCell(), FindCell()
-    shown = [game.reset([], {"seed": seed}) for game, seed in ((first, 1), (again, 1), (other, 2))]
-    pictures = [np.asarray(each.messages[0]["content"][0]["image"]) for each in shown]
-    assert (pictures[0] == pictures[1]).all()
-    assert (pictures[0] != pictures[2]).any()
-    assert first.marked == again.marked
+    shown, marked = [], []
+    for seed in (1, 1, 2):
+        shown.append(np.asarray(game.reset([], {"seed": seed}).messages[0]["content"][0]["image"]))
+        marked.append(game.marked)
+    assert (shown[0] == shown[1]).all()
+    assert (shown[0] != shown[2]).any()
+    assert marked[0] == marked[1]
 
 
 def test_the_mark_is_in_its_cell_and_no_other_figure_is_like_it(game):
     side = game.settings.cell_pixels
     board = np.asarray(game.board).astype(int).sum(2)
     board = (board > 0) & (board < 200)  # lines between cells are black
-    ink = {
-        (row, column): int(board[row * side - side : row * side, column * side - side : column * side].sum())
-        for row in range(1, 5)
-        for column in range(1, 5)
-    }
-    assert sum(count > 0 for count in ink.values()) == 4
-    assert max(ink, key=ink.get) == game.marked
+    ink = board.reshape(4, side, 4, side).sum((1, 3))
+    assert (ink > 0).sum() == 4
+    assert tuple(np.argwhere(ink == ink.max())[0] + 1) == game.marked
 
 
 def test_zooming_shows_the_region_at_full_resolution(game):
@@ -84,8 +80,7 @@ def test_zooming_shows_the_region_at_full_resolution(game):
 
 
 def test_a_zoomed_part_may_be_shown_by_the_user():
-    game = FindCell(FindCellSettings(images_in="user"))
-    game.reset([], {})
+    game = begun(images_in="user")
     seen = normalize_messages(game.step(acting(zoom(1, 1, 2, 2), zoom(1, 1, 3, 3))).messages)
     assert [message.role for message in seen] == ["tool", "tool", "user", "user"]
     assert [len(list(message.media())) for message in seen] == [0, 0, 1, 1]
@@ -93,8 +88,7 @@ def test_a_zoomed_part_may_be_shown_by_the_user():
 
 def test_right_and_wrong_answers(game):
     right = game.step(acting(zoom(1, 1, 2, 2), zoom(1, 1, 3, 3), answer(*game.marked)))
-    assert right.done
-    assert right.reward == pytest.approx(0.9)
+    assert (right.done, right.reward) == (True, pytest.approx(0.9))
     assert right.info == {"found": 1.0, "zooms": 2.0, "invalid_calls": 0.0}
     game.reset([], {"seed": 5})
     row, column = game.marked
@@ -120,16 +114,12 @@ def test_calls_that_make_no_sense(game, call, reply):
     assert (seen.reward, seen.done) == (-0.1, False)
 
 
-def test_calls_that_cannot_be_read_are_told_after_results(game):
+def test_what_is_no_call_and_the_end_of_turns(game):
     seen = game.step(acting("invalid_json", zoom(1, 1, 2, 2)))
     assert [message["role"] for message in seen.messages] == ["tool", "user"]
     assert seen.messages[1]["content"] == "That call is no good: invalid json: <tool_call>{."
     assert seen.reward == -0.1
-
-
-def test_a_turn_without_calls_and_the_end_of_turns():
-    game = FindCell(FindCellSettings(max_turns=2))
-    game.reset([], {})
+    game = begun(max_turns=2)
     first = game.step(acting())
     assert first.messages[0]["content"] == "Call one of the tools: zoom or answer."
     last = game.step(acting())
@@ -140,19 +130,13 @@ def test_a_turn_without_calls_and_the_end_of_turns():
 @pytest.mark.parametrize(
     ("extras", "message"),
     [
-        (
-            {"size": 3},
-            "extras['size']: there is no such setting - expected seed, grid, distractors, cell_pixels, "
-            "view_pixels, max_turns, zoom_cost, invalid_cost, images_in",
-        ),
+        ({"size": 3}, "extras['size']: there is no such setting - expected seed, grid, distractors, "
+         "cell_pixels, view_pixels, max_turns, zoom_cost, invalid_cost, images_in"),
         ({"grid": 1}, "FindCellSettings.grid: is outside of its range - expected 2 to 16, got 1"),
-        (
-            {"images_in": "system"},
-            "FindCellSettings.images_in: no message of that role shows a zoomed part - "
-            "expected 'tool' or 'user', got 'system'",
-        ),
+        ({"images_in": "system"}, "FindCellSettings.images_in: no message of that role shows a zoomed part - "
+         "expected 'tool' or 'user', got 'system'"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_refused(extras, message):
     with pytest.raises(InputError) as refused:
         FindCell().reset([], extras)
@@ -166,8 +150,7 @@ def test_the_text_of_a_turn():
     assert Turn(parts).text == "ab"
 
 
-def test_guided_params_hold_what_the_model_would_write(tiny_model):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+def test_guided_params_hold_what_the_model_would_write(renderer):
     guided = guided_params(renderer, sensible_calls(3))
     texts = guided["structured_outputs"]["choice"]
     assert len(texts) == 18

@@ -22,14 +22,8 @@ from mmrender.errors import (
     SamplingParameterError,
 )
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.renderer import Renderer
 
 torch = pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +36,8 @@ def prompts(renderer):
     photo, chart = (picture.resize((160, 128)) for picture in load_pictures())
 
     def prompt(*parts):
-        content = [
-            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
-            for part in parts
-        ]
+        kinds = ["text" if isinstance(part, str) else "image" for part in parts]
+        content = [{"type": kind, kind: part} for kind, part in zip(kinds, parts, strict=True)]
         return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
 
     return {
@@ -68,14 +60,17 @@ def generate(backend, *requests):
     return found[0] if len(requests) == 1 else found
 
 
+def only(text):
+    """Parameters that let the model say this text alone."""
+    return {"structured_outputs": {"choice": [text]}}
+
+
 def plain_logprobs(backend, prompt, completion):
     """The reference: one forward of everything, nothing cached."""
-    whole = replace(prompt, token_ids=[*prompt.token_ids, *completion])
+    ids = [*prompt.token_ids, *completion]
+    media = media_inputs(prompt.multi_modal_data, len(ids)) if prompt.multi_modal_data else {}
     with torch.inference_mode():
-        logits = backend.model(
-            input_ids=torch.tensor([whole.token_ids]),
-            **(media_inputs(whole.multi_modal_data, len(whole)) if prompt.multi_modal_data else {}),
-        ).logits[0]
+        logits = backend.model(input_ids=torch.tensor([ids]), **media).logits[0]
     rows = logits.float().log_softmax(-1)[len(prompt) - 1 : -1]
     return rows[range(len(completion)), completion]
 
@@ -94,8 +89,11 @@ def test_logprobs_are_those_of_a_plain_forward(backend, prompts, kind, sampling)
     response = generate(backend, request(prompts[kind], **sampling))
     expected = plain_logprobs(backend, prompts[kind], response.completion_ids)
     assert response.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
-    assert response.usage.prompt_tokens == len(prompts[kind])
-    assert response.usage.completion_tokens == len(response.completion_ids)
+    usage = response.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        len(prompts[kind]),
+        len(response.completion_ids),
+    )
 
 
 def test_a_seed_decides_whatever_else_runs(tiny_model, prompts):
@@ -105,9 +103,6 @@ def test_a_seed_decides_whatever_else_runs(tiny_model, prompts):
     alone = [generate(backend, each) for each in requests]
     assert together == alone
     assert len({tuple(response.completion_ids) for response in alone}) == len(alone)
-
-
-def test_without_a_seed_two_calls_differ(backend, prompts):
     first, second = (generate(backend, request(prompts["text"], seed=None)) for _ in range(2))
     assert first.completion_ids != second.completion_ids
 
@@ -121,34 +116,34 @@ def test_alternatives_are_reported_likeliest_first(backend, prompts):
 
 
 def test_ends_of_a_completion(backend, prompts, renderer):
+    def ending(token, **sampling):
+        response = generate(backend, request(prompts["text"], logit_bias={token: 99}, **sampling))
+        return response.completion_ids, response.finish_reason, response.stop_reason
+
     stop, other = renderer.get_stop_token_ids()
-    prompt = prompts["text"]
-    own = generate(backend, request(prompt, logit_bias={stop: 99}))
-    assert (own.completion_ids, own.finish_reason, own.stop_reason) == ([stop], "stop", None)
-    named = generate(backend, request(prompt, logit_bias={60: 99}, stop_token_ids=[60]))
-    assert (named.completion_ids, named.finish_reason, named.stop_reason) == ([60], "stop", 60)
-    cut = generate(backend, request(prompt, logit_bias={61: 99}))
-    assert (cut.completion_ids, cut.finish_reason, cut.stop_reason) == ([61] * 12, "length", None)
-    ignored = generate(backend, request(prompt, logit_bias={other: 99}, ignore_eos=True))
-    assert (ignored.completion_ids, ignored.finish_reason) == ([other] * 12, "length")
-    late = generate(backend, request(prompt, logit_bias={stop: 99}, min_tokens=3))
-    assert len(late.completion_ids) == 4
-    assert late.completion_ids[-1] == stop not in late.completion_ids[:-1]
+    assert ending(stop) == ([stop], "stop", None)
+    assert ending(60, stop_token_ids=[60]) == ([60], "stop", 60)
+    assert ending(61) == ([61] * 12, "length", None)
+    assert ending(other, ignore_eos=True) == ([other] * 12, "length", None)
+    late, *_ = ending(stop, min_tokens=3)
+    assert len(late) == 4
+    assert late[-1] == stop not in late[:-1]
 
 
 def test_one_of_the_choices(backend, prompts, renderer):
     choices = ["left", "right", '<tool_call>\n{"name": "zoom"}\n</tool_call>']
     seen = set()
+    guided = {"structured_outputs": {"choice": choices}, "temperature": 2, "max_tokens": 64}
     for seed in range(16):
-        guided = request(
-            prompts["image"], structured_outputs={"choice": choices}, seed=seed, temperature=2, max_tokens=64
-        )
-        response = generate(backend, guided)
+        response = generate(backend, request(prompts["image"], seed=seed, **guided))
         assert response.finish_reason == "stop"
         assert response.completion_ids[-1] in renderer.get_stop_token_ids()
         seen.add(renderer.decode(response.completion_ids[:-1]))
         assert max(response.logprobs) <= 0
     assert seen == set(choices)
+    without_stops = generate(backend, request(prompts["text"], **only("left"), ignore_eos=True))
+    assert renderer.decode(without_stops.completion_ids) == "left"
+    assert without_stops.finish_reason == "stop"
 
 
 def test_a_choice_may_begin_another():
@@ -158,13 +153,6 @@ def test_a_choice_may_begin_another():
         steps.append(guide.allowed())
         guide.tokens.append(token)
     assert [*steps, guide.allowed()] == [[1, 4], [2], [3, 9], []]
-
-
-def test_a_choice_without_stop_tokens_ends_by_itself(backend, prompts, renderer):
-    guided = request(prompts["text"], structured_outputs={"choice": ["left"]}, ignore_eos=True)
-    response = generate(backend, guided)
-    assert renderer.decode(response.completion_ids) == "left"
-    assert response.finish_reason == "stop"
 
 
 def test_the_bounds_of_a_prompt(tiny_model, prompts):
@@ -186,13 +174,12 @@ def test_the_bounds_of_a_prompt(tiny_model, prompts):
 def test_a_sampled_pad_token_is_an_ordinary_token(backend, prompts, renderer, kind):
     prompt = prompts[kind]
     pad = renderer.tokenizer.token_id("<|image_pad|>")
-    first = generate(backend, request(prompt, logit_bias={pad: 99}, max_tokens=1))
-    assert first.completion_ids == [pad]
     # Decoding knows no placeholders, so it shows what the model computes after such a token.
-    decoded = generate(backend, request(prompt, logit_bias={pad: 99}, max_tokens=2)).logprobs[1]
+    decoded = generate(backend, request(prompt, logit_bias={pad: 99}, max_tokens=2))
+    assert decoded.completion_ids == [pad] * 2
     longer = replace(prompt, token_ids=[*prompt.token_ids, pad])
-    prefilled = generate(backend, request(longer, logit_bias={pad: 99}, max_tokens=1)).logprobs[0]
-    assert prefilled == pytest.approx(decoded, abs=1e-4)
+    prefilled = generate(backend, request(longer, logit_bias={pad: 99}, max_tokens=1))
+    assert prefilled.logprobs[0] == pytest.approx(decoded.logprobs[1], abs=1e-4)
 
 
 def test_the_loop_is_free_and_hears_of_each_token(backend, prompts):
@@ -200,10 +187,8 @@ def test_the_loop_is_free_and_hears_of_each_token(backend, prompts):
 
     async def watch():
         beats = 0
-        call = backend.generate(
-            request(prompts["image"], max_tokens=40), on_tokens=lambda *told: heard.append(told)
-        )
-        task = asyncio.ensure_future(call)
+        asked = request(prompts["image"], max_tokens=40)
+        task = asyncio.ensure_future(backend.generate(asked, on_tokens=lambda *told: heard.append(told)))
         while not task.done():
             beats += 1
             await asyncio.sleep(0.001)
@@ -216,11 +201,14 @@ def test_the_loop_is_free_and_hears_of_each_token(backend, prompts):
     assert [reason for _, _, reason in heard][-2:] == [None, response.finish_reason]
 
 
+ENDLESS = {"ignore_eos": True, "max_tokens": 8000}
+
+
 def test_cancelling_ends_the_work(tiny_model, prompts):
     backend = LocalBackend(tiny_model)
 
     async def cancel():
-        endless = [request(prompts["text"], str(i), ignore_eos=True, max_tokens=8000) for i in range(4)]
+        endless = [request(prompts["text"], str(number), **ENDLESS) for number in range(4)]
         tasks = [asyncio.ensure_future(backend.generate(each)) for each in endless]
         await asyncio.sleep(0.05)
         for task in tasks:
@@ -233,10 +221,13 @@ def test_cancelling_ends_the_work(tiny_model, prompts):
     assert backend.abort_all() == 0
 
 
-def test_aborting_gives_what_there_is(backend, prompts):
+def test_aborting_gives_what_there_is_and_frees_the_id(backend, prompts):
     async def abort():
-        endless = request(prompts["text"], "long", ignore_eos=True, max_tokens=8000)
+        endless = request(prompts["text"], "long", **ENDLESS)
         task = asyncio.ensure_future(backend.generate(endless))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStateError, match=r"^long: a request of this id is in flight$"):
+            await backend.generate(endless)
         while not backend.abort("long"):
             await asyncio.sleep(0.01)
         return await task
@@ -247,16 +238,6 @@ def test_aborting_gives_what_there_is(backend, prompts):
     assert not backend.abort("long")
 
 
-def test_an_id_is_taken_while_its_request_runs(backend, prompts):
-    async def twice():
-        same = request(prompts["text"], "same")
-        return await asyncio.gather(backend.generate(same), backend.generate(same), return_exceptions=True)
-
-    first, second = asyncio.run(twice())
-    assert len(first.completion_ids) == 12
-    assert str(second) == "same: a request of this id is in flight"
-
-
 def test_weights_that_change_on_the_way(tiny_model, prompts):
     backend = LocalBackend(tiny_model, weight_version="step-1")
     before = generate(backend, request(prompts["text"]))
@@ -264,8 +245,7 @@ def test_weights_that_change_on_the_way(tiny_model, prompts):
     head = {"lm_head.weight": backend.model.lm_head.weight.detach().flip(0)}
 
     async def change():
-        long = request(prompts["text"], ignore_eos=True, max_tokens=8000)
-        task = asyncio.ensure_future(backend.generate(long))
+        task = asyncio.ensure_future(backend.generate(request(prompts["text"], **ENDLESS)))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(backend.update_weights, head.items(), "step-2")
         await asyncio.sleep(0.1)
@@ -284,77 +264,59 @@ def test_weights_that_change_on_the_way(tiny_model, prompts):
     assert backend.weight_version == "step-2"
 
 
-def test_of_a_directory_it_can_be_sent(backend, prompts, tiny_model):
-    arrived = pickle.loads(pickle.dumps(backend))
-    assert generate(arrived, request(prompts["image"])) == generate(backend, request(prompts["image"]))
+def test_it_is_sent_with_its_tokenizer_unless_around_a_loaded_model(backend, prompts, tiny_model, renderer):
+    around, arrived = LocalBackend(backend.model), pickle.loads(pickle.dumps(backend))
+    expected = generate(backend, request(prompts["image"]))
+    assert [generate(each, request(prompts["image"])) for each in (arrived, around)] == [expected] * 2
     with pytest.raises(EngineStateError, match="around a loaded model cannot be sent"):
-        pickle.dumps(LocalBackend(backend.model))
-
-
-def test_a_given_tokenizer_travels_along(tiny_model, prompts, renderer):
+        pickle.dumps(around)
+    with pytest.raises(SamplingParameterError, match="texts cannot be followed without a tokenizer"):
+        generate(around, request(prompts["text"], **only("a")))
     engine = tokenizers.Tokenizer.from_file(f"{tiny_model}/tokenizer.json")
     engine.normalizer = tokenizers.normalizers.Lowercase()
     arrived = pickle.loads(pickle.dumps(LocalBackend(tiny_model, tokenizer=Tokenizer(engine))))
-    guided = request(prompts["text"], structured_outputs={"choice": ["LEFT"]}, max_tokens=8)
+    guided = request(prompts["text"], **only("LEFT"), max_tokens=8)
     assert renderer.decode(generate(arrived, guided).completion_ids[:-1]) == "left"
-
-
-def test_around_a_loaded_model(backend, prompts):
-    around = LocalBackend(backend.model)
-    assert generate(around, request(prompts["image"])) == generate(backend, request(prompts["image"]))
-    with pytest.raises(SamplingParameterError, match="texts cannot be followed without a tokenizer"):
-        generate(around, request(prompts["text"], structured_outputs={"choice": ["a"]}))
 
 
 def test_what_is_no_model(tmp_path):
     with pytest.raises(ModelError, match="Transformers cannot load the model"):
         asyncio.run(LocalBackend(tmp_path).resolve_max_prompt_len("x"))
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match=r"^max_model_len: is too small - expected 1 or more, got 0$"):
         LocalBackend(tmp_path, max_model_len=0)
-    assert str(refused.value) == "max_model_len: is too small - expected 1 or more, got 0"
 
 
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        (
-            {"stop_token_ids": [1, 5000]},
-            "sampling_params['stop_token_ids']: a token id is outside the vocabulary - "
-            "expected 0 to 1023, got 5000",
-        ),
-        (
-            {"structured_outputs": {"regex": "a+"}},
-            "sampling_params['structured_outputs']: the local backend has no such structured output - "
-            "expected {'choice': [text, ...]}, got {'regex': 'a+'}",
-        ),
-        ({"max_tokens": None}, "sampling_params['max_tokens']: is missing - expected 1 or more"),
-        (
-            {"bad_words": ["no"]},
-            "sampling_params['bad_words']: the local backend has no such sampling parameter. It has: "
-            "allowed_token_ids, detokenize, frequency_penalty, ignore_eos, logit_bias, logprobs, max_tokens, "
-            "min_p, min_tokens, n, presence_penalty, repetition_penalty, seed, skip_special_tokens, "
-            "spaces_between_special_tokens, stop_token_ids, structured_outputs, temperature, top_k, top_p",
-        ),
+        ({"stop_token_ids": [1, 5000]},
+         "['stop_token_ids']: a token id is outside the vocabulary - expected 0 to 1023, got 5000"),
+        ({"structured_outputs": {"regex": "a+"}},
+         "['structured_outputs']: the local backend has no such structured output - "
+         "expected {'choice': [text, ...]}, got {'regex': 'a+'}"),
+        ({"max_tokens": None}, "['max_tokens']: is missing - expected 1 or more"),
+        ({"bad_words": ["no"]},
+         "['bad_words']: the local backend has no such sampling parameter. It has: "
+         "allowed_token_ids, detokenize, frequency_penalty, ignore_eos, logit_bias, logprobs, max_tokens, "
+         "min_p, min_tokens, n, presence_penalty, repetition_penalty, seed, skip_special_tokens, "
+         "spaces_between_special_tokens, stop_token_ids, structured_outputs, temperature, top_k, top_p"),
     ],
-)
+)  # fmt: skip
 def test_parameters_that_are_refused(backend, prompts, sampling, message):
     with pytest.raises(SamplingParameterError) as refused:
         generate(backend, request(prompts["text"], **sampling))
-    assert str(refused.value) == message
+    assert str(refused.value) == f"sampling_params{message}"
 
 
-def test_nothing_left_to_sample(backend, prompts, renderer):
-    stops = renderer.get_stop_token_ids()
-    nothing = request(prompts["text"], allowed_token_ids=stops, min_tokens=1)
-    with pytest.raises(SamplingParameterError, match="the parameters together leave no token to sample"):
-        generate(backend, nothing)
-
-
-def test_prompts_that_are_refused(backend, prompts):
+def test_requests_that_are_refused(backend, prompts, renderer):
     image = prompts["image"]
-    with pytest.raises(InputError, match="a token id is outside the vocabulary"):
-        generate(backend, replace(request(image), prompt_ids=[1, 2, 1024]))
-    with pytest.raises(PlaceholderError, match="does not hold the tokens of its item"):
-        generate(backend, replace(request(image), multi_modal_data=image.multi_modal_data.shifted(1)))
-    with pytest.raises(EngineUnsupportedError, match="does not record router choices"):
-        generate(backend, replace(request(image), routed_experts=True))
+    shifted = image.multi_modal_data.shifted(1)
+    nothing = {"max_tokens": 9, "min_tokens": 1, "allowed_token_ids": renderer.get_stop_token_ids()}
+    for change, kind, message in [
+        ({"prompt_ids": [1, 2, 1024]}, InputError, "a token id is outside the vocabulary"),
+        ({"multi_modal_data": shifted}, PlaceholderError, "does not hold the tokens of its item"),
+        ({"routed_experts": True}, EngineUnsupportedError, "does not record router choices"),
+        ({"sampling_params": nothing}, SamplingParameterError, "together leave no token to sample"),
+    ]:
+        with pytest.raises(kind, match=message):
+            generate(backend, replace(request(image), **change))

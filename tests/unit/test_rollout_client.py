@@ -8,15 +8,9 @@ import pytest
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
 from mmrender.pool import RendererPool
-from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import TOOLS, ScriptedBackend, call, shown, text
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
 
 
 def user(words, *images):
@@ -30,12 +24,10 @@ OPENING = [SYSTEM, user("Which animal is this?", 1)]
 class Talk:
     """A client with its trajectory, asked turn by turn."""
 
-    def __init__(self, renderer, *answers, **options):
-        backend_options = {
-            key: options.pop(key) for key in ("limit", "cut", "hidden_limit", "name") if key in options
-        }
+    def __init__(self, renderer, *answers, limit=None, hidden_limit=None, **options):
         said = iter(answers)
-        self.backend = ScriptedBackend(renderer, lambda _: next(said), **backend_options)
+        limits = {"limit": limit, "hidden_limit": hidden_limit}
+        self.backend = ScriptedBackend(renderer, lambda _: next(said), **limits)
         self.client = RendererClient(renderer, backend=self.backend, model="m", **options)
         self.trajectory = Trajectory("talk")
 
@@ -58,35 +50,44 @@ def test_a_turn_is_bridged_from_the_one_before(renderer):
     assert (second.finish_reason, second.message.content) == ("stop", "Sand.")
     assert second.step.logprobs.tolist() == pytest.approx(second.generation.logprobs)
     assert second.step.extra == {"why_rendered": None}
+    assert first.step.messages == [
+        SYSTEM,
+        {"role": "user", "content": [{"type": "image"}, text("Which animal is this?")]},
+        {"role": "assistant", "content": "A cow."},
+    ]  # without its picture
 
 
 def test_messages_may_be_echoed_in_other_forms(renderer):
     talk = Talk(renderer, f"<think>\nIt has horns.\n</think>\n\nA cow.{call(3)}", "Sand.")
     first = talk.ask(OPENING, tools=TOOLS)
-    echo = {
-        "role": "assistant",
-        "content": [{"type": "text", "text": "A cow."}],
-        "tool_calls": [
-            {"id": "call_0_0", "type": "function", "function": {"name": "look", "arguments": '{"at":3}'}}
-        ],
-    }
+    called = {"id": "call_0_0", "type": "function", "function": {"name": "look", "arguments": '{"at":3}'}}
+    echo = {"role": "assistant", "content": [text("A cow.")], "tool_calls": [called]}
     result = {"role": "tool", "tool_call_id": "call_0_0", "content": [shown(2), text("closer")]}
     second = talk.ask([*OPENING, echo, result], tools=TOOLS)
-    assert first.finish_reason == "tool_calls"
-    assert first.message.reasoning_content == "It has horns."
+    assert (first.finish_reason, first.message.reasoning_content) == ("tool_calls", "It has horns.")
     assert first.message.tool_calls[0].id == "call_0_0"
     assert second.why_rendered is None
     assert second.step.parent is first.step
 
 
+def said(words):
+    return Message(role="assistant", content=words)
+
+
+NEW, OTHER = (
+    "the conversation continues no earlier step",
+    "the conversation has another turn than step 0 sampled",
+)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda turn: [SYSTEM, user("Which one?", 1), turn, user("Where?")], "the conversation continues no earlier step"),
-        (lambda turn: [SYSTEM, user("Which animal is this?", 5), turn, user("Where?")], "the conversation continues no earlier step"),
-        (lambda turn: [*OPENING, Message(role="assistant", content="A dog."), user("Where?")], "the conversation has another turn than step 0 sampled"),
+        (lambda turn: [SYSTEM, user("Which one?", 1), turn, user("Where?")], NEW),
+        (lambda turn: [SYSTEM, user("Which animal is this?", 5), turn, user("Where?")], NEW),
+        (lambda turn: [*OPENING, said("A dog."), user("Where?")], OTHER),
         (lambda turn: [*OPENING, turn], "nothing follows the turn of step 0"),
-        (lambda turn: [*OPENING, turn, user("a"), Message(role="assistant", content="b"), user("c")], "a turn after step 0 was not sampled here"),
+        (lambda turn: [*OPENING, turn, user("a"), said("b"), user("c")], "a turn after step 0 was not sampled here"),
     ],
     ids=range(5),
 )  # fmt: skip
@@ -101,19 +102,13 @@ def test_what_cannot_be_bridged_is_rendered_and_says_why(renderer, change, why):
     assert second.step.prompt_ids.tolist() == full.token_ids
 
 
-def test_other_tools_are_another_conversation(renderer):
-    talk = Talk(renderer, "A cow.", "Sand.")
-    first = talk.ask(OPENING, tools=TOOLS)
-    second = talk.ask([*OPENING, first.message, user("Where?")])
-    assert second.why_rendered == "the tools differ from those of step 0"
-
-
-def test_the_renderers_own_reason_is_kept(renderer, monkeypatch):
-    talk = Talk(renderer, "A cow.", "Sand.")
-    first = talk.ask(OPENING)
+def test_other_tools_and_the_renderers_own_reason_are_named(renderer, monkeypatch):
+    talk = Talk(renderer, "A cow.", "Sand.", "Sky.")
+    going_on = [*OPENING, talk.ask(OPENING, tools=TOOLS).message, user("Where?")]
+    assert talk.ask(going_on).why_rendered == "the tools differ from those of step 0"
     monkeypatch.setattr(renderer, "bridge_to_next_turn", lambda *_, **__: None)
     monkeypatch.setattr(type(renderer), "why_not_bridged", property(lambda _: "the moon is full"))
-    assert talk.ask([*OPENING, first.message, user("Where?")]).why_rendered == "the moon is full"
+    assert talk.ask(going_on, tools=TOOLS).why_rendered == "the moon is full"
 
 
 def test_the_newest_step_that_fits_is_taken(renderer):
@@ -144,25 +139,16 @@ def test_a_pool_bridges_as_a_renderer_does(renderer):
         first = talk.ask(OPENING)
         second = talk.ask([*OPENING, first.message, user("Where?", 2)])
         assert second.why_rendered is None
-        third = talk.ask([*OPENING, Message(role="assistant", content="A dog."), user("Where?")])
-        assert third.why_rendered == "the conversation has another turn than step 0 sampled"
+        third = talk.ask([*OPENING, said("A dog."), user("Where?")])
+        assert third.why_rendered == OTHER
 
 
-def test_messages_are_recorded_without_pictures(renderer):
-    talk = Talk(renderer, "A cow.")
-    assert talk.ask(OPENING).step.messages == [
-        {"role": "system", "content": "Look closely."},
-        {"role": "user", "content": [{"type": "image"}, text("Which animal is this?")]},
-        {"role": "assistant", "content": "A cow."},
-    ]
-
-
-def lengths(renderer, *conversations):
-    return [len(renderer.render(each, add_generation_prompt=True)) for each in conversations]
+def length_of(renderer, conversation):
+    return len(renderer.render(conversation, add_generation_prompt=True))
 
 
 def test_too_long_is_an_error_or_stops(renderer):
-    (length,) = lengths(renderer, OPENING)
+    length = length_of(renderer, OPENING)
     talk = Talk(renderer, limit=length - 1)
     with pytest.raises(PromptTooLongError) as refused:
         talk.ask(OPENING)
@@ -171,6 +157,9 @@ def test_too_long_is_an_error_or_stops(renderer):
     stopped = Talk(renderer, limit=length - 1, overlong="stop").ask(OPENING)
     assert (stopped.finish_reason, stopped.generation, stopped.step) == ("prompt_too_long", None, None)
     assert stopped.message.content == ""
+    with pytest.raises(PromptTooLongError, match="No whole turn is left to leave out") as refused:
+        Talk(renderer, limit=20, overlong="drop_oldest_turns").ask(OPENING)
+    assert (refused.value.where, refused.value.max_prompt_len) == ("messages", 20)
 
 
 def test_oldest_turns_are_left_out_with_their_images(renderer):
@@ -206,24 +195,12 @@ def test_after_leaving_out_the_next_turn_is_bridged(renderer):
     assert third.step.parent is second.step
 
 
-def test_what_cannot_be_shortened_is_an_error(renderer):
-    talk = Talk(renderer, limit=20, overlong="drop_oldest_turns")
-    with pytest.raises(PromptTooLongError) as refused:
-        talk.ask(OPENING)
-    assert refused.value.where == "messages"
-    assert refused.value.max_prompt_len == 20
-    assert "No whole turn is left to leave out" in str(refused.value)
-
-
 def test_an_engine_that_only_refuses_is_asked_with_one_turn_less_each_time(renderer):
     conversation = [SYSTEM]
     for number in range(4):
-        conversation += [
-            user("Say something long, please. " * 3, number),
-            Message(role="assistant", content="No."),
-        ]
+        conversation += [user("Say something long, please. " * 3, number), said("No.")]
     conversation.append(user("Now?"))
-    full, less = lengths(renderer, conversation, [SYSTEM, *conversation[5:]])
+    full, less = (length_of(renderer, each) for each in (conversation, [SYSTEM, *conversation[5:]]))
     talk = Talk(renderer, "Well.", hidden_limit=less, overlong="drop_oldest_turns")
     done = talk.ask(conversation)
     assert done.left_out == (1, 2, 3, 4)
@@ -231,18 +208,14 @@ def test_an_engine_that_only_refuses_is_asked_with_one_turn_less_each_time(rende
 
 
 def test_options_and_parameters_of_calls_come_over_those_of_the_client(renderer):
-    talk = Talk(
-        renderer, "a", "b", sampling_params={"temperature": 0.5, "top_k": 3}, request_options={"priority": 2}
-    )
+    params = {"temperature": 0.5, "top_k": 3}
+    talk = Talk(renderer, "a", "b", sampling_params=params, request_options={"priority": 2})
     talk.ask(OPENING, sampling_params={"top_k": 4})
     talk.ask(OPENING, priority=7, cache_salt="s")
     first, second = talk.backend.requests
-    assert (first.sampling_params["temperature"], first.sampling_params["top_k"], first.priority) == (
-        0.5,
-        4,
-        2,
-    )
-    assert (second.sampling_params["top_k"], second.priority, second.cache_salt) == (3, 7, "s")
+    params = [{name: each.sampling_params[name] for name in params} for each in (first, second)]
+    assert params == [{"temperature": 0.5, "top_k": 4}, {"temperature": 0.5, "top_k": 3}]
+    assert (first.priority, second.priority, second.cache_salt) == (2, 7, "s")
 
 
 def test_many_samples_of_one_prompt_at_once(renderer):
@@ -252,9 +225,8 @@ def test_many_samples_of_one_prompt_at_once(renderer):
     trajectory = Trajectory("group")
 
     async def ask():
-        return await asyncio.gather(
-            *[client.create_completion(OPENING, trajectory=trajectory) for _ in range(4)]
-        )
+        asked = [client.create_completion(OPENING, trajectory=trajectory) for _ in range(4)]
+        return await asyncio.gather(*asked)
 
     done = asyncio.run(ask())
     assert len({tuple(each.step.completion_ids.tolist()) for each in done}) == 4
@@ -263,8 +235,6 @@ def test_many_samples_of_one_prompt_at_once(renderer):
 
 
 def test_what_is_refused(renderer):
-    with pytest.raises(InputError) as refused:
+    expected = r"^overlong: unknown policy - expected error, drop_oldest_turns, stop, got 'cut'$"
+    with pytest.raises(InputError, match=expected):
         RendererClient(renderer, backend="local", overlong="cut")
-    assert str(refused.value) == (
-        "overlong: unknown policy - expected error, drop_oldest_turns, stop, got 'cut'"
-    )

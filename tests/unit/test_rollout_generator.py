@@ -10,33 +10,19 @@ from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.client.local import LocalBackend
 from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError, TrajectoryError
 from mmrender.messages import Message
-from mmrender.renderer import Renderer
 from mmrender.rollout.checkpoint import RolloutCheckpoint
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Observation, turn_seed
-from mmrender.rollout.generator import (
-    BatchMetadata,
-    TrajectoryID,
-    VLMGenerator,
-    rollouts,
-    rows_of,
-)
+from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator, rollouts, rows_of
 from mmrender.testing.guided import guided_params
 from mmrender.trajectory.files import load_trajectories
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 
 
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
-
-
-def scripted(renderer, say="Yes.", scripts=(), client=None, **options):
-    """A generator whose rollouts follow scripts of observations, and its backend and environments."""
-    answer = say if callable(say) else lambda _: say
-    backend_options = {key: options.pop(key) for key in ("limit", "cut", "delays") if key in options}
-    backend = ScriptedBackend(renderer, answer, **backend_options)
+def scripted(renderer, say="Yes.", scripts=(), client=None, limit=None, **options):
+    """A generator whose rollouts follow scripts of observations, its batch, backend and environments."""
+    backend = ScriptedBackend(renderer, say if callable(say) else lambda _: say, limit=limit)
     made = []
 
     def make(script):
@@ -44,46 +30,44 @@ def scripted(renderer, say="Yes.", scripts=(), client=None, **options):
         return made[-1]
 
     environments = {str(index): partial(make, script) for index, script in enumerate(scripts)}
-    generator = VLMGenerator(
-        RendererClient(renderer, backend=backend, **{"model": "m", **(client or {})}), environments, **options
-    )
-    batch = {
-        "prompts": [[] for _ in scripts],
-        "env_classes": [str(index) for index in range(len(scripts))],
-        "env_extras": [{"picture": index} for index in range(len(scripts))],
-    }
-    return generator, batch, backend, made
+    asking = RendererClient(renderer, backend=backend, **{"model": "m", **(client or {})})
+    extras = [{"picture": index} for index in range(len(scripts))]
+    batch = {"prompts": [[] for _ in scripts], "env_classes": [*environments], "env_extras": extras}
+    return VLMGenerator(asking, environments, **options), batch, backend, made
 
 
-def generate(generator, batch):
+def generate(generator, batch, *_):
     return asyncio.run(generator.generate(batch))
+
+
+def turn_of(renderer):
+    """Tokens of the turn that scripts answer with."""
+    return renderer.tokenizer.encode("Yes.") + renderer.get_stop_token_ids()[:1]
 
 
 WEIGHTS = {"batch_metadata": BatchMetadata(weight_version="v1")}
 TWO_TURNS = (asks("Sure?", 0.25, image=7), ends(1.0, right=1.0))
+ENDLESS = (asks("Again?", 0.1),) * 50
 
 
 def test_one_row_holds_all_turns(renderer):
     generator, batch, backend, made = scripted(renderer, scripts=[TWO_TURNS], tensors="numpy")
     out = generate(generator, batch)
     first, second = backend.requests
-    sampled = len(second.prompt_ids) - len(first.prompt_ids)
     (prompt,), (response,) = out["prompt_token_ids"], out["response_ids"]
     assert prompt == first.prompt_ids
     assert [*prompt, *response][: len(second.prompt_ids)] == second.prompt_ids
     (mask,), (rewards,), (logprobs,) = out["loss_masks"], out["rewards"], out["rollout_logprobs"]
     assert len(response) == len(mask) == len(rewards) == len(logprobs)
-    turn = renderer.tokenizer.encode("Yes.") + renderer.get_stop_token_ids()[:1]
-    observed = sampled - len(turn)
+    turn = turn_of(renderer)
+    observed = len(second.prompt_ids) - len(first.prompt_ids) - len(turn)
     assert mask == [1] * len(turn) + [0] * observed + [1] * len(turn)
     assert [token for token, trained in zip(response, mask, strict=True) if trained] == turn * 2
     assert [value == 0.0 for value in logprobs] == [not trained for trained in mask]
     expected = [0.0] * len(response)
     expected[len(turn) - 1], expected[-1] = 0.25, 1.0
     assert rewards == expected
-    assert out["stop_reasons"] == ["done"]
-    assert out["is_last_step"] == [True]
-    assert out["errors"] == [None]
+    assert (out["stop_reasons"], out["is_last_step"], out["errors"]) == (["done"], [True], [None])
     assert out["rollout_expert_indices"] is None
     assert len(out["multi_modal_data"][0].mm_items["image"]) == 2
     (pixels,), (grids,) = out["pixel_values"], out["image_grid_thw"]
@@ -94,7 +78,7 @@ def test_one_row_holds_all_turns(renderer):
 def test_step_wise_each_turn_is_a_row(renderer):
     generator, batch, backend, _ = scripted(renderer, scripts=[TWO_TURNS, (ends(0.5),)], step_wise=True)
     out = generate(generator, batch)
-    turn = renderer.tokenizer.encode("Yes.") + renderer.get_stop_token_ids()[:1]
+    turn = turn_of(renderer)
     assert out["response_ids"] == [turn] * 3
     assert out["loss_masks"] == [[1] * len(turn)] * 3
     assert [row[-1] for row in out["rewards"]] == [0.25, 1.0, 0.5]
@@ -108,14 +92,13 @@ def test_step_wise_each_turn_is_a_row(renderer):
 def test_a_rollout_whose_history_is_rendered_anew_keeps_its_rewards(renderer):
     long = "What do you see here, and where is it? " * 8
     script = (asks(long, 0.5), asks(long, 0.25), asks("And now?", 0.125), ends(1.0))
-    generator, batch, backend, _ = scripted(
-        renderer, scripts=[script], limit=260, client={"overlong": "drop_oldest_turns"}
-    )
+    leaving_out = {"overlong": "drop_oldest_turns"}
+    generator, batch, backend, _ = scripted(renderer, scripts=[script], limit=260, client=leaving_out)
     out = generate(generator, batch)
     assert out["rollout_metrics"]["rollout/rendered_anew"] > 0
     assert sum(out["rewards"][0]) == pytest.approx(1.875)
     trained = sum(out["loss_masks"][0])
-    turn = len(renderer.tokenizer.encode("Yes.")) + 1
+    turn = len(turn_of(renderer))
     assert trained % turn == 0
     assert trained < 4 * turn
     whole = [*out["prompt_token_ids"][0], *out["response_ids"][0]]
@@ -127,16 +110,14 @@ def test_what_fails_is_kept_and_the_others_go_on(renderer, caplog):
         return EngineConnectionError("gone") if len(backend.requests) == 1 else "Yes."
 
     scripts = [(ends(1.0),), (asks("Sure?", 0.5), KeyError("lost")), (ends(2.0),)]
-    generator, batch, backend, made = scripted(
-        renderer, say, scripts=scripts, max_concurrency=1, tensors="torch"
-    )
+    one_by_one = {"max_concurrency": 1, "tensors": "torch"}
+    generator, batch, backend, made = scripted(renderer, say, scripts=scripts, **one_by_one)
     out = generate(generator, batch)
     assert out["errors"] == ["EngineConnectionError: gone", "KeyError: 'lost'", None]
     assert out["stop_reasons"] == ["error", "error", "done"]
     assert out["response_ids"][0] == out["prompt_token_ids"][0] == []
     assert len(out["response_ids"][1]) == len(out["loss_masks"][1]) > 10
-    assert set(out["loss_masks"][1]) == {0}
-    assert set(out["rewards"][1]) == {0.0}
+    assert set(out["loss_masks"][1]) == set(out["rewards"][1]) == {0}
     assert out["rewards"][2][-1] == 2.0
     assert [len(pixels) > 0 for pixels in out["pixel_values"]] == [False, True, True]
     assert out["pixel_values"][0].shape == (0, 1536)
@@ -176,29 +157,25 @@ def test_cancelling_a_batch_leaves_no_task(renderer):
 
 
 def test_ends_of_a_rollout(renderer):
-    endless = [asks("Again?", 0.1)] * 50
-    turns = generate(*scripted(renderer, scripts=[endless], max_turns=3)[:2])
+    def ended(*script, **options):
+        return generate(*scripted(renderer, scripts=[script or ENDLESS], **options))
+
+    turns = ended(max_turns=3)
     assert turns["stop_reasons"] == ["max_turns"]
     assert sum(turns["rewards"][0]) == pytest.approx(0.3)
-    long = generate(*scripted(renderer, scripts=[endless], max_length=120)[:2])
-    assert long["stop_reasons"] == ["max_length"]
-    stopped = generate(*scripted(renderer, scripts=[endless], limit=120, client={"overlong": "stop"})[:2])
-    assert stopped["stop_reasons"] == ["prompt_too_long"]
-    assert stopped["errors"] == [None]
+    assert ended(max_length=120)["stop_reasons"] == ["max_length"]
+    stopped = ended(limit=120, client={"overlong": "stop"})
+    assert (stopped["stop_reasons"], stopped["errors"]) == (["prompt_too_long"], [None])
     assert sum(stopped["loss_masks"][0]) > 0
-    refused = generate(*scripted(renderer, scripts=[endless], limit=120)[:2])
+    refused = ended(limit=120)
     assert refused["stop_reasons"] == ["error"]
     assert refused["errors"][0].startswith("PromptTooLongError: ")
-
-
-def test_what_an_environment_must_not_do(renderer):
-    silent = generate(*scripted(renderer, scripts=[(Observation(),)])[:2])
-    assert silent["errors"] == [
+    assert ended(Observation())["errors"] == [
         "InputError: step().messages: the environment shows nothing and is not done - "
         "expected messages for the model to answer"
     ]
     speaking = Observation([Message(role="assistant", content="I am the model")])
-    assert generate(*scripted(renderer, scripts=[(speaking,)])[:2])["errors"] == [
+    assert ended(speaking)["errors"] == [
         "MessageError: step().messages: an environment does not speak for the model - "
         "expected tool, user and system messages, got an assistant message"
     ]
@@ -207,21 +184,18 @@ def test_what_an_environment_must_not_do(renderer):
 
 def test_parameters_of_turns_and_turn_seeds(renderer):
     script = (asks("Sure?", sampling_params={"temperature": 0.1}), ends())
-    generator, batch, backend, _ = scripted(
-        renderer,
-        scripts=[script, script],
-        client={"sampling_params": {"seed": 5, "temperature": 0.9, "top_k": 7}},
-        sampling_params={"top_k": 8},
-        max_concurrency=1,
-    )
+    params = {
+        "client": {"sampling_params": {"seed": 5, "temperature": 0.9, "top_k": 7}},
+        "sampling_params": {"top_k": 8},
+    }
+    generator, batch, backend, _ = scripted(renderer, scripts=[script] * 2, max_concurrency=1, **params)
     generate(generator, {**batch, "sampling_params": {"top_p": 0.5}})
     params = [request.sampling_params for request in backend.requests]
     assert [each["temperature"] for each in params] == [0.9, 0.1, 0.9, 0.1]
     assert {(each["top_k"], each["top_p"]) for each in params} == {(8, 0.5)}
-    assert [each["seed"] for each in params] == [
-        turn_seed(5, "0_0", 0), turn_seed(5, "0_0", 1), turn_seed(5, "1_0", 0), turn_seed(5, "1_0", 1)
-    ]  # fmt: skip
-    assert len({each["seed"] for each in params}) == 4
+    seeds = [turn_seed(5, name, turn) for name in ("0_0", "1_0") for turn in (0, 1)]
+    assert [each["seed"] for each in params] == seeds
+    assert len({*seeds}) == 4
 
 
 def test_a_broken_off_batch_is_taken_up_again(renderer, tmp_path):
@@ -281,8 +255,7 @@ def test_what_was_asked_otherwise_is_not_taken_from_the_folder(renderer, tmp_pat
 def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
     scripts = [(ends(1.0),), (ends(1.0, odd=object()),), (ends(1.0),)]
     generator, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
-    batch["batch_metadata"] = BatchMetadata(weight_version="v1")
-    out = generate(generator, batch)
+    out = generate(generator, batch | WEIGHTS)
     assert [error is None for error in out["errors"]] == [True, False, True]
     assert out["errors"][1].startswith("TrajectoryError: ")
     assert "a trajectory cannot be stored" in out["errors"][1]
@@ -291,34 +264,28 @@ def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
     assert len(load_trajectories(tmp_path / "train-0.mmc")) == 2
 
 
-def test_an_empty_batch(renderer):
-    generator, *_ = scripted(renderer)
-    out = generate(generator, {"prompts": [], "env_classes": []})
-    assert (out["response_ids"], out["rollout_metrics"]) == ([], {})
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (
-            {"prompts": [[], []], "env_classes": ["0"]},
-            "input_batch['env_classes']: has another length - expected one entry for each of 2 prompts, got 1",
-        ),
-        (
-            {"prompts": [[]], "env_classes": ["zoo"]},
-            "input_batch['env_classes'][0]: unknown environment - expected 0, got 'zoo'",
-        ),
-        (
-            {"prompts": [[], []], "env_classes": ["0", "0"], "trajectory_ids": [TrajectoryID("a")] * 2},
-            "input_batch['trajectory_ids']: two rollouts have one name",
-        ),
+        ({"prompts": [[], []]},
+         "['env_classes']: has another length - expected one entry for each of 2 prompts, got 1"),
+        ({"env_classes": ["zoo"]}, "['env_classes'][0]: unknown environment - expected 0, got 'zoo'"),
+        ({"prompts": [[], []], "env_classes": ["0", "0"], "trajectory_ids": [TrajectoryID("a")] * 2},
+         "['trajectory_ids']: two rollouts have one name"),
+        ({}, "['batch_metadata'].weight_version: a checkpoint must know which weights sampled it. "
+         "Name the weights, such as BatchMetadata(weight_version='step-12')"),
     ],
-)
-def test_batches_that_are_refused(renderer, batch, message):
-    generator, *_ = scripted(renderer, scripts=[(ends(),)])
+)  # fmt: skip
+def test_batches_that_are_refused(renderer, batch, message, tmp_path):
+    generator, *_ = scripted(renderer, scripts=[(ends(),)], save_to=tmp_path)
     with pytest.raises(InputError) as refused:
-        generate(generator, batch)
-    assert str(refused.value) == message
+        generate(generator, {"prompts": [[]], "env_classes": ["0"], **batch})
+    assert str(refused.value) == f"input_batch{message}"
+
+
+def test_an_empty_batch_and_no_concurrency(renderer):
+    out = generate(*scripted(renderer))
+    assert (out["response_ids"], out["rollout_metrics"]) == ([], {})
     with pytest.raises(InputError, match=r"^max_concurrency: is too small - expected 1 or more, got 0$"):
         scripted(renderer, max_concurrency=0)
 
@@ -335,31 +302,23 @@ def test_a_game_end_to_end(tiny_model, renderer):
         generator = VLMGenerator(client, {"cell": game}, tensors="torch", max_concurrency=concurrency)
         seeds = [0, 0, 0, 1, 1, 1]
         ids = [TrajectoryID(f"board-{seed}", index) for index, seed in enumerate(seeds)]
-        extras = [{"seed": seed} for seed in seeds]
-        return generate(
-            generator,
-            {"prompts": [[]] * 6, "env_classes": ["cell"] * 6, "env_extras": extras, "trajectory_ids": ids},
-        )
+        batch = {"prompts": [[]] * 6, "env_classes": ["cell"] * 6, "trajectory_ids": ids}
+        return generate(generator, batch | {"env_extras": [{"seed": seed} for seed in seeds]})
 
     backend = LocalBackend(tiny_model)
     out = batch_of(backend, 6)
     assert out["errors"] == [None] * 6
-    assert out["rollout_metrics"]["environment/invalid_calls"] == 0
-    assert out["rollout_metrics"]["rollout/rendered_anew"] == 0
+    for name in ("environment/invalid_calls", "rollout/rendered_anew"):
+        assert out["rollout_metrics"][name] == 0
     assert max(len(grids) for grids in out["image_grid_thw"]) > 1
     again = batch_of(backend, 2)
-    assert again["response_ids"] == out["response_ids"]
-    assert again["rewards"] == out["rewards"]
+    assert (again["response_ids"], again["rewards"]) == (out["response_ids"], out["rewards"])
     row = max(range(6), key=lambda index: len(out["response_ids"][index]))
     ids = [*out["prompt_token_ids"][row], *out["response_ids"][row]]
     kinds = torch.tensor([[token == renderer.tokenizer.token_id("<|image_pad|>") for token in ids]]).int()
+    media = {name: out[name][row] for name in ("pixel_values", "image_grid_thw")}
     with torch.inference_mode():
-        logits = backend.model(
-            input_ids=torch.tensor([ids]),
-            mm_token_type_ids=kinds,
-            pixel_values=out["pixel_values"][row],
-            image_grid_thw=out["image_grid_thw"][row],
-        ).logits[0]
+        logits = backend.model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **media).logits[0]
     assert bool(torch.isfinite(logits).all())
     assert sum(out["loss_masks"][row]) < len(out["loss_masks"][row])
 
@@ -372,16 +331,6 @@ def test_a_rollout_that_ends_after_its_batch_is_not_half_written(tmp_path):
         checkpoint.put(Trajectory("late"), "b")
     assert str(caught.value) == "late: the rollout's batch has ended, and its checkpoint is closed"
     assert [each.trajectory_id for each in load_trajectories(path)] == ["in-time"]
-
-
-def test_a_checkpoint_must_know_the_weights(renderer, tmp_path):
-    generator, batch, *_ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path)
-    with pytest.raises(InputError) as caught:
-        generate(generator, batch)
-    assert str(caught.value) == (
-        "input_batch['batch_metadata'].weight_version: a checkpoint must know which weights sampled it. "
-        "Name the weights, such as BatchMetadata(weight_version='step-12')"
-    )
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -425,16 +374,10 @@ def test_leaving_the_stream_cancels_the_rest(renderer):
     def say(request):
         return "Yes." if len(backend.requests) == 1 else None
 
-    script = (ends(1.0),)
-    generator, _, backend, _ = scripted(renderer, say, scripts=[script])
-    made = []
-
-    def environment():
-        made.append(ScriptedEnvironment(list(script)))
-        return made[-1]
+    generator, _, backend, made = scripted(renderer, say, scripts=[(ends(1.0),)])
 
     async def run():
-        stream = rollouts(generator.client, environment, [[]] * 3)
+        stream = rollouts(generator.client, generator.environments["0"], [[]] * 3)
         async for trajectory in stream:
             assert trajectory.error is None
             break

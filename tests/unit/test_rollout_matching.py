@@ -6,6 +6,7 @@ from PIL import Image
 
 from mmrender.content import normalize_messages
 from mmrender.rollout.client import droppable_units, same_message
+from rollout_cases import text
 
 
 def said(content=None, **fields):
@@ -22,10 +23,6 @@ def result(**fields):
 
 def calls(*made, **fields):
     return said(tool_calls=[{"function": {"name": "zoom", "arguments": each}, **fields} for each in made])
-
-
-def text(words):
-    return {"type": "text", "text": words}
 
 
 RED = Image.new("RGB", (4, 4), "red")

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from mmrender.client.local import LocalBackend
-from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment
 
@@ -21,8 +20,7 @@ def blocks():
 
 
 @pytest.fixture(scope="module")
-def client(tiny_model):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+def client(renderer, tiny_model):
     return RendererClient(
         renderer, backend=LocalBackend(tiny_model), sampling_params={"max_tokens": 6, "seed": 1}
     )
