@@ -30,7 +30,7 @@ from mmrender.spans import Repeat
 from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}
-GENERATE_PATH = "/inference/v1/generate"
+GENERATE = "POST /inference/v1/generate"
 OK = lambda asked: {}  # noqa: E731
 PARAMS = {"max_tokens": 5}
 
@@ -55,6 +55,10 @@ def asked(transport):
     return lines
 
 
+UPDATE = {
+    **{"names": ["w"], "dtypes": ["bfloat16"], "shapes": [(2, 3)]},
+    **{"weight_version": "v", "extras": {"group_name": "g"}},
+}
 CALLS = {
     "pause abort": lambda e: e.pause_generation("abort"),
     "pause abort, cache kept": lambda e: e.pause_generation("abort", clear_cache=False),
@@ -65,15 +69,7 @@ CALLS = {
     "wake": lambda e: e.wake_up(tags=["weights", "kv_cache"]),
     "reset": lambda e: e.reset_prefix_cache(),
     "init": lambda e: e.init_weight_update_communicator({"master_address": "h", "master_port": 5}),
-    "update": lambda e: e.update_named_weights(
-        {
-            "names": ["w"],
-            "dtypes": ["bfloat16"],
-            "shapes": [(2, 3)],
-            "weight_version": "v",
-            "extras": {"group_name": "g"},
-        }
-    ),
+    "update": lambda e: e.update_named_weights(UPDATE),
     "load": lambda e: e.load_weights("/weights", weight_version="v"),
     "load, unnamed": lambda e: e.load_weights("/weights"),
     "set version": lambda e: e.set_weight_version("v"),
@@ -167,19 +163,21 @@ def test_what_each_server_is_told(kind, call):
 
 
 @pytest.mark.parametrize(
-    ("kind", "routes", "version"),
+    ("kind", "route", "reply", "version"),
     [
-        ("vllm", {"GET /weight_info": {"weight_version": "v7"}}, "v7"),
-        ("vllm", {"GET /weight_info": {"weight_version": None}}, None),
-        ("sglang", {"GET /model_info": {"model_path": "x", "weight_version": "default"}}, "default"),
+        ("vllm", "GET /weight_info", {"weight_version": "v7"}, "v7"),
+        ("vllm", "GET /weight_info", {"weight_version": None}, None),
+        ("sglang", "GET /model_info", {"model_path": "x", "weight_version": "default"}, "default"),
+        ("dynamo", "POST /engine/get_weight_version", {"status": "ok", "version": 12}, "12"),
     ],
 )
-def test_weight_versions_are_read(kind, routes, version):
-    engine, _ = engine_of(kind, routes)
+def test_weight_versions_are_read(kind, route, reply, version):
+    engine, _ = engine_of(kind, {route: reply}, worker=MemoryTransport({route: reply}))
     assert run(engine.weight_version()) == version
 
 
 FLUSH = "POST /flush_cache"
+BOOM = MemoryTransport({"POST /engine/flush_cache": {"status": "error", "message": "boom"}})
 
 
 @pytest.mark.parametrize(
@@ -190,33 +188,23 @@ FLUSH = "POST /flush_cache"
         ("vllm", {"POST /reset_prefix_cache": {"success": False}}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: the engine refused - got {'success': False}. Pause first"),
         ("sglang", {FLUSH: Answer("Flush cache failed.", status=400)}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: cached prefixes are in use - got Flush cache failed.. Pause first"),
         ("vllm", {}, lambda e: e.pause_generation("abort"), EngineUnsupportedError, "e.pause_generation: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"),
+        ("dynamo", BOOM, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: the engine refused - got boom. Pause first"),
         ("dynamo", {}, lambda e: e.pause_generation("keep"), EngineUnsupportedError, "e.pause_generation: dynamo has this call on its worker only. Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"),
         ("sglang", {}, lambda e: e.update_named_weights({"names": [], "dtypes": []}), InputError, "request.shapes: a part of the weight update is missing"),
     ],
 )  # fmt: skip
 def test_calls_that_are_refused(kind, routes, call, error, message):
-    engine, _ = engine_of(kind, routes)
+    worker = routes if isinstance(routes, MemoryTransport) else None
+    engine, _ = engine_of(kind, {} if worker else routes, worker=worker)
     with pytest.raises(error) as caught:
         run(call(engine))
     assert str(caught.value) == message
 
 
-def test_dynamos_worker_answers_in_its_own_way():
-    replies = {
-        "POST /engine/get_weight_version": {"status": "ok", "version": 12},
-        "POST /engine/flush_cache": {"status": "error", "message": "boom"},
-    }
-    engine, _ = engine_of("dynamo", worker=MemoryTransport(replies))
-    assert run(engine.weight_version()) == "12"
-    with pytest.raises(EngineStateError, match=r"^e.reset_prefix_cache: the engine refused - got boom"):
-        run(engine.reset_prefix_cache())
-
-
 @in_loop
 async def test_pausing_twice_and_resuming_unpaused():
-    engine, transport = engine_of(
-        "vllm", {"POST /pause": [{}, {}, Answer(status=500), {}], "POST /resume": OK}
-    )
+    routes = {"POST /pause": [{}, {}, Answer(status=500), {}], "POST /resume": OK}
+    engine, transport = engine_of("vllm", routes)
     with pytest.raises(EngineStateError, match=r"^e: the engine is not paused$"):
         await engine.resume_generation()
     await engine.pause_generation("keep")
@@ -254,12 +242,8 @@ def test_requests_carry_the_engines_model_and_the_session():
     backend = Echo()
     engine = HTTPEngine(backend, MemoryTransport(), model="m", tp_size=2, pp_size=3, dp_size=4)
     images = sidecar("a")
-    batch = {
-        "prompt_token_ids": [[5, 6], [7]],
-        "multi_modal_data": [images, None],
-        "sampling_params": [{"max_tokens": 2}, {"max_tokens": 3}],
-        "session_ids": ["s", None],
-    }
+    batch = {"prompt_token_ids": [[5, 6], [7]], "multi_modal_data": [images, None]}
+    batch |= {"sampling_params": [{"max_tokens": 2}, {"max_tokens": 3}], "session_ids": ["s", None]}
     output = run(engine.generate(batch))
     first, second = backend.requests
     assert (first.model, first.prompt_ids, first.multi_modal_data) == ("m", [5, 6], images)
@@ -269,8 +253,7 @@ def test_requests_carry_the_engines_model_and_the_session():
     assert output["response_ids"] == [[1, 2], [1, 2]]
     assert output["responses"] is None
     assert (engine.tp_size(), engine.pp_size(), engine.dp_size()) == (2, 3, 4)
-    assert run(engine.max_prompt_len()) == 77
-    assert engine.name == "http://memory"
+    assert (run(engine.max_prompt_len()), engine.name) == (77, "http://memory")
 
 
 def test_all_requests_go_to_a_router_and_control_calls_to_the_engines():
@@ -304,9 +287,8 @@ def test_dynamo_without_known_ends_refuses_pauses_by_abort():
         "Give a renderer, or DynamoBackend(eos_token_ids=...)"
     )
     assert not worker.asked
-    for known in ({"renderer": Knowing()}, {"backend": DynamoBackend(eos_token_ids=(2,))}):
-        backend = known.pop("backend", DynamoBackend())
-        able = HTTPEngine(backend, MemoryTransport(), model="m", control=Agreeing(), **known)
+    for backend, known in ((DynamoBackend(), Knowing()), (DynamoBackend(eos_token_ids=(2,)), None)):
+        able = HTTPEngine(backend, MemoryTransport(), model="m", control=Agreeing(), renderer=known)
         run(able.pause_generation("abort"))
 
 
@@ -318,9 +300,6 @@ def test_a_backend_without_routes_needs_some():
     run(engine.check_health())
     with pytest.raises(EngineUnsupportedError, match=r"^http://memory.sleep: mine has no such call$"):
         run(engine.sleep())
-
-
-# --- passing requests on, and streams ---
 
 
 def test_chat_is_passed_on_with_the_engines_model_name():
@@ -345,32 +324,23 @@ def test_replies_that_are_none(answer, problem):
         run(engine.completion({"json": {}}))
 
 
-async def gathered(stream):
-    return [value async for value in stream]
-
-
-def test_streams_are_read_to_their_end():
+@in_loop
+async def test_streams_are_read_to_their_end():
     text = ': comment\n\nevent: x\ndata: {"a": 1}\n\ndata:{"a": 2}\n\ndata: [DONE]\n\ndata: {"a": 3}\n\n'
     engine, transport = engine_of("vllm", {"POST /v1/chat/completions": text})
-    assert run(gathered(engine.stream_chat_completion({"json": {"messages": []}}))) == [{"a": 1}, {"a": 2}]
+    stream = engine.stream_chat_completion({"json": {"messages": []}})
+    assert [event async for event in stream] == [{"a": 1}, {"a": 2}]
     assert transport.asked[0].json["stream"] is True
 
 
-def entry(token, logprob):
-    return {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
-
-
 def chunk(tokens, reason=None, **more):
-    logprobs = {"content": [entry(token, -0.5 * token) for token in tokens]}
+    entry = {"rank": 1, "top_logprobs": []}
+    logprobs = {"content": [entry | {"token_id": token, "logprob": -0.5 * token} for token in tokens]}
     choice = {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, **more}
     return {"request_id": "generate-tokens-r", "choices": [choice]}
 
 
-USAGE = {
-    "request_id": "generate-tokens-r",
-    "choices": [],
-    "usage": {"prompt_tokens": 2, "completion_tokens": 3},
-}
+USAGE = {**chunk([]), "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
 CHUNKS = [
     {**chunk([5]), "prompt_token_ids": [1, 2]},
     chunk([6]),
@@ -379,12 +349,8 @@ CHUNKS = [
 ]
 
 
-def event_of(value):
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def sse(chunks, done=True):
-    return b"".join(map(event_of, chunks)) + (b"data: [DONE]\n\n" if done else b"")
+def sse(chunks, end=b"data: [DONE]\n\n"):
+    return b"".join(b"data: " + msgspec.json.encode(each) + b"\n\n" for each in chunks) + end
 
 
 @pytest.mark.parametrize("spoilt", [-9999.0, float("nan"), None])
@@ -393,16 +359,14 @@ def test_tokens_of_a_stream_are_checked_before_they_are_told_of(spoilt):
     bad = chunk([6])
     bad["choices"][0]["logprobs"]["content"][0]["logprob"] = spoilt
     seen = []
-    engine, _ = engine_of(
-        "vllm", {f"POST {GENERATE_PATH}": [sse([chunk([5]), bad]), sse([chunk([7], "stop")])]}
-    )
+    engine, _ = engine_of("vllm", {GENERATE: [sse([chunk([5]), bad]), sse([chunk([7], "stop")])]})
     client = InferenceEngineClient([engine], **patient())
     response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda ids, *_: seen.extend(ids)))
     assert (response.completion_ids, response.logprobs) == ([5, 7], [-2.5, -3.5])
     assert seen == [5, 7]
 
 
-ERROR = event_of({"error": {"message": "boom"}})
+ERROR = sse([{"error": {"message": "boom"}}], b"")
 LATE = [*CHUNKS[:2], chunk([7]), chunk([], "stop", stop_reason=7)]
 CONTRADICTED = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
 
@@ -410,15 +374,15 @@ CONTRADICTED = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
 @pytest.mark.parametrize(
     ("answer", "budget", "ids", "reason"),
     [
-        (sse(CHUNKS[:3], done=False), 5, [5, 6, 7], "stop"),
-        (sse(CHUNKS[:3], done=False) + ERROR, 5, [5, 6, 7], "stop"),
-        (sse(LATE, done=False) + ERROR, 5, [5, 6, 7], "stop"),
+        (sse(CHUNKS[:3], b""), 5, [5, 6, 7], "stop"),
+        (sse(CHUNKS[:3], ERROR), 5, [5, 6, 7], "stop"),
+        (sse(LATE, ERROR), 5, [5, 6, 7], "stop"),
         (sse([*CHUNKS[:3], CONTRADICTED]), 5, [5, 6, 7], "stop"),
-        (sse(CHUNKS[:2], done=False), 2, [5, 6], "length"),
+        (sse(CHUNKS[:2], b""), 2, [5, 6], "length"),
     ],
 )
 def test_a_stream_that_breaks_behind_its_end_is_not_asked_on(answer, budget, ids, reason):
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": answer})
+    engine, transport = engine_of("vllm", {GENERATE: answer})
     client = InferenceEngineClient([engine], **patient())
     request = new_request([1, 2], {"max_tokens": budget})
     response = run(client.complete(request, on_tokens=lambda *_: None))
@@ -448,7 +412,7 @@ class Knowing:
 @pytest.mark.parametrize("nested", [False, True])
 def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested):
     """An id that the model has no embedding for kills the engine; only the client has the renderer."""
-    engine, transport = engine_of("vllm", {f"POST {GENERATE_PATH}": sse(CHUNKS)})
+    engine, transport = engine_of("vllm", {GENERATE: sse(CHUNKS)})
     inner = InferenceEngineClient([engine], **patient()) if nested else engine
     client = InferenceEngineClient([inner], renderer=Knowing(), **patient())
     for bad in (100, 5000):
