@@ -28,29 +28,15 @@ def in_loop(test):
 def patient(*, attempts=60, attempt_timeout=0.05, pause_timeout=0.1, **settings):
     """Settings of a client that retries without waiting; what stalls is given up after 50 ms."""
     retries = RetryPolicy(attempts=attempts, wait_initial=0.0, wait_jitter=0.0, wait_max=0.0)
-    return {
-        "retries": retries,
-        "attempt_timeout": attempt_timeout,
-        "pause_timeout": pause_timeout,
-        **settings,
-    }
+    timeouts = {"attempt_timeout": attempt_timeout, "pause_timeout": pause_timeout}
+    return {"retries": retries, **timeouts, **settings}
 
 
 MODES = ("abort", "keep", "wait")
 
-# Stalls cost real time, so they are rare.
-KINDS = (
-    "abort",
-    "abort",
-    "abort",
-    "drop_logprobs",
-    "short_logprobs",
-    "bad_logprob",
-    "error",
-    "refuse",
-    "die",
-)
+KINDS = (*["abort"] * 3, "drop_logprobs", "short_logprobs", "bad_logprob", "error", "refuse", "die")
 
+# Stalls cost real time, so they are rare.
 faults = st.lists(
     st.none()
     | st.builds(Fault, st.sampled_from(KINDS), st.integers(0, 6))
@@ -101,8 +87,10 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def paused_now_and_then(setup: Setup, plan: Sequence[tuple[str, int, int]]) -> None:
-    """Pause and resume; between the two nothing may move."""
+async def while_pausing(setup: Setup, plan: Sequence[tuple[str, int, int]], sampling: Any) -> Any:
+    """Await a coroutine, pausing and resuming; between the two nothing may move."""
+    task = asyncio.create_task(sampling)
+    await turns(1)
     for number, (mode, before, during) in enumerate(plan):
         await turns(before)
         await setup.client.pause_generation(mode)
@@ -118,6 +106,7 @@ async def paused_now_and_then(setup: Setup, plan: Sequence[tuple[str, int, int]]
         for engine in living:
             engine.version = f"step-{number + 1}"
         await setup.client.resume_generation()
+    return await task
 
 
 def sidecar(*names: str) -> MultiModalData:

@@ -14,32 +14,20 @@ from engine_cases import (
     faults,
     in_loop,
     patient,
-    paused_now_and_then,
     pauses,
     prompts,
     setup,
     sidecar,
     turns,
+    while_pausing,
 )
 from mmrender.client.types import EngineResponse, Usage
-from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.continuation import Continuation, check_piece
 from mmrender.engines.interface import new_request
 from mmrender.testing.scripted_engine import letters, sampled
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
 BUDGETS = st.integers(1, 24)
-
-
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
-async def _generate(case, batch, plan):
-    generating = asyncio.create_task(case.client.generate(batch))
-    await turns(1)
-    await paused_now_and_then(case, plan)
-    return await generating
 
 
 @given(prompts, BUDGETS, faults, pauses, st.sampled_from([MODES, MODES, (), ("abort",), ("keep",)]))
@@ -49,23 +37,20 @@ async def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, fa
     """Also where engines do not know a mode, so that the client alone holds their requests."""
     case = setup(faults, pause_modes=modes)
     pauses = [pause for pause in pauses if pause[0] in (*modes, "abort", "wait")]
-    batch = {
-        "prompt_token_ids": prompts,
-        "multi_modal_data": [sidecar(f"image{index}") for index in range(len(prompts))],
-        "sampling_params": {"max_tokens": budget, "temperature": 0.0},
-    }
-    given = copy.deepcopy({name: value for name, value in batch.items() if name != "multi_modal_data"})
-    output = await _generate(case, batch, pauses)
+    images = [sidecar(f"image{index}") for index in range(len(prompts))]
+    batch = {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": budget, "temperature": 0.0}}
+    given = copy.deepcopy(batch)
+    output = await while_pausing(case, pauses, case.client.generate(batch | {"multi_modal_data": images}))
     await case.client.teardown()
     assert len(asyncio.all_tasks()) == 1
-    assert {name: batch[name] for name in given} == given  # nothing of the caller's is changed
+    assert batch == given  # nothing of the caller's is changed
     for index, prompt in enumerate(prompts):
         whole = sampled(prompt, budget)
+        response = output["engine_responses"][index]
         assert output["response_ids"][index] == whole.completion_ids
         assert output["response_logprobs"][index] == whole.logprobs
         assert output["stop_reasons"][index] == whole.finish_reason
-        assert output["engine_responses"][index].usage == Usage(len(prompt), len(whole.completion_ids), None)
-        assert output["engine_responses"][index].stop_reason == (0 if whole.finish_reason == "stop" else None)
+        assert (response.usage, response.stop_reason) == (whole.usage, whole.stop_reason)
     _check_requests(case.journal, prompts, budget)
 
 
@@ -97,10 +82,7 @@ async def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, bu
 
     case = setup(faults)
     request = new_request(prompts[0], {"max_tokens": budget, **more}, sidecar("image0"))
-    sampling = asyncio.create_task(case.client.complete(request, on_tokens=on_tokens))
-    await turns(1)
-    await paused_now_and_then(case, pauses)
-    response = await sampling
+    response = await while_pausing(case, pauses, case.client.complete(request, on_tokens=on_tokens))
     await case.client.teardown()
     whole = sampled(prompts[0], budget)
     assert response.completion_ids == whole.completion_ids
@@ -127,19 +109,13 @@ async def test_stop_strings_end_a_completion_across_aborts(prompts, budget, faul
     start = data.draw(st.integers(0, len(text) - 1), "start")
     stop = text[start : start + data.draw(st.integers(1, 4), "length")]
     shown: list[int] = []
-    case = setup(faults)
-    client = InferenceEngineClient(case.engines, renderer=Letters(), **patient())
-    case.client = client
+    case = setup(faults, policy=patient(renderer=Letters()))
     request = new_request(prompts[0], {"max_tokens": budget, "stop": [stop]})
     listener = (lambda ids, logprobs, reason: shown.extend(ids)) if streamed else None
-    sampling = asyncio.create_task(client.complete(request, on_tokens=listener))
-    await turns(1)
-    await paused_now_and_then(case, pauses)
-    response = await sampling
+    response = await while_pausing(case, pauses, case.client.complete(request, on_tokens=listener))
     whole = sampled(prompts[0], budget, [stop])
-    assert response.completion_ids == whole.completion_ids
-    assert response.logprobs == whole.logprobs
-    assert response.finish_reason == whole.finish_reason
+    for name in ("completion_ids", "logprobs", "finish_reason"):
+        assert getattr(response, name) == getattr(whole, name)
     # The string is named by the end of a reply, which may be lost where its tokens were streamed.
     assert response.stop_reason == whole.stop_reason or (streamed and response.stop_reason is None)
     assert shown == (whole.completion_ids if streamed else [])
@@ -180,9 +156,8 @@ async def test_weight_versions_cover_the_completion_in_order(prompts, budget, pa
     case = setup()
     for engine in case.engines:
         engine.version = "step-0"
-    output = await _generate(
-        case, {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": budget}}, pauses
-    )
+    batch = {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": budget}}
+    output = await while_pausing(case, pauses, case.client.generate(batch))
     await case.client.teardown()
     for response in output["engine_responses"]:
         ids, spans = response.completion_ids, response.weight_versions
@@ -209,9 +184,7 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
         asked = continuation.next_request()
         assert len(asked.prompt_ids) == prompt_len + first
         assert asked.sampling_params["max_tokens"] == len(ids) - first >= 1
-        again = (
-            np.full_like(rows[start : prompt_len + max(first, 1) - 1], 60_000) if first else rows[start:start]
-        )
+        again = np.full_like(rows[start : prompt_len + first - 1 if first else start], 60_000)
         fresh = rows[start + len(again) : prompt_len + last - 1]
         experts = RoutedExperts(np.concatenate([again, fresh]), start)
         is_last = number == len(bounds) - 2
@@ -230,8 +203,7 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
     result = continuation.result()
     assert result.completion_ids == ids
     assert result.logprobs == [-float(position) for position in range(len(ids))]
-    assert result.usage.prompt_tokens == prompt_len
-    assert result.usage.completion_tokens == len(ids)
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (prompt_len, len(ids))
     assert result.top_logprobs == tuple(((token, 0.0),) for token in ids)
     assert result.routed_experts == RoutedExperts(rows[start:], start)
     for before, after in zip(result.weight_versions, result.weight_versions[1:], strict=False):
@@ -240,22 +212,17 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
 
 @given(faults, st.integers(0, 30))
 @settings(max_examples=40)
-def test_a_cancelled_batch_leaves_nothing_behind(faults, moment):
-    async def scenario():
-        case = setup(faults)
-        generating = asyncio.create_task(
-            case.client.generate(
-                {"prompt_token_ids": [[5, n] for n in range(2, 8)], "sampling_params": {"max_tokens": 20}}
-            )
-        )
-        await turns(moment)
-        generating.cancel()
-        await asyncio.gather(generating, return_exceptions=True)
-        await turns(3)
-        assert not any(engine.running for engine in case.engines)
-        assert not any(replica.calls for replica in case.client.replicas)
-        await case.client.teardown()
-        assert len(asyncio.all_tasks()) == 1
-
-    run(scenario())
+@in_loop
+async def test_a_cancelled_batch_leaves_nothing_behind(faults, moment):
+    case = setup(faults)
+    batch = {"prompt_token_ids": [[5, n] for n in range(2, 8)], "sampling_params": {"max_tokens": 20}}
+    generating = asyncio.create_task(case.client.generate(batch))
+    await turns(moment)
+    generating.cancel()
+    await asyncio.gather(generating, return_exceptions=True)
+    await turns(3)
+    assert not any(engine.running for engine in case.engines)
+    assert not any(replica.calls for replica in case.client.replicas)
+    await case.client.teardown()
+    assert len(asyncio.all_tasks()) == 1
     gc.collect()

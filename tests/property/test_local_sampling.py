@@ -58,10 +58,8 @@ def reference(params, prompt, logits, sampled, noise):
         return values.index(max(values))
     values = [value / temperature for value in values]
     likely = softmax(values)
-    values = [
-        value if probability >= params.get("min_p", 0.0) * max(likely) * (1 - 1e-6) else -math.inf
-        for value, probability in zip(values, likely, strict=True)
-    ]
+    bound = params.get("min_p", 0.0) * max(likely) * (1 - 1e-6)
+    values = [-math.inf if odds < bound else value for value, odds in zip(values, likely, strict=True)]
     top_k = params.get("top_k", 0)
     if 0 < top_k < VOCAB:
         bound = sorted(values)[-top_k]
@@ -77,17 +75,15 @@ def reference(params, prompt, logits, sampled, noise):
     return scores.index(max(scores))
 
 
+numbers = st.integers(-40, 40).map(lambda n: n / 7 + 0.01)
+logits = st.lists(numbers, min_size=VOCAB, max_size=VOCAB, unique=True)
+
+
 @settings(max_examples=100)
 @given(
     params=settings_of_sampling,
     prompt=st.lists(tokens, min_size=1, max_size=6),
-    rows=st.lists(
-        st.lists(
-            st.integers(-40, 40).map(lambda n: n / 7 + 0.01), min_size=VOCAB, max_size=VOCAB, unique=True
-        ),
-        min_size=1,
-        max_size=5,
-    ),
+    rows=st.lists(logits, min_size=1, max_size=5),
 )
 def test_it_is_vllms_order(params, prompt, rows):
     sampler = TokenSampler(params, prompt, STOPS)
@@ -109,8 +105,7 @@ def test_it_is_vllms_order(params, prompt, rows):
 @given(seed=st.integers(0, 1000), allowed=st.sets(tokens, min_size=1))
 def test_a_grammar_comes_before_the_logprobs(seed, allowed):
     row = [math.sin(seed + token) * 3 for token in range(VOCAB)]
-    choices = [[token, 0] for token in allowed]
-    sampler = TokenSampler({"max_tokens": 1, "seed": seed}, [0], STOPS, choices)
+    sampler = TokenSampler({"max_tokens": 1, "seed": seed}, [0], STOPS, [[token, 0] for token in allowed])
     token = int(sampler(torch.tensor([[0]]), torch.tensor([row])).argmax())
     (logprob,) = sampler.logprobs
     assert token in allowed
