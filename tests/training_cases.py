@@ -23,13 +23,8 @@ HALF = PixelArithmetic((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "pil")
 
 
 def family_of(model_type: str, **vision: Any) -> ModelFamily:
-    return ModelFamily.from_config(
-        {
-            "model_type": model_type,
-            "image_token_id": IMAGE_ID,
-            "vision_config": {"spatial_merge_size": 2, **vision},
-        }
-    )
+    config = {"model_type": model_type, "image_token_id": IMAGE_ID}
+    return ModelFamily.from_config(config | {"vision_config": {"spatial_merge_size": 2, **vision}})
 
 
 def patch_processor(patch: int, most_tokens: int) -> PatchProcessor:
@@ -63,12 +58,8 @@ def tiled_item(shape: Sequence[int], tokens: int, seed: int = 0, **others: Any) 
     parts = {"pixel_values": compacted(values, HALF)}
     parts |= {name: compacted(np.asarray(array), None) for name, array in others.items()}
     half = tokens // 2
-    expansion = (
-        Text("<row>"),
-        Repeat("<image>", half),
-        Repeat("<sep>", 1, embeds=False),
-        Repeat("<image>", tokens - half),
-    )
+    rows = Repeat("<image>", half), Repeat("<sep>", 1, embeds=False), Repeat("<image>", tokens - half)
+    expansion = (Text("<row>"), *rows)
     return ProcessedItem(identity=f"{seed:064x}", size=(8, 8), grid=(1,), expansion=expansion, parts=parts)
 
 

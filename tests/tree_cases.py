@@ -92,6 +92,7 @@ class Call:
 _segments = st.lists(
     st.one_of(st.integers(10, 13), st.tuples(st.sampled_from("ABCD"), st.integers(1, 3))), max_size=5
 )
+_KINDS = ["extend", "branch", "retry", "resume", "drop", "reorder", "swap image", "repeat", "root", "failed"]
 
 
 @st.composite
@@ -99,19 +100,7 @@ def calls(draw: st.DrawFn) -> list[Call]:
     """Calls of one rollout: next turns, retries, branches, histories that lose or reorder turns, failures."""
     found: list[Call] = []
     for index in range(draw(st.integers(0, 7))):
-        kinds = [
-            "extend",
-            "branch",
-            "retry",
-            "resume",
-            "drop",
-            "reorder",
-            "swap image",
-            "repeat",
-            "root",
-            "failed",
-        ]
-        kind = draw(st.sampled_from(kinds))
+        kind = draw(st.sampled_from(_KINDS))
         before, parent = None, None
         segments: list[Segment] = []
         if found and kind != "root":

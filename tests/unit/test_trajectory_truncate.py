@@ -14,10 +14,6 @@ SIDECAR = sidecar((2, A), (10, B))
 IDS = [1, 2, *[9] * 6, 3, 4, *[9] * 6, 5, 6]
 
 
-def shown(sidecar):
-    return list(sidecar.mm_items.get("image", ()))
-
-
 @pytest.mark.parametrize(("limit", "length"), [(18, 18), (16, 16), (15, 10), (8, 8), (7, 2), (0, 0)])
 def test_prompts_are_cut_at_whole_images(limit, length):
     cut = truncate(
@@ -42,11 +38,8 @@ def test_rendered_prompts_keep_their_attribution():
     )
     prompt = RenderedTokens(IDS, spans, ("user", "assistant"), (None, None), SIDECAR, "text")
     cut = truncate(prompt, 12)
-    assert (cut.token_ids, cut.spans[-1], shown(cut.multi_modal_data)) == (
-        IDS[:10],
-        spans[2]._replace(stop=10),
-        [A],
-    )
+    assert (cut.token_ids, cut.spans[-1]) == (IDS[:10], spans[2]._replace(stop=10))
+    assert cut.multi_modal_data.mm_items == {"image": [A]}
     assert len(cut.message_indices) == 10
     assert [span.kind for span in truncate(prompt, 5).spans] == ["content"]
 
