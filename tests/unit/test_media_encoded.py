@@ -66,20 +66,17 @@ def test_a_size_in_whole_tokens_is_kept_or_changes_its_number_of_tokens(high, wi
     assert same_count == (resized == (height, width))
 
 
-def test_an_image_is_encoded_once(processor):
+def test_an_image_is_encoded_once_and_a_data_url_holds_the_bytes(processor):
     item = processor.process(load_image(photo(256, 256, 1)))
     assert encoded_image(item) is encoded_image(processor.process(load_image(photo(256, 256, 1))))
+    assert EncodedImage(b"\x00\xff", "image/png").data_url == "data:image/png;base64,AP8="
+
+
+SMALL = {"size": (16, 24), "grid": (1, 1, 1), "expansion": (Repeat("x", 1),)}
 
 
 def reference(number, source):
-    return ReferenceItem(
-        identity=f"{number:064x}",
-        size=(16, 24),
-        grid=(1, 1, 1),
-        expansion=(Repeat("x", 1),),
-        expected_length=1,
-        source=source,
-    )
+    return ReferenceItem(**SMALL, identity=f"{number:064x}", expected_length=1, source=source)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +112,13 @@ def test_images_that_decoders_disagree_on_are_sent_as_the_pixels_they_stand_for(
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent.data))), load_image(data).array)
 
 
-def test_a_data_url_holds_the_bytes():
-    assert EncodedImage(b"\x00\xff", "image/png").data_url == "data:image/png;base64,AP8="
-
-
 @pytest.mark.parametrize("kind", ["processed", "video", "url"])
 def test_what_holds_no_image_is_refused(kind, processor):
     image = processor.process(load_image(photo(64, 64)))
-    common = {"identity": "ab" * 32, "size": (8, 8), "grid": (1,), "expansion": (Repeat("x", 1),)}
     item = {
-        "processed": ProcessedItem(**common, parts={}),
+        "processed": ProcessedItem(**SMALL, identity="ab" * 32, parts={}),
         "video": replace(image, modality="video", identity="ab" * 32),
-        "url": ReferenceItem(**common, expected_length=1, source="https://images.test/a.png"),
+        "url": replace(reference(0, "https://images.test/a.png"), identity="ab" * 32),
     }[kind]
     with pytest.raises(MediaError) as caught:
         encoded_image(item)
