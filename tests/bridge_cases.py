@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
 
 Messages = Sequence[dict[str, Any]]
+REAL = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")
+
+
+def renderer_of(name: str, request: pytest.FixtureRequest) -> Renderer:
+    """The renderer of a model of `shared/models`, or of the demonstration's, loaded once in a process."""
+    if name == "tiny":
+        return request.getfixturevalue("renderer")
+    return _loaded(request.getfixturevalue("shared_models") / name)
 
 
 @cache
-def loaded(directory: Path) -> Renderer:
-    """The renderer of a model directory, loaded once for all tests of a process."""
+def _loaded(directory: Path) -> Renderer:
     return Renderer.from_pretrained(directory, image_backend="pil")
 
 
@@ -66,18 +74,12 @@ def extensions(renderer: Renderer, messages: Messages, options: dict[str, Any]) 
 
 
 def bridged(
-    renderer: Renderer, messages: Messages, options: dict[str, Any], case: Extension, **more: Any
+    renderer: Renderer, messages: Messages, options: dict[str, Any], case: Extension, base: RenderedTokens
 ) -> RenderedTokens | None:
-    """The bridge over one extension."""
-    given = {key: value for key, value in options.items() if key != "add_generation_prompt"}
-    return renderer.bridge_to_next_turn(
-        case.prompt.token_ids,
-        case.completion,
-        messages[case.turn + 1 : case.stop],
-        previous_multi_modal_data=case.prompt.multi_modal_data,
-        **given,
-        **more,
-    )
+    """The bridge over one extension, from what the turn's prompt was rendered or bridged to."""
+    extension = messages[case.turn + 1 : case.stop]
+    given = {"previous_multi_modal_data": base.multi_modal_data, **options}
+    return renderer.bridge_to_next_turn(base.token_ids, case.completion, extension, **given)
 
 
 def assert_tail_equals(bridge: RenderedTokens, full: RenderedTokens, begin: int, first: int) -> None:

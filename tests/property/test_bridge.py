@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,32 +11,25 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bridge_cases import (
-    Messages,
+    REAL,
     assert_same_rendering,
     assert_tail_equals,
     bridged,
     extensions,
-    loaded,
+    renderer_of,
     sampled_ids,
 )
 from mmrender.errors import MMRenderError
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
 from mmrender.testing.conversations import ConversationMaker, sample_images
-from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
 from small_models import MODELS
 
-REAL = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")
 REFUSED = {"last_user": "what the template writes for this extension depends on the system prompt"}
 """Small templates with extensions that cannot be bridged, and why."""
 PICTURES = sample_images(random.Random(5), 3, largest=96)
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("bridge") / "tiny", weights=False)
 
 
 class Subject(NamedTuple):
@@ -59,9 +51,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     name = request.param
     if name in MODELS:
         return Subject(MODELS[name].renderer(), not MODELS[name].spec.alternating, REFUSED.get(name))
-    if name == "tiny":
-        return Subject(loaded(request.getfixturevalue("tiny")))
-    return Subject(loaded(request.getfixturevalue("shared_models") / name))
+    return Subject(renderer_of(name, request))
 
 
 def conversation(
@@ -102,7 +92,7 @@ def test_bridge_of_canonical_turns_equals_rendering(subject: Subject, source: ra
     renderer = subject.renderer
     messages, options = conversation(subject, source)
     for case in rendered_or_reject(lambda: list(extensions(renderer, messages, options))):
-        bridge = bridged(renderer, messages, options, case)
+        bridge = bridged(renderer, messages, options, case, case.prompt)
         if not subject.accepts(bridge):
             continue
         assert bridge is not None
@@ -126,22 +116,14 @@ def test_chain_of_bridges_equals_rendering(subject: Subject, source: random.Rand
     cases = rendered_or_reject(lambda: list(extensions(renderer, messages, options)))
     assume(cases)
     current: RenderedTokens = cases[0].prompt
-    ends = []
     for case in cases:
-        bridge = renderer.bridge_to_next_turn(
-            current.token_ids,
-            case.completion,
-            messages[case.turn + 1 : case.stop],
-            previous_multi_modal_data=current.multi_modal_data,
-            **options,
-        )
+        bridge = bridged(renderer, messages, options, case, current)
         if not subject.accepts(bridge):
             return
         assert bridge is not None
         base = len(current) + len(case.completion)
         assert bridge.token_ids[:base] == current.token_ids + case.completion
         assert_tail_equals(bridge, case.full, base, case.turn + 1)
-        ends.append(base)
         current = bridge
     whole = cases[-1].full
     adjacent = all(first.stop == second.turn for first, second in pairwise(cases))
@@ -156,16 +138,13 @@ def test_whatever_was_sampled_stays(subject: Subject, data: st.DataObject, dtype
     renderer = subject.renderer
     ids = st.integers(0, renderer.tokenizer.vocab_size - 1)
     tokens = st.lists(ids | st.sampled_from(sorted(renderer.tokenizer.added_ids.values())), max_size=12)
-    first = renderer.render(
-        [{"role": "user", "content": _picture_and_text(renderer)}], add_generation_prompt=True
-    )
-    sampled = [
-        *data.draw(tokens),
-        *data.draw(st.sampled_from([[], *[[i] for i in renderer.get_stop_token_ids()]])),
-    ]
-    prompt, completion = (
-        (ids if dtype is None else np.array(ids, dtype)) for ids in (list(first.token_ids), list(sampled))
-    )
+    picture = [{"type": "image", "image": PICTURES[0]}] if "user" in renderer.profile.image_roles else []
+    content = [*picture, {"type": "text", "text": "Look."}] if picture else "Look."
+    first = renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+    stops = [[], *[[i] for i in renderer.get_stop_token_ids()]]
+    sampled = data.draw(tokens) + data.draw(st.sampled_from(stops))
+    given = (list(first.token_ids), list(sampled))
+    prompt, completion = given if dtype is None else (np.array(ids, dtype) for ids in given)
     sidecar = first.multi_modal_data
     before = {key: list(value) for key, value in sidecar.mm_hashes.items()}
     role = data.draw(st.sampled_from([role for role in ("user", "tool") if role in renderer.profile.roles]))
@@ -188,12 +167,6 @@ def test_whatever_was_sampled_stays(subject: Subject, data: st.DataObject, dtype
     # However the turn ended: once it is closed, the same follows.
     length = min(len(bridge) - base, len(closed) - len(first) - len(answer))
     assert bridge.token_ids[-length:] == closed.token_ids[-length:]
-
-
-def _picture_and_text(renderer: Renderer) -> Any:
-    if "user" not in renderer.profile.image_roles:
-        return "Look."
-    return [{"type": "image", "image": PICTURES[0]}, {"type": "text", "text": "Look."}]
 
 
 @settings(max_examples=10)
@@ -223,14 +196,11 @@ def test_sampled_is_full_minus_prompt(subject: Subject, source: random.Random) -
 
 def test_empty_extension_and_assistant_in_it_are_refused(subject: Subject) -> None:
     renderer = subject.renderer
-    stop = renderer.get_stop_token_ids()[-1]
-    assert renderer.bridge_to_next_turn([1], [stop], []) is None
-    assert renderer.why_not_bridged == "the extension is empty"
-    extension: Messages = [{"role": "assistant", "content": "x"}]
-    assert (
-        renderer.bridge_to_next_turn([1], [stop], extension, previous_multi_modal_data=MultiModalData())
-        is None
-    )
-    assert (
-        renderer.why_not_bridged == "the extension holds an assistant message, whose tokens were not sampled"
-    )
+    assistant = "the extension holds an assistant message, whose tokens were not sampled"
+    for extension, why in (
+        ([], "the extension is empty"),
+        ([{"role": "assistant", "content": "x"}], assistant),
+    ):
+        given = ([1], renderer.get_stop_token_ids()[-1:], extension)
+        assert renderer.bridge_to_next_turn(*given, previous_multi_modal_data=MultiModalData()) is None
+        assert renderer.why_not_bridged == why

@@ -17,7 +17,6 @@ from mmrender.errors import TemplateError
 from mmrender.media.resolve import MediaCache
 from mmrender.pool import RendererPool
 from mmrender.testing.conversations import ConversationMaker, sample_images
-from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
 
 THREADS = 16
@@ -25,13 +24,8 @@ PICTURES = sample_images(random.Random(11), 5, largest=200)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("pool") / "tiny", weights=False)
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Renderer:
-    return Renderer.from_pretrained(model, image_backend="pil", memo_bytes=0)
+def alone(tiny_model: Path) -> Renderer:
+    return Renderer.from_pretrained(tiny_model, image_backend="pil", memo_bytes=0)
 
 
 def conversations(renderer: Renderer, seed: int, count: int) -> list[tuple[list[Any], dict[str, Any]]]:
@@ -62,13 +56,13 @@ def assert_same(rendered: RenderedTokens, expected: RenderedTokens) -> None:
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 32), cache_bytes=st.sampled_from([1 << 30, 20_000, 0]))
 def test_rendering_is_the_same_from_sixteen_threads(
-    model: Path, alone: Renderer, seed: int, cache_bytes: int
+    tiny_model: Path, alone: Renderer, seed: int, cache_bytes: int
 ) -> None:
     """Fresh tables and caches each time, so that threads meet while these are being filled and emptied."""
     given_ones = conversations(alone, seed, 6)
     expected = [alone.render(messages, **options) for messages, options in given_ones]
     cache = MediaCache(cache_bytes)
-    renderer = Renderer.from_pretrained(model, image_backend="pil", media_cache=cache, memo_bytes=50_000)
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", media_cache=cache, memo_bytes=50_000)
     together = threading.Barrier(THREADS)
 
     def work(number: int) -> list[tuple[int, RenderedTokens]]:
@@ -85,11 +79,11 @@ def test_rendering_is_the_same_from_sixteen_threads(
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 32), workers=st.integers(1, 5), queue_size=st.integers(0, 3))
 def test_rendering_is_the_same_from_coroutines_of_many_loops(
-    model: Path, alone: Renderer, seed: int, workers: int, queue_size: int
+    tiny_model: Path, alone: Renderer, seed: int, workers: int, queue_size: int
 ) -> None:
     given_ones = conversations(alone, seed, 5)
     expected = [alone.render(messages, **options) for messages, options in given_ones]
-    renderer = Renderer.from_pretrained(model, image_backend="pil")
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
 
     async def main(number: int) -> list[RenderedTokens | BaseException]:
         """Render all, and as many again that are cancelled at some moment."""

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from PIL import Image
 from mmrender.errors import InputError, MessageError, PlaceholderError, SpecialTokenError
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
-from mmrender.testing.tiny_model import build_tiny_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -42,75 +42,12 @@ USER = [{"role": "user", "content": "And now?"}]
 TOOL = [{"role": "tool", "content": "42", "name": "zoom", "tool_call_id": "call00001"}]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("completions") / "tiny", weights=False)
-
-
-def load(directory: Path, source: str, **options: Any) -> Renderer:
-    return Renderer.from_pretrained(directory, chat_template=source, image_backend="pil", **options)
-
-
-@pytest.fixture(scope="module")
-def chatml(directory: Path) -> Renderer:
-    return load(directory, CHATML)
-
-
-def after(renderer: Renderer, completion: str, extension: list[dict[str, Any]], **options: Any) -> str:
-    """Text that the bridge writes behind a completion, given as the text of its tokens."""
-    prompt = renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True, **options)
-    sampled = renderer.tokenizer.encode(completion)
-    bridge = renderer.bridge_to_next_turn(prompt, sampled, extension, **options)
-    assert bridge is not None, renderer.why_not_bridged
-    base = len(prompt) + len(sampled)
-    assert bridge.token_ids[:base] == prompt + sampled
-    return bridge.decode(base)
-
-
-NEXT = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize(
-    ("completion", "written"),
-    [
-        ("Fine.<|im_end|>", NEXT),
-        ("Fine.<|endoftext|>", NEXT),
-        ("Fine", "<|im_end|>" + NEXT),
-        ("", "<|im_end|>" + NEXT),
-        ("a <|im_end|> b", "<|im_end|>" + NEXT),
-        ('<tool_call>\nzoom({"box": [1, ', "<|im_end|>" + NEXT),
-        ("<think>\nbecause", "\n</think>\n\n<|im_end|>" + NEXT),
-        ("<think>\nbecause\n</think>\n\nFine", "<|im_end|>" + NEXT),
-        ("<think>\na\n</think>\n\nb <think> c", "\n</think>\n\n<|im_end|>" + NEXT),
-        ("<think>\nbecause<|im_end|>", NEXT),
-    ],
-)
-def test_close_of_a_completion(chatml: Renderer, completion: str, written: str) -> None:
-    assert after(chatml, completion, USER) == written
-
-
-def test_reasoning_that_the_prompt_opened_is_closed(chatml: Renderer) -> None:
-    following = NEXT + "<think>\n"
-    assert after(chatml, "because", USER, thinking=True) == "\n</think>\n\n<|im_end|>" + following
-    assert after(chatml, "", USER, thinking=True) == "\n</think>\n\n<|im_end|>" + following
-    assert after(chatml, "because\n</think>\n\nFine", USER, thinking=True) == "<|im_end|>" + following
-    assert after(chatml, "because\n</think>\n\nFine<|im_end|>", USER, thinking=True) == following
-
-
+# Reasoning is in the history only as long as the template keeps it there.
 DROPS_REASONING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-
-
-def test_reasoning_is_closed_where_the_template_drops_it_from_history(directory: Path) -> None:
-    renderer = load(directory, DROPS_REASONING)
-    assert after(renderer, "because", USER) == "\n</think>\n\n<|im_end|>" + NEXT + "<think>\n"
-    assert after(renderer, "because\n</think>\n\nFine", USER) == "<|im_end|>" + NEXT + "<think>\n"
-    assert after(renderer, "because\n</think>\n\nFine<|im_end|>", USER) == NEXT + "<think>\n"
-
-
 LISTS_ONLY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content if p.type == 'text' %}{{ p.text }}"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -121,64 +58,100 @@ CALL_OR_CONTENT = (
 )
 
 
-def test_template_that_takes_lists_of_parts_only(directory: Path) -> None:
-    assert after(load(directory, LISTS_ONLY), "Fine.<|im_end|>", USER) == NEXT
+@cache
+def load(directory: Path, source: str, **options: Any) -> Renderer:
+    return Renderer.from_pretrained(directory, chat_template=source, image_backend="pil", **options)
 
 
-def test_template_that_refuses_content_beside_calls(directory: Path) -> None:
-    renderer = load(directory, CALL_OR_CONTENT)
-    following = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    assert after(renderer, "<tool_call>\nzoom({})\n</tool_call><|im_end|>", TOOL) == following
-    assert after(renderer, "<tool_call>\nzo", TOOL) == "<|im_end|>" + following
+@pytest.fixture
+def chatml(tiny_model: Path) -> Renderer:
+    return load(tiny_model, CHATML)
 
 
-def test_tool_results_after_a_cut_off_call(chatml: Renderer) -> None:
-    results = [*TOOL, {"role": "tool", "content": "43", "name": "zoom"}]
-    following = "<|im_start|>tool\n42<|im_end|>\n<|im_start|>tool\n43<|im_end|>\n<|im_start|>assistant\n"
-    assert after(chatml, "<tool_call>\nzoom(", results) == "<|im_end|>\n" + following
-    assert after(chatml, "<tool_call>\nzoom({})\n</tool_call><|im_end|>", results) == "\n" + following
+def first_prompt(renderer: Renderer, **options: Any) -> list[int]:
+    return renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True, **options)
 
 
-@pytest.mark.parametrize(
-    ("completion", "extension", "written"),
-    [
-        ("Fine.<|im_start|>", USER, "\nAnd now?A:\n"),
-        ("Fine.<|im_end|>", TOOL, "\n42A:\n"),
-        ("Fine.<|im_end|>", USER, "<|im_start|>\nAnd now?A:\n"),
-        ("Fine.<|im_start|>", TOOL, "<|im_end|>\n42A:\n"),
-        ("Fine", USER, "<|im_start|>\nAnd now?A:\n"),
-        ("", TOOL, "<|im_end|>\n42A:\n"),
-    ],
-)
-def test_close_that_is_the_next_opener(
-    directory: Path, completion: str, extension: list[dict[str, Any]], written: str
-) -> None:
-    assert after(load(directory, OPENERS), completion, extension) == written
+NEXT = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+THINK_NEXT = NEXT + "<think>\n"
+RESULT = "\n<|im_start|>tool\n42<|im_end|>"
+RESULTS = RESULT + RESULT.replace("42", "43")
+ANSWER = "\n<|im_start|>assistant\n"
+CLOSED = "because\n</think>\n\nFine"
+CLOSES = {
+    "ChatML": (CHATML, {}, USER, {
+        "Fine.<|im_end|>": NEXT,
+        "Fine.<|endoftext|>": NEXT,
+        "Fine": "<|im_end|>" + NEXT,
+        "": "<|im_end|>" + NEXT,
+        "a <|im_end|> b": "<|im_end|>" + NEXT,
+        '<tool_call>\nzoom({"box": [1, ': "<|im_end|>" + NEXT,
+        "<think>\nbecause": "\n</think>\n\n<|im_end|>" + NEXT,
+        f"<think>\n{CLOSED}": "<|im_end|>" + NEXT,
+        "<think>\na\n</think>\n\nb <think> c": "\n</think>\n\n<|im_end|>" + NEXT,
+        "<think>\nbecause<|im_end|>": NEXT,
+    }),
+    "reasoning that the prompt opened": (CHATML, {"thinking": True}, USER, {
+        "because": "\n</think>\n\n<|im_end|>" + THINK_NEXT,
+        "": "\n</think>\n\n<|im_end|>" + THINK_NEXT,
+        CLOSED: "<|im_end|>" + THINK_NEXT,
+        CLOSED + "<|im_end|>": THINK_NEXT,
+    }),
+    "reasoning that the template drops from history": (DROPS_REASONING, {}, USER, {
+        "because": "\n</think>\n\n<|im_end|>" + THINK_NEXT,
+        CLOSED: "<|im_end|>" + THINK_NEXT,
+        CLOSED + "<|im_end|>": THINK_NEXT,
+    }),
+    "lists of parts only": (LISTS_ONLY, {}, USER, {"Fine.<|im_end|>": NEXT}),
+    "no content beside calls": (CALL_OR_CONTENT, {}, TOOL, {
+        "<tool_call>\nzoom({})\n</tool_call><|im_end|>": RESULT + ANSWER,
+        "<tool_call>\nzo": "<|im_end|>" + RESULT + ANSWER,
+    }),
+    "two results": (CHATML, {}, [*TOOL, {**TOOL[0], "content": "43"}], {
+        "<tool_call>\nzoom(": "<|im_end|>" + RESULTS + ANSWER,
+        "<tool_call>\nzoom({})\n</tool_call><|im_end|>": RESULTS + ANSWER,
+    }),
+    "a user's opener": (OPENERS, {}, USER, {
+        "Fine.<|im_start|>": "\nAnd now?A:\n",
+        "Fine.<|im_end|>": "<|im_start|>\nAnd now?A:\n",
+        "Fine": "<|im_start|>\nAnd now?A:\n",
+    }),
+    "a tool's opener": (OPENERS, {}, TOOL, {
+        "Fine.<|im_end|>": "\n42A:\n",
+        "Fine.<|im_start|>": "<|im_end|>\n42A:\n",
+        "": "<|im_end|>\n42A:\n",
+    }),
+    "plain text": (PLAIN_TEXT, {}, USER, {
+        " Fine.<|endoftext|>": "\nUSER: And now?\nASSISTANT:",
+        " Fine.": "\nUSER: And now?\nASSISTANT:",
+        " Fine.\n": "USER: And now?\nASSISTANT:",
+        "": "\nUSER: And now?\nASSISTANT:",
+    }),
+    # Dropping the tail through the stop token would drop the new message.
+    "a stop token inside the next turn": (STOPS_IN_USER_TURNS, {}, USER, {
+        " Fine.<|endoftext|>": " USER: And now?<|endoftext|>ASSISTANT:",
+        " Fine.": " USER: And now?<|endoftext|>ASSISTANT:",
+    }),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("completion", "written"),
-    [
-        (" Fine.<|endoftext|>", "\nUSER: And now?\nASSISTANT:"),
-        (" Fine.", "\nUSER: And now?\nASSISTANT:"),
-        (" Fine.\n", "USER: And now?\nASSISTANT:"),
-        ("", "\nUSER: And now?\nASSISTANT:"),
-    ],
-)
-def test_close_that_is_plain_text(directory: Path, completion: str, written: str) -> None:
-    assert after(load(directory, PLAIN_TEXT), completion, USER) == written
-
-
-def test_stop_token_inside_the_next_turn_is_not_the_close(directory: Path) -> None:
-    """Dropping the tail through it would drop the new message."""
-    renderer = load(directory, STOPS_IN_USER_TURNS)
-    assert after(renderer, " Fine.<|endoftext|>", USER) == " USER: And now?<|endoftext|>ASSISTANT:"
-    assert after(renderer, " Fine.", USER) == " USER: And now?<|endoftext|>ASSISTANT:"
+@pytest.mark.parametrize("name", CLOSES)
+def test_close_of_a_completion(tiny_model: Path, name: str) -> None:
+    source, options, extension, cases = CLOSES[name]
+    renderer = load(tiny_model, source)
+    prompt = first_prompt(renderer, **options)
+    for completion, written in cases.items():
+        sampled = renderer.tokenizer.encode(completion)
+        bridge = renderer.bridge_to_next_turn(prompt, sampled, extension, **options)
+        assert bridge is not None, renderer.why_not_bridged
+        base = len(prompt) + len(sampled)
+        assert bridge.token_ids[:base] == prompt + sampled
+        assert bridge.decode(base) == written, completion
 
 
 def test_system_message_and_names_in_the_extension(chatml: Renderer) -> None:
     extension = [*TOOL, {"role": "system", "content": "Be brief."}, *USER]
-    prompt = chatml.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    prompt = first_prompt(chatml)
     bridge = chatml.bridge_to_next_turn(prompt, chatml.tokenizer.encode("x<|im_end|>"), extension)
     assert bridge is not None
     assert bridge.roles == ("tool", "system", "user")
@@ -187,14 +160,14 @@ def test_system_message_and_names_in_the_extension(chatml: Renderer) -> None:
     assert bridge.sampled_mask.sum() == 2
 
 
-def test_literal_special_tokens_of_new_messages_are_text(directory: Path, chatml: Renderer) -> None:
+def test_literal_special_tokens_of_new_messages_are_text(tiny_model: Path, chatml: Renderer) -> None:
     extension = [{"role": "user", "content": "<|im_end|>"}]
     stop = chatml.tokenizer.token_id("<|im_end|>")
-    prompt = chatml.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    prompt = first_prompt(chatml)
     bridge = chatml.bridge_to_next_turn(prompt, [stop], extension)
     assert bridge is not None
     assert bridge.token_ids[len(prompt) :].count(stop) == 2
-    strict = load(directory, CHATML, content_special_tokens="error")
+    strict = load(tiny_model, CHATML, content_special_tokens="error")
     with pytest.raises(SpecialTokenError) as caught:
         strict.bridge_to_next_turn(prompt, [stop], [*USER, *extension])
     assert str(caught.value) == (
@@ -213,30 +186,18 @@ def test_errors_name_the_new_message(chatml: Renderer) -> None:
     assert dropped.value.where == "new_messages[1].content[0]"
 
 
-def test_errors_about_ids_and_sidecar(chatml: Renderer) -> None:
+def test_errors_about_ids_and_sidecar(renderer: Renderer) -> None:
     with pytest.raises(InputError) as shaped:
-        chatml.bridge_to_next_turn(np.zeros((2, 2), np.int64), [1], USER)
+        renderer.bridge_to_next_turn(np.zeros((2, 2), np.int64), [1], USER)
     assert str(shaped.value) == (
         "previous_prompt_ids: not token ids - expected a list of integers, or an integer array of shape (n,), "
         "got int64 of shape (2, 2)"
     )
     picture = {"type": "image", "image": Image.new("RGB", (64, 64))}
-    renderer = chatml_with_images(chatml)
     rendered = renderer.render([{"role": "user", "content": [picture]}], add_generation_prompt=True)
     with pytest.raises(PlaceholderError) as foreign:
         renderer.bridge_to_next_turn([1, 2], [1], USER, previous_multi_modal_data=rendered.multi_modal_data)
     assert foreign.value.where == "previous_multi_modal_data.mm_placeholders['image'][0]"
-
-
-def chatml_with_images(renderer: Renderer) -> Renderer:
-    source = CHATML.replace(
-        "{{ m.content }}",
-        "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
-        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}",
-    )
-    return Renderer(
-        type(renderer.templates)({"default": source}, renderer.tokenizer), renderer.tokenizer, renderer.media
-    )
 
 
 def test_reason_is_that_of_the_thread_and_of_the_last_call(
@@ -255,9 +216,8 @@ def test_reason_is_that_of_the_thread_and_of_the_last_call(
     with pytest.raises(MessageError):
         chatml.bridge_to_next_turn([1], [stop], [{"role": "nobody"}])
     assert chatml.why_not_bridged is None
-    assert (
-        chatml.bridge_to_next_turn([1], [stop], USER, previous_multi_modal_data=MultiModalData()) is not None
-    )
+    sidecar = MultiModalData()
+    assert chatml.bridge_to_next_turn([1], [stop], USER, previous_multi_modal_data=sidecar) is not None
     assert chatml.why_not_bridged is None
 
 

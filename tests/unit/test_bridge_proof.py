@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrender.media.resolve import MediaCache
+from bridge_cases import Messages
 from mmrender.renderer import Renderer
-from mmrender.testing.tiny_model import build_tiny_model
 
 USER = [{"role": "user", "content": "And now?"}]
 TOOL = [{"role": "tool", "content": "42"}]
@@ -28,18 +27,11 @@ def template(*, before: str = "", head: str = "", image: str = "", prompt: str =
     return before + PLAIN.replace("@HEAD@", head).replace("@IMAGE@", image).replace("@PROMPT@", prompt)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("bridge") / "tiny", weights=False)
-
-
 def load(directory: Path, source: str) -> Renderer:
-    return Renderer.from_pretrained(
-        directory, chat_template=source, image_backend="pil", media_cache=MediaCache()
-    )
+    return Renderer.from_pretrained(directory, chat_template=source, image_backend="pil")
 
 
-def reason(renderer: Renderer, extension: list[dict[str, object]], **options: object) -> str | None:
+def reason(renderer: Renderer, extension: Messages, **options: object) -> str | None:
     prompt = renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     completion = [*renderer.tokenizer.encode("Hello."), renderer.get_stop_token_ids()[-1]]
     found = renderer.bridge_to_next_turn(prompt, completion, extension, **options)
@@ -53,6 +45,7 @@ LAST_USER = (
 )
 IF_USER = "{% if m.role == 'user' %}@{% endif %}"
 IF_TOOL = "{% if m.role == 'tool' %}@{% endif %}"
+NAME_OF_CALL = IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].function.name }}:")
 
 
 def seen(condition: str) -> str:
@@ -63,162 +56,140 @@ def seen(condition: str) -> str:
     )
 
 
+def looking(looks_at: str, extension: Messages = USER, **peculiarity: str) -> tuple[str, Messages, str]:
+    """A template, an extension, and why there is no bridge over it."""
+    why = f"what the template writes for this extension depends on {looks_at}"
+    return template(**peculiarity), extension, why
+
+
+A_CALL = "the name, id or arguments of a tool call"
+EARLIER_TURNS = "the number of earlier turns"
+ANY_ROLE = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
 COUNTEREXAMPLES = {
-    "system-in-last-user": (
-        template(
-            before=LAST_USER,
-            head="{% if loop.index0 == ns.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}",
-        ),
-        USER,
+    "system-in-last-user": looking(
         "the system prompt",
+        before=LAST_USER,
+        head="{% if loop.index0 == ns.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}",
     ),
-    "tools-in-last-user": (
-        template(before=LAST_USER, head="{% if tools and loop.index0 == ns.last %}{{ tools | tojson }}{% endif %}"),
-        USER,
+    "tools-in-last-user": looking(
         "the tool definitions",
+        before=LAST_USER, head="{% if tools and loop.index0 == ns.last %}{{ tools | tojson }}{% endif %}",
     ),
-    "message-number": (template(head="{{ loop.index }}. "), USER, "the number of earlier turns"),
-    "every-tenth-message": (
-        template(head="{% if loop.index % 10 == 0 %}Keep to the rules.\n{% endif %}"), USER, "depends on",
+    "message-number": looking(EARLIER_TURNS, head="{{ loop.index }}. "),
+    "every-tenth-message": looking(
+        "the number of earlier turns together with a developer message together with how many user messages follow "
+        "each other together with earlier tool calls together with earlier reasoning together with the number of tool "
+        "results together with which turn holds the images together with images in tool results",
+        head="{% if loop.index % 10 == 0 %}Keep to the rules.\n{% endif %}",
     ),
-    "long-conversation": (
-        template(head="{% if loop.index > 50 %}Be brief.\n{% endif %}"), USER, "the number of earlier turns",
+    "long-conversation": looking(EARLIER_TURNS, head="{% if loop.index > 50 %}Be brief.\n{% endif %}"),
+    "earlier-tool-use": looking(
+        "earlier tool calls",
+        before=seen("m.role == 'assistant' and m.tool_calls"), head=IF_USER.replace("@", "{{ ns.seen > 0 }}"),
     ),
-    "earlier-tool-use": (
-        template(before=seen("m.role == 'assistant' and m.tool_calls"), head=IF_USER.replace("@", "{{ ns.seen > 0 }}")),
-        USER,
-        "tool calls",
+    "tool-results-so-far": looking(
+        "earlier tool calls", NAMED_TOOL,
+        before=seen("m.role == 'tool'"), head=IF_TOOL.replace("@", "{{ ns.seen }}:"),
     ),
-    "tool-results-so-far": (
-        template(before=seen("m.role == 'tool'"), head=IF_TOOL.replace("@", "{{ ns.seen }}:")), NAMED_TOOL, "tool",
-    ),
-    "earlier-reasoning": (
-        template(before=seen("m.reasoning_content"), prompt="{% if ns.seen %}<think>\n{% endif %}"),
-        USER,
+    "earlier-reasoning": looking(
         "earlier reasoning",
+        before=seen("m.reasoning_content"), prompt="{% if ns.seen %}<think>\n{% endif %}",
     ),
-    "number-of-calls": (
-        template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls | length }}/")),
-        NAMED_TOOL,
-        "the number of tool calls",
+    "number-of-calls": looking(
+        "the number of tool calls", NAMED_TOOL,
+        head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls | length }}/"),
     ),
-    "name-of-call": (
-        template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].function.name }}:")),
-        TOOL,
-        "the name, id or arguments of a tool call",
+    "name-of-call": looking(A_CALL, TOOL, head=NAME_OF_CALL),
+    "id-of-call": looking(A_CALL, TOOL, head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].id }}:")),
+    "arguments-of-call": looking(
+        A_CALL, NAMED_TOOL,
+        head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].function.arguments | length }}:"),
     ),
-    "id-of-call": (
-        template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].id }}:")),
-        TOOL,
-        "the name, id or arguments of a tool call",
-    ),
-    "arguments-of-call": (
-        template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].function.arguments | length }}:")),
-        NAMED_TOOL,
-        "the name, id or arguments of a tool call",
-    ),
-    "unanswered-call": (
-        template(head="{% if m.role == 'user' and loop.previtem and loop.previtem.tool_calls %}(no result)\n{% endif %}"),
-        USER,
+    "unanswered-call": looking(
         "tool calls that nothing answers",
+        head="{% if m.role == 'user' and loop.previtem and loop.previtem.tool_calls %}(no result)\n{% endif %}",
     ),
-    "length-of-answer": (
-        template(head="{% if m.role == 'user' and loop.previtem and loop.previtem.content | length > 900 %}!{% endif %}"),
-        USER,
+    "length-of-answer": looking(
         "the assistant's text",
+        head="{% if m.role == 'user' and loop.previtem and loop.previtem.content | length > 900 %}!{% endif %}",
     ),
-    "first-message": (
-        template(prompt="{% if messages[0].role == 'assistant' %}!{% endif %}"), USER, "the role of the first message",
+    "first-message": looking(
+        "the role of the first message", prompt="{% if messages[0].role == 'assistant' %}!{% endif %}",
     ),
-    "word-in-system-prompt": (
-        template(prompt="{% if messages[0].role == 'system' and '/no_think' in messages[0].content %}<think></think>{% endif %}"),
-        USER,
+    "word-in-system-prompt": looking(
         "'/no_think' in the system prompt",
+        prompt="{% if messages[0].role == 'system' and '/no_think' in messages[0].content %}<think></think>{% endif %}",
     ),
-    "word-in-earlier-turn": (
-        template(before=seen("m.content is string and m.content.startswith('STOP')"), prompt="{{ ns.seen > 0 }}"),
-        USER,
-        "'STOP' in",
+    "word-in-earlier-turn": looking(
+        "'STOP' in the system prompt",
+        before=seen("m.content is string and m.content.startswith('STOP')"), prompt="{{ ns.seen > 0 }}",
     ),
-    "own-field": (
-        template(prompt="{% if messages[0].persona is defined %}{{ messages[0].persona }}{% endif %}"),
-        USER,
-        "the field 'persona'",
+    "own-field": looking(
+        "the field 'persona' of earlier messages",
+        prompt="{% if messages[0].persona is defined %}{{ messages[0].persona }}{% endif %}",
     ),
-    "documents": (
-        template(prompt="{% if documents %}Sources: {{ documents | length }}\n{% endif %}"), USER, "the documents",
+    "documents": looking(
+        "the documents", prompt="{% if documents %}Sources: {{ documents | length }}\n{% endif %}",
     ),
-    "system-and-images-together": (
-        template(
-            before=seen("m.content is not string and m.content is not none and m.role == 'user'"),
-            prompt="{% if messages[0].role == 'system' and messages | length > 6 %}!{% endif %}",
-        ),
-        USER,
-        "the system prompt",
+    "system-and-images-together": looking(
+        "the system prompt together with how many user messages follow each other together with images in tool results",
+        before=seen("m.content is not string and m.content is not none and m.role == 'user'"),
+        prompt="{% if messages[0].role == 'system' and messages | length > 6 %}!{% endif %}",
+    ),
+    "system-and-tools-together": looking(
+        "the system prompt together with the tool definitions",
+        prompt="{% if messages[0].role == 'system' and tools %}!{% endif %}",
+    ),
+    "images-in-answer-order": looking(
+        "images in tool results",
+        before=seen("m.role == 'tool' and m.content is not string"), prompt="{{ ns.seen }}",
     ),
     "answer-quoted": (
         template(head="{% if m.role == 'user' and loop.previtem %}> {{ loop.previtem.content }}\n{% endif %}"),
         USER,
-        "writes earlier messages again",
+        "the template writes earlier messages again after the assistant's turn",
     ),
-    "images-in-answer-order": (
-        template(before=seen("m.role == 'tool' and m.content is not string"), prompt="{{ ns.seen }}"),
-        USER,
-        "images in tool results",
+    "new-system-message-to-the-front": (
+        "{% for m in messages if m.role == 'system' %}" + ANY_ROLE
+        + "{% for m in messages if m.role != 'system' %}" + ANY_ROLE + PROMPT,
+        [{"role": "system", "content": "Be brief."}, *USER],
+        "the template writes a new message before the assistant's turn",
+    ),
+    "new-message-left-out": (
+        "{% for m in messages if m.role != 'system' %}" + ANY_ROLE + PROMPT,
+        [*USER, {"role": "system", "content": "Be brief."}],
+        "the template does not print the text of new_messages[1]",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COUNTEREXAMPLES)
-def test_template_that_looks_back_gives_no_bridge(directory: Path, name: str) -> None:
-    source, extension, looks_at = COUNTEREXAMPLES[name]
-    found = reason(load(directory, source), extension)
-    assert found is not None
-    assert looks_at in found
+def test_template_that_looks_back_gives_no_bridge(tiny_model: Path, name: str) -> None:
+    source, extension, why = COUNTEREXAMPLES[name]
+    assert reason(load(tiny_model, source), extension) == why
 
 
-def test_without_a_peculiarity_there_is_a_bridge(directory: Path) -> None:
-    renderer = load(directory, template())
+def test_without_a_peculiarity_there_is_a_bridge(tiny_model: Path) -> None:
+    renderer = load(tiny_model, template())
     assert [reason(renderer, extension) for extension in (USER, TOOL, NAMED_TOOL)] == [None] * 3
+    # The result states the name of the call.
+    assert reason(load(tiny_model, template(head=NAME_OF_CALL)), NAMED_TOOL) is None
 
 
-def test_two_things_looked_at_together_are_both_named(directory: Path) -> None:
-    both = "{% if messages[0].role == 'system' and tools %}!{% endif %}"
-    assert reason(load(directory, template(prompt=both)), USER) == (
-        "what the template writes for this extension depends on the system prompt together with the tool definitions"
-    )
+def test_date_in_the_tail_is_that_of_the_clock(tiny_model: Path) -> None:
+    renderer = load(tiny_model, template(head=IF_USER.replace("@", "{{ strftime_now('%Y') }}: ")))
+    assert reason(renderer, USER) is None
+    why = "the template writes the date, which may have changed since"
+    assert reason(renderer, USER, history="template") == why
 
 
-def test_name_of_a_call_is_known_from_the_result_that_states_it(directory: Path) -> None:
-    source = template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].function.name }}:"))
-    renderer = load(directory, source)
-    assert reason(renderer, NAMED_TOOL) is None
-
-
-def test_new_system_message_that_moves_to_the_front_is_refused(directory: Path) -> None:
-    source = (
-        "{% for m in messages if m.role == 'system' %}<|im_start|>system\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    extension = [{"role": "system", "content": "Be brief."}, *USER]
-    found = reason(load(directory, source), extension)
-    assert found == "the template writes a new message before the assistant's turn"
-
-
-def test_date_in_the_tail_is_that_of_the_clock(directory: Path) -> None:
-    source = template(head=IF_USER.replace("@", "{{ strftime_now('%Y') }}: "))
-    assert reason(load(directory, source), USER) is None
-    assert reason(load(directory, source), USER, history="template") == (
-        "the template writes the date, which may have changed since"
-    )
-
-
-def test_numbering_of_images_is_known_from_the_sidecar(directory: Path) -> None:
+def test_numbering_of_images_is_known_from_the_sidecar(tiny_model: Path) -> None:
     source = "{% set n = namespace(images=0) %}" + template(
         image="{% set n.images = n.images + 1 %}Picture {{ n.images }}: "
     )
-    renderer = load(directory, source)
+    renderer = load(tiny_model, source)
     picture = {"type": "image", "image": Image.new("RGB", (64, 64), "teal")}
     messages = [{"role": "user", "content": [picture, picture]}]
     prompt = renderer.render(messages, add_generation_prompt=True)
@@ -235,17 +206,9 @@ def test_numbering_of_images_is_known_from_the_sidecar(directory: Path) -> None:
     )
 
 
-REASONING = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def test_history_policy(directory: Path) -> None:
-    renderer = load(directory, REASONING)
+def test_history_policy(tiny_model: Path) -> None:
+    recent = "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    renderer = load(tiny_model, template(before=LAST_USER, head=recent))
     assert reason(renderer, USER) is None
     assert reason(renderer, USER, history="template") == (
         "the template would write earlier turns differently once this extension follows "
@@ -254,22 +217,10 @@ def test_history_policy(directory: Path) -> None:
     assert reason(renderer, NAMED_TOOL, history="template") is None
 
 
-def test_text_of_an_extension_has_a_proof_of_its_own(directory: Path) -> None:
-    """A proof for plain text says nothing of text that the template looks for."""
+def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:
     hook = "{% if m.role == 'user' and '/count' in m.content %}{{ messages | length }}{% endif %}"
-    renderer = load(directory, template(head=hook))
+    renderer = load(tiny_model, template(head=hook))
     assert reason(renderer, USER) is None
     found = reason(renderer, [{"role": "user", "content": "/count"}])
     assert found == "what the template writes for this extension depends on the number of earlier turns"
     assert reason(renderer, USER) is None
-
-
-def test_message_that_the_template_leaves_out_is_named(directory: Path) -> None:
-    source = (
-        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    extension = [*USER, {"role": "system", "content": "Be brief."}]
-    assert reason(load(directory, source), extension) == (
-        "the template does not print the text of new_messages[1]"
-    )

@@ -3,28 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from bridge_cases import assert_tail_equals, loaded
+from bridge_cases import REAL, assert_tail_equals, renderer_of
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.renderer import Renderer
 from mmrender.template.chat import ChatTemplate
-from mmrender.testing.tiny_model import build_tiny_model
 
-MODELS = [
-    "glm4_5v",
-    "idefics3",
-    "internvl3",
-    "qwen2_5_vl",
-    "qwen3_5",
-    "qwen3_vl",
-    "qwen3_vl_thinking",
-    "tiny",
-]
 TURNS = 30
 ANSWER = "The xylograph shows a quokka. "
 """Words that stand nowhere else, so that encoding them again would show."""
@@ -59,12 +47,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
         yield work
 
 
-def _directory(request: pytest.FixtureRequest, name: str, folder: Path) -> Path:
-    if name == "tiny":
-        return build_tiny_model(folder / "tiny", weights=False)
-    return request.getfixturevalue("shared_models") / name
-
-
 def _stop_before_user(renderer: Renderer) -> int:
     """The stop token that a user's turn follows; for some models it is that turn's opener."""
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
@@ -76,22 +58,13 @@ def _stop_before_user(renderer: Renderer) -> int:
 
 def _extension(turn: int) -> list[dict[str, Any]]:
     text = {"type": "text", "text": f"Question {turn:02d}."}
-    if turn % 2:
-        return [{"role": "user", "content": [text]}]
-    shade = 40 + turn
-    return [
-        {
-            "role": "user",
-            "content": [{"type": "image", "image": Image.new("RGB", (64, 48), (shade, 9, 9))}, text],
-        }
-    ]
+    image = {"type": "image", "image": Image.new("RGB", (64, 48), (40 + turn, 9, 9))}
+    return [{"role": "user", "content": [text] if turn % 2 else [image, text]}]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_long_rollout(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    renderer = loaded(_directory(request, name, tmp_path))
+@pytest.mark.parametrize("name", ["tiny", *REAL])
+def test_long_rollout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    renderer = renderer_of(name, request)
     sampled = [*renderer.tokenizer.encode(ANSWER), _stop_before_user(renderer)]
     current = renderer.render([{"role": "user", "content": "Begin."}], add_generation_prompt=True)
     for turn in range(2):  # prove both shapes of extension
@@ -110,10 +83,8 @@ def test_long_rollout(
         base = len(current) + len(sampled)
         assert bridge.token_ids[:base] == current.token_ids + sampled
         assert len(bridge.multi_modal_data.mm_hashes.get("image", ())) == images
-        assert (
-            bridge.multi_modal_data.mm_items["image"][: images - 1]
-            == [*current.multi_modal_data.mm_items.get("image", ())][: images - 1]
-        )
+        earlier = [*current.multi_modal_data.mm_items.get("image", ())][: images - 1]
+        assert bridge.multi_modal_data.mm_items["image"][: images - 1] == earlier
         current = bridge
     re_encoded = [text for work in works for text in work.encoded if "xylograph" in text or "quokka" in text]
     assert re_encoded == []
@@ -121,11 +92,7 @@ def test_long_rollout(
         early, late = works[2 + parity], works[28 + parity]
         assert sum(map(len, late.encoded)) == sum(map(len, early.encoded))
         assert late.rendered == early.rendered
-    _assert_equals_rendering_of_last_turn(renderer, current)
-
-
-def _assert_equals_rendering_of_last_turn(renderer: Renderer, current: Any) -> None:
-    """The last tail is that of the whole conversation, rendered at once."""
+    # The last tail is that of the whole conversation, rendered at once.
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]
     for turn in range(TURNS):
         messages += [{"role": "assistant", "content": ANSWER}, *_extension(turn)]

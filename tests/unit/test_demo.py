@@ -17,11 +17,6 @@ from mmrender.trajectory import Trajectory
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
-
-
-@pytest.fixture(scope="module")
 def conversation():
     return three_turns()
 

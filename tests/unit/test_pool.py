@@ -2,8 +2,10 @@ import asyncio
 import contextvars
 import copy
 import pickle
+import shutil
 import threading
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +16,15 @@ from mmrender import Renderer, is_multimodal
 from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
 from mmrender.pool import RendererPool
 from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol
-from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 MESSAGES = [
-    {
-        "role": "user",
-        "content": [{"type": "image", "image": PHOTO}, {"type": "text", "text": "What is this?"}],
-    },
+    {"role": "user", "content": [{"type": "image", "image": PHOTO}, "What is this?"]},
     {"role": "assistant", "content": "A gradient."},
     {"role": "user", "content": "And now?"},
 ]
 CLOSED = "the pool is closed. Make another one, or keep it open until all calls are done"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("pool") / "tiny", weights=False)
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return Renderer.from_pretrained(model, image_backend="pil")
 
 
 class Gated(Renderer):
@@ -50,8 +38,8 @@ class Gated(Renderer):
 
 
 @pytest.fixture
-def gated(model: Path) -> Any:
-    made: Any = Gated.from_pretrained(model, image_backend="pil")
+def gated(tiny_model: Path) -> Any:
+    made: Any = Gated.from_pretrained(tiny_model, image_backend="pil")
     made.gate = threading.Event()
     made.entered = []
     return made
@@ -81,12 +69,8 @@ def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:
         assert (pool.profile, pool.tokenizer) == (renderer.profile, renderer.tokenizer)
 
 
-def test_a_pool_of_a_text_model_is_none_that_takes_images(model: Path, tmp_path: Path) -> None:
-    text_only = tmp_path / "text"
-    text_only.mkdir()
-    for file in model.iterdir():
-        if "preprocessor" not in file.name and "processor_config" not in file.name:
-            (text_only / file.name).write_bytes(file.read_bytes())
+def test_a_pool_of_a_text_model_is_none_that_takes_images(tiny_model: Path, tmp_path: Path) -> None:
+    text_only = shutil.copytree(tiny_model, tmp_path / "text", ignore=shutil.ignore_patterns("*processor*"))
     with RendererPool(Renderer.from_pretrained(text_only)) as pool:
         assert pool.media is None
         assert not is_multimodal(pool)
@@ -120,13 +104,11 @@ def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) 
 
     with RendererPool(renderer) as pool:
         bridged = run(main(pool))
-        here = pool.bridge_to_next_turn(prompt.token_ids, completion, more, **images)
+        assert bridged == pool.bridge_to_next_turn(prompt.token_ids, completion, more, **images)
         assert pool.why_not_bridged is None
         assert pool.bridge_to_next_turn(prompt.token_ids, completion, []) is None
         assert pool.why_not_bridged == "the extension is empty"
     assert bridged is not None
-    assert here is not None
-    assert bridged == here
     assert len(bridged.multi_modal_data.mm_items["image"]) == 2
     assert bridged.token_ids[: len(prompt) + len(completion)] == [*prompt.token_ids, *completion]
 
@@ -158,21 +140,17 @@ def test_why_not_is_not_told_to_a_later_renderer_in_the_same_place(renderer: Ren
         del other
 
 
-def test_parsing(renderer: Renderer) -> None:
+def test_parsing_and_errors_are_the_renderers(renderer: Renderer) -> None:
     ids = renderer.tokenizer.encode("<think>\nWell\n</think>\n\nA gradient.<|im_end|>")
-
     with RendererPool(renderer) as pool:
         parsed = run(pool.aparse_response(ids))
         assert parsed == pool.parse_response(ids) == renderer.parse_response(ids)
+        with pytest.raises(InputError, match=r"^messages\[0\]"):
+            run(pool.arender([{"role": "user", "content": [{"type": "image", "image": b"broken"}]}]))
     assert parsed.content == "A gradient."
 
 
-def test_errors_of_a_call_are_the_renderers(renderer: Renderer) -> None:
-    with RendererPool(renderer) as pool, pytest.raises(InputError, match=r"^messages\[0\]"):
-        run(pool.arender([{"role": "user", "content": [{"type": "image", "image": b"broken"}]}]))
-
-
-def test_a_worker_sees_the_callers_context(model: Path) -> None:
+def test_a_worker_sees_the_callers_context(tiny_model: Path) -> None:
     request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
     seen: list[str] = []
 
@@ -183,7 +161,7 @@ def test_a_worker_sees_the_callers_context(model: Path) -> None:
 
     async def main() -> None:
         request.set("number 7")
-        async with RendererPool(Noting.from_pretrained(model, image_backend="pil")) as pool:
+        async with RendererPool(Noting.from_pretrained(tiny_model, image_backend="pil")) as pool:
             await pool.arender(MESSAGES)
         with pytest.raises(PoolClosedError):
             pool.get_stop_token_ids()
@@ -192,8 +170,8 @@ def test_a_worker_sees_the_callers_context(model: Path) -> None:
     assert seen == ["number 7"]
 
 
-def test_images_of_one_conversation_are_processed_side_by_side(model: Path) -> None:
-    renderer = Renderer.from_pretrained(model, image_backend="pil")
+def test_images_of_one_conversation_are_processed_side_by_side(tiny_model: Path) -> None:
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
     assert renderer.media is not None
     processor: Any = renderer.media.processor
     together = threading.Barrier(4)
@@ -208,7 +186,7 @@ def test_images_of_one_conversation_are_processed_side_by_side(model: Path) -> N
 
     content = [{"type": "image", "image": PHOTO.rotate(angle)} for angle in (0, 90, 180, 270)]
     expected = renderer.render([{"role": "user", "content": content}])
-    renderer = Renderer.from_pretrained(model, image_backend="pil")
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
     assert renderer.media is not None
     renderer.media.processor = Meeting()  # type: ignore[assignment]
     with RendererPool(renderer, workers=1, media_threads=3) as pool:
@@ -236,10 +214,9 @@ def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: A
             "every place in the pool is taken - expected fewer than 2 calls running or waiting. Call "
             "again later, leave out nowait, or make the pool with a larger queue_size"
         )
-        for name in ("abridge_to_next_turn", "aparse_response"):
-            arguments = ([1], [2], []) if name == "abridge_to_next_turn" else ([1],)
+        for call in (partial(pool.abridge_to_next_turn, [1], [2], []), partial(pool.aparse_response, [1])):
             with pytest.raises(PoolFullError):
-                await getattr(pool, name)(*arguments, nowait=True)
+                await call(nowait=True)
         gated.gate.set()
         return await asyncio.gather(*first, pool.arender(MESSAGES))
 

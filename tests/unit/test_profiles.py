@@ -12,16 +12,10 @@ from mmrender.probing import templates
 from mmrender.probing.profile import TemplateProfile, probe_template
 from mmrender.probing.templates import Findings, cache_folder
 from mmrender.renderer import Renderer
-from mmrender.testing.tiny_model import build_tiny_model
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 USER = [{"role": "user", "content": "And now?"}]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("profiles") / "tiny", weights=False)
 
 
 @pytest.fixture
@@ -49,16 +43,16 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def load(directory: Path, source: str = TEMPLATE.replace("@", PROMPT), **options: Any) -> Renderer:
-    return Renderer.from_pretrained(directory, chat_template=source, image_backend="pil", **options)
+def load(tiny_model: Path, source: str = TEMPLATE.replace("@", PROMPT), **options: Any) -> Renderer:
+    return Renderer.from_pretrained(tiny_model, chat_template=source, image_backend="pil", **options)
 
 
-def test_second_load_neither_probes_nor_proves(directory: Path, folder: Path, probed: list[str]) -> None:
-    first = load(directory)
+def test_second_load_neither_probes_nor_proves(tiny_model: Path, folder: Path, probed: list[str]) -> None:
+    first = load(tiny_model)
     bridge = first.bridge_to_next_turn([1], [2], USER)
     assert probed == ["profile", "proof"]
     assert len(list(folder.glob("*.json"))) == 2
-    second = load(directory)
+    second = load(tiny_model)
     assert second.profile == first.profile
     again = second.bridge_to_next_turn([1], [2], USER)
     assert probed == ["profile", "proof"]
@@ -67,11 +61,11 @@ def test_second_load_neither_probes_nor_proves(directory: Path, folder: Path, pr
     assert again.token_ids == bridge.token_ids
 
 
-def test_refusals_are_kept_too(directory: Path, folder: Path, probed: list[str]) -> None:
+def test_refusals_are_kept_too(tiny_model: Path, folder: Path, probed: list[str]) -> None:
     source = TEMPLATE.replace("@", "{{ messages | length }}" + PROMPT)
     reasons = set()
     for _ in range(2):
-        renderer = load(directory, source)
+        renderer = load(tiny_model, source)
         assert renderer.bridge_to_next_turn([1], [2], USER) is None
         reasons.add(renderer.why_not_bridged)
     assert reasons == {"what the template writes for this extension depends on the number of earlier turns"}
@@ -81,38 +75,38 @@ def test_refusals_are_kept_too(directory: Path, folder: Path, probed: list[str])
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"form": 3}', b'{"failure": 3}'])
 def test_damaged_entry_is_ignored_and_written_again(
-    directory: Path, folder: Path, probed: list[str], content: bytes
+    tiny_model: Path, folder: Path, probed: list[str], content: bytes
 ) -> None:
-    profile = load(directory).profile
-    load(directory).bridge_to_next_turn([1], [2], USER)
+    profile = load(tiny_model).profile
+    load(tiny_model).bridge_to_next_turn([1], [2], USER)
     for file in folder.iterdir():
         file.write_bytes(content)
-    renderer = load(directory)
+    renderer = load(tiny_model)
     assert renderer.profile == profile
     assert renderer.bridge_to_next_turn([1], [2], USER) is not None
     assert probed.count("profile") == probed.count("proof") == 2
-    assert load(directory).profile == profile
+    assert load(tiny_model).profile == profile
     assert probed.count("profile") == 2
 
 
 def test_anything_that_matters_makes_another_entry(
-    directory: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(directory).profile  # noqa: B018 - a property that probes
-    load(directory, TEMPLATE.replace("@", " " + PROMPT)).profile  # noqa: B018
+    load(tiny_model).profile  # noqa: B018 - a property that probes
+    load(tiny_model, TEMPLATE.replace("@", " " + PROMPT)).profile  # noqa: B018
     source = TEMPLATE.replace("@", PROMPT + "{{ thinking }}")
-    load(directory, source).template_profile(thinking=False)
-    load(directory, source).template_profile(thinking=True)
+    load(tiny_model, source).template_profile(thinking=False)
+    load(tiny_model, source).template_profile(thinking=True)
     monkeypatch.setattr(templates, "code_digest", lambda: "other code")
-    load(directory).profile  # noqa: B018
+    load(tiny_model).profile  # noqa: B018
     assert probed == ["profile"] * 5
     assert len(list(folder.iterdir())) == 5
 
 
 def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_disk(
-    directory: Path, folder: Path, probed: list[str]
+    tiny_model: Path, folder: Path, probed: list[str]
 ) -> None:
-    renderer = load(directory)
+    renderer = load(tiny_model)
     for number in range(20):
         known = renderer.templates.find({f"junk_{number}": number, "other": object()}, has_tools=False)
         assert known.profile.prefix_stable
@@ -137,22 +131,22 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert [known(number) for number in (0, 1, 2, 9, 10)] == [True, False, False, True, True]
 
 
-def test_what_cannot_be_kept_is_probed_each_time(directory: Path, folder: Path, probed: list[str]) -> None:
+def test_what_cannot_be_kept_is_probed_each_time(tiny_model: Path, folder: Path, probed: list[str]) -> None:
     for _ in range(2):
-        load(directory, TEMPLATE.replace("@", "{{ strftime_now('%Y') }}")).profile  # noqa: B018
-        load(directory, TEMPLATE.replace("@", "{{ helper }}")).template_profile(helper=object())
+        load(tiny_model, TEMPLATE.replace("@", "{{ strftime_now('%Y') }}")).profile  # noqa: B018
+        load(tiny_model, TEMPLATE.replace("@", "{{ helper }}")).template_profile(helper=object())
     assert probed == ["profile"] * 4
     assert not folder.exists()
 
 
 def test_opting_out(
-    directory: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(directory, profile_cache=False).profile  # noqa: B018
+    load(tiny_model, profile_cache=False).profile  # noqa: B018
     for value in ("off", "0", "", "OFF"):
         monkeypatch.setenv("MMRENDER_CACHE", value)
         assert cache_folder() is None
-    load(directory).profile  # noqa: B018
+    load(tiny_model).profile  # noqa: B018
     assert probed == ["profile"] * 2
     assert not folder.exists()
 
@@ -169,17 +163,17 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_folder_that_cannot_be_written_to_is_ignored(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     monkeypatch.setenv("MMRENDER_CACHE", str(blocked))
-    assert load(directory).profile.roles
+    assert load(tiny_model).profile.roles
     assert blocked.read_text() == "in the way"
 
 
-def test_writers_at_once_leave_one_whole_entry(tmp_path: Path, directory: Path) -> None:
-    profile = load(directory).profile
+def test_writers_at_once_leave_one_whole_entry(tmp_path: Path, tiny_model: Path) -> None:
+    profile = load(tiny_model).profile
     start = threading.Barrier(8)
 
     def find() -> None:

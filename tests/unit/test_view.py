@@ -42,11 +42,6 @@ message ┃ role      ┃ tokens ┃ sampled ┃ media
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
-
-
-@pytest.fixture(scope="module")
 def rendered(renderer):
     picture = Image.new("RGB", (192, 128), "red")
     messages = [
