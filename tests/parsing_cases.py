@@ -7,18 +7,21 @@ The templates were written for these tests from the public descriptions of the f
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
 from mmrender.messages import Message
+from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.parser import ResponseParser
 from mmrender.parsing.prove import build_parser
 from mmrender.probing.probes import Probes, user
 from mmrender.probing.templates import KnownTemplate
 from mmrender.template.chat import ChatTemplate
+from mmrender.template.sources import load_templates
 
 HEAD = """{%- for m in messages %}{{- '<|turn|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"""
 TAIL = """{%- else %}{{- m.content }}{%- endif %}{{- '<|end|>' }}{%- endfor %}
@@ -27,26 +30,21 @@ CONTENT = "{%- if m.content %}{{- m.content }}{%- endif %}"
 THINK = """{%- if m.reasoning_content %}{{- '<think>\\n' + m.reasoning_content }}
 {{- '\\n</think>\\n\\n' }}{%- endif %}"""
 EACH = "{%- for c in m.tool_calls or [] %}{%- set c = c.function %}"
+TURN = THINK + CONTENT + EACH
 
 BODIES: dict[str, str] = {
-    "json_tags": THINK
-    + CONTENT
-    + EACH
+    "json_tags": TURN
     + """{{- '\\n' if m.content or not loop.first else '' }}
     {{- '<tool_call>\\n{"name": "' + c.name + '", "arguments": ' }}{{- c.arguments | tojson }}
     {{- '}\\n</tool_call>' }}
     {%- endfor %}""",
-    "xml_function": THINK
-    + CONTENT
-    + EACH
+    "xml_function": TURN
     + """{{- '\\n\\n' if m.content and loop.first else '' }}
     {{- '<tool_call>\\n<function=' + c.name + '>\\n' }}
     {%- for k, v in c.arguments | items %}{{- '<parameter=' + k + '>\\n' }}
     {{- v if v is string else v | tojson }}{{- '\\n</parameter>\\n' }}{%- endfor %}
     {{- '</function>\\n</tool_call>\\n' }}{%- endfor %}""",
-    "arg_key_value": THINK
-    + CONTENT
-    + EACH
+    "arg_key_value": TURN
     + """{{- '\\n<tool_call>' + c.name + '\\n' }}{%- for k, v in c.arguments | items %}
     {{- '<arg_key>' + k + '</arg_key>\\n<arg_value>' }}{{- v if v is string else v | tojson }}
     {{- '</arg_value>\\n' }}{%- endfor %}{{- '</tool_call>' }}{%- endfor %}""",
@@ -126,13 +124,11 @@ BODIES["function_gemma"] = (
     .replace('<|"|>', "<escape>")
 )
 
+THINKING = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 ADDED: dict[str, tuple[str, ...]] = {
-    "json_tags": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
-    "xml_function": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
-    "arg_key_value": (
-        *("<tool_call>", "</tool_call>", "<think>", "</think>"),
-        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    ),
+    "json_tags": THINKING,
+    "xml_function": THINKING,
+    "arg_key_value": (*THINKING, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "kimi_sections": (
         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
         *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
@@ -222,9 +218,25 @@ def case_of(
     return Case(name, build_parser(known, grammar=grammar), known.probes, tokenizer)
 
 
+def case_with(body: str, added: Sequence[str] = (), *, tail: str = TAIL, grammar: str | None = None) -> Case:
+    """The case of an assistant turn's body, and of a tokenizer with these added tokens."""
+    tokenizer = byte_level(added)
+    return case_of("case", HEAD + body + tail, tokenizer, [tokenizer.added_ids["<|end|>"]], grammar=grammar)
+
+
 @cache
 def written_case(name: str, *, added_tokens: bool = True, kind: str = "byte_level") -> Case:
     """The case of one of the templates here; its delimiters are added tokens, or ordinary text."""
     make = byte_level if kind == "byte_level" else sentence_piece
     tokenizer = make(ADDED[name] if added_tokens else ())
     return case_of(name, HEAD + BODIES[name] + TAIL, tokenizer, [tokenizer.added_ids["<|end|>"]])
+
+
+@cache
+def model_case(folder: Path, **arguments: Any) -> Case:
+    """The case of a model directory, with arguments of its template."""
+    model = find_model(folder)
+    tokenizer = Tokenizer.load(model)
+    source, stops = load_templates(model)["default"], model.stop_token_ids(tokenizer.token_id)
+    tokens = model.special_tokens
+    return case_of(folder.name, source, tokenizer, stops, special_tokens=tokens, arguments=arguments)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ REFUSED = {"last_user": "what the template writes for this extension depends on 
 """Small templates with extensions that cannot be bridged, and why."""
 PICTURES = sample_images(random.Random(5), 3, largest=96)
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
+Render = Callable[[Any, dict[str, Any]], Any]
 
 
 class Subject(NamedTuple):
@@ -78,20 +80,22 @@ def _media_tokens(renderer: Renderer) -> frozenset[str]:
     return renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset()
 
 
-def rendered_or_reject(render: Callable[[], Any]) -> Any:
-    """What `render` gives; the example is dropped where the template refuses its messages."""
-    try:
-        return render()
-    except MMRenderError:
-        assume(False)
+def accepted(subject: Subject, source: random.Random, render: Render, **how: Any) -> tuple[Any, ...]:
+    """A conversation that the template takes, its options, and what `render` gives for them."""
+    for _ in range(10):
+        messages, options = conversation(subject, source, **how)
+        with suppress(MMRenderError):
+            return messages, options, render(messages, options)
+    assume(False)
+    raise AssertionError
 
 
 @settings(max_examples=10)
 @given(source=st.randoms(use_true_random=False))
 def test_bridge_of_canonical_turns_equals_rendering(subject: Subject, source: random.Random) -> None:
     renderer = subject.renderer
-    messages, options = conversation(subject, source)
-    for case in rendered_or_reject(lambda: list(extensions(renderer, messages, options))):
+    messages, options, cases = accepted(subject, source, lambda *given: [*extensions(renderer, *given)])
+    for case in cases:
         bridge = bridged(renderer, messages, options, case, case.prompt)
         if not subject.accepts(bridge):
             continue
@@ -112,8 +116,9 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
 def test_chain_of_bridges_equals_rendering(subject: Subject, source: random.Random) -> None:
     """From the first prompt to the last by bridges alone, each over the one before."""
     renderer = subject.renderer
-    messages, options = conversation(subject, source, turns=5)
-    cases = rendered_or_reject(lambda: list(extensions(renderer, messages, options)))
+    messages, options, cases = accepted(
+        subject, source, lambda *given: [*extensions(renderer, *given)], turns=5
+    )
     assume(cases)
     current: RenderedTokens = cases[0].prompt
     for case in cases:
@@ -173,8 +178,9 @@ def test_whatever_was_sampled_stays(subject: Subject, data: st.DataObject, dtype
 @given(source=st.randoms(use_true_random=False))
 def test_sampled_is_full_minus_prompt(subject: Subject, source: random.Random) -> None:
     renderer = subject.renderer
-    messages, options = conversation(subject, source, with_stops=True)
-    full = rendered_or_reject(lambda: renderer.render(messages, **options))
+    messages, options, full = accepted(
+        subject, source, lambda messages, options: renderer.render(messages, **options), with_stops=True
+    )
     stops = set(renderer.get_stop_token_ids())
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index in full.rewritten:

@@ -1,5 +1,6 @@
 """The command line: what it prints, and how it fails."""
 
+import io
 import json
 import sys
 from dataclasses import replace
@@ -39,17 +40,11 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_render_prints_what_the_library_gives(run, folder, tiny_model):
+def test_render_prints_what_the_library_gives(run, folder, tiny_model, renderer):
     status, out, _ = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
     document = json.loads(out)
-    messages = [
-        {
-            **MESSAGES[0],
-            "content": [{"type": "image", "image": folder / "red.png"}, MESSAGES[0]["content"][1]],
-        }
-    ]
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    expected = renderer.render([*messages, MESSAGES[1]], add_generation_prompt=True)
+    shown = {"role": "user", "content": [{"type": "image", "image": folder / "red.png"}, "What?"]}
+    expected = renderer.render([shown, MESSAGES[1]], add_generation_prompt=True)
     assert status == 0
     assert document["token_ids"] == expected.token_ids
     assert document["mm_hashes"] == expected.multi_modal_data.mm_hashes
@@ -63,11 +58,8 @@ def test_render_prints_what_the_library_gives(run, folder, tiny_model):
 
 
 def test_options_stand_beside_the_messages(run, folder, tiny_model):
-    tool = {
-        "type": "function",
-        "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}},
-    }
-    document = {"messages": MESSAGES, "tools": [tool], "add_generation_prompt": False}
+    tools = [{"name": "zoom", "parameters": {"type": "object", "properties": {}}}]
+    document = {"messages": MESSAGES, "tools": tools, "add_generation_prompt": False}
     Path("chat.json").write_text(json.dumps(document))
     status, out, _ = run("view", "chat.json", "-m", tiny_model, "--image-backend", "pil")
     assert status == 0
@@ -78,8 +70,6 @@ def test_options_stand_beside_the_messages(run, folder, tiny_model):
 
 
 def test_messages_from_standard_input(run, folder, tiny_model, monkeypatch):
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([{"role": "user", "content": "hi"}])))
     status, out, _ = run("render", "-", "-m", tiny_model, "--image-backend", "pil")
     assert status == 0
@@ -113,57 +103,44 @@ def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
     monkeypatch.setattr(parity_module.Renderer, "render", wrong)
     status, out, _ = run("parity", tiny_model, "--cases", 3, "--image-backend", "pil")
     assert status == 1
-    assert "case 0: token ids differ" in out
-    assert "ours:" in out
-    assert "reference:" in out
-    assert "messages:" in out
+    for shown in ("case 0: token ids differ", "ours:", "reference:", "messages:"):
+        assert shown in out
 
 
 def chat_about(source):
     return json.dumps([{"role": "user", "content": [{"type": "image", "image": source}]}])
 
 
+NOT_JSON = "InputError: chat.json: the file is not JSON - got Expecting property"
+NO_MESSAGES = (
+    'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"'
+)
+BLOCKED = "MediaBlockedError: messages[0].content[0]: the media policy forbids the local file"
+NO_BACKEND = "InputError: there is no such image back end - expected torch or pil, got cuda"
+UNNAMED = "InputError: --model: the server's model is not named - expected the name it is served by"
+
+
 @pytest.mark.parametrize(
     ("chat", "arguments", "line"),
     [
-        (None, ("render", "chat.json", "-m", "nothing"), "ModelNotFoundError: "),
-        (None, ("render", "none.json"), "InputError: none.json: cannot read the file - got No such file"),
-        (
-            "{",
-            ("render", "chat.json"),
-            "InputError: chat.json: the file is not JSON - got Expecting property",
-        ),
-        (
-            '{"tools": []}',
-            ("render", "chat.json"),
-            'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"',
-        ),
-        ("3", ("render", "chat.json"), "MessageError: messages"),
-        ("[3]", ("view", "chat.json"), "MessageError: messages"),
-        (
-            None,
-            ("render", "chat.json", "--image-backend", "cuda"),
-            "InputError: there is no such image back end - expected torch or pil, got cuda",
-        ),
-        (
-            chat_about("/outside/red.png"),
-            ("render", "chat.json"),
-            "MediaBlockedError: messages[0].content[0]: the media policy forbids the local file",
-        ),
-        (chat_about("half.png"), ("render", "chat.json"), "MediaDecodeError: messages[0].content[0]: "),
-        (None, ("parity", "MODEL", "--images", "none"), "InputError: none: no such folder"),
-        (
-            None,
-            ("demo", "--server", "http://127.0.0.1:1"),
-            "InputError: --model: the server's model is not named - expected the name it is served by",
-        ),
+        (None, "render chat.json -m nothing", "ModelNotFoundError: "),
+        (None, "render none.json", "InputError: none.json: cannot read the file - got No such file"),
+        ("{", "render chat.json", NOT_JSON),
+        ('{"tools": []}', "render chat.json", NO_MESSAGES),
+        ("3", "render chat.json", "MessageError: messages"),
+        ("[3]", "view chat.json", "MessageError: messages"),
+        (None, "render chat.json --image-backend cuda", NO_BACKEND),
+        (chat_about("/outside/red.png"), "render chat.json", BLOCKED),
+        (chat_about("half.png"), "render chat.json", "MediaDecodeError: messages[0].content[0]: "),
+        (None, "parity MODEL --images none", "InputError: none: no such folder"),
+        (None, "demo --server http://127.0.0.1:1", UNNAMED),
     ],
 )
 def test_an_error_is_one_line(run, folder, tiny_model, chat, arguments, line):
     Path("half.png").write_bytes(Path("red.png").read_bytes()[:100])
     if chat is not None:
         Path("chat.json").write_text(chat)
-    arguments = [str(tiny_model) if argument == "MODEL" else argument for argument in arguments]
+    arguments = [str(tiny_model) if argument == "MODEL" else argument for argument in arguments.split()]
     if arguments[0] in ("render", "view"):
         arguments += [] if "-m" in arguments else ["-m", tiny_model]
         arguments += [] if "--image-backend" in arguments else ["--image-backend", "pil"]

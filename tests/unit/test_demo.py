@@ -30,12 +30,12 @@ def test_it_runs_and_every_proof_holds(capsys):
     assert demo.main() == 0
     out = capsys.readouterr().out
     assert out.count("✓") == 15
-    assert "logprobs equal a plain forward's" in out
-    assert "a second process has the same" in out
     assert "✗" not in out
-    assert "⟨image 13×19 = 247⟩" in out
-    assert "<tool_call>⏎" in out
-    assert "logits 1 x 833 x 1,024" in out
+    for shown in (
+        *("logprobs equal a plain forward's", "a second process has the same"),
+        *("⟨image 13×19 = 247⟩", "<tool_call>⏎", "logits 1 x 833 x 1,024"),
+    ):
+        assert shown in out
     assert max(map(len, out.splitlines())) <= demo.WIDTH
 
 

@@ -8,18 +8,8 @@ import pytest
 from mmrender.parsing import ParsedResponse, ToolCallAttempt
 from parsing_cases import BODIES, written_case
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-            },
-        },
-    }
-]
+PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}}
+TOOLS = [{"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}]
 
 OK: dict[str, str] = {
     "json_tags": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
@@ -40,8 +30,11 @@ OK: dict[str, str] = {
 }
 
 
-def parse(name: str, text: str, tools: Any = None, *, added_tokens: bool = True) -> ParsedResponse:
-    case = written_case(name, added_tokens=added_tokens)
+IDS = {"kimi_sections": "functions.f:0", "mistral_json": "call00000", "mistral_call_id": "call00000"}
+
+
+def parse(name: str, text: str, tools: Any = None) -> ParsedResponse:
+    case = written_case(name)
     return case.parser.parse(case.tokenizer.encode(text), tools=tools)
 
 
@@ -51,13 +44,12 @@ def outcome(attempt: ToolCallAttempt) -> tuple[str, str | None, dict[str, Any] |
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_tool_that_was_not_offered(name: str) -> None:
-    parsed = parse(name, OK[name], TOOLS_OF_G)
+    parsed = parse(name, OK[name], [{"name": "other", "parameters": {}}])
     assert [attempt.status for attempt in parsed.tool_calls] == ["unknown_tool"]
     assert list((parsed.tool_calls[0].arguments or {}).values()) in ([1], ["1"])
+    assert parsed.tool_calls[0].id == IDS.get(name)
     assert parsed.to_message().tool_calls == ()
 
-
-TOOLS_OF_G = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
 
 BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
     "json_tags": [
@@ -214,21 +206,24 @@ def test_a_value_may_hold_what_closes_it() -> None:
     assert parse("xml_function", text).tool_calls[0].arguments == {"b": "a</parameter>b"}
 
 
-def test_several_lists_and_separators() -> None:
-    both = OK["llama_json"] + "; " + OK["llama_json"]
-    assert [attempt.status for attempt in parse("llama_json", both).tool_calls] == ["ok", "ok"]
-    tagged = parse("llama_json", "<|python_tag|>" + OK["llama_json"])
-    assert ([attempt.status for attempt in tagged.tool_calls], tagged.content) == (["ok"], "")
-    framed = parse("pythonic", "<|python_start|>[f(a=1), f()]<|python_end|>")
-    assert ([attempt.arguments for attempt in framed.tool_calls], framed.content) == ([{"a": 1}, {}], "")
+LINES = (
+    '<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n</tool_calls>done'
+)
 
 
-def test_one_object_a_line() -> None:
-    lines = (
-        '<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n</tool_calls>'
-    )
-    parsed = parse("json_section", lines + "done")
-    assert ([attempt.arguments for attempt in parsed.tool_calls], parsed.content) == ([{"a": 1}, {}], "done")
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "content"),
+    [
+        ("llama_json", OK["llama_json"] + "; " + OK["llama_json"], [{"a": 1}] * 2, ""),
+        ("llama_json", "<|python_tag|>" + OK["llama_json"], [{"a": 1}], ""),
+        ("pythonic", "<|python_start|>[f(a=1), f()]<|python_end|>", [{"a": 1}, {}], ""),
+        ("json_section", LINES, [{"a": 1}, {}], "done"),
+    ],
+)
+def test_several_lists_and_separators(name: str, text: str, arguments: Any, content: str) -> None:
+    parsed = parse(name, text)
+    assert [outcome(attempt) for attempt in parsed.tool_calls] == [("ok", "f", each) for each in arguments]
+    assert parsed.content == content
 
 
 def test_python_values() -> None:
@@ -237,13 +232,6 @@ def test_python_values() -> None:
     assert parse("pythonic", text).tool_calls[0].arguments == expected
     beyond_a_double = 10**400
     assert parse("pythonic", f"[f(a={beyond_a_double})]").tool_calls[0].arguments == {"a": beyond_a_double}
-
-
-def test_ids() -> None:
-    assert parse("kimi_sections", OK["kimi_sections"]).tool_calls[0].id == "functions.f:0"
-    assert parse("mistral_json", OK["mistral_json"]).tool_calls[0].id == "call00000"
-    assert parse("mistral_call_id", OK["mistral_call_id"]).tool_calls[0].id == "call00000"
-    assert parse("json_tags", OK["json_tags"]).tool_calls[0].id is None
 
 
 def test_bytes_that_are_no_text() -> None:
@@ -257,9 +245,5 @@ def test_bytes_that_are_no_text() -> None:
     assert parsed.tool_calls[0].arguments == {"b": "\ufffd"}
     assert parsed.tool_calls[0].span == (1, len(ids))
     assert json.dumps(parsed.tool_calls[0].raw)
-
-
-def test_ids_outside_the_vocabulary_are_no_text() -> None:
-    case = written_case("json_tags")
-    parsed = case.parser.parse([-1, *case.tokenizer.encode("a"), 10**9, 2**40])
-    assert parsed.content == "a"
+    outside = case.parser.parse([-1, *case.tokenizer.encode("a"), 10**9, 2**40])
+    assert outside.content == "a"

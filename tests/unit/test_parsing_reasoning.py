@@ -5,18 +5,17 @@ import pytest
 from mmrender.errors import InputError
 from mmrender.messages import Message, TextPart, ThinkingPart
 from mmrender.parsing import ParsedResponse
-from parsing_cases import ADDED, BODIES, HEAD, TAIL, Case, byte_level, case_of, written_case
+from mmrender.parsing.grammars import GRAMMARS
+from parsing_cases import ADDED, BODIES, TAIL, THINKING, Case, case_with, written_case
 
 OPENED = TAIL.replace("assistant\\n'", "assistant\\n<think>\\n'")
-THINKING = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def opening_case() -> Case:
     """A template whose generation prompt opens the reasoning block."""
-    tokenizer = byte_level(THINKING)
     body = BODIES["json_tags"].replace("{%- if m.reasoning_content %}", "{%- if true %}", 1)
     body = body.replace("m.reasoning_content", "(m.reasoning_content or '')")
-    return case_of("opening", HEAD + body + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    return case_with(body, THINKING, tail=OPENED)
 
 
 def parse(case: Case, text: str, prompt: str | None = None) -> ParsedResponse:
@@ -104,33 +103,26 @@ def test_reasoning_that_the_template_reads_from_content_parts() -> None:
     body = """{%- if m.content is string %}{{- m.content }}{%- else %}{%- for p in m.content %}
     {%- if p.type == 'thinking' %}{{- '[THINK]' + p.thinking + '[/THINK]' }}{%- else %}{{- p.text }}
     {%- endif %}{%- endfor %}{%- endif %}"""
-    tokenizer = byte_level(["[THINK]", "[/THINK]"])
-    case = case_of("parts", HEAD + body + TAIL, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    case = case_with(body, ["[THINK]", "[/THINK]"])
     message = Message(role="assistant", content=(ThinkingPart("Hm."), TextPart("Yes.")))
     assert parse(case, "[THINK]Hm.[/THINK]Yes.").to_message() == message
 
 
 def test_reasoning_that_the_template_prints_beside_calls_only() -> None:
     body = BODIES["gemma"].replace("if m.reasoning_content", "if m.tool_calls and m.reasoning_content")
-    tokenizer = byte_level(ADDED["gemma"])
-    case = case_of("beside", HEAD + body + TAIL, tokenizer, [tokenizer.added_ids["<|end|>"]])
+    case = case_with(body, ADDED["gemma"])
     assert str(case.parser.choice) == "gemma, proved"
     call = "<|tool_call>call:f{}<tool_call|>"
     assert read(parse(case, f"<|channel>thought\nHm.\n<channel|>{call}Yes.")) == ("Hm.", True, "Yes.")
 
 
-def test_a_template_that_takes_reasoning_out_of_what_it_prints() -> None:
-    body = "{{- m.content.split('</think>')[-1].lstrip('\\n') }}"
-    tokenizer = byte_level(THINKING)
-    case = case_of("dropping", HEAD + body + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
-    assert read(parse(case, "Hm.\n</think>\n\nYes.")) == ("Hm.", True, "Yes.")
-
-
-def test_a_block_that_the_prompt_opens_and_the_template_does_not_know_is_text() -> None:
-    tokenizer = byte_level(THINKING)
-    case = case_of("unknown", HEAD + "{{- m.content }}" + OPENED, tokenizer, [tokenizer.added_ids["<|end|>"]])
-    assert case.parser.profile.reasoning is None
-    assert read(parse(case, "Hm.\n</think>\n\nYes.")) == (None, True, "Hm.\n</think>\n\nYes.")
+def test_a_block_that_the_prompt_opens_and_the_template_drops_or_does_not_know() -> None:
+    text = "Hm.\n</think>\n\nYes."
+    dropping = case_with("{{- m.content.split('</think>')[-1].lstrip('\\n') }}", THINKING, tail=OPENED)
+    assert read(parse(dropping, text)) == ("Hm.", True, "Yes.")
+    unknown = case_with("{{- m.content }}", THINKING, tail=OPENED)
+    assert unknown.parser.profile.reasoning is None
+    assert read(parse(unknown, text)) == (None, True, text)
 
 
 def test_stop_tokens_are_taken_from_the_end_only() -> None:
@@ -142,10 +134,6 @@ def test_stop_tokens_are_taken_from_the_end_only() -> None:
 
 def test_an_unknown_grammar_is_refused() -> None:
     with pytest.raises(InputError) as caught:
-        case_of("x", HEAD + "{{- m.content }}" + TAIL, byte_level([]), [], grammar="hermes")
-    names = (
-        "json_tags or xml_function or arg_key_value or kimi_sections or mistral_json or mistral_args or "
-        "mistral_call_id or llama_json or pythonic or pythonic_section or json_section or gemma or "
-        "function_gemma or minimax"
-    )
+        case_with("{{- m.content }}", grammar="hermes")
+    names = " or ".join(GRAMMARS)
     assert str(caught.value) == f"grammar: no such tool-call grammar - expected {names}, got 'hermes'"

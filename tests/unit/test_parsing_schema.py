@@ -45,6 +45,7 @@ def read(text: str, schema: Any) -> Any:
         ("7", {"$ref": 3, "anyOf": 4, "enum": 5}, "7"),
         ("7", {}, "7"),
         ("7", None, "7"),
+        ("7", {"$ref": "#/properties/a"}, "7"),
     ],
 )
 def test_a_type_is_taken_from_the_schema(text: str, schema: Any, expected: Any) -> None:
@@ -52,21 +53,9 @@ def test_a_type_is_taken_from_the_schema(text: str, schema: Any, expected: Any) 
     assert (type(value), value) == (type(expected), expected)
 
 
-def test_a_schema_that_refers_to_itself() -> None:
-    assert read("7", {"$ref": "#/properties/a"}) == "7"
-
-
-@pytest.mark.parametrize(
-    "tool",
-    [
-        {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}},
-        {"name": "f", "input_schema": {"properties": {"a": {"type": "integer"}}}},
-        {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}},
-    ],
-)
-def test_shapes_of_definitions(tool: dict[str, Any]) -> None:
-    assert typed({"a": "7", "b": "7"}, tool_schemas([tool])["f"]) == {"a": 7, "b": "7"}
-
-
-def test_a_tool_without_parameters_types_nothing() -> None:
+@pytest.mark.parametrize("key", ["parameters", "input_schema"])
+def test_shapes_of_definitions(key: str) -> None:
+    tool = {"name": "f", key: {"properties": {"a": {"type": "integer"}}}}
+    for shape in (tool, {"type": "function", "function": tool}):
+        assert typed({"a": "7", "b": "7"}, tool_schemas([shape])["f"]) == {"a": 7, "b": "7"}
     assert typed({"a": "7"}, tool_schemas([{"name": "f"}])["f"]) == {"a": "7"}

@@ -1,6 +1,7 @@
 """The token strip, the tables beside it, and what `doctor` prints."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,10 +47,7 @@ def rendered(renderer):
     picture = Image.new("RGB", (192, 128), "red")
     messages = [
         {"role": "system", "content": "Be brief."},
-        {
-            "role": "user",
-            "content": [{"type": "image", "image": picture}, {"type": "text", "text": "What is\tit? 日本🙂"}],
-        },
+        {"role": "user", "content": [{"type": "image", "image": picture}, "What is\tit? 日本🙂"]},
         {"role": "assistant", "content": "A picture.", "reasoning_content": "Look."},
         {"role": "user", "content": "Say <|im_end|>"},
     ]
@@ -71,9 +69,8 @@ def test_the_strip_shows_every_token_once_in_the_colour_of_its_kind(rendered):
     assert styles["⟨image 4×6 = 24⟩"] == STYLES["image"][0]
     assert styles["<|vision_start|>"] in ("grey58", "grey46")
     assert styles["日本"[0]] in STYLES["content"]
-    content = [
-        span for span in strip.spans if span.style in STYLES["content"] and strip.plain[span.start] != "\n"
-    ]  # of which neighbours differ in shade
+    # Neighbours differ in shade.
+    content = [s for s in strip.spans if s.style in STYLES["content"] and strip.plain[s.start] != "\n"]
     same_run = [(a, b) for a, b in pairwise(content) if a.end == b.start]
     assert same_run
     assert all(a.style != b.style for a, b in same_run)
@@ -126,11 +123,8 @@ def test_findings_are_plain_data_and_a_table(renderer):
 
 
 def test_a_text_only_model_has_no_image_section(tiny_model, tmp_path):
-    import shutil
-
-    directory = shutil.copytree(
-        tiny_model, tmp_path / "text", ignore=shutil.ignore_patterns("*preprocessor*")
-    )
+    images = shutil.ignore_patterns("*preprocessor*")
+    directory = shutil.copytree(tiny_model, tmp_path / "text", ignore=images)
     findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"))
     assert findings["images"] == {}
     assert "none: a text-only model" in printed(findings_table(findings))
