@@ -94,79 +94,53 @@ tables = st.dictionaries(
     st.none() | st.sampled_from([97, 0x1F600]) | short,
     max_size=4,
 )
-WITHOUT_ARGUMENTS = [
-    "capitalize",
-    "casefold",
-    "isalnum",
-    "isalpha",
-    "isascii",
-    "isdecimal",
-    "isdigit",
-    "isidentifier",
-    "islower",
-    "isnumeric",
-    "isprintable",
-    "isspace",
-    "istitle",
-    "isupper",
-    "lower",
-    "swapcase",
-    "title",
-    "upper",
-    "__hash__",
-    "__len__",
-    "__repr__",
-    "__str__",
-]
+WITHOUT_ARGUMENTS = (
+    *(
+        "capitalize",
+        "casefold",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "isidentifier",
+        "islower",
+    ),
+    *("isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "swapcase", "title", "upper"),
+    *("__hash__", "__len__", "__repr__", "__str__"),
+)
+FILL = st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab", "日"]))
+FIND = st.tuples(short) | st.tuples(short, index) | st.tuples(short, index, index)
+STRIP = st.tuples() | st.tuples(chars) | st.tuples(st.just(3))
+SPLIT = st.tuples() | st.tuples(chars) | st.tuples(chars, small) | st.tuples(st.just(3))
+PARTITION = st.tuples(short) | st.tuples(st.just(3))
+COMPARE = st.tuples(texts) | st.tuples(small)
+FORMATS = ["", "10", ">10", "<10", "^9", "*^9", "010", ".3", "x>8.2s", "=9", "d", "z"]
+ITEMS = st.integers(-14, 14) | st.builds(slice, index, index, index) | short
 ARGUMENTS = {
     **dict.fromkeys(WITHOUT_ARGUMENTS, st.tuples()),
-    "center": st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab", "日"])),
-    "count": st.tuples(short) | st.tuples(short, index, index),
+    **dict.fromkeys(("center", "ljust", "rjust"), FILL),
+    **dict.fromkeys(("count", "find", "index", "rfind", "rindex", "startswith"), FIND),
+    **dict.fromkeys(("lstrip", "rstrip", "strip"), STRIP),
+    **dict.fromkeys(("rsplit", "split"), SPLIT),
+    **dict.fromkeys(("partition", "rpartition"), PARTITION),
+    **dict.fromkeys(("removeprefix", "removesuffix", "__contains__"), st.tuples(short)),
+    **dict.fromkeys(("__add__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"), COMPARE),
     "encode": st.tuples() | st.tuples(st.sampled_from(["utf-8", "ascii", "latin-1", "none"])),
     "endswith": st.tuples(short) | st.tuples(st.tuples(short, short)),
     "expandtabs": st.tuples() | st.tuples(small),
-    "find": st.tuples(short) | st.tuples(short, index),
     "format": st.tuples(texts, small),
     "format_map": st.tuples(st.dictionaries(st.sampled_from("ab"), texts)),
-    "index": st.tuples(short),
     "join": st.tuples(st.lists(short | st.just(3), max_size=4) | texts),
-    "ljust": st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab"])),
-    "lstrip": st.tuples() | st.tuples(chars) | st.tuples(st.just(3)),
     "maketrans": st.tuples(st.dictionaries(st.sampled_from("ab"), short)),
-    "partition": st.tuples(short) | st.tuples(st.just(3)),
-    "removeprefix": st.tuples(short),
-    "removesuffix": st.tuples(short),
     "replace": st.tuples(short, short) | st.tuples(short, short, small) | st.tuples(short, st.just(3)),
-    "rfind": st.tuples(short) | st.tuples(short, index),
-    "rindex": st.tuples(short),
-    "rjust": st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab"])),
-    "rpartition": st.tuples(short),
-    "rsplit": st.tuples() | st.tuples(chars) | st.tuples(chars, small),
-    "rstrip": st.tuples() | st.tuples(chars),
-    "split": st.tuples() | st.tuples(chars) | st.tuples(chars, small) | st.tuples(st.just(3)),
     "splitlines": st.tuples() | st.tuples(st.booleans()),
-    "startswith": st.tuples(short) | st.tuples(short, index, index),
-    "strip": st.tuples() | st.tuples(chars),
     "translate": st.tuples(tables),
     "zfill": st.tuples(small),
-    "__add__": st.tuples(texts) | st.tuples(small),
-    "__contains__": st.tuples(short),
-    "__eq__": st.tuples(texts),
-    "__format__": st.tuples(
-        st.sampled_from(["", "10", ">10", "<10", "^9", "*^9", "010", ".3", "x>8.2s", "=9", "d", "z"])
-    ),
-    "__ge__": st.tuples(texts),
-    "__getitem__": st.tuples(st.integers(-14, 14))
-    | st.tuples(st.builds(slice, index, index, index))
-    | st.tuples(short),
-    "__gt__": st.tuples(texts),
-    "__le__": st.tuples(texts),
-    "__lt__": st.tuples(texts),
-    "__mod__": st.tuples(texts)
-    | st.tuples(st.tuples(texts, small))
-    | st.tuples(st.dictionaries(short, texts)),
+    "__format__": st.tuples(st.sampled_from(FORMATS)),
+    "__getitem__": st.tuples(ITEMS),
+    "__mod__": st.tuples(texts | st.tuples(texts, small) | st.dictionaries(short, texts)),
     "__mul__": st.tuples(small) | st.tuples(short),
-    "__ne__": st.tuples(texts),
     "__rmul__": st.tuples(small),
 }
 NOT_OPERATIONS = {
@@ -182,15 +156,9 @@ def test_every_method_is_listed():
     assert set(ARGUMENTS) <= set(dir(str))
 
 
-OPERATORS = {
-    "__add__": operator.add,
-    "__contains__": operator.contains,
-    "__format__": format,
-    "__getitem__": operator.getitem,
-    "__mod__": operator.mod,
-    "__mul__": operator.mul,
-    "__rmul__": lambda text, count: count * text,
-}
+OPERATORS = {f"__{name}__": getattr(operator, name) for name in ("add", "contains", "getitem", "mod", "mul")}
+OPERATORS |= {f"__{name}__": getattr(operator, name) for name in ("eq", "ge", "gt", "le", "lt", "ne")}
+OPERATORS |= {"__format__": format, "__rmul__": lambda text, count: count * text}
 
 
 def apply(name, text, args):
@@ -275,10 +243,8 @@ def test_splits_are_the_slices_between_separators(text, sep):
         expected.append(reference[position : position + len(piece)])
         position += len(piece) + len(sep)
     assert [pairs(piece) for piece in text.split(sep)] == expected
-    before, middle, after = text.partition(sep)
-    assert pairs(before) + pairs(middle) + pairs(after) == reference
-    before, middle, after = text.rpartition(sep)
-    assert pairs(before) + pairs(middle) + pairs(after) == reference
+    for parts in (text.partition(sep), text.rpartition(sep)):
+        assert sum(map(pairs, parts), []) == reference
 
 
 @given(st.lists(traced(short), max_size=5), traced(short))

@@ -39,62 +39,51 @@ def test_a_template_that_does_not_compile_says_where(source, message):
     assert str(error.value).endswith(REMEDY)
 
 
+FAILED = "the chat template failed on these messages - got "
+SPENT = "the chat template used too much: "
+TRUSTED = ". If you trust the template, pass larger TemplateLimits"
+
+
 @pytest.mark.parametrize(
-    ("source", "kind", "message"),
+    ("source", "kind", "line", "message"),
     [
-        (
-            "\n{{ raise_exception('Roles must alternate') }}",
-            TemplateRefusedError,
-            "chat template 'default', line 2: Roles must alternate",
-        ),
+        ("\n{{ raise_exception('Roles must alternate') }}", TemplateRefusedError, 2, "Roles must alternate"),
         (
             "{% for m in messages %}\n{% if m.role == 'user' %}\n{{ raise_exception('No ' ~ m.role ~ 's, ' + m.content) }}"
             "{% endif %}{% endfor %}",
-            TemplateRefusedError,
-            "chat template 'default', line 3: No users, hi",
+            TemplateRefusedError, 3, "No users, hi",
         ),
         (
             "{{ 'ok' }}\n\n{{ messages[0].content + 1 }}",
-            TemplateRuntimeError,
-            "chat template 'default', line 3: the chat template failed on these messages - got TypeError: "
-            "unsupported operand type(s) for +: 'str' and 'int'",
+            TemplateRuntimeError, 3, FAILED + "TypeError: unsupported operand type(s) for +: 'str' and 'int'",
         ),
         (
             "{% macro m(x) %}\n{{ x.y.z }}{% endmacro %}\n\n{{ m({}) }}",
-            TemplateRuntimeError,
-            "chat template 'default', line 2: the chat template failed on these messages - got UndefinedError: "
-            "'dict object' has no attribute 'y'",
+            TemplateRuntimeError, 2, FAILED + "UndefinedError: 'dict object' has no attribute 'y'",
         ),
         (
             "{{ ''.__class__.mro() }}",
-            TemplateSecurityError,
-            "chat template 'default', line 1: access to attribute '__class__' of 'str' object is unsafe.",
+            TemplateSecurityError, 1, "access to attribute '__class__' of 'str' object is unsafe.",
         ),
         (
             "{% for a in range(1001) %}{% for b in range(1001) %}\n{% endfor %}{% endfor %}",
-            TemplateLimitError,
-            "chat template 'default', line 1: the chat template used too much: steps - expected at most 1,000,000 loop "
-            "iterations and calls, got more. If you trust the template, pass larger TemplateLimits",
+            TemplateLimitError, 1, SPENT + "steps - expected at most 1,000,000 loop iterations and calls, got more" + TRUSTED,
         ),
         (
             "{{ 'x' * 10**8 }}",
-            TemplateLimitError,
-            "chat template 'default', line 1: the chat template used too much: text - expected at most 8,000,000 "
-            "characters, got 100,000,000. If you trust the template, pass larger TemplateLimits",
+            TemplateLimitError, 1, SPENT + "text - expected at most 8,000,000 characters, got 100,000,000" + TRUSTED,
         ),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-            TemplateLimitError,
-            "chat template 'default', line 1: the chat template used too much - got RecursionError: maximum recursion "
-            "depth exceeded",
+            TemplateLimitError, 1, "the chat template used too much - got RecursionError: maximum recursion depth exceeded",
         ),
     ],
-)
-def test_a_template_that_fails_says_where_and_why(source, kind, message):
+)  # fmt: skip
+def test_a_template_that_fails_says_where_and_why(source, kind, line, message):
     with pytest.raises(kind) as error:
         ChatTemplate(source, limits=TemplateLimits(max_seconds=60)).render(USER)
     assert type(error.value) is kind
-    assert str(error.value).startswith(message), str(error.value)
+    assert str(error.value).startswith(f"chat template 'default', line {line}: {message}"), str(error.value)
 
 
 def test_limits_can_be_raised_and_lowered():
@@ -108,10 +97,8 @@ def test_limits_can_be_raised_and_lowered():
         with pytest.raises(TemplateLimitError) as error:
             ChatTemplate(source, limits=limits).render(USER)
         assert what in str(error.value)
-    assert (
-        len(ChatTemplate("{{ 'x' * 9000000 }}", limits=TemplateLimits(max_characters=9_000_000)).render(USER))
-        == 9_000_000
-    )
+    raised = TemplateLimits(max_characters=9_000_000)
+    assert len(ChatTemplate("{{ 'x' * 9000000 }}", limits=raised).render(USER)) == 9_000_000
 
 
 def test_variables_that_a_caller_may_set_are_those_looked_up():
@@ -125,9 +112,8 @@ def test_variables_that_a_caller_may_set_are_those_looked_up():
 
 
 def test_the_clock_is_the_callers():
-    template = ChatTemplate(
-        "{{ strftime_now('%d %b %Y') }}", clock=lambda: datetime.datetime(2026, 7, 6, tzinfo=datetime.UTC)
-    )
+    day = datetime.datetime(2026, 7, 6, tzinfo=datetime.UTC)
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", clock=lambda: day)
     assert template.reads_clock
     assert template.render(USER) == "06 Jul 2026"
     assert not ChatTemplate("{{ messages }}").reads_clock
@@ -140,17 +126,10 @@ def test_special_tokens_are_variables_and_arguments_override_them():
 
 
 def test_messages_look_as_those_of_transformers():
+    calls = (ToolCall("f", {"x": 1, "y": None}, "c1"), ToolCall("g", {}))
     messages = [
         Message(role="system", content=(TextPart("a"), ThinkingPart("t"), ImagePart(None))),
-        Message(
-            role="assistant",
-            content=None,
-            reasoning_content="r",
-            tool_calls=(
-                ToolCall(name="f", arguments={"x": 1, "y": None}, id="c1"),
-                ToolCall(name="g", arguments={}),
-            ),
-        ),
+        Message(role="assistant", content=None, reasoning_content="r", tool_calls=calls),
         Message(role="tool", content="out", name="f", tool_call_id="c1", extra={"weight": 0.5}),
     ]
     show = ChatTemplate("{{ messages }}")
@@ -175,17 +154,15 @@ def test_messages_look_as_those_of_transformers():
     assert "'content': ''" in shown
     assert "'arguments': '{\"x\": 1, \"y\": null}'" in shown
     assert "{'type': 'image_url', 'image_url': {}}" in shown
-    flat = show.render(
-        [Message(role="user", content=(TextPart("a"), TextPart("b")))], form=ViewForm(content="text")
-    )
+    parts = [Message(role="user", content=(TextPart("a"), TextPart("b")))]
+    flat = show.render(parts, form=ViewForm(content="text"))
     assert flat == "[{'role': 'user', 'content': 'ab'}]"
 
 
 def test_paths_name_the_value():
     messages = [Message(role="user", content=(TextPart("a"), TextPart("b")), name="n")]
-    text = ChatTemplate("{{ messages[0].content[1].text }}{{ messages[0].name }}{{ tools[0].k }}").render(
-        messages, tools=[{"k": "v"}]
-    )
+    template = ChatTemplate("{{ messages[0].content[1].text }}{{ messages[0].name }}{{ tools[0].k }}")
+    text = template.render(messages, tools=[{"k": "v"}])
     assert [(start, stop, origin.path, origin.kind) for start, stop, origin in text.spans] == [
         (0, 1, "messages[0].content[1].text", "content"),
         (1, 2, "messages[0].name", "name"),

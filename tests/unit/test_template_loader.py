@@ -72,18 +72,12 @@ WITH_PROCESSOR = {
     "more called default": ({"jinja": "JINJA", "more": {"default": "MORE"}}, {"default": "JINJA"}),
 }
 ONLY_HERE = {
-    "the tokenizer's, where the processor has none": (
-        {"processor": "", "tokenizer": "CONFIG"},
-        {"default": "CONFIG"},
-    ),
-    "preprocessor config": ({"image": "IMAGE"}, {"default": "IMAGE"}),
-    "tokenizer config over preprocessor config": (
-        {"image": "IMAGE", "tokenizer": "CONFIG"},
-        {"default": "CONFIG"},
-    ),
-    "legacy of a text model": ({"legacy": "LEGACY"}, {"default": "LEGACY"}),
-    "empty jinja": ({"jinja": "", "tokenizer": "CONFIG"}, {"default": "CONFIG"}),
-    "default among more only": ({"more": {"default": "MORE"}}, {"default": "MORE"}),
+    "the tokenizer's, where the processor has none": ({"processor": "", "tokenizer": "CONFIG"}, "CONFIG"),
+    "preprocessor config": ({"image": "IMAGE"}, "IMAGE"),
+    "tokenizer config over preprocessor config": ({"image": "IMAGE", "tokenizer": "CONFIG"}, "CONFIG"),
+    "legacy of a text model": ({"legacy": "LEGACY"}, "LEGACY"),
+    "empty jinja": ({"jinja": "", "tokenizer": "CONFIG"}, "CONFIG"),
+    "default among more only": ({"more": {"default": "MORE"}}, "MORE"),
 }
 
 
@@ -110,7 +104,7 @@ def test_models_with_a_processor_are_read_as_the_processor_of_transformers_does(
 @pytest.mark.parametrize("case", ONLY_HERE)
 def test_what_transformers_overlooks_is_taken_last(model, case):
     files, expected = ONLY_HERE[case]
-    assert load_templates(model(**files)) == expected
+    assert load_templates(model(**files)) == {"default": expected}
 
 
 def test_two_places_that_exclude_each_other_are_refused_as_by_transformers(model):
@@ -135,22 +129,27 @@ def test_a_template_that_is_no_text_is_refused(model):
     )
 
 
-def test_a_file_that_cannot_be_read_is_named(model):
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [("chat_template.json", b"{", "JSON, got "), ("chat_template.jinja", b"\xff", "UTF-8")],
+)
+def test_a_file_that_cannot_be_read_is_named(model, name, content, kind):
     directory = model()
-    (directory.path / "chat_template.json").write_text("{")
-    with pytest.raises(
-        ModelError, match=r"chat_template\.json: cannot read chat_template\.json - expected JSON, got "
-    ):
-        load_templates(directory)
-    (directory.path / "chat_template.json").unlink()
-    (directory.path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(
-        ModelError, match=r"chat_template\.jinja: cannot read chat_template\.jinja - expected UTF-8"
-    ):
+    (directory.path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=rf"{name}: cannot read {name} - expected {kind}"):
         load_templates(directory)
 
 
 SEVERAL = {"default": "D", "tool_use": "T", "rag": "R"}
+WITHOUT_DEFAULT = {"rag": "R", "tool_use": "T"}
+NONE = (
+    "the model has no chat template{} - expected chat_template.jinja, chat_template.json, or one in the tokenizer "
+    "or processor config, got templates: {}. Pass chat_template=<Jinja text>"
+)
+SEVERAL_WITHOUT_DEFAULT = (
+    "the model has several chat templates, and none of them is the default - expected a template named 'default', "
+    "got rag, tool_use. Pass chat_template=<one of these names>"
+)
 
 
 @pytest.mark.parametrize(
@@ -161,35 +160,19 @@ SEVERAL = {"default": "D", "tool_use": "T", "rag": "R"}
         (SEVERAL, "rag", True, "rag"),
         ({"default": "D"}, None, True, "default"),
         ({"rag": "R"}, None, False, "rag"),
-        ({"tool_use": "T", "rag": "R"}, None, True, "tool_use"),
+        (WITHOUT_DEFAULT, None, True, "tool_use"),
+        ({}, None, False, NONE.format("", "none")),
+        (SEVERAL, "chat", False, NONE.format(" named 'chat'", "default, rag, tool_use")),
+        (WITHOUT_DEFAULT, None, False, SEVERAL_WITHOUT_DEFAULT),
     ],
 )
 def test_the_template_is_the_one_asked_for_or_the_usual_one(templates, name, has_tools, expected):
-    assert choose_template(templates, name=name, has_tools=has_tools) == expected
-
-
-NONE = (
-    "the model has no chat template{} - expected chat_template.jinja, chat_template.json, or one in the tokenizer "
-    "or processor config, got templates: {}. Pass chat_template=<Jinja text>"
-)
-NO_DEFAULT = (
-    "the model has several chat templates, and none of them is the default - expected a template named 'default', "
-    "got rag, tool_use. Pass chat_template=<one of these names>"
-)
-
-
-@pytest.mark.parametrize(
-    ("templates", "name", "message"),
-    [
-        ({}, None, NONE.format("", "none")),
-        (SEVERAL, "chat", NONE.format(" named 'chat'", "default, rag, tool_use")),
-        ({"rag": "R", "tool_use": "T"}, None, NO_DEFAULT),
-    ],
-)
-def test_a_missing_template_is_named(templates, name, message):
+    if expected in templates:
+        assert choose_template(templates, name=name, has_tools=has_tools) == expected
+        return
     with pytest.raises(TemplateMissingError) as error:
-        choose_template(templates, name=name, has_tools=False)
-    assert str(error.value) == message
+        choose_template(templates, name=name, has_tools=has_tools)
+    assert str(error.value) == expected
 
 
 ADDED = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "special": True, "single_word": False}  # fmt: skip
@@ -213,10 +196,8 @@ TOKENS = {
 def test_special_tokens_are_those_of_transformers(model, case, with_decoder, with_map, recwarn):
     directory = model(config={**TOKENS[case], **({"added_tokens_decoder": {}} if with_decoder else {})})
     if with_map:
-        entries = {
-            "bos_token": "<from map>",
-            "sep_token": {"content": "<sep>", "lstrip": False, "rstrip": False},
-        }
+        separator = {"content": "<sep>", "lstrip": False, "rstrip": False}
+        entries = {"bos_token": "<from map>", "sep_token": separator}
         (directory.path / "special_tokens_map.json").write_text(json.dumps(entries))
     build_engine(("<s>", "</s>")).save(str(directory.path / "tokenizer.json"))
     transformers.logging.set_verbosity_error()
