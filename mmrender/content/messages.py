@@ -83,7 +83,7 @@ def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> t
         content = item.get("content") if type(role) is str and role in ROLES else None
         if type(content) is str and content.isascii():
             result.append(Message(role=role, content=content))
-        elif type(content) is list:
+        elif type(content) is list or type(content) is str:
             parts = normalize_content(content, f"{where}[{index}].content")
             result.append(Message(role=role, content=parts))
         else:
