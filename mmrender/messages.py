@@ -89,7 +89,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         """Yield `(index in content, part)` for each media part, in order."""
         if isinstance(self.content, tuple):
             for index, part in enumerate(self.content):
-                if isinstance(part, ImagePart | VideoPart):
+                if isinstance(part, (ImagePart, VideoPart)):  # a union would be built for each part
                     yield index, part
 
 

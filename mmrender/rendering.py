@@ -302,7 +302,7 @@ def conversation_key(
                 else _message_key(message, media)
                 for message in messages
             ],
-            *[_key(option, 0) for option in options],
+            *[None if option is None else _key(option, 0) for option in options],
         )
     except _NoKeyError:
         return None
@@ -314,7 +314,7 @@ def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable
         content = tuple(
             [
                 (type(part), next(fingerprints), getattr(part, "fps", None))
-                if isinstance(part, ImagePart | VideoPart)
+                if isinstance(part, (ImagePart, VideoPart))
                 else part
                 for part in message.content
             ]
@@ -364,7 +364,9 @@ def copy_rendered(rendered: RenderedTokens) -> RenderedTokens:
     copy.__dict__["token_ids"] = rendered.token_ids.copy()
     sidecar = rendered.multi_modal_data
     if sidecar.mm_hashes:
-        fields: Any = (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
-        copies = [{modality: [*held] for modality, held in field.items()} for field in fields]
-        copy.__dict__["multi_modal_data"] = MultiModalData(*copies)
+        copy.__dict__["multi_modal_data"] = MultiModalData(
+            {modality: [*hashes] for modality, hashes in sidecar.mm_hashes.items()},
+            {modality: [*ranges] for modality, ranges in sidecar.mm_placeholders.items()},
+            {modality: [*items] for modality, items in sidecar.mm_items.items()},
+        )
     return copy
