@@ -321,9 +321,11 @@ class _Reader:
     def record(self, row: TrajectoryRow, name: str) -> Record:
         first = len(self._steps)
         check_numbers(row.reward, None, f"wire.{name}.reward", reward=True)
-        for index, step in enumerate(row.steps):
+        row.steps.reverse()
+        while row.steps:  # each is let go of as it is read: memory for both forms at once is the peak
             try:
-                self._steps.append(self._step(step, first, f"{name}.steps[{index}]"))
+                path = f"{name}.steps[{len(self._steps) - first}]"
+                self._steps.append(self._step(row.steps.pop(), first, path))
             except (TrajectoryError, PlaceholderError) as error:
                 error.where = f"wire.{name}.{error.where}"
                 raise
