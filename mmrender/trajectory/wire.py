@@ -322,7 +322,7 @@ class _Reader:
         first = len(self._steps)
         check_numbers(row.reward, None, f"wire.{name}.reward", reward=True)
         row.steps.reverse()
-        while row.steps:  # each is let go of as it is read: memory for both forms at once is the peak
+        while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
             try:
                 path = f"{name}.steps[{len(self._steps) - first}]"
                 self._steps.append(self._step(row.steps.pop(), first, path))
