@@ -15,14 +15,19 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from mmcodecs.vllm import encode_mm_kwargs_item
+from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.client.types import EngineRequest
+from mmrender.client.vllm_images import PixelDtype, item_tensors
 from mmrender.renderer import Renderer
+from mmrender.testing.memory_transport import Asked
 from mmrender.tokens.rendered import RenderedTokens
 
 DATA = Path(__file__).resolve().parent / "data" / "engines" / "vllm"
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
 ALTERNATIVES = {**GREEDY, "logprobs": 2}
 LONGEST_TEXT = 1000
+LAYOUT = layout_of("Qwen3VLForConditionalGeneration")
 
 
 def blocks(seed: int, width: int = 128, height: int = 128) -> Image.Image:
@@ -59,6 +64,44 @@ def contract_request(rendered: RenderedTokens, sampling: Any = None) -> EngineRe
         multi_modal_data=rendered.multi_modal_data,
         vocab_size=1024,
     )
+
+
+def info(**changes: Any) -> dict[str, Any]:
+    """What a server says of its settings: safe ones, but for the changes."""
+    cache: dict[str, Any] = {"mm_processor_cache_gb": 4.0, "mm_processor_cache_type": "lru"}
+    runs: dict[str, Any] = {"_api_process_count": 1, "data_parallel_size": 1}
+    for name, value in changes.items():
+        (cache if name in cache else runs)[name] = value
+    return {"vllm_config": {"model_config": {"multimodal_config": cache}, "parallel_config": runs}}
+
+
+def completion(asked: Asked) -> dict[str, Any]:
+    """An answer to any request: one token."""
+    ids = asked.json["token_ids"]
+    content = {"content": [{"token_id": 7, "logprob": -1.5}]}
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "logprobs": content}
+    return {"request_id": "r", "usage": {"prompt_tokens": len(ids)}, "choices": [choice]}
+
+
+def served(rendered: RenderedTokens, pixels: PixelDtype = "uint8", **changes: Any) -> dict[str, Any]:
+    """A render route's answer: what a server that takes these pixels makes of the first image."""
+    (item, *_), (place, *_) = (
+        rendered.multi_modal_data.mm_items["image"],
+        rendered.multi_modal_data.mm_placeholders["image"],
+    )
+    (elems,) = collate_items(LAYOUT, [item_tensors(item, pixels)])
+    for key, change in changes.items():
+        elems[key] = change(elems[key]) if key in elems else change
+    elems = {key: elem for key, elem in elems.items() if elem is not None}
+    ids = rendered.token_ids[: place.offset + place.length]
+    return {
+        "token_ids": ids,
+        "features": {
+            "mm_hashes": {"image": ["theirs"]},
+            "mm_placeholders": {"image": [{"offset": place.offset, "length": place.length}]},
+            "kwargs_data": {"image": [encode_mm_kwargs_item(elems)]},
+        },
+    }
 
 
 def to_json(value: Any) -> Any:

@@ -35,6 +35,7 @@ from mmrender.client.reply import (
     without_large,
 )
 from mmrender.client.sampling import spell
+from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import GENERATE_PATH, sample_tokens
@@ -126,7 +127,7 @@ class DynamoBackend(HTTPBackend):
                 remedy="Say it with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers "
                 "with --no-mm-device-do-normalize",
             )
-        forms = await wire_forms(spans, ids, request.model, transport, self.pixels)
+        forms = await wire_forms(spans, ids, request.model, Process.unknown(transport), self.pixels)
         prompt = await asyncio.to_thread(features_of, spans, forms)
         texts = [text for texts in prompt["features"]["kwargs_data"].values() for text in texts]
         size = len(ids) * _BYTES_PER_ID + sum(map(len, texts))

@@ -2,7 +2,8 @@
 
 Everything is asked once and kept beside the transport. A server may come back with other flags behind the
 same URL, so what is known is dropped when a connection breaks, when a gateway answers in the server's
-place, and after a minute without a call.
+place, and after a minute without a call. What would be silently wrong at another server is kept for the
+process that answers, which its metrics identify.
 """
 
 import logging
@@ -11,22 +12,31 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import msgspec
 
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
-from mmrender.client.transport import Transport
+from mmrender.client.transport import GATEWAY_STATUSES, Transport
 from mmrender.client.types import RendererBackend
-from mmrender.errors import EngineConnectionError, EngineError
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    EngineMismatchError,
+    EngineStatusError,
+)
 
 _log = logging.getLogger("mmrender.client")
 _PAUSE: Final = 10.0
 """Seconds after a failed look-up of the prompt limit in which it is not repeated."""
 _IDLE: Final = 60.0
 """Seconds without a call after which a server is asked anew."""
+_PROCESS_PATH: Final = "/metrics/?name[]=process_start_time_seconds"
+"""One metric alone, as Prometheus' own application lets it be asked; its slash is needed in vLLM."""
+_TRIES: Final = 4
+"""Times that a question is repeated where processes change meanwhile."""
 
 
 @dataclass(slots=True)
@@ -34,18 +44,24 @@ class ServerFacts:
     """Answers of one server.
 
     Attributes:
+        name: What identifies the process that they are of; empty for those of the whole server.
         answers: By question.
         asking: Questions under way.
         hashes: Hashes of the images whose data the server has been sent.
         limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
         used_at: When something was last asked here.
+        processes: Those of each process that has answered at this address, the last 16.
+        is_silent: Whether the server does not say which process answers.
     """
 
+    name: str = ""
     answers: dict[Hashable, Any] = field(default_factory=dict)
     asking: AsyncSingleFlight[Hashable, Any] = field(default_factory=AsyncSingleFlight)
     hashes: LRUCache[str, bool] = field(default_factory=lambda: LRUCache(1 << 16))
     limits_failed_at: dict[Hashable, float] = field(default_factory=dict)
     used_at: float = 0.0
+    processes: LRUCache[str, "ServerFacts"] = field(default_factory=lambda: LRUCache(16))
+    is_silent: bool = False
 
 
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
@@ -73,12 +89,86 @@ async def ask_once(transport: Transport, key: Hashable, ask: Callable[[], Awaita
     """Return a server's answer to a question. Concurrent callers share one request; errors are not kept."""
     facts = facts_of(transport)
     if key not in facts.answers:
-        try:
-            facts.answers[key] = await facts.asking.run(key, ask)
-        except EngineConnectionError:
-            forget(transport)
-            raise
+        facts.answers[key] = await _shared(transport, key, ask)
     return facts.answers[key]
+
+
+async def _shared(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await facts_of(transport).asking.run(key, ask)
+    except EngineConnectionError:
+        forget(transport)
+        raise
+
+
+class Process(NamedTuple):
+    """A server process: how to reach it, and what is known of it."""
+
+    transport: Transport
+    facts: ServerFacts
+
+    @classmethod
+    def unknown(cls, transport: Transport) -> Self:
+        """Return whichever process answers."""
+        return cls(transport, facts_of(transport))
+
+    @classmethod
+    async def answering(cls, transport: Transport) -> Self:
+        """Return the process that answers now, if the server says which it is."""
+        facts = facts_of(transport)
+        if facts.is_silent:
+            return cls(transport, facts)
+
+        async def ask() -> str:
+            try:
+                reply = await transport.request("GET", _PROCESS_PATH)
+            except EngineStatusError as error:
+                if error.status in GATEWAY_STATUSES:
+                    raise
+                return ""
+            lines = reply.body.decode("utf-8", "replace").splitlines()
+            return "\n".join(line for line in lines if line.startswith("process_start_time"))
+
+        name: str = await _shared(transport, "process", ask)
+        facts.is_silent = not name
+        known = facts.processes.get_or_compute(name, lambda: ServerFacts(name)) if name else facts
+        return cls(transport, known)
+
+    async def ask_once(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Return the process's answer to a question, as the function `ask_once` does a server's.
+
+        Raises:
+            EngineMismatchError: Several processes answer at this address, and not alike.
+        """
+        if not self.facts.name:
+            return await ask_once(self.transport, key, ask)
+        if key not in self.facts.answers:
+            return await _shared(self.transport, ("process", key), partial(self._settle, key, ask))
+        return self.facts.answers[key]
+
+    async def _settle(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Ask until one process answers everything, or some processes have answered alike."""
+        answers: list[Any] = []
+        seen: list[ServerFacts] = []
+        for _ in range(_TRIES):
+            seen.append((await self.answering(self.transport)).facts)
+            answers.append(await ask())
+            if answers[-1] != answers[0]:
+                raise EngineMismatchError(
+                    "servers with unlike settings answer at one address",
+                    where=self.transport.base_url,
+                    expected=str(answers[0])[:300],
+                    got=str(answers[-1])[:300],
+                    remedy="Start them with the same settings; if one has just replaced the other, ask again",
+                )
+            # Three times, so that servers that answer by turns do not come round to the same questions.
+            after = [(await self.answering(self.transport)).facts for _ in range(3)]
+            if all(each is seen[-1] for each in after):
+                seen = after
+                break
+        for each in seen:
+            each.answers[key] = answers[0]
+        return answers[0]
 
 
 async def prompt_limit(backend: RendererBackend, model: str, transport: Transport) -> int | None:

@@ -32,13 +32,14 @@ from mmrender.client.reply import (
     without_large,
 )
 from mmrender.client.sampling import spell
-from mmrender.client.server_facts import facts_of
+from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm_images import (
     PIXEL_DTYPES,
     PixelDtype,
     Place,
+    WireForm,
     features_of,
     require_safe_cache,
     wire_forms,
@@ -122,17 +123,39 @@ class VLLMBackend(HTTPBackend):
         ids: Ids,
         spans: Sequence[MediaSpan],
     ) -> EngineResponse:
-        """Send tensors; with `hash_only` leave out those that the server has, and send them after a miss."""
-        forms = await wire_forms(spans, ids, request.model, transport, self.pixels)
+        """Send tensors in the form that the server takes; verify that no other server came in its place."""
+        learns = self.pixels == "ask" or self.images == "hash_only"
+        process = await Process.answering(transport) if learns else Process.unknown(transport)
+        forms = await wire_forms(spans, ids, request.model, process, self.pixels)
         prompt = {"token_ids": ids.tolist()}
         if self.images == "features":
-            return await send(prompt | await asyncio.to_thread(features_of, spans, forms))
-        await require_safe_cache(transport, trusted=self.trust_cache)
+            response = await send(prompt | await asyncio.to_thread(features_of, spans, forms))
+        else:
+            response = await self._by_hashes(send, prompt, process, spans, forms)
+        now = await Process.answering(transport) if process.facts.name else process
+        if now != process and forms != await wire_forms(spans, ids, request.model, now, self.pixels):
+            raise EngineMismatchError(
+                "a server that takes other pixels came in the place of the one that was asked",
+                where=transport.base_url,
+                remedy="Ask again; it is not known which of the two answered",
+            )
+        return response
+
+    async def _by_hashes(
+        self,
+        send: Callable[[Mapping[str, Any]], Awaitable[EngineResponse]],
+        prompt: Mapping[str, Any],
+        process: Process,
+        spans: Sequence[MediaSpan],
+        forms: Mapping[str, WireForm],
+    ) -> EngineResponse:
+        """Leave out the data of images that the server has, and send it after a miss."""
+        await require_safe_cache(process, trusted=self.trust_cache)
         hashes = {forms[span.item.identity].mm_hash(span.item) for span in spans}
-        sent = facts_of(transport).hashes
+        sent = process.facts.hashes
         known = {digest for digest in hashes if sent.get(digest)}
         try:
-            response = await send(prompt | await asyncio.to_thread(features_of, spans, forms, known))
+            response = await send({**prompt, **await asyncio.to_thread(features_of, spans, forms, known)})
         except (EngineStatusError, FailedInEngineError) as error:
             # A miss has no text of its own: status 500, or on older servers an empty completion.
             may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
@@ -140,7 +163,7 @@ class VLLMBackend(HTTPBackend):
                 raise
             for digest in hashes:
                 sent.pop(digest)
-            response = await send(prompt | await asyncio.to_thread(features_of, spans, forms))
+            response = await send({**prompt, **await asyncio.to_thread(features_of, spans, forms)})
         for digest in hashes:
             sent.put(digest, True)
         return response

@@ -11,6 +11,7 @@ normalised values are then normalised again, silently. So before the first image
 import asyncio
 import io
 import itertools
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_it
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.caching import LRUCache
 from mmrender.client.reply import decode_as
-from mmrender.client.server_facts import ask_once
+from mmrender.client.server_facts import Process
 from mmrender.client.transport import JSONText, Transport
 from mmrender.errors import (
     EngineMismatchError,
@@ -40,6 +41,8 @@ from mmrender.errors import (
 from mmrender.media.item import EncodedImage, PatchItem, ProcessedItem, encoded_image, tensor_specs
 from mmrender.media.levels import Levels, expanded
 from mmrender.spans import MediaItem, MediaSpan
+
+_log = logging.getLogger("mmrender.client")
 
 RENDER_PATH: Final = "/v1/chat/completions/render"
 INFO_PATH: Final = "/server_info?config_format=json"
@@ -262,7 +265,7 @@ async def wire_forms(
     spans: Sequence[MediaSpan],
     ids: npt.NDArray[Any],
     model: str,
-    transport: Transport,
+    process: Process,
     pixels: PixelDtype | Literal["ask"],
 ) -> dict[str, WireForm]:
     """Return by identity how a vLLM server takes items, found out once for each processor by a handshake.
@@ -279,8 +282,8 @@ async def wire_forms(
         settings = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
         key = ("form", pixels, model, type(item), settings)
         tokens = tuple(ids[span.start : span.stop].tolist())
-        ask = partial(_ask_form, item, tokens, model, transport, pixels)
-        forms[item.identity] = await ask_once(transport, key, ask)
+        ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
+        forms[item.identity] = await process.ask_once(key, ask)
     return forms
 
 
@@ -313,7 +316,14 @@ async def _ask_form(
             for some in (served.tokens, tokens)
         ]
         raise _mismatch("placeholder tokens", where, *runs)
-    return await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
+    form = await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
+    if form.pixels == "uint8":
+        _log.warning(
+            "%s: the server normalises pixels by a mean and deviation that it does not show; those of its "
+            "preprocessor_config.json must be the ones used here, which mmrender cannot check",
+            transport.base_url,
+        )
+    return form
 
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
@@ -396,13 +406,14 @@ class _Info(msgspec.Struct):
     vllm_config: _Config
 
 
-async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
+async def require_safe_cache(process: Process, *, trusted: bool) -> None:
     """Require that a hash without data cannot kill a vLLM engine; asked once.
 
     Such a hash hits vLLM's processor cache where that is of the kind `lru`, in one API process and one
     data-parallel rank. With the cache off, of kind `shm`, or behind several API processes, the engine exits.
     With `trusted` the caller vouches for a server that does not say.
     """
+    transport = process.transport
     where = f"{transport.base_url}{INFO_PATH}"
 
     async def ask() -> str | None:
@@ -432,7 +443,7 @@ async def require_safe_cache(transport: Transport, *, trusted: bool) -> None:
         }
         return next((danger for danger, applies in dangers.items() if applies), None)
 
-    refusal = await ask_once(transport, ("cache", trusted), ask)
+    refusal = await process.ask_once(("cache", trusted), ask)
     if refusal is not None:
         raise EngineUnsupportedError(
             "the server's settings make a hash without data fatal to its engine",

@@ -21,7 +21,7 @@ from integration.engine_server import EngineServer, start_vllm
 from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
 from mmrender.client.placeholders import collapse
-from mmrender.client.server_facts import facts_of
+from mmrender.client.server_facts import Process
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH
@@ -63,7 +63,8 @@ class Recording:
             entry |= {"status": error.status, "reply": decoded(error.body.encode())}
             raise
         finally:
-            self.exchanges.append(entry)
+            if not path.startswith("/metrics/"):  # which process answers is nothing to replay
+                self.exchanges.append(entry)
 
     async def aclose(self):
         await self.transport.aclose()
@@ -113,8 +114,9 @@ def hidden(backend: VLLMBackend, rendered: Any) -> Any:
     """A call of which the server is wrongly thought to have the images."""
 
     async def work(way: Recording) -> None:
+        process = await Process.answering(way)
         for digest in rendered.multi_modal_data.mm_hashes["image"]:
-            facts_of(way).hashes.put(f"{digest}-uint8", True)
+            process.facts.hashes.put(f"{digest}-uint8", True)
         await backend.generate(contract_request(rendered), way)
 
     return work

@@ -33,7 +33,7 @@ from integration.engine_checks import (
 from integration.engine_server import needs_tier
 from mmrender import generate
 from mmrender.client.http import encode_json
-from mmrender.client.server_facts import facts_of
+from mmrender.client.server_facts import Process
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.errors import (
     EngineMismatchError,
@@ -164,8 +164,9 @@ def test_a_hash_whose_data_the_server_lacks_is_sent_with_it(server, renderer):
     async def forgotten(way):
         call = {"client": way, "renderer": renderer, "model": MODEL, "sampling_params": GREEDY}
         # As if the server had dropped it since.
+        process = await Process.answering(way)
         for pixels in ("uint8", "float32"):
-            facts_of(way).hashes.put(f"{identity}-{pixels}", True)
+            process.facts.hashes.put(f"{identity}-{pixels}", True)
         missed = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend(images="hash_only"))
         whole = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend())
         return missed, whole, way.sizes

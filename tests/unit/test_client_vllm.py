@@ -15,7 +15,6 @@ from mmcodecs.vllm import (
     decode_mm_kwargs_item,
     encode_mm_kwargs_item,
 )
-from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.client import vllm_images
 from mmrender.client.server_facts import facts_of
 from mmrender.client.types import EngineRequest
@@ -35,22 +34,21 @@ from mmrender.media.levels import Floats, Levels, PixelArithmetic
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
-from vllm_contract import blocks, contract_request, one_image, text_prompt, three_images
+from vllm_contract import (
+    blocks,
+    completion,
+    contract_request,
+    info,
+    one_image,
+    served,
+    text_prompt,
+    three_images,
+)
 
 GENERATE = f"POST {GENERATE_PATH}"
 RENDER = f"POST {RENDER_PATH}"
 ABORT = f"POST {ABORT_PATH}"
 INFO = "GET /server_info"
-LAYOUT = layout_of("Qwen3VLForConditionalGeneration")
-
-
-def info(**changes):
-    """What a server says of its settings: safe ones, but for the changes."""
-    cache = {"mm_processor_cache_gb": 4.0, "mm_processor_cache_type": "lru"}
-    runs = {"_api_process_count": 1, "data_parallel_size": 1}
-    for name, value in changes.items():
-        (cache if name in cache else runs)[name] = value
-    return {"vllm_config": {"model_config": {"multimodal_config": cache}, "parallel_config": runs}}
 
 
 @pytest.fixture(scope="module")
@@ -61,35 +59,6 @@ def renderer(tiny_model):
 @pytest.fixture(scope="module")
 def image(renderer):
     return one_image(renderer)
-
-
-def completion(asked):
-    """An answer to any request: one token."""
-    ids = asked.json["token_ids"]
-    content = {"content": [{"token_id": 7, "logprob": -1.5}]}
-    choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "logprobs": content}
-    return {"request_id": "r", "usage": {"prompt_tokens": len(ids)}, "choices": [choice]}
-
-
-def served(rendered, pixels="uint8", **changes):
-    """A render route's answer: what a server that takes these pixels makes of the first image."""
-    (item, *_), (place, *_) = (
-        rendered.multi_modal_data.mm_items["image"],
-        rendered.multi_modal_data.mm_placeholders["image"],
-    )
-    (elems,) = collate_items(LAYOUT, [item_tensors(item, pixels)])
-    for key, change in changes.items():
-        elems[key] = change(elems[key]) if key in elems else change
-    elems = {key: elem for key, elem in elems.items() if elem is not None}
-    ids = rendered.token_ids[: place.offset + place.length]
-    return {
-        "token_ids": ids,
-        "features": {
-            "mm_hashes": {"image": ["theirs"]},
-            "mm_placeholders": {"image": [{"offset": place.offset, "length": place.length}]},
-            "kwargs_data": {"image": [encode_mm_kwargs_item(elems)]},
-        },
-    }
 
 
 def server(rendered=None, pixels="uint8", **routes):

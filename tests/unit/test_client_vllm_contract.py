@@ -53,10 +53,12 @@ def replay(name, *works):
         return [await work(transport) for work in works][-1]
 
     result = asyncio.run(run())
-    assert [(asked.method, asked.path) for asked in transport.asked] == [
+    # Recordings hold what an answer depends on, not the question which process answers.
+    questions = [asked for asked in transport.asked if asked.path != "/metrics/"]
+    assert [(asked.method, asked.path) for asked in questions] == [
         (exchange["method"], exchange["path"].partition("?")[0]) for exchange in exchanges
     ]
-    for asked, exchange in zip(transport.asked, exchanges, strict=True):
+    for asked, exchange in zip(questions, exchanges, strict=True):
         assert digested(asked.json) == exchange["request"]
     return result
 
