@@ -14,6 +14,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 PARITY_VENV := .venv-parity
 PARITY_PIP := $(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 PARITY_STAMP := $(PARITY_VENV)/.installed
+FAMILIES := .families
 # Ready environments of the inference servers may be named; otherwise `make integration-*` installs its own.
 export MMRENDER_VLLM_ENV ?= $(CURDIR)/.venv-vllm
 export MMRENDER_SGLANG_ENV ?= $(CURDIR)/.venv-sglang
@@ -26,7 +27,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity bench soak faults fuzz clean \
+.PHONY: help setup demo test check lint types layers docs package import-time parity families bench soak faults fuzz clean \
 	.venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -89,6 +90,17 @@ parity: $(PARITY_STAMP) ## compare MODELS with Transformers in CASES conversatio
 	@test -n "$(MODELS)" || { echo "no model directories; name some with: make parity MODELS=DIR" >&2; exit 1; }
 	$(PARITY_VENV)/bin/mmrender parity $(MODELS) --cases $(CASES)
 
+# The wheels are read as archives: none of their requirements is installed.
+$(FAMILIES)/.built: tools/families.py tools/families.toml $(PARITY_STAMP)
+	$(PARITY_PIP) 'pip>=25.1'
+	$(PARITY_PIP) -c constraints.txt --group families
+	$(PARITY_VENV)/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --only-binary :all: \
+		--group family-wheels --dest $(FAMILIES)/wheels
+	$(PARITY_VENV)/bin/python tools/families.py $(FAMILIES)/wheels $(FAMILIES)/models
+	@touch $@
+
+families: $(FAMILIES)/.built ## build directories of some twenty families, without weights, in .families/models
+
 bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
@@ -125,4 +137,4 @@ fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the propert
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made
-	rm -rf $(VENV) $(PARITY_VENV) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PARITY_VENV) $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
