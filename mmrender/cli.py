@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as error:
@@ -105,10 +106,17 @@ def parity(
     image_backend: Annotated[str, typer.Option(help='"torch", "pil" or "both".')] = "both",
     seed: Annotated[int, typer.Option(help="Of the generated conversations.")] = 0,
     images: Annotated[Path | None, typer.Option(help="Folder of photographs to use as well.")] = None,
+    *,
+    bridge: Annotated[
+        bool, typer.Option("--bridge", help="Compare bridged turns with rendering the whole conversation.")
+    ] = False,
 ) -> None:
     """Compare with the reference, Transformers, to the last bit; exit 1 at the first difference."""
     from mmrender.testing.conversations import load_pictures
     from mmrender.testing.parity import check_parity
+
+    if bridge:
+        return _bridge_parity(models, cases, seed)
 
     backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
     pictures = load_pictures(images) if images is not None else []
@@ -134,6 +142,41 @@ def parity(
             for name in ("ours", "reference", "options", "messages"):
                 _out.print(f"{name}:", getattr(found, name), markup=False, highlight=False)
             raise typer.Exit(1)
+
+
+def _bridge_parity(models: list[Path], cases: int, seed: int) -> None:
+    """Print how bridges compare with rendering the whole conversation; exit 1 where one is wrong."""
+    from mmrender.testing.bridge_parity import check_bridge
+
+    counts = ("stable", "equal", "declined", "unstable", "declined", "wrong")
+    table = Table("model", show_edge=False, pad_edge=False)
+    for heading in counts:
+        table.add_column(heading, justify="right")
+    table.add_column("why declined")
+    mismatches = []
+    for model in models:
+        with _log.status(f"bridging {model.name}"):
+            report = check_bridge(_load(str(model), "pil"), model.name, cases=cases, seed=seed)
+        reasons = [
+            f"{count} {why}" for why, count in (report.declined + report.declined_unstable).most_common()
+        ]
+        numbers = (
+            report.stable,
+            report.equal,
+            report.declined.total(),
+            report.unstable,
+            report.declined_unstable.total(),
+            len(report.mismatches),
+        )
+        table.add_row(report.model, *(f"{number:,}" for number in numbers), escape("\n".join(reasons)))
+        mismatches += [(report.model, mismatch) for mismatch in report.mismatches]
+    _out.print(table)
+    for model_name, found in mismatches[:3]:
+        heading = f"{model_name}, a completion {found.case.ending}: {found.what} differ"
+        _out.print(f"\n[red]{heading}[/]")
+        for name in ("bridge", "reference"):
+            _out.print(f"{name}:", repr(getattr(found, name)), markup=False, highlight=False)
+    raise typer.Exit(1 if mismatches else 0)
 
 
 @app.command()

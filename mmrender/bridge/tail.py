@@ -255,6 +255,9 @@ class Tails:
     ) -> tuple[str, int]:
         """Text that closes a completion without a stop token, and where the tail goes on from there."""
         written = self._tokenizer.decode(completion)
+        rest = self._rest_of_nothing(written, extension)
+        if rest is not None:
+            return rest, tail.start if tail.stop_id is not None else tail.own
         if self.profile.reasoning is not None:
             before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
             opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
@@ -267,6 +270,22 @@ class Tails:
             # The tail begins after a call; this completion may have been cut off before one.
             close = self._close_after(_without_calls(extension, self.profile), extension) or ""
         return "" if written.endswith(close) else close, tail.start
+
+    def _rest_of_nothing(self, written: str, extension: Sequence[Message]) -> str | None:
+        """Rest of what the template writes for a turn without content, of which it begins with `written`."""
+        history = _without_calls(extension, self.profile).answering(content="")
+        try:
+            prompt = plain(self.render(history, unanswered=True))
+            text = self.render(history, extension)
+        except TemplateError:
+            return None
+        if not plain(text).startswith(prompt + written):
+            return None
+        layout = self._writer.lay_out(text[len(prompt) :])
+        last = len(history.messages) - 1
+        limit = next((start for start, _, origin in layout.text.spans if origin.message > last), 0)
+        close = self._with_stop(layout, last, limit + 1).close
+        return close[len(written) :] if close.startswith(written) else None
 
     def _reasoning_close(self, reasoning: ReasoningFormat, extension: Sequence[Message]) -> str:
         """Template text between reasoning without content and its stop token."""

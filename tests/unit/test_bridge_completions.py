@@ -125,7 +125,9 @@ CLOSES = {
         " Fine.<|endoftext|>": "\nUSER: And now?\nASSISTANT:",
         " Fine.": "\nUSER: And now?\nASSISTANT:",
         " Fine.\n": "USER: And now?\nASSISTANT:",
-        "": "\nUSER: And now?\nASSISTANT:",
+        # As the template writes a turn without content.
+        "": " \nUSER: And now?\nASSISTANT:",
+        " ": "\nUSER: And now?\nASSISTANT:",
     }),
     # Dropping the tail through the stop token would drop the new message.
     "a stop token inside the next turn": (STOPS_IN_USER_TURNS, {}, USER, {

@@ -93,6 +93,13 @@ def test_parity_of_an_honest_model(run, folder, tiny_model):
     assert "differ" not in out
 
 
+def test_parity_of_bridges(run, tiny_model):
+    status, out, _ = run("parity", tiny_model, "--bridge", "--cases", 5)
+    assert status == 0
+    assert "why declined" in out
+    assert "differ" not in out
+
+
 def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
     honest = Renderer.render
 

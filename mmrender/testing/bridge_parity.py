@@ -1,0 +1,218 @@
+"""Bridges against full renderings, on generated turns, tool cycles, images and cut-off completions.
+
+A case is one assistant turn and what follows it; its reference is the rendering of the whole conversation.
+The reference is *stable* where it begins with the prompt and the completion, token for token: then a bridge
+must equal it. Elsewhere the template writes the turn differently from what was sampled, and what a bridge
+appends is compared with the end of the rendering, from the first new message on.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from PIL import Image
+
+from mmrender.errors import MMRenderError
+from mmrender.messages import MessageLike
+from mmrender.renderer import Renderer
+from mmrender.spans import common_prefix
+from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens
+
+Ending = Literal["as written", "another stop token", "cut off"]
+_ENDINGS: tuple[Ending, ...] = ("as written", "as written", "cut off", "another stop token")
+_FOLLOWING: dict[str, Any] = {"role": "user", "content": "And now?"}
+_ATTEMPTS = 20
+"""Most conversations drawn for each case; a template may refuse some."""
+
+
+class BridgeCase(NamedTuple):
+    """One assistant turn, how its completion ended, what follows it, and the rendering of all of it."""
+
+    ending: Ending
+    prompt: RenderedTokens
+    completion: Sequence[int]
+    extension: Sequence[MessageLike]
+    options: dict[str, Any]
+    full: RenderedTokens
+
+    @property
+    def sampled(self) -> list[int]:
+        """Token ids that a bridge begins with."""
+        return [*self.prompt.token_ids, *self.completion]
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether the rendering begins with the prompt and the completion."""
+        return self.full.token_ids[: len(self.sampled)] == self.sampled
+
+
+class BridgeMismatch(NamedTuple):
+    """A bridge that differs from its reference, and what differs."""
+
+    case: BridgeCase
+    what: str
+    bridge: str
+    reference: str
+
+
+@dataclass
+class BridgeReport:
+    """Outcome for one model.
+
+    Attributes:
+        model: Its name.
+        stable: Number of cases with a stable reference.
+        unstable: Number of the others.
+        declined: Number of stable cases without a bridge, by the reason given.
+        declined_unstable: The same for the others.
+        mismatches: Cases in which the bridge is wrong.
+    """
+
+    model: str
+    stable: int = 0
+    unstable: int = 0
+    declined: Counter[str] = field(default_factory=Counter)
+    declined_unstable: Counter[str] = field(default_factory=Counter)
+    mismatches: list[BridgeMismatch] = field(default_factory=list)
+
+    @property
+    def equal(self) -> int:
+        """Number of stable cases in which the bridge equals the rendering."""
+        different = sum(mismatch.case.is_stable for mismatch in self.mismatches)
+        return self.stable - different - self.declined.total()
+
+
+def check_bridge(
+    renderer: Renderer,
+    model: str,
+    *,
+    cases: int,
+    seed: int = 0,
+    pictures: Sequence[Image.Image] = (),
+    progress: Callable[[], object] = lambda: None,
+) -> BridgeReport:
+    """Compare bridges with renderings of the whole conversation.
+
+    Args:
+        renderer: The model's renderer.
+        model: Name for the report.
+        cases: Number of cases; fewer where the template refuses nearly all conversations.
+        seed: Of the generated conversations.
+        pictures: Images to use beside generated ones.
+        progress: Called after each case.
+    """
+    report = BridgeReport(model)
+    source = random.Random(seed)
+    images = [*sample_images(source, 6, largest=160), *pictures] if renderer.media is not None else []
+    maker = ConversationMaker(renderer.profile, images)
+    found = (_draw_case(renderer, maker, source) for _ in range(cases * _ATTEMPTS))
+    for _, case in zip(range(cases), filter(None, found), strict=False):
+        bridge = renderer.bridge_to_next_turn(
+            case.prompt.token_ids,
+            case.completion,
+            case.extension,
+            previous_multi_modal_data=case.prompt.multi_modal_data,
+            **case.options,
+        )
+        stable = case.is_stable
+        report.stable += stable
+        report.unstable += not stable
+        if bridge is None:
+            (report.declined if stable else report.declined_unstable)[renderer.why_not_bridged or ""] += 1
+        elif (difference := _difference(bridge, case, stable=stable)) is not None:
+            report.mismatches.append(BridgeMismatch(case, *difference))
+        progress()
+    return report
+
+
+def _draw_case(renderer: Renderer, maker: ConversationMaker, source: random.Random) -> BridgeCase | None:
+    """A case of a new conversation; None where the template refuses it, or no turn has a successor."""
+    messages, options = maker.make(source)
+    del options["add_generation_prompt"]
+    messages = [_as_sampled(message, renderer) for message in messages]
+    if messages[-1]["role"] == "assistant":
+        messages.append(_FOLLOWING)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    index = source.choice(turns)
+    after = [at for at in turns if at > index]
+    extension = messages[index + 1 : after[0] if after else None]
+    if not extension:
+        return None
+    stops = renderer.get_stop_token_ids()
+    ending: Ending = source.choice(_ENDINGS) if stops else "cut off"
+    try:
+        prompt = renderer.render(messages[:index], **options, add_generation_prompt=True)
+        full = renderer.render([*messages[: index + 1], *extension], **options, add_generation_prompt=True)
+        alone = renderer.render(messages[: index + 1], **options)
+        sampled = [_sampled(rendered, index) for rendered in (full, alone)]
+        # Without its stop token, a turn may end in a token that the next message has a part in.
+        completion = next((turn for turn in sampled if turn and turn[-1] in stops), None)
+        completion = completion or [*renderer.tokenizer.encode("Fine."), *stops[:1]]
+        if ending == "another stop token":
+            completion = [*completion[:-1], source.choice(stops)]
+        if ending == "cut off":
+            completion = completion[: source.randint(0, len(completion) - 1)]
+            read = renderer.parse_response(completion, prompt_ids=prompt.token_ids, **options)
+            # No tool ran, since the turn did not end.
+            extension = [message for message in extension if message["role"] != "tool"] or [_FOLLOWING]
+            conversation: list[MessageLike] = [*messages[:index], read.to_message(), *extension]
+            full = renderer.render(conversation, **options, add_generation_prompt=True)
+    except MMRenderError:
+        return None
+    return BridgeCase(ending, prompt, completion, extension, options, full)
+
+
+def _as_sampled(message: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
+    """The message as a model may have sampled it: without images, and without content after its calls."""
+    if message["role"] != "assistant":
+        return message
+    content = message["content"]
+    if isinstance(content, list):
+        content = [part for part in content if part["type"] != "image"]
+    if message.get("tool_calls") and not renderer.profile.writes_content_before_results:
+        content = None
+    return {**message, "content": content}
+
+
+def _sampled(rendered: RenderedTokens, message: int) -> list[int]:
+    spans = [span for span in rendered.spans if span.sampled and span.message == message]
+    return rendered.token_ids[spans[0].start : spans[-1].stop] if spans else []
+
+
+def _difference(bridge: RenderedTokens, case: BridgeCase, *, stable: bool) -> tuple[str, str, str] | None:
+    """What differs, and both sides; None where nothing does."""
+    full, base = case.full, len(case.sampled)
+    if bridge.token_ids[:base] != case.sampled:
+        return "sampled tokens", str(bridge.token_ids[:base]), str(case.sampled)
+    ours, theirs = bridge.multi_modal_data, full.multi_modal_data
+    if stable:
+        if bridge.token_ids != full.token_ids:
+            start = common_prefix(bridge.token_ids, full.token_ids)
+            return "tokens", bridge.decode(start), full.decode(start)
+        if ours.mm_hashes != theirs.mm_hashes or ours.mm_placeholders != theirs.mm_placeholders:
+            return "media", str(ours.mm_placeholders), str(theirs.mm_placeholders)
+        return None
+    first = len(full.roles) - len(case.extension)
+    new = _tokens_from(full, first, content=True)
+    # After a cut-off, how the turn is closed depends on what was cut.
+    wanted = len(bridge) - (_tokens_from(bridge, 0) if case.ending == "cut off" else base)
+    wanted = max(wanted, len(full) - new)
+    if common_prefix(bridge.token_ids[::-1], full.token_ids[::-1]) < wanted:
+        return "the new messages", bridge.decode(base), full.decode(len(full) - wanted)
+    return None
+
+
+def _tokens_from(rendered: RenderedTokens, message: int, *, content: bool = False) -> int:
+    """Index of the first token of a message or a later one, or of their content."""
+    kinds = CONTENT_KINDS if content else None
+    return next(
+        (
+            span.start
+            for span in rendered.spans
+            if span.message >= message and (kinds is None or span.kind in kinds)
+        ),
+        len(rendered),
+    )

@@ -1,0 +1,31 @@
+"""Bridges equal the rendering of the whole conversation, wherever that begins with what was sampled."""
+
+import pytest
+
+from bridge_cases import REAL, renderer_of
+from mmrender.testing import bridge_parity
+from mmrender.testing.bridge_parity import check_bridge
+
+
+@pytest.mark.parametrize("name", ["tiny", *REAL])
+def test_bridges_of_generated_conversations_equal_the_rendering(request, name):
+    report = check_bridge(renderer_of(name, request), name, cases=20, seed=3)
+    assert report.mismatches == []
+    assert report.stable + report.unstable == 20
+    assert report.equal > 0
+    assert report.declined.total() * 10 <= report.stable
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
+def test_a_wrong_bridge_is_found(request, monkeypatch, name):
+    renderer = renderer_of(name, request)
+    bridge = bridge_parity.Renderer.bridge_to_next_turn
+
+    def without_its_last_message(self, prompt, completion, new_messages, **options):
+        return bridge(self, prompt, completion, new_messages[:-1] or new_messages * 2, **options)
+
+    monkeypatch.setattr(bridge_parity.Renderer, "bridge_to_next_turn", without_its_last_message)
+    report = check_bridge(renderer, name, cases=12, seed=3)
+    assert len(report.mismatches) + report.declined.total() + report.declined_unstable.total() == 12
+    assert report.mismatches
+    assert report.equal == 0
