@@ -22,6 +22,8 @@ class RenderOptions(TypedDict, total=False):
     images: Sequence[Any] | None
     videos: Sequence[Any] | None
     add_generation_prompt: bool
+    continue_final_message: bool | str
+    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -33,6 +35,7 @@ class BridgeOptions(TypedDict, total=False):
     history: History
     images: Sequence[Any] | None
     videos: Sequence[Any] | None
+    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -41,6 +44,7 @@ class ParseOptions(TypedDict, total=False):
 
     tools: Sequence[Any] | None
     prompt_ids: Sequence[int] | None
+    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -6,13 +6,14 @@ import difflib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
 from mmrender.caching import LRUCache
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
+from mmrender.content.tools import normalize_documents
 from mmrender.errors import InputError, RenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
@@ -23,9 +24,10 @@ from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
-from mmrender.protocols import RenderOptions
+from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.rendering import Rendering, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
+from mmrender.template.chat import GIVEN
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.processes import TemplateProcesses
 from mmrender.template.text import Author, TracedStr
@@ -40,8 +42,13 @@ _log = logging.getLogger("mmrender.bridge.bridge")
 
 SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Author, SpecialTokenRule]
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception"})
-_KEYWORDS = ("tools", "documents", "images", "videos", "add_generation_prompt", "chat_template_kwargs")
+_KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "render": tuple(RenderOptions.__annotations__),
+    "bridge": tuple(BridgeOptions.__annotations__),
+    "parse": tuple(ParseOptions.__annotations__),
+    "profile": ("has_tools", "chat_template", "chat_template_kwargs"),
+}
+"""Keywords of each call, beside template variables."""
 
 _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | None]]" = contextvars.ContextVar(
     "why_not_bridged"
@@ -187,6 +194,8 @@ class Renderer:
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens:
@@ -199,6 +208,10 @@ class Renderer:
             images: Sources for the image parts that have none, in order.
             videos: The same for video parts.
             add_generation_prompt: Whether to open the assistant's turn.
+            continue_final_message: Whether to end with the text of the last message, for the model to go on
+                from; a name such as `"reasoning_content"` ends with that field's. None of it counts as
+                sampled.
+            chat_template: A template for this call alone: the name of one of the model's, or Jinja text.
             chat_template_kwargs: Further template variables, such as `{"enable_thinking": False}`.
             **template_arguments: The same as keywords.
 
@@ -222,17 +235,21 @@ class Renderer:
         ]
         key = None
         if self._memo is not None:
-            options = (tools, documents, add_generation_prompt, template_arguments)
+            flags = (add_generation_prompt, continue_final_message, chat_template)
+            options = (tools, documents, flags, template_arguments)
             key = conversation_key(conversation, fingerprints, *options)
             known = self._memo.get(key) if key is not None else None
             if known is not None:
                 return copy_rendered(known)
-        template = self._known(tools is not None, template_arguments)
+        template = self._known(
+            "render", tools is not None, template_arguments, chat_template, chat_template_kwargs
+        )
         rendered = Rendering(template, self._writer, self.media).render(
             conversation,
             tools=None if tools is None else normalize_tools(tools),
-            documents=documents,
+            documents=normalize_documents(documents),
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             fingerprints=fingerprints,
         )
         if self._memo is not None and key is not None and not template.template.reads_clock:
@@ -252,25 +269,43 @@ class Renderer:
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TracedStr:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
         arguments = {**(chat_template_kwargs or {}), **template_arguments}
-        rendering = Rendering(self._known(tools is not None, arguments), self._writer, self.media)
-        return rendering.text(
+        known = self._known("render", tools is not None, arguments, chat_template, chat_template_kwargs)
+        return Rendering(known, self._writer, self.media).text(
             normalize_messages(messages),
             tools=None if tools is None else normalize_tools(tools),
-            documents=documents,
+            documents=normalize_documents(documents),
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
 
-    def _known(self, has_tools: bool, arguments: Mapping[str, Any]) -> KnownTemplate:
-        """Find the template with the findings about it; refuse arguments that nobody reads."""
-        unread = [name for name in arguments if name not in self.templates.arguments] if arguments else ()
-        if unread:
-            raise _unknown_argument(unread[0], self.templates)
-        return self.templates.find(arguments, has_tools=has_tools)
+    def _known(
+        self,
+        call: str,
+        has_tools: bool,
+        arguments: Mapping[str, Any],
+        chat_template: str | None,
+        in_mapping: Mapping[str, Any] | None = None,
+    ) -> KnownTemplate:
+        """Find the template with the findings about it; refuse arguments that nobody reads.
+
+        Those `in_mapping` came as `chat_template_kwargs`.
+        """
+        if arguments:
+            templates = self.templates
+            reads = templates.arguments if chat_template is None else templates.given(chat_template).arguments
+            for name in arguments:
+                if name not in reads:
+                    where = f"chat_template_kwargs.{name}" if name in (in_mapping or ()) else name
+                    reserved = {*GIVEN, *templates.special_tokens}
+                    raise _unread(name, where, reads, _KEYWORDS[call], reserved)
+        return self.templates.find(arguments, has_tools=has_tools, chat_template=chat_template)
 
     def bridge_to_next_turn(
         self,
@@ -283,6 +318,7 @@ class Renderer:
         history: History = "sampled",
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens | None:
@@ -301,6 +337,7 @@ class Renderer:
                 would now write them differently.
             images: Sources for the image parts that have none.
             videos: The same for video parts.
+            chat_template: The template of the previous rendering, where it was given by call.
             chat_template_kwargs: Template variables of the previous rendering.
             **template_arguments: The same as keywords.
 
@@ -319,7 +356,9 @@ class Renderer:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
             if images is not None or videos is not None:
                 messages = attach_media(messages, images, videos, where="new_messages")
-            known = self._known(tools is not None, template_arguments)
+            known = self._known(
+                "bridge", tools is not None, template_arguments, chat_template, chat_template_kwargs
+            )
             rendering = Rendering(known, self._writer, self.media)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
             return bridge.extend(
@@ -354,6 +393,7 @@ class Renderer:
         *,
         tools: Sequence[Any] | None = None,
         prompt_ids: Sequence[int] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ParsedResponse":
@@ -363,19 +403,32 @@ class Renderer:
             token_ids: What the model sampled.
             tools: Tool definitions: argument types follow their JSON schemas, and other tools are unknown.
             prompt_ids: The prompt, which says whether it opened a reasoning block.
+            chat_template: The template of the prompt's rendering, where it was given by call.
             chat_template_kwargs: Template variables of the prompt's rendering.
             **template_arguments: The same as keywords.
         """
-        template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
-        parser = self.response_parser(has_tools=tools is not None, **template_arguments)
+        parser = self.response_parser(
+            has_tools=tools is not None,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            **template_arguments,
+        )
         return parser.parse(token_ids, tools=tools, prompt_ids=prompt_ids)
 
-    def response_parser(self, *, has_tools: bool = False, **template_arguments: Any) -> "ResponseParser":
+    def response_parser(
+        self,
+        *,
+        has_tools: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_arguments: Any,
+    ) -> "ResponseParser":
         """Return the parser; its `choice` says how the grammar of tool calls was proved."""
         # Imported here, since most programs that render never parse.
         from mmrender.parsing.prove import build_parser
 
-        known = self._known(has_tools, template_arguments)
+        arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        known = self._known("parse", has_tools, arguments, chat_template, chat_template_kwargs)
         return self._parsers.get_or_compute(
             known, lambda: build_parser(known, grammar=self._tool_call_grammar)
         )
@@ -389,12 +442,13 @@ class Renderer:
         self,
         *,
         has_tools: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TemplateProfile:
         """Return the findings about the template for conversations with or without tools."""
         arguments = {**(chat_template_kwargs or {}), **template_arguments}
-        return self._known(has_tools, arguments).profile
+        return self._known("profile", has_tools, arguments, chat_template, chat_template_kwargs).profile
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
@@ -405,18 +459,21 @@ class Renderer:
         return self.tokenizer.decode(token_ids)
 
 
-def _unknown_argument(name: str, templates: TemplateSet) -> InputError:
-    if name in _RESERVED or name in templates.special_tokens:
+def _unread(
+    name: str, where: str, reads: Sequence[str], keywords: Sequence[str], reserved: Collection[str]
+) -> InputError:
+    """Build the error for an argument that nobody reads; `reserved` are names that the library sets."""
+    if name in reserved or name in keywords:
         return InputError(
             f"{name!r} is not for callers to set",
-            where=name,
-            remedy="Pass messages, tools and documents by their own parameters",
+            where=where,
+            remedy="Only variables of the chat template's own go here",
         )
-    known = (*templates.arguments, *_KEYWORDS)
+    known = (*reads, *keywords)
     near = difflib.get_close_matches(name, known, n=1)
     return InputError(
         "neither the renderer nor the chat template reads this argument",
-        where=name,
+        where=where,
         expected=f"one of {', '.join(known)}",
         remedy=f"Did you mean {near[0]!r}?" if near else "Leave it out",
     )

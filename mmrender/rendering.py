@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 from mmrender.caching import LRUCache
 from mmrender.errors import (
+    InputError,
     PlaceholderError,
     ProcessorError,
     TemplateError,
@@ -59,11 +60,31 @@ class Rendering:
     media: MediaResolver | None
 
     def text(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **given: Unpack[Given]
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        **given: Unpack[Given],
     ) -> TracedStr:
         """Run the template; each character is attributed."""
+        if add_generation_prompt and continue_final_message:
+            raise InputError(
+                "a prompt either opens the assistant's turn or continues it",
+                where="continue_final_message",
+                expected="add_generation_prompt=False",
+            )
+        if given.get("documents") and not self.known.template.reads_documents:
+            raise InputError(
+                "the chat template reads no documents", where="documents", remedy="Leave them out"
+            )
         try:
-            return self.known.render(messages, add_generation_prompt=add_generation_prompt, **given)
+            return self.known.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **given,
+            )
         except (TemplateRefusedError, TemplateRuntimeError) as error:
             index = self._first_refused(messages, given)
             if index is not None:
@@ -88,6 +109,7 @@ class Rendering:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool | str,
         fingerprints: Sequence[Hashable | None],
         **given: Unpack[Given],
     ) -> RenderedTokens:
@@ -96,17 +118,25 @@ class Rendering:
         Args:
             messages: The conversation.
             add_generation_prompt: Whether to open the assistant's turn.
+            continue_final_message: Whether to end with the last message's text.
             fingerprints: That of each media part's source.
             **given: Tool definitions and documents for the template.
         """
         profile = self.known.profile
-        text = self.text(messages, add_generation_prompt=add_generation_prompt, **given)
+        text = self.text(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **given,
+        )
         layout = self.writer.lay_out(text)
         roles = tuple([message.role for message in messages])
         turns: list[Turn] = []
         rewritten: list[int] = []
         if "assistant" in roles:
-            turns, rewritten = assistant_turns(text, messages, profile, partial(self.text, **given))
+            # A turn that is to be continued is prompt as far as it goes.
+            sampled = messages[:-1] if continue_final_message else messages
+            turns, rewritten = assistant_turns(text, sampled, profile, partial(self.text, **given))
         encoded, sidecar = self.encode(
             layout,
             messages,

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Final, Literal, TypeAlias, TypeGuard, cast
+from typing import Any, Final, Literal, TypeAlias, TypeGuard, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from mmrender.client.types import (
     RendererBackend,
 )
 from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
-from mmrender.protocols import AsyncRenderer, RendererProtocol
+from mmrender.protocols import AsyncRenderer, ParseOptions, RendererProtocol, RenderOptions
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 
@@ -59,6 +59,8 @@ async def generate(
     multi_modal_data: MultiModalData | None = None,
     prompt_attribution: RenderedTokens | None = None,
     tools: Sequence[Any] | None = None,
+    documents: Sequence[Any] | None = None,
+    continue_final_message: bool | str = False,
     sampling_params: Mapping[str, Any] | None = None,
     cache_salt: str | None = None,
     priority: int | None = None,
@@ -67,6 +69,7 @@ async def generate(
     max_prompt_len: int | None = None,
     routed_experts: bool = False,
     routed_experts_prompt_start: int | None = None,
+    chat_template: str | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
@@ -87,6 +90,9 @@ async def generate(
         prompt_attribution: Its `RenderedTokens`. If given alone, it replaces messages, `prompt_ids` and
             `multi_modal_data`.
         tools: Tools that the model is offered.
+        documents: Documents for templates that take them.
+        continue_final_message: Whether the model goes on with the text of the last message instead of opening
+            a turn, or the name of the field to go on with. The completion is what follows that text.
         sampling_params: In vLLM's names, whatever the engine. Without `max_tokens` a completion may fill the
             engine's context, or have `DEFAULT_MAX_TOKENS` where its length is unknown. The model's stop
             tokens are added. The member `extra` is a mapping of parameters that are sent unchecked.
@@ -97,6 +103,7 @@ async def generate(
         max_prompt_len: The longest prompt; by default the engine's limit, asked once for each server.
         routed_experts: Ask for router choices.
         routed_experts_prompt_start: Ask for them, without those of the prompt before this position.
+        chat_template: A template for this call alone; see `Renderer.render`.
         template_arguments: Further template variables, such as `{"enable_thinking": False}`.
         on_tokens: Called with tokens as they arrive; see `OnTokens`.
 
@@ -112,9 +119,16 @@ async def generate(
     # A backend that has a transport of its own, such as a model in this process, needs no server.
     own: Transport | None = getattr(engine, "transport", None) if client is None else None
     server = as_transport(client) if own is None else own
-    arguments = dict(template_arguments or {})
     if prompt_ids is None and prompt_attribution is None:
-        prompt_attribution = await render_prompt(renderer, messages, tools, arguments)
+        prompt_attribution = await render_prompt(
+            renderer,
+            messages,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=template_arguments,
+        )
     prompt = _given_prompt(renderer, prompt_ids, multi_modal_data, prompt_attribution)
     limit, room = max_prompt_len, None
     if limit is None and (limit := await prompt_limit(engine, model, server)) is not None:
@@ -148,7 +162,12 @@ async def generate(
         raise PromptTooLongError(len(prompt.ids), limit, where="prompt") from error
     # Many replies may come at once; other tasks have their turn between the parsing of each.
     await asyncio.sleep(0)
-    options = {"tools": tools, "prompt_ids": prompt.ids, **arguments}
+    options: ParseOptions = {
+        "tools": tools,
+        "prompt_ids": prompt.ids,
+        "chat_template": chat_template,
+        "chat_template_kwargs": template_arguments,
+    }
     if is_async(renderer):
         parsed = await renderer.aparse_response(response.completion_ids, **options)
     else:
@@ -269,23 +288,21 @@ def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
 async def render_prompt(
     renderer: RendererProtocol,
     messages: Sequence[Any] | None,
-    tools: Sequence[Any] | None,
-    template_arguments: Mapping[str, Any],
     *,
     in_thread: bool = False,
+    **options: Unpack[RenderOptions],
 ) -> RenderedTokens:
-    """Render a conversation with the generation prompt; a pool does so off the event loop.
+    """Render a prompt: with the generation prompt, unless the last message is to be continued.
 
     Args:
-        renderer: A renderer or a pool.
+        renderer: A renderer, or a pool, which renders off the event loop.
         messages: The conversation.
-        tools: Tools that the model is offered.
-        template_arguments: Further template variables.
         in_thread: Whether a renderer, too, leaves the event loop free.
+        **options: Those of `Renderer.render`.
     """
     if messages is None:
         raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")
-    options = {"tools": tools, "add_generation_prompt": True, **template_arguments}
+    options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
     if is_async(renderer):
         return await renderer.arender(messages, **options)
     if in_thread:

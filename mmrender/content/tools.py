@@ -21,6 +21,7 @@ from mmrender.content.values import (
     is_record,
     keys_of,
     member,
+    record_fields,
     too_deep,
 )
 from mmrender.errors import MessageError, MissingDependencyError
@@ -59,6 +60,27 @@ def normalize_tools(
     remedy = "Wrap a single tool in a list" if is_record(tools) or callable(tools) else None
     items = as_list(tools, where, "tools come in a list", remedy=remedy)
     return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(items)])
+
+
+def normalize_documents(
+    documents: Sequence[Any] | None, *, where: str = "documents"
+) -> tuple[Mapping[str, Any], ...] | None:
+    """Turn documents into the dicts that a chat template prints; other records than dicts are converted.
+
+    Raises:
+        MessageError: They are not a list, or one of them is not a record.
+    """
+    if documents is None:
+        return None
+    remedy = "Wrap a single document in a list" if is_record(documents) else None
+    items = as_list(documents, where, "documents come in a list", remedy=remedy)
+    expected = 'a dict like {"title": …, "text": …}'
+    for index, item in enumerate(items):
+        if not is_record(item):
+            raise MessageError(
+                "is not a document", where=f"{where}[{index}]", expected=expected, got=describe(item)
+            )
+    return tuple([record_fields(item, f"{where}[{index}]") for index, item in enumerate(items)])
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

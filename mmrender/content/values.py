@@ -101,11 +101,16 @@ def as_fields(value: Any, where: str, expected: str) -> dict[str, Any]:
     if type(value) is not dict:
         if not is_record(value):
             raise MessageError("cannot be read", where=where, expected=expected, got=describe(value))
-        value = _items_of(value, where)
+        value = record_fields(value, where)
     return {key: field for key, field in value.items() if field is not None}
 
 
-def _items_of(value: Any, where: str) -> Mapping[Any, Any]:
+def record_fields(value: Any, where: str) -> Mapping[Any, Any]:
+    """Return the fields of a record.
+
+    Raises:
+        MessageError: The object's own `model_dump` fails.
+    """
     if isinstance(value, Mapping):
         return value
     if isinstance(value, msgspec.Struct):
@@ -169,7 +174,7 @@ def copy_json(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
         raise too_deep(where)
     if is_record(value):
         copy: dict[str, Any] = {}
-        for key, item in _items_of(value, where).items():
+        for key, item in record_fields(value, where).items():
             if not isinstance(key, str):
                 raise MessageError("JSON keys are text", where=where, expected="str keys", got=describe(key))
             copy[as_text(key, where)] = copy_json(item, member(where, key), depth - 1)

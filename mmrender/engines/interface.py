@@ -7,12 +7,12 @@ OpenAI requests. Batches are split and merged here.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Hashable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from mmrender.client.generation import render_prompt
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
 from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
-from mmrender.protocols import RendererProtocol
+from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.spans import MultiModalData
 
 Result = TypeVar("Result")
@@ -347,8 +347,11 @@ async def split_batch(
                 where="prompts",
                 remedy="Give one to the engine or client, or pass prompt_token_ids",
             )
-        tools, arguments = batch.get("tools"), batch.get("template_arguments") or {}
-        rendered = await gather_all([prompt_of(renderer, each, tools, arguments) for each in prompts])
+        options: RenderOptions = {
+            "tools": batch.get("tools"),
+            "chat_template_kwargs": batch.get("template_arguments"),
+        }
+        rendered = await gather_all([prompt_of(renderer, each, **options) for each in prompts])
         given, sidecars = [each.ids for each in rendered], [each.data for each in rendered]
     for index, each in enumerate(given):
         if not len(each):
@@ -367,13 +370,10 @@ def one_each(what: str, count: int, values: Any, *, where: str) -> list[Any]:
 
 
 async def prompt_of(
-    renderer: RendererProtocol,
-    messages: Sequence[Any],
-    tools: Sequence[Any] | None,
-    template_arguments: Mapping[str, Any],
+    renderer: RendererProtocol, messages: Sequence[Any], **options: Unpack[RenderOptions]
 ) -> Prompt:
-    """Render a conversation with the generation prompt, off the event loop."""
-    rendered = await render_prompt(renderer, messages, tools, template_arguments, in_thread=True)
+    """Render a prompt off the event loop; options as for `render_prompt`."""
+    rendered = await render_prompt(renderer, messages, in_thread=True, **options)
     # A rendering may be memoised, and the prompt's list is the caller's to change.
     return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
 

@@ -18,7 +18,7 @@ from mmrender.engines.http_engine import SESSION_HEADER
 from mmrender.engines.interface import OpenAICall, gather_all, prompt_of, with_own_seeds
 from mmrender.errors import EngineReplyError, InputError
 from mmrender.parsing import ParsedResponse
-from mmrender.protocols import RendererProtocol
+from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.spans import MultiModalData
 
 Emit = Callable[[dict[str, Any]], None]
@@ -29,21 +29,6 @@ IGNORED: Final = frozenset(
     {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 )
 """Fields that do not change the completion."""
-
-_RESERVED: Final = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "conversation",
-        "images",  # sources from here would not be checked
-        "messages",
-        "self",
-        "tools",
-        "videos",
-    }
-)
-"""Keywords of a rendering that are not template variables, or that a request sets by its own fields."""
 
 _MEDIA: Final = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _REMOTE: Final = ("data:", "http://", "https://")
@@ -118,6 +103,9 @@ class _Chat(_Request, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     response_format: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
     kind: ClassVar = "chat.completion"
@@ -154,20 +142,27 @@ class _Chat(_Request, kw_only=True):
 
     async def prompts(self, renderer: RendererProtocol) -> list[Prompt]:
         """Render the conversation."""
-        arguments = self.chat_template_kwargs
         if not self.messages:
             raise InputError("must be a list of one or more messages", where="messages")
-        if reserved := sorted(_RESERVED.intersection(arguments)):
-            raise InputError("is not a template argument", where=f"chat_template_kwargs.{reserved[0]}")
-        if not isinstance(arguments.get("documents", []), list):
-            raise InputError("must be a list", where="chat_template_kwargs.documents")
         _check_media(self.messages)
-        return [await prompt_of(renderer, self.messages, self.offered, arguments)]
+        options: RenderOptions = {
+            "tools": self.offered,
+            "documents": self.documents,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        return [await prompt_of(renderer, self.messages, **options)]
 
     def parse(self, renderer: RendererProtocol, ids: Sequence[int], prompt: Prompt) -> ParsedResponse:
         """Read a completion: reasoning, content and calls."""
-        arguments = self.chat_template_kwargs
-        return renderer.parse_response(ids, tools=self.offered, prompt_ids=prompt.ids, **arguments)
+        return renderer.parse_response(
+            ids,
+            tools=self.offered,
+            prompt_ids=prompt.ids,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
     def choice(self, message: Mapping[str, Any], *, is_delta: bool) -> dict[str, Any]:
         """The message of a choice, or a part of it."""

@@ -15,7 +15,8 @@ from mmrender.errors import ModelError, ModelNotFoundError
 
 _PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tekken.json", "additional_chat_templates/*"]
 _IGNORED = ["*.safetensors*", "*.bin*", "*.gguf", "onnx/*", "*.index.json"]
-_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Special tokens that every tokenizer may name, and templates read."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class ModelDir:
         if "added_tokens_decoder" not in config:
             config.update(self.read_json("special_tokens_map.json"))
         extra = config.get("extra_special_tokens")
-        named = {key: value for key, value in config.items() if key in _TOKEN_KEYS or key.endswith("_token")}
+        named = {key: value for key, value in config.items() if key.endswith("_token")}
         named.update(extra if isinstance(extra, Mapping) else {})
         texts = {key: _token_text(value) for key, value in named.items()}
         return {key: text for key, text in texts.items() if isinstance(text, str)}

@@ -43,6 +43,8 @@ _OFF = ("", "0", "off", "no", "none")
 _CODE = ("template/*.py", "bridge/*.py", "probing/*.py", "tokens/*.py", "rendering.py", "model/tokenizer.py")
 _MEMORY_ENTRIES = 1024
 _FILES = 4096
+_MOST_GIVEN = 16
+"""Templates given by call that stay compiled."""
 _MOST_SETTINGS = 256
 """Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
 
@@ -166,6 +168,7 @@ class KnownTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
     ) -> TracedStr:
         """Render with the arguments and in the form found; arguments and errors as for `ChatTemplate.render`.
 
@@ -177,6 +180,7 @@ class KnownTemplate:
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             form=self.profile.form,
             arguments=self.arguments,
         )
@@ -192,6 +196,11 @@ class KnownTemplate:
     def probes(self) -> Probes:
         """Renders further probes."""
         return Probes(self.template, self.tokenizer, self.arguments, form=self.profile.form)
+
+
+def _is_source(chat_template: str, sources: Mapping[str, str]) -> bool:
+    """Whether a text is a template rather than the name of one."""
+    return chat_template not in sources and ("{{" in chat_template or "{%" in chat_template)
 
 
 class TemplateSet:
@@ -228,13 +237,14 @@ class TemplateSet:
         self._names = {
             tools: choose_template(sources, name=chosen, has_tools=tools) for tools in (False, True)
         }
+        self._sources = sources
         self._tokenizer = tokenizer
         self._model_stop_ids = frozenset(model_stop_ids)
+        self.special_tokens = dict(special_tokens or {})
         kind = ChatTemplate if processes is None else partial(IsolatedTemplate, processes=processes)
-        self._templates = {
-            name: kind(sources[name], name=name, special_tokens=special_tokens, limits=limits, clock=clock)
-            for name in self._names.values()
-        }
+        self._compile = partial(kind, special_tokens=self.special_tokens, limits=limits, clock=clock)
+        self._templates = {name: self._compile(sources[name], name=name) for name in self._names.values()}
+        self._given: LRUCache[str, ChatTemplate] = LRUCache(_MOST_GIVEN)
         self._folder = folder
         self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
@@ -255,9 +265,8 @@ class TemplateSet:
         `profile_cache` keeps findings on disk; other arguments and errors are those of the class.
         """
         sources = load_templates(model)
-        given = "" if chat_template in sources else chat_template or ""
-        if "{{" in given or "{%" in given:
-            sources, chat_template = {"default": given}, None
+        if chat_template is not None and _is_source(chat_template, sources):
+            sources, chat_template = {"default": chat_template}, None
         return cls(
             sources,
             tokenizer,
@@ -275,28 +284,46 @@ class TemplateSet:
         """Variables that one of the templates looks up and a caller may give."""
         return tuple(sorted({name for template in self._templates.values() for name in template.arguments}))
 
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """Template variables such as `bos_token`."""
-        return next(iter(self._templates.values())).special_tokens
+    def given(self, chat_template: str) -> ChatTemplate:
+        """One of the model's templates by its name, or another one by its Jinja text.
 
-    def find(self, arguments: Mapping[str, Any], *, has_tools: bool) -> KnownTemplate:
+        Raises:
+            TemplateError: There is none of that name, or the text does not compile.
+        """
+        if not _is_source(chat_template, self._sources):
+            chat_template = choose_template(self._sources, name=chat_template, has_tools=False)
+            if chat_template in self._templates:
+                return self._templates[chat_template]
+        source = self._sources.get(chat_template, chat_template)
+        name = chat_template if chat_template in self._sources else "given"
+        return self._given.get_or_compute(chat_template, lambda: self._compile(source, name=name))
+
+    def find(
+        self, arguments: Mapping[str, Any], *, has_tools: bool, chat_template: str | None = None
+    ) -> KnownTemplate:
         """The template for a conversation with or without tools, and what is known about it.
 
         Arguments that the template does not read make no difference; arguments that are not plain values are
         probed for anew each time.
+
+        Args:
+            arguments: Template variables.
+            has_tools: Whether the conversation has tools.
+            chat_template: The template to take instead; see `given`.
         """
-        name = self._names[has_tools]
-        reads = self._templates[name].arguments
+        name = self._names[has_tools] if chat_template is None else chat_template
+        template = self._templates[name] if chat_template is None else self.given(chat_template)
+        reads = template.arguments
         read = {key: value for key, value in arguments.items() if key in reads} if arguments else {}
         try:
             encoded = msgspec.msgpack.encode(sorted(read.items())) if read else b""
         except (TypeError, OverflowError, UnicodeEncodeError, RecursionError):
-            return self._build(name, read, None)
-        return self._known.get_or_compute((name, encoded), lambda: self._build(name, read, encoded))
+            return self._build(template, read, None)
+        return self._known.get_or_compute((name, encoded), lambda: self._build(template, read, encoded))
 
-    def _build(self, name: str, arguments: Mapping[str, Any], encoded: bytes | None) -> KnownTemplate:
-        template = self._templates[name]
+    def _build(
+        self, template: ChatTemplate, arguments: Mapping[str, Any], encoded: bytes | None
+    ) -> KnownTemplate:
         facts = {
             "source": template.source,
             "special_tokens": template.special_tokens,

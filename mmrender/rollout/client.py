@@ -23,7 +23,7 @@ from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart
 from mmrender.parsing import ToolCallAttempt
-from mmrender.protocols import RendererProtocol
+from mmrender.protocols import BridgeOptions, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
@@ -307,7 +307,11 @@ class RendererClient:
     ) -> _Prompt:
         """Render messages in full, off the event loop."""
         rendered = await render_prompt(
-            self.renderer, messages, tools, self.template_arguments, in_thread=True
+            self.renderer,
+            messages,
+            in_thread=True,
+            tools=tools,
+            chat_template_kwargs=self.template_arguments,
         )
         return _Prompt(rendered, None, why, messages, left_out)
 
@@ -316,11 +320,11 @@ class RendererClient:
     ) -> tuple[RenderedTokens | None, str]:
         """Bridge from a step, off the event loop; beside it the renderer's reason where there is none."""
         renderer, ids = self.renderer, (step.prompt_ids.tolist(), step.completion_ids.tolist())
-        options = {
+        options: BridgeOptions = {
             "tools": tools,
             "previous_multi_modal_data": step.multi_modal_data,
             "history": self._history_rule,
-            **self.template_arguments,
+            "chat_template_kwargs": self.template_arguments,
         }
 
         def bridge() -> tuple[RenderedTokens | None, str | None]:

@@ -26,12 +26,16 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
+from mmrender.model.files import SPECIAL_TOKEN_KEYS
 from mmrender.template.environment import MessageDict, RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
+from mmrender.template.prefill import Prefill
 from mmrender.template.text import Kind, Origin, TracedStr
 from mmrender.template.values import traced
 
 _ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+GIVEN = frozenset((*TracingEnvironment().globals, *SPECIAL_TOKEN_KEYS, *_ALWAYS_GIVEN))
+"""Variables that are not a caller's to set."""
 
 # Errors name the types of values as the template's author knows them.
 _TRACED_NAME = re.compile(
@@ -74,6 +78,7 @@ class ChatTemplate:
 
     Attributes:
         reads_clock: Whether the text may depend on the current date.
+        reads_documents: Whether it may print documents.
 
     Raises:
         TemplateSyntaxError: The source does not compile.
@@ -93,6 +98,7 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self.limits = limits or TemplateLimits()
         self.reads_clock = re.search(r"\bstrftime_now\b", source) is not None
+        self.reads_documents = re.search(r"\bdocuments\b", source) is not None
         self._clock = clock
         self._environment = TracingEnvironment()
         self._compile()
@@ -119,7 +125,7 @@ class ChatTemplate:
     def arguments(self) -> tuple[str, ...]:
         """Variables that the template looks up and a caller may give, such as `enable_thinking`."""
         looked_up = jinja2.meta.find_undeclared_variables(self.syntax_tree())
-        known = {*self._environment.globals, *self.special_tokens, *_ALWAYS_GIVEN}
+        known = {*self.special_tokens, *GIVEN}
         return tuple(sorted(looked_up - known))
 
     def render(
@@ -129,6 +135,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
         form: ViewForm | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> TracedStr:
@@ -139,31 +146,41 @@ class ChatTemplate:
             tools: Tool definitions, as the template is to print them.
             documents: Documents for templates that take them.
             add_generation_prompt: Whether to open the assistant's turn.
+            continue_final_message: Whether to end with the last message's text, or the name of the field to
+                end with.
             form: Shapes that this template takes.
             arguments: Further template variables, such as `enable_thinking`.
 
         Raises:
+            MessageError: The last message has no text to continue.
+            RenderError: The template does not write that text as it is, or writes content after it.
             TemplateRefusedError: The template called `raise_exception`; its text is kept.
             TemplateRuntimeError: It failed on these messages.
             TemplateSecurityError: It reached for something outside the sandbox.
             TemplateLimitError: It ran too long, recursed too deep or wrote too much.
         """
         form = form or ViewForm()
+        views = [_view(message, index, form) for index, message in enumerate(messages)]
+        prefill = None
+        if continue_final_message:
+            field = continue_final_message if isinstance(continue_final_message, str) else "content"
+            prefill = Prefill.of(views[-1], views[-1]._owner, field)
         variables: dict[str, Any] = {
             **self.special_tokens,
-            "messages": [_view(message, index, form) for index, message in enumerate(messages)],
+            "messages": views,
             "tools": None if tools is None else _listed(tools, "tools"),
             "documents": None if documents is None else _listed(documents, "documents"),
             "add_generation_prompt": add_generation_prompt,
         }
         for key, value in (arguments or {}).items():
-            # Text is content; numbers and flags stay as they are.
-            is_text = isinstance(value, str | Mapping | list | tuple)
-            variables[key] = traced(value, Origin(-1, None, "documents", key)) if is_text else value
+            # Numbers and flags stay as they are: what they print is never syntax.
+            is_plain = value is None or type(value) in (bool, int, float)
+            variables[key] = value if is_plain else traced(value, Origin(-1, None, "documents", key))
         try:
-            return run(self._template, variables, limits=self.limits, clock=self._clock)
+            text = run(self._template, variables, limits=self.limits, clock=self._clock)
         except Exception as error:
             raise self._named(error) from error
+        return text if prefill is None else prefill.cut(text)
 
     def _named(self, error: Exception) -> TemplateError:
         """Convert whatever Python, Jinja or the template raised to an error of the tree."""

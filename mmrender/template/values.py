@@ -5,9 +5,11 @@ list or dump the whole object. These proxies behave as their values in every suc
 is printed from them is traced. `IDENTITY_TESTS` replaces the few Jinja tests that compare by identity.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mmrender.content.values import is_record, record_fields
 from mmrender.template.text import Origin, Proxy, TracedStr
 
 
@@ -79,7 +81,7 @@ _NUMBERS: dict[type, Any] = {bool: TracedBool, int: TracedInt, float: TracedFloa
 
 
 def traced(value: Any, origin: Origin) -> Any:
-    """Wrap a JSON value, and all that it holds, in proxies of `origin`."""
+    """Wrap a value, and all that it holds, in proxies of `origin`."""
     kind = type(value)
     if kind is str:
         return TracedStr.whole(value, origin)
@@ -98,7 +100,27 @@ def traced(value: Any, origin: Origin) -> Any:
         sequence = TracedList(traced(item, origin) for item in value)
         sequence._origin, sequence._source = origin, list(value)
         return sequence
-    return value
+    return traced(_json_value(value, origin.path), origin)
+
+
+def _json_value(value: Any, where: str) -> Any:
+    """Return the JSON value of a foreign one; its type in angle brackets where it has none.
+
+    These are Transformers' rules (`_plain_template_data`): a template calls no method of a foreign object.
+    """
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if is_record(value):
+        return record_fields(value, where)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        item = value.item()
+        return f"<{type(item).__name__}>" if isinstance(item, numpy.generic) else item
+    return f"<{type(value).__name__}>"
 
 
 def untraced(value: Any) -> Any:

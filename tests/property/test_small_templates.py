@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
-from mmrender.errors import MMRenderError, PlaceholderError, TemplateError
+from mmrender.errors import MessageError, MMRenderError, PlaceholderError, RenderError, TemplateError
 from mmrender.spans import Repeat
 from mmrender.testing.conversations import conversations, sample_images
 from small_models import MODELS, NOW, TEMPLATES
@@ -91,7 +91,7 @@ def reference_ids(name, text, items):
 def render(name, messages, options, rule="parse"):
     try:
         return renderer_of(name, rule).render(messages, **options)
-    except (TemplateError, PlaceholderError) as error:
+    except (TemplateError, RenderError, MessageError) as error:
         return error
 
 
@@ -334,6 +334,54 @@ def test_sampled_is_full_minus_prompt(name):
             assert stop == (len(full) if first_stop is None else length + first_stop + 1)
         assert set(full.rewritten) <= set(sampled)
         assert full.loss_mask().sum() == sum(s.stop - s.start for spans in sampled.values() for s in spans)
+
+    check()
+
+
+def continued_text(name, messages, options, field=True):
+    """Transformers' rendering of a conversation whose last message is continued, or None where it refuses."""
+    try:
+        return chat_template_utils.render_jinja_template(
+            [MODELS[name].as_given(messages)],
+            options.get("tools"),
+            chat_template=MODELS[name].source,
+            continue_final_message=field,
+            **{key: value for key, value in options.items() if key not in ("tools", "add_generation_prompt")},
+            **(MODELS[name].spec.variables or {}),
+        )[0][0]
+    except Exception:
+        return None
+
+
+@every_model
+@pytest.mark.parametrize("field", [True, "reasoning_content"])
+def test_a_continued_message_ends_as_that_of_the_reference(name, field):
+    """Text, ids and refusals; and nothing of the message counts as sampled (law 4)."""
+
+    @settings(max_examples=30)
+    @given(conversations_of(name, literals=True), st.text(" \n\ta<>/", max_size=4))
+    def check(case, end):
+        messages, options = case
+        final = {**messages[-1]}
+        if field != True and final["role"] == "assistant":  # noqa: E712 - a name is true, too
+            final.update(content="", reasoning_content=f"so far{end}")
+        elif isinstance(final["content"], str):
+            final["content"] += end
+        messages = [*messages[:-1], final]
+        expected = continued_text(name, messages, options, field)
+        ours = render(
+            name, messages, {**options, "add_generation_prompt": False, "continue_final_message": field}
+        )
+        if isinstance(ours, MMRenderError):
+            # Content after the text would be lost, where the reference loses it.
+            assert expected is None or "cut off" in str(ours) or isinstance(ours, PlaceholderError)
+            return
+        assert ours.text == expected
+        items = ours.multi_modal_data.mm_items.get("image", [])
+        assert ours.token_ids == reference_ids(name, expected, items)
+        last = len(messages) - 1
+        assert not any(span.sampled for span in ours.spans if span.message == last)
+        assert last not in ours.rewritten
 
     check()
 

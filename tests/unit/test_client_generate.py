@@ -155,6 +155,32 @@ def test_tools_and_template_arguments_reach_the_template_and_the_parser(renderer
     assert turn.message.tool_calls[0].name == "look"
 
 
+DOCUMENTED = """{%- for document in documents or [] %}{{ document.text }}{% endfor -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+
+def test_options_of_the_rendering_reach_it(renderer):
+    """Documents, a template by call, and a turn that the model goes on with."""
+    answer = {"role": "assistant", "content": "It is a"}
+    options = {"documents": [{"text": "Cows say moo."}], "chat_template": DOCUMENTED}
+    for messages, flags in (
+        (QUESTION, {"add_generation_prompt": True}),
+        ([*QUESTION, answer], {"continue_final_message": True}),
+    ):
+        given = {name: value for name, value in flags.items() if name != "add_generation_prompt"}
+        turn = run(renderer, saying(renderer, " cow."), messages=messages, **given, **options)
+        assert turn.prompt_attribution == renderer.render(messages, **flags, **options)
+        assert turn.content == " cow."
+    assert turn.prompt_attribution.text.endswith("assistant\nIt is a")
+    assert not turn.prompt_attribution.sampled_mask.any()
+    # The turn that was gone on with is bridged from as any other.
+    ids = turn.prompt_ids, turn.completion_ids
+    bridged = renderer.bridge_to_next_turn(*ids, QUESTION, chat_template=DOCUMENTED)
+    whole = [*QUESTION, {**answer, "content": "It is a cow."}, *QUESTION]
+    assert bridged.token_ids == renderer.render_ids(whole, add_generation_prompt=True, **options)
+
+
 @pytest.mark.parametrize(
     ("words", "reason", "finish"),
     [

@@ -328,10 +328,35 @@ def test_calls_and_reasoning_are_read(renderer):
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+def test_the_prompt_may_be_opened_continued_or_left_as_it_is(renderer):
+    messages = [*HELLO, {"role": "assistant", "content": "hel"}]
+    engine = Saying([5, 6])
+    given = (
+        {},
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    )
+    with token_server(renderer, engine) as server:
+        for flags in given:
+            assert raw(server, CHAT, {"model": "m", "messages": messages, "max_tokens": 2, **flags})[0] == 200
+    expected = [
+        renderer.render_ids(messages, **(flags or {"add_generation_prompt": True})) for flags in given
+    ]
+    assert [request.prompt_ids for request in engine.asked] == expected
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
         ({"colour": 1}, "colour"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": "{{ messages }}"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"enable_thinkng": True}}, "chat_template_kwargs.enable_thinkng"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"n": 0}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
