@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
@@ -15,6 +15,7 @@ from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
     from mmrender.client.generation import BackendName
+    from mmrender.testing.parity import ParityReport
     from mmrender.tokens.rendered import RenderedTokens
 
 try:
@@ -111,7 +112,10 @@ def parity(
         bool, typer.Option("--bridge", help="Compare bridged turns with rendering the whole conversation.")
     ] = False,
 ) -> None:
-    """Compare with the reference, Transformers, to the last bit; exit 1 at the first difference."""
+    """Compare with the reference, Transformers, to the last bit.
+
+    Exit 1 if something differs, else 2 if something could not be compared, such as a model's images.
+    """
     from mmrender.testing.conversations import load_pictures
     from mmrender.testing.parity import check_parity
 
@@ -136,12 +140,22 @@ def parity(
             reports.append(report)
     _out.print(_parity_table(reports))
     for report in reports:
+        where = f"{report.model}, {report.image_backend}"
         if (found := report.mismatch) is not None:
-            heading = f"{report.model}, {report.image_backend}, case {found.case}: {found.what} differ"
-            _out.print(f"\n[red]{heading}[/]")
-            for name in ("ours", "reference", "options", "messages"):
-                _out.print(f"{name}:", getattr(found, name), markup=False, highlight=False)
-            raise typer.Exit(1)
+            what, *sides = found.difference
+            heading = f'{where}, case {found.case} of seed {seed}, rules "{found.rules}": {what} differ'
+            _out.print(f"\n{heading}", style="red", markup=False, soft_wrap=True)
+            shown = (
+                *sides,
+                json.dumps(found.options, default=repr),
+                json.dumps(found.messages, default=repr),
+            )
+            for name, value in zip(("ours", "reference", "options", "messages"), shown, strict=True):
+                _out.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+        elif report.not_compared is not None:
+            _out.print(f"\n{where}: {report.not_compared}", style="red", markup=False, soft_wrap=True)
+    outcomes = {report.outcome for report in reports}
+    raise typer.Exit(1 if "differs" in outcomes else 2 if "not compared" in outcomes else 0)
 
 
 def _bridge_parity(models: list[Path], cases: int, seed: int) -> None:
@@ -273,16 +287,16 @@ def audit(
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _parity_table(reports: "list[Any]") -> Table:
+def _parity_table(reports: "list[ParityReport]") -> Table:
     table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    for heading in ("cases", "refused by both", "tokens", "images", "pixel values"):
+    for heading in ("cases", "refused by both", "tokens as text", "tokens", "images", "pixel values"):
         table.add_column(heading, justify="right")
     for report in reports:
-        result = "[green]equal[/]" if report.mismatch is None else f"[red]{report.mismatch.what} differ[/]"
-        if report.without_processor is not None and report.mismatch is None:
-            result = f"[yellow]text and ids equal; no images: {report.without_processor}[/]"
-        counts = (report.cases, report.refused, report.tokens, report.images, report.pixel_values)
-        table.add_row(report.model, report.image_backend, result, *(f"{count:,}" for count in counts))
+        result = report.outcome if report.mismatch is None else f"{report.mismatch.difference.what} differ"
+        colour = "green" if report.outcome == "equal" else "red"
+        counts = (report.cases, report.refused, report.replaced, report.tokens, report.images)
+        shown = [f"{count:,}" for count in (*counts, report.pixel_values)]
+        table.add_row(report.model, report.image_backend, f"[{colour}]{result}[/]", *shown)
     return table
 
 

@@ -38,7 +38,7 @@ class Proof:
 def prove_parity(directory: Path, conversation: Conversation, rendered: RenderedTokens) -> list[Proof]:
     """Compare text, ids and pixels of a rendering by PIL with `apply_chat_template` and the processor."""
     reference = ReferenceRenderer(directory, "pil")
-    expected = reference.render(conversation.messages, conversation.pictures, **conversation.options)
+    expected = reference.render(conversation.messages, **conversation.options)
 
     def same(claim: str, ours: Sequence[Any], theirs: Sequence[Any], unit: str) -> Proof:
         if ours == theirs:

@@ -36,6 +36,8 @@ _PLAIN = (
     '{"json": [1, 2.5, null, true], "nested": {"a": "b"}}',
     "def f(x):\n    return x ** 2  # comment\n",
     "1234567890 3.14159 -1e-9",
+    " \n\n\n\n  \n ",
+    "\t\t\u00a0no-break\u3000wide\x0b\x0c\r",
     "<b>html &amp; entities</b> \\backslash\\ `code` ${var} {{ not jinja }} {% raw %}",
     "a" * 200,
     "",
@@ -49,6 +51,7 @@ _ARGUMENTS: tuple[Any, ...] = (
 
 
 _TOOLS = ("zoom", "search", "run_code")
+_ODD_CHARACTERS = " \n\t\r.,:;!<>|[]{}()/\\\"'`_-0aZ\u00e9\u6f22\u0e33\U0001f642\u200d\u0301\uff1c"
 
 
 @dataclass
@@ -61,6 +64,8 @@ class ConversationMaker:
         literals: Special tokens to write into content, as text that looks like syntax.
         max_turns: Most rounds of user and assistant.
         tools: Whether to write tool definitions, calls and results.
+        odd: Whether to write what few conversations hold: documents, texts as template arguments, calls
+            without content, and texts of any characters and special tokens in every place.
     """
 
     profile: TemplateProfile
@@ -68,6 +73,7 @@ class ConversationMaker:
     literals: Sequence[str] = ()
     max_turns: int = 4
     tools: bool = True
+    odd: bool = False
     _call_ids: int = field(default=0, repr=False)
 
     def make(self, source: random.Random) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -92,7 +98,17 @@ class ConversationMaker:
             options["add_vision_id"] = True
         if "enable_thinking" in self.profile.arguments and source.random() < 0.3:
             options["enable_thinking"] = source.random() < 0.5
+        if self.odd:
+            self._add_odd_options(source, options)
         return messages, options
+
+    def _add_odd_options(self, source: random.Random, options: dict[str, Any]) -> None:
+        for name in self.profile.arguments:
+            if source.random() < 0.1:
+                options[name] = source.choice([True, False, self._text(source)])
+        if source.random() < 0.2:
+            documents = [(self._text(source), self._text(source)) for _ in range(source.randint(1, 2))]
+            options["documents"] = [{"title": title, "text": text} for title, text in documents]
 
     def _assistant(self, source: random.Random) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._content(source, "assistant")}
@@ -103,7 +119,7 @@ class ConversationMaker:
     def _tool_round(self, source: random.Random) -> list[dict[str, Any]]:
         message = self._assistant(source)
         if source.random() < 0.3:
-            message["content"] = ""
+            message["content"] = None if self.odd and source.random() < 0.5 else ""
         calls = [self._call(source) for _ in range(source.randint(1, 3))]
         if self.profile.prints_tool_calls:
             message["tool_calls"] = calls
@@ -111,19 +127,24 @@ class ConversationMaker:
         for call in calls:
             result = {"role": "tool", "content": self._content(source, "tool")}
             results.append({**result, "tool_call_id": call["id"], "name": call["function"]["name"]})
+        if self.odd and source.random() < 0.3:
+            source.choice(results)["name"] = self._name(source, "probe")
         return [message, *results]
 
     def _call(self, source: random.Random) -> dict[str, Any]:
         self._call_ids += 1
         names = source.sample(["query", "x", "box", "naïve name"], source.randint(0, 3))
-        tool = source.choice(_TOOLS)
-        function = {"name": tool, "arguments": {name: source.choice(_ARGUMENTS) for name in names}}
+        arguments = {self._name(source, name): source.choice(_ARGUMENTS) for name in names}
+        if self.odd and source.random() < 0.3:
+            arguments["text"] = [self._text(source)]
+        function = {"name": self._name(source, source.choice(_TOOLS)), "arguments": arguments}
         return {"id": f"call{self._call_ids % 100000:05d}", "type": "function", "function": function}
 
     def _tool(self, source: random.Random) -> dict[str, Any]:
         types = {name: {"type": source.choice(["string", "number", "object"])} for name in ("query", "x")}
         parameters = {"type": "object", "properties": types, "required": ["query"]}
-        function = {"name": source.choice(_TOOLS), "description": self._text(source)}
+        types[self._name(source, "box")] = {"type": "array", "description": self._text(source)}
+        function = {"name": self._name(source, source.choice(_TOOLS)), "description": self._text(source)}
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
     def _content(self, source: random.Random, role: str) -> str | list[dict[str, Any]]:
@@ -131,15 +152,23 @@ class ConversationMaker:
         text_only = self.profile.form.content == "text" or role == "tool"
         if not with_images and (source.random() < 0.6 or text_only):
             return self._text(source)
-        texts = [self._text(source) for _ in range(source.randint(1, 2))]
+        texts = [self._text(source) for _ in range(source.randint(0 if with_images and self.odd else 1, 2))]
         parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
-        for _ in range(source.choice([1, 1, 1, 2]) if with_images else 0):
+        for _ in range(source.choice([1, 1, 1, 1, 2, 3]) if with_images else 0):
             picture = {"type": "image", "image": source.choice(list(self.images))}
             parts.insert(source.randint(0, len(parts)), picture)
         return parts
 
+    def _name(self, source: random.Random, name: str) -> str:
+        """Return a name, now and then with a special token in it."""
+        if self.odd and self.literals and source.random() < 0.1:
+            return name + source.choice(list(self.literals))
+        return name
+
     def _text(self, source: random.Random) -> str:
         pieces = [source.choice(_PLAIN) for _ in range(source.choice([1, 1, 2, 3]))]
+        if self.odd and source.random() < 0.2:
+            pieces.append("".join(source.choices(_ODD_CHARACTERS, k=source.randint(1, 12))))
         if self.literals and source.random() < 0.25:
             pieces.insert(source.randint(0, len(pieces)), source.choice(list(self.literals)))
         return source.choice(["", " ", "\n"]).join(pieces)
@@ -177,9 +206,10 @@ def conversations(
     literals: Sequence[str] = (),
     max_turns: int = 4,
     tools: bool = True,
+    odd: bool = False,
 ) -> "st.SearchStrategy[tuple[list[dict[str, Any]], dict[str, Any]]]":
     """Give a Hypothesis strategy of messages and options for `render`, of the kinds that a template takes."""
     from hypothesis import strategies as st
 
-    maker = ConversationMaker(profile, images, literals, max_turns, tools)
+    maker = ConversationMaker(profile, images, literals, max_turns, tools, odd)
     return st.randoms(use_true_random=False).map(maker.make)

@@ -1,10 +1,20 @@
-"""Parity: our rendering against the reference's, on generated conversations, to the last bit."""
+"""Parity: our rendering against the reference's, on generated conversations, to the last bit.
 
+Conversations are rendered by turns under the default rules for special tokens in content and under
+`"parse"`, the reference's rule. Where a rule makes such a token text, the reference would take it for
+syntax; there it gets a plain word instead, and must give the same special tokens and images as ours and,
+with the token put back, the same text. All else must be equal entirely.
+"""
+
+import json
 import random
-from collections.abc import Callable, Sequence
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +22,62 @@ from PIL import Image
 
 from mmrender.errors import MMRenderError
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.resolve import MediaCache
 from mmrender.renderer import Renderer
 from mmrender.spans import MediaItem, Repeat
+from mmrender.template.text import Author
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering
+from mmrender.testing.shrinking import shrink
+from mmrender.tokens.encode import SpecialTokenRule
 from mmrender.tokens.rendered import RenderedTokens
+
+Messages: TypeAlias = Sequence[dict[str, Any]]
+Options: TypeAlias = Mapping[str, Any]
+
+_Rendered = TypeVar("_Rendered")
+
+RULES = ("default", "parse")
+"""Rules for special tokens in content, each checked in every second conversation."""
+
+_SAID_BY_ROLE = ("content", "reasoning_content")
+_WORD = "zq{}qz"
+_WORDS = re.compile(r"zq(\d+)qz")
+_FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
+"""NFKC, a normalizer of many tokenizers, makes these characters plain ones again."""
+
+
+class Difference(NamedTuple):
+    """What differs, and both sides as a person can read them."""
+
+    what: str
+    ours: str
+    reference: str
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What another conversation must share to differ in the same way."""
+        is_error = self.what == "acceptance"
+        return (self.what, *(side.partition(":")[0] for side in self[1:])) if is_error else (self.what,)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first thing in which the two differ, both sides as a person can read them."""
+    """The first difference, in the smallest conversation found that shows it.
+
+    Attributes:
+        case: Number of the conversation that it was found in, before it was made smaller.
+        rules: `"default"` or `"parse"`, the value of `content_special_tokens`.
+        difference: What differs.
+        messages: The conversation.
+        options: The other arguments of `render`.
+    """
 
     case: int
-    what: str
-    ours: str
-    reference: str
-    messages: Sequence[dict[str, Any]]
-    options: dict[str, Any]
+    rules: str
+    difference: Difference
+    messages: Messages
+    options: Options
 
 
 @dataclass
@@ -38,10 +87,11 @@ class ParityReport:
     Attributes:
         cases: Conversations compared.
         refused: How many of them both sides refused.
+        replaced: How many held special tokens that a rule makes text.
         images: Media items compared.
         tokens: Token ids compared.
         pixel_values: Number of pixel values compared, all of which were equal.
-        without_processor: Why images were left out, or None.
+        not_compared: Why something that the model takes, such as images, was left out; or None.
         mismatch: The first difference, or None.
     """
 
@@ -49,11 +99,19 @@ class ParityReport:
     image_backend: str
     cases: int = 0
     refused: int = 0
+    replaced: int = 0
     images: int = 0
     tokens: int = 0
     pixel_values: int = 0
-    without_processor: str | None = None
+    not_compared: str | None = None
     mismatch: Mismatch | None = None
+
+    @property
+    def outcome(self) -> Literal["equal", "differs", "not compared"]:
+        """`"equal"` only where everything that the model takes was compared."""
+        if self.mismatch is not None:
+            return "differs"
+        return "equal" if self.not_compared is None else "not compared"
 
 
 def check_parity(
@@ -68,90 +126,288 @@ def check_parity(
     """Compare text, ids, tensors and placeholder ranges on generated conversations; stop at a difference.
 
     `image_backend` is compared with the reference's back end of the same name. `pictures` are used beside
-    generated ones, and `progress` is called after each of the `cases`.
+    generated ones, and `progress` is called after each of the `cases`. A model that cannot be opened is
+    reported as not compared.
     """
-    # First, since it makes torchvision importable where it can, and our adapter may run on it.
-    reference = ReferenceRenderer(directory, image_backend)
-    renderer = Renderer.from_pretrained(
-        directory, image_backend=image_backend, content_special_tokens="parse", memo_bytes=0
-    )
-    report = ParityReport(directory.name, image_backend, without_processor=reference.processor_missing)
+    report = ParityReport(directory.name, image_backend)
+    try:
+        pair = ParityPair(directory, image_backend)
+    except MMRenderError as error:
+        report.not_compared = f"{type(error).__name__}: {error}"
+        return report
     source = random.Random(seed)
-    has_images = renderer.media is not None and reference.processor is not None
-    images = [*sample_images(source, 10), *pictures] if has_images else []
-    media = renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
-    literals = sorted(set(renderer.tokenizer.added_ids) - media)
-    maker = ConversationMaker(renderer.profile, images, literals)
+    report.not_compared = pair.without_images
+    images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
+    maker = ConversationMaker(pair.profile, images, pair.literals, odd=True)
     for case in range(cases):
         messages, options = maker.make(source)
-        report.mismatch = _compare(renderer, reference, messages, options, report=report, case=case)
+        rules = RULES[case % len(RULES)]
+        found = pair.difference(rules, messages, options, report)
         report.cases += 1
         progress()
-        if report.mismatch is not None:
+        if found is not None:
+            report.mismatch = pair.smallest(case, rules, found, messages, options)
             break
+    if report.mismatch is None and report.refused == report.cases:
+        report.not_compared = "both sides refuse every conversation"
+    elif report.mismatch is None and images and not report.images:
+        report.not_compared = "no conversation held an image"
     return report
 
 
-def _compare(
-    renderer: Renderer,
-    reference: ReferenceRenderer,
-    messages: Sequence[Any],
-    options: dict[str, Any],
-    *,
-    report: ParityReport,
-    case: int,
-) -> Mismatch | None:
-    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-    pictures = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
-    refusals = {}
+class ParityPair:
+    """A model's renderers, one for each set of rules, and its reference.
+
+    Attributes:
+        profile: What the model's template takes.
+        literals: Special tokens as content may hold them, also in disguise.
+        takes_images: Whether the model is one for images.
+        without_images: Why its images cannot be compared, or None.
+    """
+
+    def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
+        # First, since it makes torchvision importable where it can, and our adapter may run on it.
+        self.reference = ReferenceRenderer(directory, image_backend)
+        load = partial(
+            Renderer.from_pretrained,
+            directory,
+            image_backend=image_backend,
+            media_cache=MediaCache(),
+            memo_bytes=0,
+        )
+        self.renderers = {RULES[0]: load(), RULES[1]: load(content_special_tokens="parse")}
+        renderer = self.renderers["default"]
+        self.profile = renderer.profile
+        tokenizer = self.reference.tokenizer
+        # Blanks are no syntax, also as SentencePiece spells them.
+        added = {
+            token: index
+            for token, index in tokenizer.get_added_vocab().items()
+            if token.replace("\u2581", "").strip()
+        }
+        self._syntax = frozenset(added.values()) - {tokenizer.unk_token_id}
+        self._unknown = tokenizer.unk_token_id
+        self.literals = [*sorted(added), *(token.translate(_FULL_WIDTH) for token in sorted(added))]
+        self.takes_images = renderer.media is not None
+        self.without_images = self._why_without_images(renderer)
+        media = (
+            renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
+        )
+        self._words = {
+            name: _Words(self.literals, media, renderer.rules) for name, renderer in self.renderers.items()
+        }
+
+    def _why_without_images(self, renderer: Renderer) -> str | None:
+        if renderer.media is None:
+            return None
+        try:
+            renderer.media.require_processor("images")
+        except MMRenderError as error:
+            return str(error)
+        if self.reference.processor is None:
+            return self.reference.processor_missing
+        return None if self.profile.image_roles else "the template writes no placeholder for an image"
+
+    def smallest(
+        self, case: int, rules: str, found: Difference, messages: Messages, options: Options
+    ) -> Mismatch:
+        """Return a mismatch with as little in it as differs in the same way."""
+
+        def differs(candidate: Any) -> bool:
+            other = bool(candidate["messages"]) and self.difference(rules, **candidate)
+            return isinstance(other, Difference) and other.kind == found.kind
+
+        start = {"options": dict(options), "messages": list(messages)}
+        least = shrink(start, lambda value: value.keys() == start.keys() and differs(value))
+        return Mismatch(case, rules, self.difference(rules, **least) or found, **least)
+
+    def difference(
+        self, rules: str, messages: Messages, options: Options, report: ParityReport | None = None
+    ) -> Difference | None:
+        """Return in what the two differ first under one set of rules; None where all is equal.
+
+        `report` takes the counts of what was compared.
+        """
+        renderer, words = self.renderers[rules], self._words[rules]
+        given = self._as_template_takes(messages)
+        worded = words.written(given, options)
+        is_replaced = worded != (given, options)
+        ours = _outcome(lambda: renderer.render(messages, **options))
+        theirs = _outcome(lambda: self.reference.render(worded[0], **worded[1]))
+        text = theirs if isinstance(theirs, Exception) else theirs.text
+        if is_replaced:
+            text = _outcome(lambda: self.reference.text(given, **options))
+        if isinstance(ours, Exception) or isinstance(theirs, Exception) or isinstance(text, Exception):
+            refused = theirs if isinstance(theirs, Exception) else text
+            return _refusal(ours, refused, report)
+        if report is not None:
+            report.replaced += is_replaced
+            report.tokens += len(ours)
+            for item in ours.multi_modal_data.mm_items.get("image", ()):
+                report.images += 1
+                report.pixel_values += item.tensors("float32")["pixel_values"].size
+        if not is_replaced:
+            return first_difference(renderer, ours, theirs)
+        if ours.text != text:
+            return _text_difference(ours.text, text)
+        if words.put_back(theirs.text) != text:
+            return None  # The template itself looked at the token, so its rendering of the word says nothing.
+        return (
+            self._syntax_difference(renderer, words, ours.token_ids, theirs.ids)
+            or _range_difference(renderer, ours)
+            or _tensor_difference(ours.multi_modal_data.mm_items.get("image", ()), theirs.tensors)
+        )
+
+    def _as_template_takes(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return messages in the shapes that the template takes, which only our side chooses by itself."""
+        form = self.profile.form
+        given = [dict(message) for message in messages]
+        for message in given:
+            if isinstance(message.get("content"), str) and form.content == "list":
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            if message.get("content") is None and form.none_content == "empty":
+                message["content"] = ""
+            if "tool_calls" in message and form.arguments == "json":
+                message["tool_calls"] = [
+                    {
+                        **call,
+                        "function": {
+                            **function,
+                            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+                        },
+                    }
+                    for call in message["tool_calls"]
+                    for function in [call["function"]]
+                ]
+        return given
+
+    def _syntax_difference(
+        self, renderer: Renderer, words: "_Words", ours: Sequence[int], theirs: Sequence[int]
+    ) -> Difference | None:
+        """Compare the special tokens, and what both decode to, where theirs has words for tokens."""
+        found = [[index for index in ids if index in self._syntax] for ids in (ours, theirs)]
+        if found[0] != found[1]:
+            return _id_difference("special tokens", renderer, *found)
+        if self._unknown in (*ours, *theirs):
+            return None  # What is not in the vocabulary is lost on both sides.
+        said, expected = (_squeezed(renderer.decode(ids)) for ids in (ours, theirs))
+        expected = words.put_back(expected, _squeezed)
+        return _text_difference(said, expected, "decoded text") if said != expected else None
+
+
+class _Words:
+    """Plain words in place of the special tokens that are text under some rules.
+
+    Args:
+        literals: The tokens.
+        media: Those that are text under all rules.
+        rules: By author, as of a renderer.
+    """
+
+    def __init__(
+        self, literals: Sequence[str], media: frozenset[str], rules: Mapping[Author, SpecialTokenRule]
+    ) -> None:
+        self._literals = literals
+        self._words = {literal: _WORD.format(index) for index, literal in enumerate(literals)}
+        disguised = {token.translate(_FULL_WIDTH) for token in media}
+        patterns = {
+            "text": _any_of(literals),
+            "parse": _any_of([token for token in literals if token in media or token in disguised]),
+        }
+        self._patterns = {author: patterns[rule] for author, rule in rules.items()}
+
+    def written(self, messages: Messages, options: Options) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return a conversation and its options with words for tokens."""
+        written = []
+        for message in messages:
+            by_role = {key: message[key] for key in _SAID_BY_ROLE if key in message}
+            rest = {key: value for key, value in message.items() if key not in by_role}
+            written.append({**self._replaced(rest, "caller"), **self._replaced(by_role, message["role"])})
+        return written, self._replaced(dict(options), "caller")
+
+    def _replaced(self, value: Any, author: Author) -> Any:
+        if isinstance(value, str):
+            return self._patterns[author].sub(lambda match: self._words[match.group()], value)
+        if isinstance(value, list):
+            return [self._replaced(item, author) for item in value]
+        if isinstance(value, dict):
+            return {
+                self._replaced(key, author): item if key in ("role", "type") else self._replaced(item, author)
+                for key, item in value.items()
+            }
+        return value
+
+    def put_back(self, text: str, shown: Callable[[str], str] = str) -> str:
+        """Return a text with tokens for words, each token as `shown` gives it."""
+        return _WORDS.sub(lambda match: shown(self._literals[int(match.group(1))]), text)
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without blanks, as any normalizer leaves it."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _outcome(render: Callable[[], _Rendered]) -> _Rendered | Exception:
     try:
-        expected = reference.render(messages, pictures, **options)
-    except Exception as error:  # noqa: BLE001 - whatever the reference raises, ours must refuse too
-        refusals["reference"] = f"{type(error).__name__}: {error}"
-    try:
-        ours = renderer.render(messages, **options)
-    except MMRenderError as error:
-        refusals["ours"] = f"{type(error).__name__}: {error}"
-    if len(refusals) == 1:
-        sides = {"ours": "renders", "reference": "renders", **refusals}
-        return Mismatch(case, "acceptance", **sides, messages=messages, options=options)
-    if refusals:
-        report.refused += 1
+        return render()
+    except Exception as error:  # noqa: BLE001 - templates and Transformers raise anything
+        return error
+
+
+def _refusal(ours: object, theirs: object, report: ParityReport | None) -> Difference | None:
+    """Return a difference unless both sides refuse, ours with an error of our tree."""
+    sides = [
+        f"{type(side).__name__}: {side}" if isinstance(side, Exception) else "renders"
+        for side in (ours, theirs)
+    ]
+    if isinstance(ours, MMRenderError) and isinstance(theirs, Exception):
+        if report is not None:
+            report.refused += 1
         return None
-    difference = first_difference(renderer, ours, expected)
-    if difference is not None:
-        return Mismatch(case, *difference, messages, options)
-    report.tokens += len(ours)
-    for item in ours.multi_modal_data.mm_items.get("image", ()):
-        report.images += 1
-        report.pixel_values += item.tensors("float32")["pixel_values"].size
-    return None
+    return Difference("acceptance", *sides)
 
 
 def first_difference(
     renderer: Renderer, ours: RenderedTokens, expected: ReferenceRendering
-) -> tuple[str, str, str] | None:
+) -> Difference | None:
     """First difference, and both sides of it; None where all is equal."""
     if ours.text != expected.text:
-        start = _first_unequal(ours.text, expected.text)
-        left, right = (repr(text[max(0, start - 40) : start + 80]) for text in (ours.text, expected.text))
-        return "text", left, right
+        return _text_difference(ours.text, expected.text)
     if ours.token_ids != expected.ids:
-        start = max(0, _first_unequal(ours.token_ids, expected.ids) - 5)
-        sides = (ids[start : start + 15] for ids in (ours.token_ids, expected.ids))
-        left, right = (f"[{start}:] {ids} {renderer.decode(ids)!r}" for ids in sides)
-        return "token ids", left, right
-    # The ranges must name exactly the feature tokens that the reference's ids hold.
+        return _id_difference("token ids", renderer, ours.token_ids, expected.ids)
     items = ours.multi_modal_data.mm_items.get("image", ())
-    pieces = [piece for item in items for piece in item.expansion if isinstance(piece, Repeat)]
-    feature_ids = {renderer.tokenizer.token_id(piece.token) for piece in pieces if piece.embeds}
+    return _range_difference(renderer, ours) or _tensor_difference(items, expected.tensors)
+
+
+def _text_difference(ours: str, theirs: str, what: str = "text") -> Difference:
+    start = _first_unequal(ours, theirs)
+    return Difference(what, *(repr(text[max(0, start - 40) : start + 80]) for text in (ours, theirs)))
+
+
+def _id_difference(what: str, renderer: Renderer, ours: Sequence[int], theirs: Sequence[int]) -> Difference:
+    start = max(0, _first_unequal(ours, theirs) - 5)
+    sides = (ids[start : start + 15] for ids in (ours, theirs))
+    return Difference(what, *(f"[{start}:] {ids} {renderer.decode(ids)!r}" for ids in sides))
+
+
+def _range_difference(renderer: Renderer, ours: RenderedTokens) -> Difference | None:
+    """Require that the ranges name exactly the feature tokens that the ids hold."""
+    sidecar = ours.multi_modal_data
+    pieces = [piece for item in sidecar.mm_items.get("image", ()) for piece in item.expansion]
+    feature_ids = {
+        renderer.tokenizer.token_id(piece.token)
+        for piece in pieces
+        if isinstance(piece, Repeat) and piece.embeds
+    }
     in_ids = [index for index, token_id in enumerate(ours.token_ids) if token_id in feature_ids]
     named: list[int] = []
-    for placeholder in ours.multi_modal_data.mm_placeholders.get("image", ()):
+    for placeholder in sidecar.mm_placeholders.get("image", ()):
         named += (np.flatnonzero(placeholder.is_embed) + placeholder.offset).tolist()
-    if named != in_ids:
-        return "placeholder ranges", str(named[:20]), str(in_ids[:20])
-    return _tensor_difference(items, expected.tensors)
+    return Difference("placeholder ranges", str(named[:20]), str(in_ids[:20])) if named != in_ids else None
 
 
 def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
@@ -160,22 +416,44 @@ def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
 
 
 def _tensor_difference(
-    items: Sequence[MediaItem], expected: dict[str, npt.NDArray[Any]]
-) -> tuple[str, str, str] | None:
+    items: Sequence[MediaItem], expected: Mapping[str, npt.NDArray[Any]]
+) -> Difference | None:
+    """Compare the tensors of every item with its part of the reference's batch."""
     if not items:
         return None
     tensors = [item.tensors("float32") for item in items]
-    for key, value in tensors[0].items():
+    for key in tensors[0]:
         theirs = expected.get(key)
+        ours = [entry[key] for entry in tensors]
         if theirs is None:
-            return f"tensor {key}", f"shape {value.shape}", "absent"
-        # Some families count samples on the first axis and the tiles of all their images on the second.
-        by_sample = len(items) > 1 and theirs.shape[0] == 1
-        ours = np.concatenate([entry[key] for entry in tensors], axis=1 if by_sample else 0)
-        if ours.shape != theirs.shape:
-            return f"shape of {key}", str(ours.shape), str(theirs.shape)
-        if not np.array_equal(ours, theirs):
-            worst = float(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)).max())
-            left = f"{ours.dtype}, first {ours.ravel()[:4]}"
-            return key, left, f"{theirs.dtype}, largest difference {worst:g}"
+            return Difference(f"tensor {key}", f"shape {ours[0].shape}", "absent")
+        if theirs.shape == (1,) and theirs[0] == len(items):
+            continue  # the number of images, which no single item holds
+        parts = _parts(ours, theirs)
+        if parts is None:
+            return Difference(f"shape of {key}", str([each.shape for each in ours]), str(theirs.shape))
+        for own, part in zip(ours, parts, strict=True):
+            if not np.array_equal(own, part):
+                worst = float(np.abs(own.astype(np.float64) - part.astype(np.float64)).max())
+                left = f"{own.dtype}, first {own.ravel()[:4]}"
+                return Difference(key, left, f"{part.dtype}, largest difference {worst:g}")
+    return None
+
+
+def _parts(ours: Sequence[npt.NDArray[Any]], theirs: npt.NDArray[Any]) -> list[npt.NDArray[Any]] | None:
+    """Cut a batch into the parts of its items, without padding; None where it cannot be one of such items.
+
+    Most families join images on the first axis; some count samples there, and the tiles of all images on the
+    second. Further axes are padded with zeros to the largest image.
+    """
+    for axis in range(min(2, theirs.ndim)):
+        lengths = [own.shape[axis] for own in ours if own.ndim == theirs.ndim]
+        if len(lengths) < len(ours) or sum(lengths) != theirs.shape[axis]:
+            continue
+        pieces = np.split(theirs, np.cumsum(lengths)[:-1], axis)
+        parts = [piece[tuple(map(slice, own.shape))] for own, piece in zip(ours, pieces, strict=True)]
+        held = sum(np.count_nonzero(part) for part in parts)
+        fits = all(own.shape == part.shape for own, part in zip(ours, parts, strict=True))
+        if fits and held == np.count_nonzero(theirs):
+            return parts
     return None

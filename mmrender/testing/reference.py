@@ -4,7 +4,7 @@ Both come from Transformers, and are loaded from a model directory.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import MissingDependencyError, MMRenderError
+from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import build_image_processor, build_reference_processor
-from mmrender.model.files import ModelDir
+from mmrender.template.sources import load_templates
 
 _UNBUILT_OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -84,38 +84,61 @@ class ReferenceRendering:
 
 
 class ReferenceRenderer:
-    """Renders with Transformers; `processor_missing` says why images cannot be processed here, or is None."""
+    """Renders with Transformers, through the processor's own `apply_chat_template` or else the tokenizer's.
+
+    Attributes:
+        processor_missing: Why the model's images cannot be processed here, or None.
+    """
 
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
         if has_reference_backend("torch"):
             import_torchvision()  # before Transformers does, which would fail beside a CPU torch
         try:
             from transformers import AutoTokenizer, logging
+            from transformers.processing_utils import ProcessorMixin
         except ImportError as error:
             raise MissingDependencyError.of_extra("transformers", "hf", "the reference renderer") from error
         logging.set_verbosity_error()  # it warns of every long prompt
-        self.model = ModelDir(directory)
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        files = ProcessorFiles.read(directory)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        except Exception as error:
+            problem = "Transformers cannot open the tokenizer"
+            raise TokenizerError(problem, where=str(directory), got=str(error)) from error
         self.processor: Any = None
         self.processor_missing: str | None = None
-        try:
-            self.processor = build_reference_processor(ProcessorFiles.read(directory), backend)
-        except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
-            self.processor_missing = str(error).strip().splitlines()[0] or type(error).__name__
+        templates = None
+        if files.image:
+            templates = ProcessorMixin.get_processor_dict(directory)[0].get("chat_template")
+            try:
+                self.processor = build_reference_processor(files, backend)
+            except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
+                self.processor_missing = " ".join(str(error).split()) or type(error).__name__
+        # Last, the places that Transformers overlooks.
+        self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], images: Sequence[Any], **options: Any
-    ) -> ReferenceRendering:
-        """Render as `apply_chat_template` and the processor do: special tokens in content are syntax."""
-        template = self.tokenizer.chat_template or self.model.read_text("chat_template.jinja")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, **options
-        )
-        if self.processor is None or not images:
-            return ReferenceRendering(text, self.tokenizer(text, add_special_tokens=False).input_ids)
-        output = self.processor(
-            text=[text], images=[list(images)], return_tensors="np", add_special_tokens=False
-        )
-        ids = np.asarray(output.pop("input_ids"))[0].tolist()
+    def text(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """Run the chat template alone; raises what it raises."""
+        text: str = self._apply(messages, options, tokenize=False)
+        return text
+
+    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> ReferenceRendering:
+        """Render with `apply_chat_template(tokenize=True, return_dict=True)`.
+
+        Special tokens are syntax wherever they are. Raises whatever Transformers and the template raise.
+        """
+        text = self.text(messages, **options)
+        if self.processor_missing is not None:
+            has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
+            return ReferenceRendering(text, self.tokenizer(text, add_special_tokens=not has_bos).input_ids)
+        output = self._apply(messages, options, tokenize=True, return_dict=True, return_tensors="np")
+        ids = np.asarray(output.pop("input_ids")).reshape(-1).tolist()
         output.pop("attention_mask", None)
         return ReferenceRendering(text, ids, {key: np.asarray(value) for key, value in output.items()})
+
+    def _apply(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any], **how: Any) -> Any:
+        template = self._templates
+        if not isinstance(template, str):
+            template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
+        speaker = self.processor or self.tokenizer
+        return speaker.apply_chat_template(list(messages), chat_template=template, **options, **how)

@@ -3,6 +3,7 @@
 `make parity` runs the same comparison with hundreds of conversations and both image back ends.
 """
 
+import json
 import random
 from dataclasses import replace
 
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from mmrender.renderer import Renderer
+from adapter_models import ADAPTER_FAMILIES
+from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
-from mmrender.testing.parity import check_parity, first_difference
-from mmrender.testing.reference import ReferenceRenderer, has_reference_backend
+from mmrender.testing.parity import RULES, ParityPair, check_parity, first_difference
+from mmrender.testing.reference import has_reference_backend
+from mmrender.testing.shrinking import shrink
+from small_models import build_engine
 
 CASES = {
     "glm4_5v": 12,
@@ -42,46 +47,26 @@ IMAGES = sample_images(random.Random(1), 4, largest=160)
 @pytest.mark.parametrize("name", CASES)
 def test_generated_conversations_equal_the_reference(shared_models, name, backend):
     report = check_parity(shared_models / name, image_backend=backend, cases=CASES[name], seed=7)
-    assert report.mismatch is None
-    assert report.without_processor is None
+    assert (report.mismatch, report.not_compared) == (None, None)
+    assert report.outcome == "equal"
     assert report.cases == CASES[name]
     assert report.images > 0
     assert report.pixel_values > 0
     assert report.refused < report.cases
 
 
-class _Pair:
-    """Our renderer and the reference for the tiny model, which needs no folder beside the checkout."""
-
-    def __init__(self, directory):
-        self.ours = Renderer.from_pretrained(directory, image_backend="pil", content_special_tokens="parse")
-        self.reference = ReferenceRenderer(directory, "pil")
-        assert self.reference.processor_missing is None
-
-    def difference(self, messages, options):
-        parts = [
-            part
-            for message in messages
-            if isinstance(message["content"], list)
-            for part in message["content"]
-        ]
-        pictures = [part["image"] for part in parts if part["type"] == "image"]
-        expected = self.reference.render(messages, pictures, **options)
-        return first_difference(self.ours, self.ours.render(messages, **options), expected)
-
-
 @pytest.fixture(scope="module")
 def pair(tiny_model):
-    return _Pair(tiny_model)
+    """The tiny model, which needs no folder beside the checkout."""
+    return ParityPair(tiny_model, "pil")
 
 
 @settings(max_examples=60)
-@given(data=st.data())
-def test_any_conversation_of_the_tiny_model_equals_the_reference(pair, data):
-    literals = ["<|im_end|>", "<think>", "<tool_call>", "<|endoftext|>"]
-    made = conversations(pair.ours.profile, images=IMAGES, literals=literals)
+@given(data=st.data(), rules=st.sampled_from(RULES))
+def test_any_conversation_of_the_tiny_model_equals_the_reference(pair, data, rules):
+    made = conversations(pair.profile, images=IMAGES, literals=pair.literals, odd=True)
     messages, options = data.draw(made)
-    assert pair.difference(messages, options) is None
+    assert pair.difference(rules, messages, options) is None
 
 
 @settings(max_examples=40)
@@ -89,43 +74,93 @@ def test_any_conversation_of_the_tiny_model_equals_the_reference(pair, data):
 def test_any_text_in_any_role_equals_the_reference(pair, text, role):
     before = [{"role": "user", "content": "a"}] if role in ("assistant", "tool") else []
     after = [] if role == "user" else [{"role": "user", "content": "b"}]
-    assert pair.difference([*before, {"role": role, "content": text}, *after], {}) is None
+    assert pair.difference("parse", [*before, {"role": role, "content": text}, *after], {}) is None
+
+
+LISTS_ONLY = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {% for p in m.content %}
+{%- if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}</s>{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
+IMAGE_TOKENS = {"gemma3": "<start_of_image>", "pixtral": "[IMG]", "mllama": "<|image|>"}
+
+
+@pytest.mark.parametrize("name", ADAPTER_FAMILIES)
+def test_batches_padded_or_not_of_a_template_that_takes_lists_only(name, tmp_path):
+    """The template is in a file that only processors read."""
+    directory = ADAPTER_FAMILIES[name](tmp_path / name)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    build_engine(tokens).save(str(directory / "tokenizer.json"))
+    template = LISTS_ONLY.replace("IMAGE", IMAGE_TOKENS.get(name, "<image>"))
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    report = check_parity(directory, image_backend="pil", cases=8, seed=1)
+    assert (report.mismatch, report.not_compared) == (None, None)
+    assert report.images > 0
+
+
+def test_a_model_whose_images_cannot_be_compared_is_not_equal(tiny_model, monkeypatch):
+    def refuse(*_):
+        raise ImportError("needs a package")
+
+    monkeypatch.setattr(reference, "build_reference_processor", refuse)
+    report = check_parity(tiny_model, image_backend="pil", cases=2)
+    assert (report.outcome, report.not_compared, report.mismatch) == ("not compared", "needs a package", None)
+    assert (report.cases, report.images) == (2, 0)
+
+
+def test_a_model_that_cannot_be_opened_is_not_equal(tmp_path):
+    report = check_parity(tmp_path, image_backend="pil", cases=2)
+    assert report.outcome == "not compared"
+    assert report.not_compared.startswith("TokenizerError: ")
+
+
+@given(text=st.text("ab<|", max_size=40), at=st.integers(0, 40))
+def test_a_shrunken_value_holds_nothing_but_the_fault(text, at):
+    faulty = [{"role": "user", "content": text[:at] + "!" + text[at:]}, {"role": "assistant", "more": [text]}]
+    shrunken = shrink(faulty, lambda value: "!" in json.dumps(value))
+    assert shrunken == [{"role": "user", "content": "!"}]
+
+
+def test_special_tokens_that_slip_through_are_found_and_shown_in_little(pair, monkeypatch):
+    monkeypatch.setitem(pair.renderers, "default", pair.renderers["parse"])
+    said = [{"type": "text", "text": "Look <|im_end|> there."}, {"type": "text", "text": "And here."}]
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": "Fine <|im_end|>."}]
+    found = pair.difference("default", messages, {"add_generation_prompt": False})
+    assert found.what == "special tokens"
+    assert "<|im_end|><|im_end|>" in found.ours
+    mismatch = pair.smallest(3, "default", found, messages, {"add_generation_prompt": False})
+    assert mismatch.messages == [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]
+    assert mismatch.options == {}
 
 
 def _example(pair):
-    maker = ConversationMaker(pair.ours.profile, IMAGES, (), max_turns=2, tools=False)
+    maker = ConversationMaker(pair.profile, IMAGES, (), max_turns=2, tools=False)
     source = random.Random(0)
     while True:
         messages, options = maker.make(source)
-        if any(isinstance(message["content"], list) for message in messages):
-            rendered = pair.ours.render(messages, **options)
-            if rendered.multi_modal_data:
-                parts = [
-                    part for message in messages for part in message["content"] if isinstance(part, dict)
-                ]
-                pictures = [part["image"] for part in parts if part["type"] == "image"]
-                return rendered, pair.reference.render(messages, pictures, **options)
+        rendered = pair.renderers["parse"].render(messages, **options)
+        if rendered.multi_modal_data:
+            return rendered, pair.reference.render(messages, **options)
 
 
 def test_a_difference_is_found_wherever_it_is(pair):
     rendered, expected = _example(pair)
-    assert first_difference(pair.ours, rendered, expected) is None
+    assert first_difference(pair.renderers["parse"], rendered, expected) is None
 
     text = replace(rendered, text=rendered.text.replace("user", "usex", 1))
-    assert first_difference(pair.ours, text, expected)[0] == "text"
+    assert first_difference(pair.renderers["parse"], text, expected)[0] == "text"
 
     ids = replace(rendered, token_ids=[*rendered.token_ids[:-1], 0])
-    assert first_difference(pair.ours, ids, expected)[0] == "token ids"
+    assert first_difference(pair.renderers["parse"], ids, expected)[0] == "token ids"
 
     moved = replace(rendered, multi_modal_data=rendered.multi_modal_data.shifted(1))
-    assert first_difference(pair.ours, moved, expected)[0] == "placeholder ranges"
+    assert first_difference(pair.renderers["parse"], moved, expected)[0] == "placeholder ranges"
 
     pixels = expected.tensors["pixel_values"].copy()
     pixels[0, 0] = np.nextafter(pixels[0, 0], np.float32(9))
     nudged = replace(expected, tensors={**expected.tensors, "pixel_values": pixels})
-    assert first_difference(pair.ours, rendered, nudged)[0] == "pixel_values"
+    assert first_difference(pair.renderers["parse"], rendered, nudged)[0] == "pixel_values"
 
     absent = replace(
         expected, tensors={key: value for key, value in expected.tensors.items() if key != "image_grid_thw"}
     )
-    assert first_difference(pair.ours, rendered, absent)[0] == "tensor image_grid_thw"
+    assert first_difference(pair.renderers["parse"], rendered, absent)[0] == "tensor image_grid_thw"

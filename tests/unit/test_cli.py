@@ -12,6 +12,7 @@ from PIL import Image
 from mmrender import cli
 from mmrender.renderer import Renderer
 from mmrender.testing import parity as parity_module
+from mmrender.testing import reference
 
 MESSAGES = [
     {"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What?"}]},
@@ -110,8 +111,26 @@ def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
     monkeypatch.setattr(parity_module.Renderer, "render", wrong)
     status, out, _ = run("parity", tiny_model, "--cases", 3, "--image-backend", "pil")
     assert status == 1
-    for shown in ("case 0: token ids differ", "ours:", "reference:", "messages:"):
+    for shown in (
+        'case 0 of seed 0, rules "default": decoded text differ',
+        "ours: '<|im",
+        "reference: '<|im",
+    ):
         assert shown in out
+    assert 'options: {}\nmessages: [{"role": ' in out
+
+
+def test_parity_without_a_models_images_fails(run, tiny_model, tmp_path, monkeypatch):
+    """Exit 2, and the reason; 1 where something differs as well."""
+
+    def refuse(*_):
+        raise ImportError("needs a package")
+
+    monkeypatch.setattr(reference, "build_reference_processor", refuse)
+    status, out, _ = run("parity", tiny_model, tmp_path, "--cases", 2, "--image-backend", "pil")
+    assert status == 2
+    assert f"\n{tiny_model.name}, pil: needs a package\n" in out
+    assert f"\n{tmp_path.name}, pil: TokenizerError: {tmp_path}: Transformers cannot open" in out
 
 
 def chat_about(source):
