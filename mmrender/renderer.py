@@ -104,6 +104,9 @@ class Renderer:
             placeholders=processor.placeholder if processor is not None else {},
             placeholder_tokens=processor.placeholder_tokens if processor is not None else (),
             rules=self.rules,
+            bos_token=templates.special_tokens.get("bos_token"),
+            # Transformers adds them where a processor encodes the prompt, and not where a tokenizer does.
+            post_processed=media is not None,
         )
         self._memo = new_memo(memo_bytes) if memo_bytes else None
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)

@@ -173,7 +173,7 @@ class Tails:
         self._known = known
         self._writer = writer
         self._tokenizer = writer.tokenizer
-        end = self._tokenizer.find(self.profile.closes.get("end", ""), lambda _: True)
+        end = self._tokenizer.find(self.profile.closes.get("end", ""))
         self._end_ids = frozenset(self._tokenizer.added_ids[match.token] for match in end)
 
     def render(

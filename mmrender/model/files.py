@@ -85,21 +85,34 @@ class ModelDir:
         sizes = (config.get("vocab_size") for config in (self._text_config, self.config))
         return next((size for size in sizes if isinstance(size, int)), None)
 
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """Special tokens that a template may name, such as `bos_token`: those that the tokenizer's files set.
+    @cached_property
+    def token_settings(self) -> Mapping[str, Any]:
+        """`tokenizer_config.json`, with the special tokens of other files where Transformers reads them.
 
-        As in Transformers, `special_tokens_map.json` counts only if `tokenizer_config.json` does not list
-        the added tokens; its entries then override.
+        `special_tokens_map.json` counts only if `tokenizer_config.json` does not list the added tokens; its
+        entries then override.
         """
         config = dict(self.tokenizer_config)
+        if not config.get("extra_special_tokens"):
+            config["extra_special_tokens"] = config.pop("additional_special_tokens", None)
         if "added_tokens_decoder" not in config:
             config.update(self.read_json("special_tokens_map.json"))
+        return config
+
+    @property
+    def named_tokens(self) -> dict[str, Any]:
+        """Special tokens under their names, such as `bos_token`, as the tokenizer's files describe them."""
+        config = self.token_settings
         extra = config.get("extra_special_tokens")
-        named = {key: value for key, value in config.items() if key.endswith("_token")}
-        named.update(extra if isinstance(extra, Mapping) else {})
-        texts = {key: _token_text(value) for key, value in named.items()}
-        return {key: text for key, text in texts.items() if isinstance(text, str)}
+        custom = {key: value for key, value in config.items() if key.endswith("_token")}
+        custom.update(extra if isinstance(extra, Mapping) else {})
+        named = {key: config.get(key) for key in SPECIAL_TOKEN_KEYS} | custom
+        return {key: entry for key, entry in named.items() if isinstance(_token_text(entry), str)}
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the special tokens that a template may name."""
+        return {key: _token_text(entry) for key, entry in self.named_tokens.items()}
 
     def stop_token_ids(self, token_id: Callable[[str], int | None]) -> list[int]:
         """`eos_token_id` of generation config, config and text config, and the tokenizer's `eos_token`.

@@ -1,42 +1,59 @@
 """A model's tokenizer, able to encode text as text.
 
-`tokenizers` finds added tokens in whatever it encodes, and an option to skip special ones still matches those
-that are not marked special. So added tokens are found here, under the caller's control, and the runs between
-them are encoded by a twin of the tokenizer that has no added tokens: what it gives can never be syntax.
+`tokenizers` finds added tokens in whatever it encodes, and an option to skip special ones still matches
+those that are not marked special. So added tokens are found here, by its rules (`added_vocabulary.rs`) but
+under the caller's control, and the runs between them are encoded by a twin of the tokenizer without any.
+Where the vocabulary spells one even so, by its merges or after its normalizer, another twin lacks the word.
 Runs are memoised, so a long system prompt is encoded once per process.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Engine
 
 from mmrender.caching import LRUCache
 from mmrender.errors import TokenizerError
 from mmrender.model.files import ModelDir
 
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+_WORD_START = "\u2581"
+
 
 class Run(NamedTuple):
-    """An encoded run: token ids, and for each the index of its first character, int32 of shape `(n,)`."""
+    """An encoded run.
+
+    Attributes:
+        ids: Its tokens.
+        starts: For each token the index of its first character, int32 of shape `(n,)`.
+        syntax: Ids of added tokens, blank ones aside, that the vocabulary spells in it.
+    """
 
     ids: list[int]
     starts: npt.NDArray[np.int32]
+    syntax: frozenset[int]
 
 
 class Match(NamedTuple):
-    """An added token found in text: characters `[start, stop)`."""
+    """An added token found in text: characters `[start, stop)` with the white space that it swallows.
+
+    Its own characters are `[own_start, own_stop)`.
+    """
 
     start: int
     stop: int
     token: str
+    own_start: int
+    own_stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +78,23 @@ class Tokenizer:
         added = dict(engine.get_added_tokens_decoder())
         self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._added_id_set = frozenset(added)
+        self.syntax_ids = frozenset(
+            token_id for token, token_id in self.added_ids.items() if not is_blank(token)
+        )
+        """Ids of added tokens other than white space."""
         self._flags = {
             token.content: _Flags(token.lstrip, token.rstrip, token.single_word)
             for token in added.values()
             if token.lstrip or token.rstrip or token.single_word
         }
-        self._first, self._rest = _twins(engine)
-        self._memo: LRUCache[tuple[bool, str], Run] = LRUCache(memo_tokens, size_of=lambda run: len(run.ids))
+        normalized = [token for token in added.values() if token.normalized]
+        self._pattern = _longest_of(self.added_ids.keys() - {token.content for token in normalized})
+        self._normalized = _finder(normalized, engine.normalizer) if normalized else None
+        self._within: LRUCache[str, list[Match]] = LRUCache(1 << 16, size_of=lambda found: 1 + len(found))
+        self._first, self._rest = _without_added(engine, engine.model)
+        self._memo: LRUCache[tuple[bool, bool, str], Run] = LRUCache(
+            memo_tokens, size_of=lambda run: len(run.ids)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The memo is filled anew where it arrives.
@@ -93,7 +119,15 @@ class Tokenizer:
             engine = Engine.from_file(str(file))
         except Exception as error:
             raise TokenizerError("cannot read tokenizer.json", where=str(file), got=str(error)) from error
-        _declare(engine, model.tokenizer_config)
+        if model.tokenizer_config.get("split_special_tokens"):
+            raise TokenizerError(
+                "the tokenizer is set to take special tokens for text",
+                where=str(model.path / "tokenizer_config.json"),
+                expected="split_special_tokens: false",
+                got="true, with which no chat template can write a turn",
+                remedy="Remove the setting",
+            )
+        _declare(engine, model)
         return cls(engine)
 
     def token_id(self, token: str) -> int | None:
@@ -114,31 +148,46 @@ class Tokenizer:
         return self._engine.get_vocab_size(with_added_tokens=True)
 
     @cached_property
-    def runs_are_independent(self) -> bool:
-        """Whether encoding between added tokens gives the ids of the whole text, shown by a probe."""
-        specials = [token for token in self.added_ids if token not in self._flags][:2] or list(
-            self.added_ids
-        )[:2]
-        if not specials:
-            return True
-        texts = (
-            "Hello world",
-            " leading and trailing ",
-            "\n\nnew\n",
-            "é\u0301ü 12345",
-            "{}();",
-            " ",
-            "日本語",
-            "a",
-        )
-        text = "".join(piece + specials[index % len(specials)] for index, piece in enumerate(texts)) + "end"
-        return self.encode(text) == self._engine.encode(text, add_special_tokens=False).ids
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """Tokens that the post-processor puts before and after a text, such as `<s>`.
+
+        Raises:
+            TokenizerError: It changes the tokens of the text itself.
+        """
+        plain, full = (self._engine.encode("a", add_special_tokens=adds) for adds in (False, True))
+        written = [is_special for is_special, _ in groupby(full.special_tokens_mask)]
+        runs = [len(list(run)) for _, run in groupby(full.special_tokens_mask)]
+        before = runs[0] if written[0] else 0
+        after = len(full.ids) - before - len(plain.ids)
+        if full.ids[before : before + len(plain.ids)] != plain.ids:
+            raise TokenizerError(
+                "the tokenizer's post-processor changes the tokens of a text",
+                expected="tokens before and after it",
+                got=f"{full.tokens} for 'a', which is {plain.tokens}",
+            )
+        return full.ids[:before], full.ids[len(full.ids) - after :]
+
+    @cached_property
+    def dependent_token(self) -> str | None:
+        """An added token beside which a run is encoded differently than in the whole text, shown by a probe.
+
+        One token of each kind is tried. None if all runs are independent.
+        """
+        kinds: dict[tuple[bool, ...], str] = {}
+        for token in self._engine.get_added_tokens_decoder().values():
+            kind = (token.lstrip, token.rstrip, token.single_word, token.normalized, is_blank(token.content))
+            kinds.setdefault(kind, token.content)
+        for text in kinds.values():
+            probe = text.join(_PROBE)
+            if self.encode(probe) != self._engine.encode(probe, add_special_tokens=False).ids:
+                return text
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Encode text in which every added token is syntax, as the reference tokenizer does."""
         ids: list[int] = []
         position = 0
-        for match in self.find(text, lambda _: True):
+        for match in self.find(text):
             if match.start > position:
                 ids += self.encode_run(text[position : match.start], first=position == 0).ids
             ids.append(self.added_ids[match.token])
@@ -147,141 +196,310 @@ class Tokenizer:
             ids += self.encode_run(text[position:], first=position == 0).ids
         return ids
 
-    def encode_run(self, text: str, *, first: bool = False) -> Run:
-        """Encode text in which nothing is syntax.
+    def encode_run(self, text: str, *, first: bool = False, barred: Collection[int] = frozenset()) -> Run:
+        """Encode text in which no added token is looked for.
 
         Args:
             text: A run between added tokens.
             first: Whether the run begins the prompt; some tokenizers prefix a space there.
+            barred: Ids of added tokens that may not come out; a vocabulary can spell them by its merges or
+                after its normalizer.
 
         Raises:
-            TokenizerError: The vocabulary spells an added token even without matching it.
+            TokenizerError: It spells one of `barred` in every way.
         """
-        key = (first and self._first is not self._rest, text)
+        run = self._encoded(text, first=first, literal=False)
+        if run.syntax and not run.syntax.isdisjoint(barred):
+            run = self._encoded(text, first=first, literal=True)
+            spelled = (run.syntax & set(barred)) - {self._literal.unknown_id}
+            if spelled:
+                raise TokenizerError(
+                    "the vocabulary spells an added token where it is only text",
+                    expected="ordinary tokens",
+                    got=f"{self.token(min(spelled))!r} in {text[:80]!r}",
+                    remedy='Set content_special_tokens="error" to refuse such content',
+                )
+        return run
+
+    def _encoded(self, text: str, *, first: bool, literal: bool) -> Run:
+        key = (first and self._first is not self._rest, literal, text)
         run = self._memo.get(key)
         if run is None:
-            engine = self._first if first else self._rest
-            encoding = engine.encode(text, add_special_tokens=False)
+            twins = self._literal if literal else self
+            encoding = (twins._first if first else twins._rest).encode(text, add_special_tokens=False)
             ids = encoding.ids
-            if not self._added_id_set.isdisjoint(ids) and self._pattern.search(text) is not None:
-                run = self._broken_up(text, engine)
-            else:
-                run = Run(ids, np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids)))
+            starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
+            run = Run(ids, starts, self.syntax_ids.intersection(ids))
             self._memo.put(key, run)
         return run
 
-    def _broken_up(self, text: str, engine: Engine) -> Run:
-        """Encode text whose vocabulary would spell an added token: cut each one after its first character."""
-        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
-        ids: list[int] = []
-        starts: list[int] = []
-        for begin, end in pairwise(cuts):
-            encoding = engine.encode(text[begin:end], add_special_tokens=False)
-            ids += encoding.ids
-            starts += [begin + start for start, _ in encoding.offsets]
-        if not self._added_id_set.isdisjoint(ids):
-            raise TokenizerError(
-                "the vocabulary spells an added token even where it is only text",
-                got=repr(text[:80]),
-                remedy='Set content_special_tokens="error" to refuse such content',
-            )
-        return Run(ids, np.array(starts, np.int32))
+    @cached_property
+    def _literal(self) -> "_Literal":
+        return _Literal.of(self._engine, self.syntax_ids)
+
+    def find(self, text: str, refuse: Callable[[Match], int | None] | None = None) -> list[Match]:
+        """Find added tokens as `tokenizers` does, except where they are refused.
+
+        Args:
+            text: Any text.
+            refuse: Gives the position of a character that is not to be part of a token, for a match that
+                holds one, else None.
+
+        Returns:
+            Matches from left to right. One whose white space another has swallowed overlaps with it.
+        """
+        masked = text
+        while True:
+            matches = self._search(masked)
+            places = map(refuse, matches) if refuse is not None else ()
+            refused = {place for place in places if place is not None}
+            if not refused:
+                return matches
+            # What a refused match has hidden is found with one of its characters out of the way.
+            pieces, position = [], 0
+            for place in sorted(refused):
+                pieces += [masked[position:place], self._masks[_is_word(masked[place])]]
+                position = place + 1
+            masked = "".join([*pieces, masked[position:]])
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        """All added tokens; at one place the longest wins, as in the Aho-Corasick search of `tokenizers`."""
-        return re.compile("|".join(map(re.escape, sorted(self.added_ids, key=len, reverse=True))) or r"(?!)")
+    def _masks(self) -> tuple[str, str]:
+        """Characters that no added token holds: a symbol and a letter."""
+        used = set().union(*self.added_ids)
+        symbols, letters = range(0x2190, 0x2400), range(0x4E00, 0x9FFF)
+        symbol, letter = (
+            next(chr(code) for code in codes if chr(code) not in used) for codes in (symbols, letters)
+        )
+        return symbol, letter
 
-    def find(self, text: str, accept: Callable[[Match], bool]) -> Iterator[Match]:
-        """Yield the added tokens of `text` that `accept` takes, from left to right, without overlap.
+    def _search(self, text: str) -> list[Match]:
+        if not self._flags:
+            found = [
+                Match(match.start(), match.end(), match.group(), match.start(), match.end())
+                for match in self._pattern.finditer(text)
+            ]
+        else:
+            found = list(self._flagged(text))
+        if self._normalized is None:
+            return found
+        # Those that are looked for in normalized text are looked for between the others.
+        matches: list[Match] = []
+        position = 0
+        for match in [*found, None]:
+            stop = len(text) if match is None else match.start
+            if position < stop:
+                matches += [
+                    Match(start + position, end + position, token, own + position, own_end + position)
+                    for start, end, token, own, own_end in self._in_normalized(text[position:stop])
+                ]
+            if match is not None:
+                matches.append(match)
+                position = match.stop
+        return matches
 
-        Tokens that swallow white space (`lstrip`, `rstrip`) or need word bounds (`single_word`) are matched
-        by the rules of `tokenizers` (`added_vocabulary.rs`).
-        """
-        search = self._pattern.search
-        position = floor = 0
-        while (found := search(text, position)) is not None:
-            match: Match | None = Match(found.start(), found.end(), found.group())
-            if self._flags and match is not None and match.token in self._flags:
-                match = _flagged(match, text, floor, self._flags[match.token])
-            if match is None or not accept(match):
-                position = found.start() + 1
-                continue
-            yield match
-            position = floor = match.stop
+    def _flagged(self, text: str) -> Iterator[Match]:
+        """Find tokens of which some swallow white space (`lstrip`, `rstrip`) or need word bounds."""
+        floor = 0
+        for found in self._pattern.finditer(text):
+            token, (own_start, own_stop) = found.group(), found.span()
+            start, stop = own_start, own_stop
+            flags = self._flags.get(token)
+            if flags is not None:
+                before, after = text[start - 1 : start], text[stop : stop + 1]
+                if flags.single_word and (_is_word(before) or _is_word(after)):
+                    continue
+                while flags.lstrip and start > floor and _is_space(text[start - 1]):
+                    start -= 1
+                while flags.rstrip and stop < len(text) and _is_space(text[stop]):
+                    stop += 1
+            yield Match(start, stop, token, own_start, own_stop)
+            floor = stop
+
+    def _in_normalized(self, text: str) -> list[Match]:
+        """Find the added tokens that `tokenizers` looks for in normalized text."""
+        found = self._within.get(text)
+        if found is None and self._normalized is not None:
+            encoding = self._normalized.encode(text, add_special_tokens=False)
+            found = []
+            for token_id, token, (start, stop) in zip(
+                encoding.ids, encoding.tokens, encoding.offsets, strict=True
+            ):
+                if token_id:
+                    own = text.find(token, start, stop)
+                    own, end = (start, stop) if own < 0 else (own, own + len(token))
+                    found.append(Match(start, stop, token, own, end))
+            self._within.put(text, found)
+        return found or []
 
 
-def _flagged(match: Match, text: str, floor: int, flags: _Flags) -> Match | None:
-    start, stop = match.start, match.stop
-    if flags.single_word and (
-        (start > 0 and _is_word(text[start - 1])) or (stop < len(text) and _is_word(text[stop]))
-    ):
-        return None
-    while flags.lstrip and start > floor and text[start - 1].isspace():
-        start -= 1
-    while flags.rstrip and stop < len(text) and text[stop].isspace():
-        stop += 1
-    return Match(start, stop, match.token)
+_PROBE = (
+    "Hello world",
+    " leading and trailing ",
+    "\n\nnew\n",
+    "\u00e9\u0301\u00fc 12345",
+    "{}();",
+    " ",
+    "\u65e5\u672c\u8a9e",
+    "a",
+    "end",
+)
+
+
+def is_blank(token: str) -> bool:
+    """Whether a token is nothing but white space, as text or as SentencePiece spells it."""
+    return token.replace(_WORD_START, " ").isspace()
+
+
+def _is_space(char: str) -> bool:
+    """Whether Unicode calls it white space, as Rust does; Python adds the information separators."""
+    return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 
 def _is_word(char: str) -> bool:
-    return char == "_" or char.isalnum()
+    """Whether Rust's regular expressions take it for part of a word."""
+    if char.isascii():
+        return char == "_" or char.isalnum()
+    category = unicodedata.category(char)
+    is_joiner = char in "\u200c\u200d"
+    return is_joiner or char.isalpha() or category[0] == "M" or category in ("Nd", "Nl", "Pc")
 
 
-def _twins(engine: Engine) -> tuple[Engine, Engine]:
-    """The tokenizer without added tokens: for the run that begins a prompt, and for any other."""
+def _longest_of(texts: Collection[str]) -> re.Pattern[str]:
+    """A pattern of the longest of some texts at a place, as the Aho-Corasick search of `tokenizers`."""
+    return re.compile(_branches(list(texts), depth=8) if texts else r"(?!)")
+
+
+def _branches(texts: list[str], depth: int) -> str:
+    """An alternation with common beginnings written once: a vocabulary may have thousands of added tokens."""
+    if depth == 0 or len(texts) == 1:
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    found = []
+    for first, group in groupby(sorted(texts, reverse=True), lambda text: text[:1]):
+        if first:
+            alike = list(group)
+            most, least = alike[0], alike[-1]
+            shared = next((at for at, char in enumerate(least) if most[at : at + 1] != char), len(least))
+            rest = _branches([text[shared:] for text in alike], depth - 1)
+            found.append(f"{re.escape(least[:shared])}(?:{rest})")
+        else:
+            found.append("")
+    return "|".join(found)
+
+
+def _finder(added: Sequence[AddedToken], normalizer: Any) -> Engine:
+    """An engine that gives 0 for any text between these added tokens."""
+    finder = Engine(models.WordLevel({"": 0}, unk_token=""))
+    if normalizer is not None:
+        finder.normalizer = normalizer
+    finder.add_tokens(list(added))
+    return finder
+
+
+def _without_added(engine: Engine, model: models.Model) -> tuple[Engine, Engine]:
+    """A tokenizer without added tokens: for the run that begins a prompt, and for any other."""
     # Sharing the model costs nothing; reading the vocabulary again would take a second.
-    first = Engine(engine.model)
+    first = Engine(model)
     if engine.normalizer is not None:
         first.normalizer = engine.normalizer
-    if engine.pre_tokenizer is not None:
-        first.pre_tokenizer = engine.pre_tokenizer
-    if engine.pre_tokenizer is None or b'"prepend_scheme":"first"' not in engine.pre_tokenizer.__getstate__():
+    if engine.pre_tokenizer is None:
         return first, first
-    definition = json.loads(engine.to_str())
-    definition["added_tokens"] = []
-    definition["post_processor"] = None
-    _never_prepend(definition["pre_tokenizer"])
-    return first, Engine.from_str(json.dumps(definition))
+    first.pre_tokenizer = engine.pre_tokenizer
+    definition = json.loads(engine.pre_tokenizer.__getstate__())
+    if not _never_prepend(definition):
+        return first, first
+    rest = Engine(model)
+    if engine.normalizer is not None:
+        rest.normalizer = engine.normalizer
+    bare = {**json.loads(Engine(models.BPE()).to_str()), "pre_tokenizer": definition}
+    rest.pre_tokenizer = Engine.from_str(json.dumps(bare)).pre_tokenizer
+    return first, rest
 
 
-def _never_prepend(definition: Any) -> None:
-    if isinstance(definition, dict):
-        if definition.get("prepend_scheme") == "first":
-            definition["prepend_scheme"] = "never"
-        for value in definition.values():
-            _never_prepend(value)
-    elif isinstance(definition, list):
-        for value in definition:
-            _never_prepend(value)
+def _never_prepend(definition: Any) -> bool:
+    """Change `prepend_scheme: first` to `never`, wherever it is; return whether it was anywhere."""
+    if isinstance(definition, list):
+        return sum(map(_never_prepend, definition)) > 0
+    if not isinstance(definition, dict):
+        return False
+    found = definition.get("prepend_scheme") == "first"
+    if found:
+        definition["prepend_scheme"] = "never"
+    return sum(map(_never_prepend, definition.values())) > 0 or found
 
 
-def _declare(engine: Engine, config: Mapping[str, Any]) -> None:
-    """Add the tokens that only `tokenizer_config.json` knows, as Transformers does when it loads."""
-    known = {token.content for token in engine.get_added_tokens_decoder().values()}
+@dataclass(frozen=True, slots=True)
+class _Literal:
+    """Twins whose vocabulary lacks the words of added tokens; unknown characters give `unknown_id`."""
+
+    _first: Engine
+    _rest: Engine
+    unknown_id: int | None
+
+    @classmethod
+    def of(cls, engine: Engine, lacking: Collection[int]) -> "_Literal":
+        definition = {**json.loads(engine.to_str()), "added_tokens": [], "post_processor": None}
+        model = definition["model"]
+        unknown_id = model.get("unk_id")
+        if isinstance(model["vocab"], list):
+            model["vocab"] = [
+                [_unspelled(token_id) if token_id in lacking else word, score]
+                for token_id, (word, score) in enumerate(model["vocab"])
+            ]
+        else:
+            names = {
+                word: _unspelled(token_id) for word, token_id in model["vocab"].items() if token_id in lacking
+            }
+            unknown_id = model["vocab"].get(model.get("unk_token"))
+            model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
+            model["vocab"] = {names.get(word, word): token_id for word, token_id in model["vocab"].items()}
+            if "merges" in model:
+                prefix = len(model.get("continuing_subword_prefix") or "")
+                model["merges"] = [
+                    (left, right)
+                    for left, right in model["merges"]
+                    if names.keys().isdisjoint((left, right, left + right[prefix:]))
+                ]
+        return cls(*_without_added(engine, Engine.from_str(json.dumps(definition)).model), unknown_id)
+
+
+def _unspelled(token_id: int) -> str:
+    """A word of the vocabulary that stands in no text."""
+    return f"\U0010ffff{token_id}"
+
+
+def _declare(engine: Engine, model: ModelDir) -> None:
+    """Add the tokens that stand beside `tokenizer.json`, in the order in which Transformers adds them."""
+    known = engine.get_added_tokens_decoder().values()
+    spelled = {repr(token) for token in known}
+    texts = {token.content for token in known}
+    named = {_added_token(entry).content for entry in model.named_tokens.values()}
+    listed = model.token_settings.get("added_tokens_decoder")
     declared: list[AddedToken] = []
-    decoder = config.get("added_tokens_decoder")
-    if isinstance(decoder, Mapping):
-        entries = sorted(decoder.items(), key=lambda pair: int(pair[0]))
-        declared.extend(_added_token(entry) for _, entry in entries)
-    extra = config.get("extra_special_tokens")
-    named = extra.values() if isinstance(extra, Mapping) else extra if isinstance(extra, list) else ()
-    by_key = (value for key, value in config.items() if key.endswith("_token"))
-    values = (*by_key, *named)
-    declared.extend(_added_token(value) for value in values if isinstance(value, str | Mapping) and value)
-    fresh = {str(token.content): token for token in declared if token.content not in known}
-    for token in fresh.values():
+    if isinstance(listed, Mapping):
+        # A token that is listed with other flags than it has gets these.
+        entries = [_added_token(entry) for _, entry in sorted(listed.items(), key=lambda item: int(item[0]))]
+        declared = [token for token in entries if repr(token) not in spelled]
+    else:
+        numbered = sorted(model.read_json("added_tokens.json").items(), key=lambda item: int(item[1]))
+        declared = [
+            AddedToken(text, normalized=text not in named, special=text in named)
+            for text, _ in numbered
+            if text not in texts
+        ]
+    texts.update(token.content for token in declared)
+    extra = model.token_settings.get("extra_special_tokens")
+    for entry in [*model.named_tokens.values(), *(extra if isinstance(extra, list) else ())]:
+        token = _added_token(entry)
+        if token.content and token.content not in texts:
+            declared.append(token)
+            texts.add(token.content)
+    for token in declared:
+        token.special = token.special or token.content in named
         (engine.add_special_tokens if token.special else engine.add_tokens)([token])
 
 
 def _added_token(entry: str | Mapping[str, Any]) -> AddedToken:
     if isinstance(entry, str):
-        return AddedToken(entry, special=True, normalized=False)
-    return AddedToken(
-        str(entry.get("content", "")),
-        lstrip=bool(entry.get("lstrip", False)),
-        rstrip=bool(entry.get("rstrip", False)),
-        single_word=bool(entry.get("single_word", False)),
-        normalized=bool(entry.get("normalized", False)),
-        special=bool(entry.get("special", True)),
-    )
+        return AddedToken(entry, special=True)
+    flags = {key: bool(value) for key, value in entry.items() if key in _FLAGS}
+    return AddedToken(str(entry.get("content", "")), **flags)

@@ -285,7 +285,7 @@ class ResponseParser:
         header = profile.generation_prompt
         if profile.reasoning is not None:
             header = header.partition(profile.reasoning.begin)[0]
-        first = next(tokenizer.find(header, lambda _: True), None)
+        first = next(iter(tokenizer.find(header)), None)
         self._begin_id = None if first is None else tokenizer.added_ids[first.token]
 
     def parse(

@@ -67,7 +67,7 @@ class TokenSpeller:
         """Added tokens that a text spells."""
         known = self._within.get(text)
         if known is None:
-            known = self._within[text] = tuple(self.tokenizer.find(text, lambda _: True))
+            known = self._within[text] = tuple(self.tokenizer.find(text))
         return known
 
     def spell(self, token_id: int) -> bytes:
@@ -150,7 +150,7 @@ class TokenText:
 
     def _is_spelled(self, delimiter: str, position: int) -> bool:
         within = self._speller.added_within(delimiter)
-        return all(self._added.get(position + match.start) == match.token for match in within)
+        return all(self._added.get(position + match.own_start) == match.token for match in within)
 
     def added_before(self, char: int) -> bool:
         """Whether an added token ends right before a character."""

@@ -163,7 +163,7 @@ class Probes:
         if not text.startswith(prompted[:start]):
             return None
         begin = start + common_prefix(prompted[start:], text[start:])
-        for match in self.tokenizer.find(prompted, lambda _: True):
+        for match in self.tokenizer.find(prompted):
             # The header is never cut inside an added token.
             begin = match.start if start <= match.start < begin < match.stop else begin
         ends = [stop for _, stop, origin in full.spans if origin.message == 1 and origin.is_content]

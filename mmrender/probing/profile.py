@@ -179,7 +179,7 @@ def _stop_ids(
     closes: Mapping[str, str], tokenizer: Tokenizer, model_stop_ids: frozenset[int]
 ) -> frozenset[int]:
     """The model's stop tokens, and the first token of a close that holds none of these, if it is special."""
-    found = [list(tokenizer.find(text, lambda _: True)) for text in closes.values()]
+    found = [tokenizer.find(text) for text in closes.values()]
     written = [[tokenizer.added_ids[match.token] for match in matches] for matches in found]
     first = {ids[0] for ids in written if ids and model_stop_ids.isdisjoint(ids)}
     return model_stop_ids | (first & tokenizer.special_ids)
@@ -191,7 +191,7 @@ def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozense
     end = closes.get("end")
     for following, text in closes.items():
         if end is not None and following != "end" and text.startswith(end):
-            token = next(tokenizer.find(text[len(end) :], lambda _: True), None)
+            token = next(iter(tokenizer.find(text[len(end) :])), None)
             if token is not None and token.start == 0 and tokenizer.added_ids[token.token] in stop_ids:
                 found[following] = tokenizer.added_ids[token.token]
     return found
@@ -280,7 +280,7 @@ def _prompted_reasoning(probes: Probes, generation_prompt: str) -> ReasoningForm
 
 def _last_delimiter(probes: Probes, text: str) -> str | None:
     """The delimiter that ends a text: an added token or a tag, also with a word after it."""
-    tokens = list(probes.tokenizer.find(text, lambda _: True))
+    tokens = probes.tokenizer.find(text)
     if tokens and (tokens[-1].stop == len(text) or _LETTERS.fullmatch(text, tokens[-1].stop) is not None):
         return text[tokens[-1].start :]
     tag = _TAG_BEFORE.search(text)
@@ -288,7 +288,7 @@ def _last_delimiter(probes: Probes, text: str) -> str | None:
 
 
 def _first_delimiter(probes: Probes, text: str) -> str | None:
-    token = next(probes.tokenizer.find(text, lambda _: True), None)
+    token = next(iter(probes.tokenizer.find(text)), None)
     if token is not None and token.start == 0:
         return token.token
     tag = _TAG_AFTER.match(text)

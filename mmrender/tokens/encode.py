@@ -1,22 +1,26 @@
 """Traced text in, token ids with attribution out.
 
 The text is cut at the special tokens that count as syntax: those that the template wrote, and those in
-content whose rule is `parse`. Between two cuts one run is encoded whole, so that byte-pair merges fall as
-they do in the whole text. A placeholder that the template wrote becomes the expansion of its media item, in
-token space. Every token belongs to the origin of its first character.
+content whose rule is `parse`; and, wherever they are, at the blanks and newlines of the vocabulary, which are
+never syntax. Between two cuts one run is encoded whole, so that byte-pair merges fall as they do in the whole
+text. A placeholder that the template wrote becomes the expansion of its media item, in token space; where an
+expansion begins or ends in text, that text first joins its neighbours. Every token belongs to the origin of
+its first character.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mmrender.errors import PlaceholderError, SpecialTokenError, TokenizerError
 from mmrender.messages import Modality
-from mmrender.model.tokenizer import Match, Tokenizer
+from mmrender.model.tokenizer import Match, Run, Tokenizer, is_blank
 from mmrender.spans import Expansion, MediaItem, PlaceholderRange, Repeat, Text
-from mmrender.template.text import Author, Origin, Span, TracedStr, plain
+from mmrender.template.text import Author, Origin, Span, TracedStr, concat, plain
 from mmrender.tokens.rendered import TokenKind, TokenSpan
 
 SpecialTokenRule: TypeAlias = Literal["text", "parse", "error"]
@@ -87,6 +91,27 @@ class Encoded:
         self.spans.append(TokenSpan(start, len(self.ids), message, kind, False))
 
 
+class _Frame(NamedTuple):
+    """An expansion, cut where its neighbours can reach.
+
+    Attributes:
+        head: Text before its first token.
+        core: The pieces from its first token through its last, every added token a piece of its own.
+        tail: Text after its last token.
+        edges: The texts of the first and of the last token, once if there is but one.
+    """
+
+    head: str
+    core: tuple[Text | Repeat, ...]
+    tail: str
+    edges: str
+
+    @property
+    def text(self) -> str:
+        """What the text around it meets."""
+        return self.head + self.edges + self.tail
+
+
 class TokenWriter:
     """Turns traced text into tokens.
 
@@ -95,6 +120,11 @@ class TokenWriter:
         placeholders: Text that the template writes for one item of each modality.
         placeholder_tokens: Every token of media; in content it is text whatever the rules say.
         rules: What a special token in the content of each author is.
+        bos_token: A prompt that begins with it gets no more of the post-processor's tokens.
+        post_processed: Whether other prompts get them, as from the processors of Transformers.
+
+    Raises:
+        TokenizerError: Runs of this tokenizer are not independent.
     """
 
     def __init__(
@@ -104,13 +134,29 @@ class TokenWriter:
         placeholders: Mapping[Modality, str],
         placeholder_tokens: Iterable[str],
         rules: Mapping[Author, SpecialTokenRule],
+        bos_token: str | None = None,
+        post_processed: bool = False,
     ) -> None:
+        if tokenizer.dependent_token is not None:
+            raise TokenizerError(
+                "this tokenizer encodes a run differently after other text",
+                expected="an encoding between added tokens that depends on nothing outside",
+                got=f"another one beside {tokenizer.dependent_token!r}",
+                remedy="mmrender does not know this kind of tokenizer; please report the model",
+            )
         self.tokenizer = tokenizer
         self.rules = rules
-        self._modality: dict[str, Modality] = {text: modality for modality, text in placeholders.items()}
-        self.media_tokens = frozenset(placeholder_tokens) | set(self._modality)
+        self.modalities: dict[str, Modality] = {text: modality for modality, text in placeholders.items()}
+        self.media_tokens = frozenset(placeholder_tokens) | set(self.modalities)
         known = (tokenizer.token_id(token) for token in self.media_tokens)
         self.media_ids = frozenset(token_id for token_id in known if token_id is not None)
+        self._bos_token = bos_token
+        self._affixes = tokenizer.affixes if post_processed else ((), ())
+        self._frames = lru_cache(1024)(self._frame)
+
+    def affixes(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens that are written before and after a prompt of this text, such as `<s>`."""
+        return ((), ()) if self._bos_token and text.startswith(self._bos_token) else self._affixes
 
     def lay_out(self, text: TracedStr) -> Layout:
         """Find the syntax of a rendered text.
@@ -118,46 +164,18 @@ class TokenWriter:
         Raises:
             SpecialTokenError: Content holds a special token, and its rule is `error`.
         """
-        spans = text.spans
-        first = 0
-        placeholders: list[Placeholder] = []
-
-        def accept(match: Match) -> bool:
-            nonlocal first
-            # Matches rise, but a token that swallows white space may reach back by a few spans.
-            while first and spans[first - 1][1] > match.start:
-                first -= 1
-            while first < len(spans) and spans[first][1] <= match.start:
-                first += 1
-            index = first
-            while index < len(spans) and spans[index][0] < match.stop:
-                origin = spans[index][2]
-                if origin.is_content and not self._is_syntax(match, origin):
-                    return False
-                index += 1
-            if match.token in self._modality:
-                message = spans[first][2].message if index > first else -1
-                modality = self._modality[match.token]
-                placeholders.append(Placeholder(match.start, match.stop, modality, message))
-            return True
-
-        matches = tuple(self.tokenizer.find(plain(text), accept))
+        judge = _Judge(self, text.spans)
+        matches = tuple(self.tokenizer.find(plain(text), judge.refuse))
+        placeholders = [
+            Placeholder(match.own_start, match.own_stop, self.modalities[match.token], judge.message(match))
+            for match in matches
+            if match.token in self.modalities
+        ]
         return Layout(text, matches, tuple(placeholders))
 
-    def _is_syntax(self, match: Match, origin: Origin) -> bool:
-        if match.token in self.media_tokens:
-            return False
-        rule = self.rules[origin.author]
-        if rule == "error" and not match.token.isspace():
-            raise SpecialTokenError(
-                "the content holds a special token",
-                where=origin.path,
-                expected=f"no special tokens in {origin.author} content",
-                got=repr(match.token),
-                remedy='Escape it, or set content_special_tokens="text" to encode it as text',
-            )
-        # Blanks and newlines in the vocabulary are not syntax: they encode as in any text.
-        return rule == "parse" or match.token.isspace()
+    def is_guarded(self, origin: Origin | None) -> bool:
+        """Whether text of this origin may not become syntax."""
+        return origin is not None and origin.is_content and self.rules[origin.author] != "parse"
 
     def write(
         self,
@@ -176,27 +194,172 @@ class TokenWriter:
             begins: Whether the text begins the prompt.
 
         Raises:
-            TokenizerError: Runs of this tokenizer are not independent.
+            TokenizerError: The vocabulary spells an added token where it is only text.
+            SpecialTokenError: The same, in content whose rule is `error`.
             PlaceholderError: The vocabulary lacks a token of an expansion.
         """
-        if not self.tokenizer.runs_are_independent:
-            raise TokenizerError(
-                "this tokenizer encodes a run differently after other text",
-                expected="an encoding between special tokens that depends on nothing outside",
-                remedy="mmrender does not know this kind of pre-tokenizer; please report the model",
-            )
-        stream = _TokenStream(self.tokenizer, layout.text, cuts, begins=begins)
-        queue = iter(zip(layout.placeholders, items, strict=True))
+        frames: list[_Frame] = []
+        is_wider = False
+        for found, item in zip(layout.placeholders, items, strict=True):
+            token = plain(layout.text)[found.start : found.stop]
+            frames.append(self._frames((Repeat(token, 1),) if item is None else item.expansion))
+            is_wider = is_wider or frames[-1].text != token
+        places = cuts
+        if is_wider:
+            layout, places = self._joined(layout, frames, cuts)
+        before, after = self.affixes(plain(layout.text)) if begins else ((), ())
+        stream = _TokenStream(self, layout.text, places, begins=begins)
+        stream.out.extend(before, -1, "template")
+        queue = iter(zip(layout.placeholders, frames, strict=True))
         for match in layout.matches:
-            if match.token not in self._modality:
+            if match.token in self.modalities:
+                placeholder, frame = next(queue)
+                stream.media(match, frame.core, placeholder.message, placeholder.modality)
+            else:
                 stream.special(match)
-                continue
-            placeholder, item = next(queue)
-            expansion: Expansion = (Repeat(match.token, 1),) if item is None else item.expansion
-            stream.media(match, expansion, placeholder.message, placeholder.modality)
         stream.take(len(layout.text))
         stream.flush(len(layout.text))
+        stream.out.extend(after, -1, "template")
+        found_cuts = stream.out.cuts
+        stream.out.cuts = {cut: found_cuts[place] for cut, place in zip(cuts, places, strict=True)}
         return stream.out
+
+    def _frame(self, expansion: Expansion) -> _Frame:
+        """Find the added tokens of an expansion, in which each repeated token is written once."""
+        text = ""
+        tokens: list[tuple[Match, Repeat]] = []
+        for piece in expansion:
+            if isinstance(piece, Repeat):
+                stop = len(text) + len(piece.token)
+                tokens.append((Match(len(text), stop, piece.token, len(text), stop), piece))
+                text += piece.token
+            else:
+                text += piece.text
+        repeats = {match.own_start: piece for match, piece in tokens}
+        found = {match.own_start: match for match in self.tokenizer.find(text)}
+        written = [(found.pop(match.own_start, match), piece) for match, piece in tokens]
+        written += [(match, Repeat(match.token, 1, embeds=False)) for match in found.values()]
+        written.sort(key=lambda entry: entry[0].own_start)
+        solid = [
+            at
+            for at, (match, _) in enumerate(written)
+            if match.own_start in repeats or not is_blank(match.token)
+        ]
+        if not solid:
+            raise PlaceholderError(
+                "the image processor writes no token for an image",
+                expected="at least one added token",
+                got=repr(text[:80]),
+            )
+        first, last = written[solid[0]][0], written[solid[-1]][0]
+        core: list[Text | Repeat] = []
+        position = first.start
+        for match, piece in written[solid[0] : solid[-1] + 1]:
+            if match.start > position:
+                core.append(Text(text[position : match.start]))
+            core.append(piece)
+            position = match.stop
+        edges = first.token if len(core) == 1 else first.token + last.token
+        return _Frame(text[: first.own_start], tuple(core), text[last.own_stop :], edges)
+
+    def _joined(
+        self, layout: Layout, frames: Sequence[_Frame], cuts: Sequence[int]
+    ) -> tuple[Layout, list[int]]:
+        """Write the edges of expansions into the text, and find its syntax again; cuts move with it."""
+        pieces: list[str] = []
+        places: list[Placeholder] = []
+        stops, shifts = [0], [0]
+        position = 0
+        for found, frame in zip(layout.placeholders, frames, strict=True):
+            start = found.start + shifts[-1] + len(frame.head)
+            spans = layout.text[found.start : found.stop].spans
+            written = TracedStr.whole(frame.text, spans[0][2]) if spans else frame.text
+            pieces += [layout.text[position : found.start], written]
+            places.append(Placeholder(start, start + len(frame.edges), found.modality, found.message))
+            position = found.stop
+            stops.append(position)
+            shifts.append(shifts[-1] + len(frame.text) - (found.stop - found.start))
+        text = concat([*pieces, layout.text[position:]])
+        token = {modality: token for token, modality in self.modalities.items()}
+        judge = _Judge(self, text.spans, places)
+        matches: list[Match] = []
+        rest = self.tokenizer.find(plain(text), judge.refuse)
+        for place in places:
+            ahead = [match for match in rest if match.own_start < place.start]
+            inside = [match for match in rest[len(ahead) :] if match.own_start < place.stop]
+            start = min([place.start, *[match.start for match in inside]])
+            stop = max([place.stop, *[match.stop for match in inside]])
+            matches += [*ahead, Match(start, stop, token[place.modality], place.start, place.stop)]
+            rest = rest[len(ahead) + len(inside) :]
+        moved = [cut + shifts[bisect_right(stops, cut) - 1] for cut in cuts]
+        return Layout(text, (*matches, *rest), tuple(places)), moved
+
+
+class _Judge:
+    """Says which added tokens of a text are no syntax; `places` holds expansions, which are syntax."""
+
+    def __init__(
+        self, writer: TokenWriter, spans: Sequence[Span], places: Sequence[Placeholder] = ()
+    ) -> None:
+        self._writer = writer
+        self._spans = spans
+        self._places = places
+        self._next = 0
+
+    def refuse(self, match: Match) -> int | None:
+        """The first character of content that may not be part of this token, or None.
+
+        A token is judged by its own characters, not by the white space that it swallows.
+        """
+        index = self._seek(match.own_start)
+        while index < len(self._spans) and self._spans[index][0] < match.own_stop:
+            start, _, origin = self._spans[index]
+            if origin.is_content and not self._is_syntax(match, origin):
+                return max(start, match.own_start)
+            index += 1
+        for place in self._places:
+            # A token that reaches over an edge of an expansion would take the image's token with it.
+            if (
+                match.own_start < place.start < match.own_stop
+                or match.own_start < place.stop < match.own_stop
+            ):
+                return max(match.own_start, place.start)
+        return None
+
+    def message(self, match: Match) -> int:
+        """Index of the message that wrote a token, or -1."""
+        index = self._seek(match.own_start)
+        is_found = index < len(self._spans) and self._spans[index][0] < match.own_stop
+        return self._spans[index][2].message if is_found else -1
+
+    def _seek(self, position: int) -> int:
+        """Index of the first span that ends after a character; positions mostly rise."""
+        spans = self._spans
+        while self._next and spans[self._next - 1][1] > position:
+            self._next -= 1
+        while self._next < len(spans) and spans[self._next][1] <= position:
+            self._next += 1
+        return self._next
+
+    def _is_syntax(self, match: Match, origin: Origin) -> bool:
+        if match.token in self._writer.media_tokens:
+            return False
+        if is_blank(match.token):
+            return True
+        rule = self._writer.rules[origin.author]
+        if rule == "error":
+            raise _forbidden(match.token, origin)
+        return rule == "parse"
+
+
+def _forbidden(token: str | None, origin: Origin) -> SpecialTokenError:
+    return SpecialTokenError(
+        "the content holds a special token",
+        where=origin.path,
+        expected=f"no special tokens in {origin.author} content",
+        got=repr(token),
+        remedy='Escape it, or set content_special_tokens="text" to encode it as text',
+    )
 
 
 class _Edge(NamedTuple):
@@ -212,21 +375,24 @@ class _TokenStream:
     """Writes tokens from left to right: collects the run between two cuts, encodes it, appends it attributed.
 
     Args:
-        tokenizer: Encodes the runs.
+        writer: Holds the tokenizer that encodes the runs, and the rules.
         text: The rendered text; `special` and `media` consume it up to their match.
         cuts: Rising character positions whose token index is wanted.
         begins: Whether the text begins the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer, text: TracedStr, cuts: Sequence[int], *, begins: bool) -> None:
-        self._begins = begins
-        self._tokenizer = tokenizer
+    def __init__(self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], *, begins: bool) -> None:
+        self._first = begins
+        self._writer = writer
+        self._tokenizer = writer.tokenizer
         self._text = plain(text)
         self._spans: Sequence[Span] = text.spans
         self._next_span = 0
         self._cuts = cuts
         self._next_cut = 0
         self._position = 0
+        self._covered = 0
+        self._guarded: Origin | None = None
         self._pieces: list[str] = []
         self._length = 0
         self._edges: list[_Edge] = []
@@ -235,22 +401,25 @@ class _TokenStream:
     def special(self, match: Match) -> None:
         """Write a special token that counts as syntax."""
         self.take(match.start)
-        self.flush(match.start)
-        message, kind, _ = self._origin(match.start, match.stop)
+        self.flush(match.own_start)
+        message, kind, _ = self._origin(match.own_start, match.own_stop)
         self.out.extend([self._tokenizer.added_ids[match.token]], message, kind)
-        self._position = match.stop
+        self._pass(match)
 
-    def media(self, match: Match, expansion: Expansion, message: int, modality: Modality) -> None:
-        """Write the expansion of a placeholder; its range runs from its first to its last special token."""
+    def _pass(self, match: Match) -> None:
+        self._position, self._covered, self._first = match.stop, match.own_stop, False
+
+    def media(self, match: Match, core: Expansion, message: int, modality: Modality) -> None:
+        """Write the expansion of a placeholder, from its first token through its last."""
         self.take(match.start)
-        self._position = match.stop
-        start = stop = -1
+        self.flush(match.own_start)
+        self._pass(match)
+        start = len(self.out.ids)
         embeds: list[tuple[int, int]] = []
-        for piece in self._parts(expansion):
+        for piece in core:
             if isinstance(piece, Text):
-                self._mark_edge(self._length, match.start, message, "scaffold")
-                self._pieces.append(piece.text)
-                self._length += len(piece.text)
+                ids = self._tokenizer.encode_run(piece.text).ids
+                self.out.extend(ids, message, "scaffold")
                 continue
             token_id = self._tokenizer.token_id(piece.token)
             if token_id is None:
@@ -260,33 +429,15 @@ class _TokenStream:
                     got=f"a vocabulary of {self._tokenizer.vocab_size} tokens without it",
                     remedy="Tokenizer and processor settings must be of the same model",
                 )
-            self.flush(match.start)
-            begin = len(self.out.ids)
+            begin = len(self.out.ids) - start
             self.out.extend([token_id] * piece.count, message, modality)
-            stop = len(self.out.ids)
-            start = begin if start < 0 else start
             if piece.embeds:
-                if embeds and embeds[-1][1] == begin - start:
-                    embeds[-1] = (embeds[-1][0], stop - start)
-                else:
-                    embeds.append((begin - start, stop - start))
-        whole = embeds == [(0, stop - start)]
-        self.out.ranges.append(PlaceholderRange(start, stop - start, None if whole else tuple(embeds)))
-
-    def _parts(self, expansion: Expansion) -> Iterable[Text | Repeat]:
-        """Yield the pieces of an expansion, its text cut at the added tokens that it holds."""
-        for piece in expansion:
-            if isinstance(piece, Repeat):
-                yield piece
-                continue
-            position = 0
-            for match in self._tokenizer.find(piece.text, lambda _: True):
-                if match.start > position:
-                    yield Text(piece.text[position : match.start])
-                yield Repeat(match.token, 1, embeds=False)
-                position = match.stop
-            if position < len(piece.text):
-                yield Text(piece.text[position:])
+                if embeds and embeds[-1][1] == begin:
+                    begin = embeds.pop()[0]
+                embeds.append((begin, len(self.out.ids) - start))
+        length = len(self.out.ids) - start
+        whole = embeds == [(0, length)]
+        self.out.ranges.append(PlaceholderRange(start, length, None if whole else tuple(embeds)))
 
     def take(self, stop: int) -> None:
         """Move the characters up to `stop` into the run, with an edge wherever origin or cut asks for one."""
@@ -298,6 +449,9 @@ class _TokenStream:
         while position < stop:
             message, kind, end = self._origin(position, stop)
             self._mark_edge(position + shift, position, message, kind)
+            if message >= 0 or kind != "template":
+                origin = self._spans[self._next_span][2]
+                self._guarded = origin if self._writer.is_guarded(origin) else self._guarded
             if self._next_cut < len(self._cuts):
                 end = min(end, self._cuts[self._next_cut])
             position = end
@@ -315,6 +469,9 @@ class _TokenStream:
     def _origin(self, position: int, stop: int) -> tuple[int, TokenKind, int]:
         """Return message and kind of the character at `position`, and where they end, at most `stop`."""
         spans = self._spans
+        # A token whose white space another has swallowed begins before it.
+        while self._next_span and spans[self._next_span - 1][1] > position:
+            self._next_span -= 1
         while self._next_span < len(spans) and spans[self._next_span][1] <= position:
             self._next_span += 1
         if self._next_span == len(spans):
@@ -327,7 +484,7 @@ class _TokenStream:
     def flush(self, position: int) -> None:
         """Encode the collected run; answer the wanted positions up to `position`, where a token begins."""
         if self._length:
-            run = self._tokenizer.encode_run("".join(self._pieces), first=self._begins and not self.out.ids)
+            run = self._encoded("".join(self._pieces))
             base, edges = len(self.out.ids), self._edges
             if len(edges) == 1:
                 firsts = [0]
@@ -340,7 +497,20 @@ class _TokenStream:
                     self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
                 self.out.extend(run.ids[first:last], edge.message, edge.kind)
             self._pieces, self._length, self._edges = [], 0, []
+            self._guarded, self._first, self._covered = None, False, self._position
         while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
             wanted = self._cuts[self._next_cut]
-            self.out.cuts[wanted] = Cut(len(self.out.ids), wanted == position)
+            self.out.cuts[wanted] = Cut(len(self.out.ids), wanted >= self._covered)
             self._next_cut += 1
+
+    def _encoded(self, text: str) -> Run:
+        """Encode a run: no added token may come out of guarded content, and nowhere one of media."""
+        encode = partial(self._tokenizer.encode_run, text, first=self._first)
+        if self._guarded is None:
+            return encode(barred=self._writer.media_ids)
+        run = encode(barred=self._tokenizer.syntax_ids)
+        if self._writer.rules[self._guarded.author] == "error":
+            spelled = encode().syntax - run.syntax
+            if spelled:
+                raise _forbidden(self._tokenizer.token(min(spelled)), self._guarded)
+        return run

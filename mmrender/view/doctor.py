@@ -39,7 +39,7 @@ def diagnose(renderer: Renderer) -> dict[str, Any]:
         "tokenizer": {
             "vocabulary": tokenizer.vocab_size,
             "added tokens": len(tokenizer.added_ids),
-            "runs between added tokens are independent": tokenizer.runs_are_independent,
+            "runs between added tokens are independent": tokenizer.dependent_token is None,
             "stop tokens": {tokenizer.token(token_id) or "?": token_id for token_id in stop_ids},
         },
         "images": images,
