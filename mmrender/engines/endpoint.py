@@ -5,39 +5,40 @@ Needs the `serve` extra: starlette, uvicorn and prometheus-client.
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Self, cast
 
 import msgspec
 
 from mmrender.client.generation import BackendName
+from mmrender.client.transport import check_number
+from mmrender.engines.callers import (
+    CallerLeftError,
+    RequestError,
+    RequestLimit,
+    TimedProtocol,
+    check_key,
+    failure_of,
+    json_reply,
+    read_body,
+    while_connected,
+)
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
-from mmrender.engines.interface import OpenAICall, Result
+from mmrender.engines.interface import OpenAICall
 from mmrender.engines.replicas import Replica
 from mmrender.errors import (
-    EngineConnectionError,
     EngineError,
     EngineStateError,
-    EngineStatusError,
-    EngineTimeoutError,
-    EngineUnavailableError,
-    EngineUnsupportedError,
     InputError,
     MissingDependencyError,
     MMRenderError,
-    ModelError,
-    PoolError,
-    PromptTooLongError,
-    RenderError,
-    TemplateError,
 )
 from mmrender.protocols import RendererProtocol
 
@@ -47,7 +48,8 @@ try:
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
     from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
 except ImportError as error:
@@ -64,9 +66,12 @@ class ServerSettings:
         model: Name of the model; a request that names another one is refused.
         host: Address to listen on. Without a key only loopback is allowed.
         port: Port; 0 for any free one.
-        api_key: Requests to `/v1/...` and `/metrics` must bring it as `Authorization: Bearer ...`.
+        api_key: Requests to `/v1/...` and `/metrics` must bring it, or one of several, as `Authorization:
+            Bearer ...`.
         open_to_all: Allow any address without a key.
         max_body_bytes: A longer request is refused.
+        max_requests: Requests of one key at a time; callers without a key count as one.
+        read_seconds: How long the head of a request may take to come, and its body.
         stop_seconds: How long running requests may go on when the server stops.
 
     Raises:
@@ -76,14 +81,18 @@ class ServerSettings:
     model: str
     host: str = "127.0.0.1"
     port: int = 0
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | Sequence[str] | None = field(default=None, repr=False)
     open_to_all: bool = False
     max_body_bytes: int = 64 << 20
+    max_requests: int = 1024
+    read_seconds: float = 60.0
     stop_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.api_key == "":
+        if self.api_key is not None and not (self.keys and all(self.keys)):
             raise InputError("the key is empty", where="settings.api_key", expected="a key, or None")
+        for name in ("max_body_bytes", "max_requests", "read_seconds", "stop_seconds"):
+            check_number(f"settings.{name}", getattr(self, name), above=0)
         is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
         if self.api_key is None and not self.open_to_all and not is_loopback:
             raise InputError(
@@ -94,59 +103,10 @@ class ServerSettings:
                 remedy="Give api_key, or open_to_all=True where the network keeps others out",
             )
 
-
-class RequestError(Exception):
-    """The endpoint itself refuses a request."""
-
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-
-
-class CallerLeftError(RequestError):
-    """The caller closed the connection; 499 is nginx's status for that."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the caller left", code="caller_left")
-
-
-# --- replies ---
-
-_STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
-    (PromptTooLongError, 400, "context_length_exceeded"),
-    (InputError, 400, "invalid_value"),
-    (RenderError, 400, "render_error"),
-    (TemplateError, 400, "template_error"),
-    (EngineTimeoutError, 504, "engine_timeout"),
-    (EngineUnavailableError, 503, "engine_unavailable"),
-    (EngineStateError, 503, "engine_state"),
-    (EngineUnsupportedError, 501, "unsupported"),
-    (EngineConnectionError, 502, "engine_connection"),
-    (EngineError, 502, "engine_error"),
-    (PoolError, 503, "renderer_busy"),
-    (ModelError, 500, "model_error"),
-)
-
-
-def failure_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the status and OpenAI's envelope of an error. Unexpected ones reveal nothing of our insides."""
-    status, code, param, message = 500, "internal_error", None, "internal error"
-    if isinstance(error, RequestError):
-        status, code, param, message = error.status, error.code, error.param, str(error)
-    elif isinstance(error, EngineStatusError) and error.status < 500:
-        # The engine's own refusal is passed on; its breakdowns are ours to answer for.
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            body = msgspec.json.decode(error.body, type=dict[str, Any])
-            if isinstance(body.get("error"), dict):
-                return error.status, body
-        status, code, message = error.status, "engine_refused", str(error)
-    else:
-        for kind, known_status, known_code in _STATUSES:
-            if isinstance(error, kind):
-                status, code, message, param = known_status, known_code, str(error), error.where
-                break
-    kind_name = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": message, "type": kind_name, "param": param, "code": code}}
+    @property
+    def keys(self) -> Sequence[str]:
+        """Keys that are let in; none where every caller is."""
+        return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
 
 
 def _event(value: Any) -> bytes:
@@ -159,73 +119,6 @@ def _is_up(replica: Replica) -> float:
 
 def _in_flight(replica: Replica) -> float:
     return len(replica.calls)
-
-
-def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Build a reply of JSON."""
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
-
-
-# --- requests ---
-
-
-def check_key(request: Request, key: str | None) -> None:
-    """Check a request's API key in constant time.
-
-    Raises:
-        RequestError: It is missing or wrong.
-    """
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), (key or "").encode())
-    if key is not None and not (is_right and scheme.lower() == "bearer"):
-        raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
-
-
-async def read_body(request: Request, limit: int) -> dict[str, Any]:
-    """Read the JSON object of a request.
-
-    Raises:
-        RequestError: It is longer than `limit` bytes, or not a JSON object.
-        CallerLeftError: The caller left before it was read.
-    """
-    too_long = RequestError(413, f"the request is longer than {limit} bytes", code="request_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit:
-        raise too_long
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise too_long
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except ClientDisconnect as error:
-        raise CallerLeftError from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, or cancel it where the caller leaves.
-
-    Raises:
-        CallerLeftError: The caller left.
-    """
-
-    async def leave() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, leaving = asyncio.create_task(work), asyncio.create_task(leave())
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise CallerLeftError
-        return task.result()
-    finally:
-        task.cancel()
-        leaving.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
 
 
 # --- routes ---
@@ -271,7 +164,8 @@ class Endpoint:
             Route("/v1/chat/completions", self._counted(self._answer("chat_completion")), methods=["POST"]),
             Route("/v1/completions", self._counted(self._answer("completion")), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+        limit = Middleware(RequestLimit, limit=self.settings.max_requests)
+        return Starlette(routes=routes, middleware=[limit], exception_handlers={HTTPException: _no_route})
 
     def _counted(
         self, handler: Callable[[Request], Awaitable[Response]]
@@ -281,7 +175,7 @@ class Endpoint:
         async def answer(request: Request) -> Response:
             begun = time.monotonic()
             try:
-                check_key(request, self.settings.api_key)
+                check_key(request, self.settings.keys)
                 response = await handler(request)
             except Exception as error:  # noqa: BLE001 - every error is answered
                 if not isinstance(error, MMRenderError | RequestError):
@@ -348,7 +242,7 @@ class Endpoint:
 
     async def _body(self, request: Request) -> tuple[dict[str, Any], bool]:
         """Body of a request without members that are null, and whether a stream is asked for."""
-        body = await read_body(request, self.settings.max_body_bytes)
+        body = await read_body(request, self.settings.max_body_bytes, self.settings.read_seconds)
         self._check_model(body.get("model"))
         body = {name: value for name, value in body.items() if value is not None}
         if session := request.headers.get("x-session-id"):
@@ -493,6 +387,7 @@ class EngineServer:
             self.app,
             log_level="warning",
             access_log=False,
+            http=cast(Any, partial(TimedProtocol, head_seconds=self.settings.read_seconds)),
             lifespan="off",
             timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
         )

@@ -199,9 +199,8 @@ class TokenAPI:
     def takes(self, call: OpenAICall, body: Mapping[str, Any]) -> bool:
         """Whether a request can be answered in tokens; a prompt that is text is the engine's to tokenize."""
         prompt = body.get("prompt")
-        first = prompt[0] if isinstance(prompt, list) and prompt else None
-        ids = first if isinstance(first, list) else [first]
-        return call == "chat_completion" or all(isinstance(token, int) for token in ids)
+        first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+        return call == "chat_completion" or not isinstance(first, str)
 
     async def answer(
         self, call: OpenAICall, body: Mapping[str, Any], emit: Emit | None = None

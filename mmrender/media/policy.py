@@ -35,6 +35,7 @@ class MediaPolicy:
         deny_networks: Networks that are never reached; stronger than both of the above.
         max_bytes: Largest encoded image or video, in bytes.
         max_pixels: Largest image or frame, in pixels, read from the header before anything is decoded.
+        max_items: Most images and videos of one conversation.
         connect_timeout: Seconds for one name resolution, connection or TLS handshake.
         read_timeout: Seconds that a server may stay silent.
         total_timeout: Seconds for one source in all, redirects included.
@@ -52,6 +53,7 @@ class MediaPolicy:
     max_bytes: int = 64 * 2**20
     # Pillow warns above this figure, so no warning can escape under the default.
     max_pixels: int = 89_478_485
+    max_items: int = 4096
     connect_timeout: float = 5.0
     read_timeout: float = 10.0
     total_timeout: float = 30.0
@@ -97,6 +99,17 @@ class MediaPolicy:
                 expected=f"at most {self.max_bytes} bytes",
                 got=f"{count} bytes",
                 remedy="Raise MediaPolicy(max_bytes=...).",
+            )
+
+    def check_items(self, count: int) -> None:
+        """Raise MediaLimitError if `count` images and videos are more than one conversation may hold."""
+        if count > self.max_items:
+            raise MediaLimitError(
+                "the conversation holds too many images",
+                where="messages",
+                expected=f"at most {self.max_items}",
+                got=str(count),
+                remedy="Raise MediaPolicy(max_items=...).",
             )
 
     def refusal_of(self, address: str) -> str | None:

@@ -138,6 +138,7 @@ class MediaResolver:
             ProcessorError: The model takes no such medium.
         """
         total = len(media) if num_images is None else num_images
+        self.policy.check_items(total)
         for where, part in media:
             if isinstance(part, VideoPart):
                 raise ProcessorError(

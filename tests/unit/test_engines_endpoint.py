@@ -1,12 +1,14 @@
 """The HTTP endpoint: OpenAI's client and raw requests against it, over engines in memory."""
 
 import asyncio
+import dataclasses
 import json
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -14,8 +16,9 @@ import pytest
 from engine_cases import in_loop, patient, setup, turns
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines import endpoint
+from mmrender.engines.callers import failure_of
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.engines.endpoint import EngineServer, ServerSettings, failure_of
+from mmrender.engines.endpoint import EngineServer, ServerSettings
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import new_request
 from mmrender.errors import (
@@ -53,6 +56,14 @@ class Passing(ScriptedEngine):
         for letter in reply["choices"][0]["text"]:
             yield {**reply, "choices": [{"index": 0, "text": letter, "finish_reason": None}], "usage": None}
         yield {**reply, "choices": []}
+
+
+class Slow(Passing):
+    """Answers after a second."""
+
+    async def openai(self, call, request_payload):
+        await asyncio.sleep(1)
+        return await super().openai(call, request_payload)
 
 
 class Saying(ScriptedEngine):
@@ -159,6 +170,54 @@ def test_keys_are_checked(passing, key):
     status, headers, text = raw(server, "/v1/models", key=key.encode().decode("latin-1"))
     assert (status, headers["www-authenticate"]) == (401, "Bearer")
     assert json.loads(text)["error"]["message"] == "the API key is missing or wrong"
+
+
+def test_each_of_several_keys_is_let_in_and_limited_by_itself():
+    settings = dataclasses.replace(SETTINGS, api_key=["one", "two"], max_requests=2)
+    with EngineServer(InferenceEngineClient([Slow("slow")]), settings) as server:
+        assert raw(server, "/v1/models", key="three")[0] == 401
+        with ThreadPoolExecutor(8) as threads:
+            asked = [
+                threads.submit(raw, server, COMPLETIONS, PROMPT, key=key) for key in ["one"] * 5 + ["two"]
+            ]
+            answers = [future.result() for future in asked]
+        assert sorted(status for status, *_ in answers[:5]) == [200, 200, 429, 429, 429]
+        assert answers[5][0] == 200
+        refused = next(answer for answer in answers if answer[0] == 429)
+        assert (refused[1]["retry-after"], json.loads(refused[2])["error"]["code"]) == (
+            "1",
+            "too_many_requests",
+        )
+        assert raw(server, COMPLETIONS, PROMPT, key="one")[0] == 200
+
+
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer secret\r\n"
+
+
+@pytest.mark.parametrize("keep_alive", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [("", None), ("POST /v1/comp", None), (HEAD, None), (f"{HEAD}Content-Length: 9\r\n\r\n{{", 408)],
+)
+def test_requests_that_do_not_come_are_not_waited_for(sent, status, keep_alive):
+    settings = dataclasses.replace(SETTINGS, read_seconds=0.3)
+    with (
+        EngineServer(setup(kind=Passing, count=1).client, settings) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20) as caller,
+    ):
+        answer = b""
+        if keep_alive:
+            caller.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+            while not answer.endswith(b"}"):
+                answer += caller.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
+            answer = b""
+        caller.sendall(sent.encode())
+        while piece := caller.recv(4096):
+            answer += piece
+            if status is not None:
+                break
+    assert answer[:12] == (b"" if status is None else f"HTTP/1.1 {status}".encode())
 
 
 def test_health_needs_no_key_and_metrics_do(passing):
@@ -448,6 +507,9 @@ async def test_serving_on_ones_own_loop_ends_with_its_task():
     ("settings", "message"),
     [
         ({"model": "m", "api_key": ""}, "settings.api_key: the key is empty - expected a key, or None"),
+        ({"model": "m", "api_key": []}, "settings.api_key: the key is empty - expected a key, or None"),
+        ({"model": "m", "max_requests": 0}, "settings.max_requests: a setting is out of range - expected more than 0, "
+         "got 0"),
         ({"model": "m", "host": "0.0.0.0"}, "settings.host: the endpoint would be open to everybody - expected "
          "a loopback address, or a key, got 0.0.0.0. "
          "Give api_key, or open_to_all=True where the network keeps others out"),

@@ -13,7 +13,13 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from item_cases import encoded
-from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, MessageError
+from mmrender.errors import (
+    MediaBlockedError,
+    MediaDecodeError,
+    MediaError,
+    MediaLimitError,
+    MessageError,
+)
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Prepared
@@ -125,6 +131,14 @@ def test_errors_name_the_part() -> None:
     )
     with pytest.raises(MediaDecodeError, match=r"^messages\[0\]\.content\[1\]: "):
         resolver().resolve(parts(png(), b"not an image"))
+
+
+def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns() -> None:
+    images = resolver(max_items=3)
+    given = parts(*[png((index, 0, 0)) for index in range(3)])
+    assert len(images.resolve(given)) == 3
+    with pytest.raises(MediaLimitError, match="too many images - expected at most 3, got 4"):
+        images.resolve(given[:1], num_images=4)
 
 
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None:

@@ -1,0 +1,95 @@
+"""The endpoint answers for its own failures only: whatever a caller sends is an answer or a refusal of 4xx."""
+
+import http.client
+import json
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmrender.engines import EngineServer, InferenceEngineClient, ServerSettings
+from mmrender.renderer import Renderer
+from mmrender.testing.scripted_engine import ScriptedEngine
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+DEEP = '{"a":' * 5_000 + "1" + "}" * 5_000
+
+names = st.sampled_from(
+    ["role", "content", "type", "text", "image", "image_url", "url", "tool_calls", "function", "name", "id",
+     "arguments", "tool_call_id", "tools", "documents", "self", "messages", "reasoning_content", "parameters",
+     "properties", "enable_thinking", "images", "json_schema", "schema"]
+)  # fmt: skip
+odd = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
+odd |= st.sampled_from(["\ud800", "<|im_end|>", "data:image/png;base64,", "file:///etc/passwd", "9" * 5000])
+values = st.recursive(
+    odd, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)
+)
+roles = st.sampled_from(["user", "assistant", "system", "tool", "developer", "caller", ""])
+parts = st.dictionaries(names, values, max_size=3) | st.fixed_dictionaries({"type": names, "text": values})
+messages = st.lists(st.fixed_dictionaries({"role": roles, "content": values | st.lists(parts)}), max_size=3)
+fields = st.sampled_from(
+    ["n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "top_logprobs", "stream",
+     "stream_options", "tools", "tool_choice", "response_format", "chat_template_kwargs", "logit_bias",
+     "session_id", "priority", "cache_salt", "return_token_ids", "prompt", "messages", "model", "user",
+     "max_completion_tokens", "stop_token_ids", "frequency_penalty", "min_tokens", "structured_outputs"]
+)  # fmt: skip
+
+
+class WithText(ScriptedEngine):
+    """Tokenizes text, too."""
+
+    async def openai(self, call, request_payload):
+        return {"choices": []}
+
+    async def stream_openai(self, call, request_payload):
+        yield {"choices": []}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model)
+    client = InferenceEngineClient([WithText("one", limit=64)], renderer=renderer)
+    with EngineServer(client, ServerSettings(model="m", max_body_bytes=1 << 16)) as running:
+        yield running
+
+
+def status_of(server, path, body, method="POST"):
+    """Status of the answer to a body; the refusal within a stream counts as one."""
+    at = urlsplit(server.url)
+    connection = http.client.HTTPConnection(at.hostname, at.port, timeout=60)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+    finally:
+        connection.close()
+    if answer.status != 200:
+        assert json.loads(text)["error"]["message"]
+    assert b"server_error" not in text, text
+    return answer.status
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(messages, st.dictionaries(fields, values, max_size=3))
+def test_no_chat_makes_the_endpoint_fail(server, said, more):
+    body = json.dumps({"model": "m", "messages": said, "max_tokens": 3, **more})
+    assert status_of(server, CHAT, body) < 500
+
+
+@settings(max_examples=100, deadline=None)
+@given(values, st.dictionaries(fields, values, max_size=3))
+def test_no_prompt_makes_the_endpoint_fail(server, prompt, more):
+    assert status_of(server, COMPLETIONS, json.dumps({"model": "m", "prompt": prompt, **more})) < 500
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, COMPLETIONS, "/v1/models", "/v1/models/..%2f..", "/%00", "/metrics?a=1"]
+)
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff", b"[]", b"null", DEEP.encode(), b'{"model":"m"}', b"{" * 99, None]
+)
+@pytest.mark.parametrize("method", ["POST", "GET", "PUT"])
+def test_no_bytes_make_the_endpoint_fail(server, path, body, method):
+    assert status_of(server, path, body, method) < 500
+    assert status_of(server, "/health", None, "GET") == 200
