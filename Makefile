@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 MAIN_STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
-PARITY_VENV := .venv-parity
+PARITY_VENV := .venv-parity$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 PARITY_PIP := $(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 PARITY_STAMP := $(PARITY_VENV)/.installed
 FAMILIES := .families
@@ -82,11 +82,12 @@ import-time: $(MAIN_STAMP) ## measure `import mmrender` and name what it pulls i
 # transforms, which are all that an image processor uses, work without it; so it gets an environment of its own.
 $(PARITY_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PARITY_VENV)
-	$(PARITY_PIP) -c constraints.txt -e '.[all]'
+	sed '$(if $(TRANSFORMERS),s/^transformers==.*/transformers==$(TRANSFORMERS)/)' constraints.txt > $(PARITY_VENV)/constraints.txt
+	$(PARITY_PIP) -c $(PARITY_VENV)/constraints.txt -e '.[all]'
 	$(PARITY_PIP) --no-deps torchvision==0.28.0
 	@touch $@
 
-parity: $(PARITY_STAMP) ## compare MODELS with Transformers in CASES conversations, both image back ends
+parity: $(PARITY_STAMP) ## compare MODELS with TRANSFORMERS (a release) in CASES conversations, both image back ends
 	@test -n "$(MODELS)" || { echo "no model directories; name some with: make parity MODELS=DIR" >&2; exit 1; }
 	$(PARITY_VENV)/bin/mmrender parity $(MODELS) --cases $(CASES)
 
@@ -137,4 +138,4 @@ fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the propert
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made
-	rm -rf $(VENV) $(PARITY_VENV) $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-parity* $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

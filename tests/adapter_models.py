@@ -100,6 +100,20 @@ def mllama(directory: Path) -> Path:
     return _write(directory, image, {"processor_class": "MllamaProcessor"}, ["<|image|>", "<|python_tag|>"])
 
 
+def smolvlm(directory: Path) -> Path:
+    """Rows of tiles and the whole image; only videos need the package `num2words`."""
+    image = {**HALF, "image_processor_type": "SmolVLMImageProcessor", "resample": 1, "do_pad": True}
+    image |= {
+        "size": {"longest_edge": 112},
+        "max_image_size": {"longest_edge": 56},
+        "do_image_splitting": True,
+    }
+    processor = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+    tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
+    return _write(directory, image, processor, tokens)
+
+
 ADAPTER_FAMILIES: dict[str, Callable[[Path], Path]] = {
-    build.__name__: build for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama)
+    build.__name__: build for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm)
 }

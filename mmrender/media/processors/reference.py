@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +46,12 @@ def build_reference_processor(
             parts = {"image_processor": image_processor, "tokenizer": tokenizer}
             names = cls.get_attributes()
             settings = {key: value for key, value in files.processor.items() if key not in names}
-            return lenient.from_args_and_dict([parts.get(part) for part in names], settings)
+            arguments = [parts.get(part) for part in names]
+            try:
+                return lenient.from_args_and_dict(arguments, dict(settings))
+            except ImportError as error:
+                with _asked_for_when_called(sys.modules[cls.__module__], str(error)):
+                    return lenient.from_args_and_dict(arguments, settings)
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
             raise ProcessorError(
@@ -71,9 +77,17 @@ def build_image_processor(
                 remedy='Install it, or choose image_backend="pil".',
             ) from error
     try:
+        import transformers
         from transformers import AutoImageProcessor
     except ImportError as error:
         raise MissingDependencyError.of_extra("transformers", "hf", name) from error
+    if find_spec("transformers.image_processing_backends") is None:
+        raise MissingDependencyError(
+            f"{name} needs image processors whose back end can be chosen",
+            expected="transformers>=5.4",
+            got=transformers.__version__,
+            remedy="Install it with: pip install 'mmrender[hf]'",
+        )
     with _named_errors(name):
         processor = AutoImageProcessor.from_pretrained(
             files.directory, backend=_BACKEND_NAMES[backend], trust_remote_code=trust_remote_code
@@ -140,6 +154,26 @@ def _torchvision_hidden() -> Iterator[None]:
 
 
 @contextmanager
+def _asked_for_when_called(module: ModuleType, complaint: str) -> Iterator[None]:
+    """Let a processor be made without the packages that a complaint names; to call one raises.
+
+    SmolVLM's processor, for one, refuses to be made without a package that spells out numbers for videos.
+    """
+    absent = [name for name, value in vars(module).items() if value is None and name in complaint]
+    for name in absent:
+        setattr(module, name, partial(_raise_missing, name))
+    try:
+        yield
+    finally:
+        for name in absent:
+            setattr(module, name, None)
+
+
+def _raise_missing(name: str, *_: Any, **__: Any) -> None:
+    raise ImportError(f"{name} is not installed")
+
+
+@contextmanager
 def _named_errors(name: str) -> Iterator[None]:
     """Turn whatever Transformers raises while it builds a part into one of our errors."""
     try:
@@ -147,12 +181,17 @@ def _named_errors(name: str) -> Iterator[None]:
     except MMRenderError:
         raise
     except ImportError as error:
-        raise MissingDependencyError(
-            "the model's own processor needs a package that is not installed",
-            got=" ".join(line.strip() for line in str(error).splitlines() if line.strip()),
-        ) from error
+        raise missing_package(error) from error
     except Exception as error:
         raise ProcessorError(
             f"{name} cannot be built from this directory",
             got=f"{type(error).__name__}: {error}",
         ) from error
+
+
+def missing_package(error: ImportError) -> MissingDependencyError:
+    """Return the error for a package that Transformers asks for."""
+    return MissingDependencyError(
+        "the model's own processor needs a package that is not installed",
+        got=" ".join(line.strip() for line in str(error).splitlines() if line.strip()),
+    )

@@ -32,7 +32,7 @@ from mmrender.media.processor import (
     ProcessorFiles,
     digest_settings,
 )
-from mmrender.media.processors.reference import build_reference_processor
+from mmrender.media.processors.reference import build_reference_processor, missing_package
 from mmrender.spans import Expansion, Repeat, Text
 
 _REMEMBERED_SIZES = 4096
@@ -49,7 +49,7 @@ class _Observation(NamedTuple):
     Attributes:
         text: The text that replaced the first image's placeholder.
         tensors: The tensors of the first image; text inputs are left out.
-        image_options: The keyword arguments its image processor was called with.
+        image_options: The keyword arguments its image processor was called with, beside the images.
     """
 
     text: str
@@ -163,7 +163,8 @@ class TransformersProcessor(MediaProcessor):
                 got=repr(written[:200]),
             )
         tensors = {key: _as_numpy(output[key]) for key in image_side.returned if key in output}
-        return _Observation(pieces[0], _first_of(tensors, copies), image_side.options)
+        options = {key: value for key, value in image_side.options.items() if key != "images"}
+        return _Observation(pieces[0], _first_of(tensors, copies), options)
 
     def _prove(self, seen: _Observation, height: int, width: int) -> None:
         """Prove that the image processor gives what the whole one does, and find what other images change."""
@@ -248,11 +249,13 @@ def parse_expansion(text: str, feature_token: str) -> Expansion:
 
 @contextmanager
 def _refusals_named(image: Image.Image) -> Iterator[None]:
-    """Turn whatever a processor raises about an image into a `MediaError`."""
+    """Turn whatever a processor raises about an image into a `MediaError`, but for a missing package."""
     try:
         yield
     except MMRenderError:
         raise
+    except ImportError as error:
+        raise missing_package(error) from error
     except Exception as error:
         raise MediaError(
             "the model's own processor cannot process this image",
