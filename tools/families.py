@@ -77,10 +77,10 @@ class Packages:
             raise FileNotFoundError(f"no wheel of {package} in {self.folder}; run make families")
         return found[-1]
 
-    def template(self, package: str, path: str) -> str:
+    def template(self, package: str, path: str, *flags: str) -> str:
         """Chat template, as a file of its own, as a field of a JSON file, or written by mistral-common."""
         if package == "mistral_common":
-            return _mistral_template(path)
+            return _mistral_template(path, is_sentencepiece="spm" in flags)
         text = self.read(package, path).decode("utf-8")
         if not path.endswith(".json"):
             return text
@@ -107,7 +107,7 @@ class Packages:
         return texts
 
 
-def _mistral_template(version: str) -> str:
+def _mistral_template(version: str, *, is_sentencepiece: bool) -> str:
     from mistral_common.integrations.chat_templates.template_generator import (
         TemplateConfig,
         build_chat_template,
@@ -116,7 +116,8 @@ def _mistral_template(version: str) -> str:
 
     config = TemplateConfig(
         version=TokenizerVersion(version),
-        image_support=True,
+        spm=is_sentencepiece,
+        image_support=not is_sentencepiece,
         thinking_support=version == "v13",
         use_special_token_variables=True,
     )
@@ -256,7 +257,7 @@ def _processor_files(family: dict[str, Any]) -> dict[str, Any]:
     parts = {kind: _part_settings(family[kind], key) for kind, key in PARTS.items() if kind in family}
     if "audio" in parts:
         keys = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
-        return {"processor_config.json": processor | {key: parts[kind] for kind, key in keys.items()}}
+        return {"processor_config.json": processor | {keys[kind]: part for kind, part in parts.items()}}
     files = {
         "processor_config.json": processor,
         "preprocessor_config.json": parts["image"] | {"processor_class": name},
@@ -306,7 +307,11 @@ def main() -> int:
     table = tomllib.loads(TABLE.read_text("utf-8"))
     packages = Packages(options.packages)
     for name in options.names or table:
-        build(name, table[name], packages, options.output)
+        family = table[name]
+        inherited = dict(table[family["like"]]) if "like" in family else {}
+        for key in family.get("without", []):
+            del inherited[key]
+        build(name, inherited | family, packages, options.output)
         print(f"{name}: {options.output / name}")
     return 0
 
