@@ -64,8 +64,9 @@ class ConversationMaker:
         literals: Special tokens to write into content, as text that looks like syntax.
         max_turns: Most rounds of user and assistant.
         tools: Whether to write tool definitions, calls and results.
-        odd: Whether to write what few conversations hold: documents, texts as template arguments, calls
-            without content, and texts of any characters and special tokens in every place.
+        odd: Whether to write what few conversations hold: texts as template arguments, an answer to continue,
+            calls without content, and texts of any characters and special tokens in every place.
+        documents: Whether to write documents as well.
     """
 
     profile: TemplateProfile
@@ -74,6 +75,7 @@ class ConversationMaker:
     max_turns: int = 4
     tools: bool = True
     odd: bool = False
+    documents: bool = False
     _call_ids: int = field(default=0, repr=False)
 
     def make(self, source: random.Random) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -100,13 +102,15 @@ class ConversationMaker:
             options["enable_thinking"] = source.random() < 0.5
         if self.odd:
             self._add_odd_options(source, options)
+            if messages[-1]["role"] == "assistant" and source.random() < 0.3:
+                options["continue_final_message"] = True
         return messages, options
 
     def _add_odd_options(self, source: random.Random, options: dict[str, Any]) -> None:
         for name in self.profile.arguments:
             if source.random() < 0.1:
                 options[name] = source.choice([True, False, self._text(source)])
-        if source.random() < 0.2:
+        if self.documents and source.random() < 0.2:
             documents = [(self._text(source), self._text(source)) for _ in range(source.randint(1, 2))]
             options["documents"] = [{"title": title, "text": text} for title, text in documents]
 

@@ -138,7 +138,8 @@ def check_parity(
     source = random.Random(seed)
     report.not_compared = pair.without_images
     images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
-    maker = ConversationMaker(pair.profile, images, pair.literals, odd=True)
+    documents = pair.renderers["default"].templates.find({}, has_tools=False).template.reads_documents
+    maker = ConversationMaker(pair.profile, images, pair.literals, odd=True, documents=documents)
     for case in range(cases):
         messages, options = maker.make(source)
         rules = RULES[case % len(RULES)]

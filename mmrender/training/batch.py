@@ -32,7 +32,7 @@ from mmrender.training.tensor_list import TensorList, row_places, torch
 from mmrender.trajectory.sample import IGNORE_INDEX
 
 PaddingSide: TypeAlias = Literal["left", "right"]
-OPTIONAL: Final = ("logprobs", "advantages", "rewards", "routed_experts")
+OPTIONAL: Final = ("logprobs", "advantages", "rewards", "loss_weights", "routed_experts")
 """Fields that all samples of a batch have, or none."""
 PER_TOKEN: Final[Mapping[str, Any]] = {
     "attention_mask": False,
@@ -41,6 +41,7 @@ PER_TOKEN: Final[Mapping[str, Any]] = {
     "logprobs": 0.0,
     "advantages": 0.0,
     "rewards": 0.0,
+    "loss_weights": 0.0,
 }
 """Tensors `(rows, width)` and their value at padding; `input_ids` has the pad token there."""
 
@@ -67,6 +68,8 @@ class TrainingBatch:
         logprobs: float32 `(rows, width)`: the sampler's, 0.0 where nothing was sampled; or None.
         advantages: float32 `(rows, width)`, or None.
         rewards: As `advantages`.
+        loss_weights: float32 `(rows, width)`: the weight of each token's loss, 0.0 outside the loss mask; or
+            None.
         routed_experts: Integers `(rows, width, layers, top_k)`, or None. A token for which the engine gave no
             row (the last of a sample) and padding have the experts 0 to top_k - 1.
     """
@@ -85,6 +88,7 @@ class TrainingBatch:
     logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
+    loss_weights: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
 
     def __len__(self) -> int:

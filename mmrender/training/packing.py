@@ -287,6 +287,7 @@ def smallest_dummy(
         multi_modal_data=MultiModalData.of([(replace(span.range, offset=0), span.item)]),
         rewards=None if like.rewards is None else zeros,
         advantages=None if like.advantages is None else zeros,
+        loss_weights=None if like.loss_weights is None else zeros,
         routed_experts=experts,
         sample_id="dummy",
     )

@@ -28,15 +28,20 @@ if TYPE_CHECKING:
     from mmrender.protocols import RendererProtocol
 
 OnRewritten: TypeAlias = Literal["error", "skip", "content"]
-"""Policy for an assistant turn that does not begin with its generation prompt, or whose reasoning or calls
-the template drops: `error` names it; `skip` trains on none of it; `content` trains on what the template
-writes, from where that departs from the generation prompt through its stop token."""
+"""Policy for an assistant turn that does not begin with its generation prompt, and for a message whose text,
+reasoning or calls the template drops: `error` names it; `skip` trains on none of it; `content` trains on what
+the template writes, a turn from where that departs from the generation prompt through its stop token."""
+
+NamedMessages: TypeAlias = Literal[
+    "last_assistant_message", "last_turn", "all_assistant_messages", "all_messages"
+]
+TrainOn: TypeAlias = NamedMessages | Collection[Role] | Callable[[Message], bool]
+"""Messages to train on: by name, by role, or by a function of the message. `last_turn` holds the assistant
+messages after the last user message."""
 
 Select: TypeAlias = Callable[[Message], bool] | Collection[int]
 """Messages to train on: by index (negative ones count from the end), or by a function of the message."""
 
-SAMPLED_ROLES: Final[tuple[Role, ...]] = ("assistant",)
-"""Roles whose tokens a model samples."""
 _BODY_KINDS: Final = frozenset({"content", "reasoning", "tool_call", "extra"})
 """Kinds of tokens that carry a message's own text: neither its name, nor scaffold, nor media."""
 _TOKEN_CHARACTERS: Final = 16
@@ -48,9 +53,9 @@ def build_training_sample(
     messages: Sequence[Any],
     *,
     tools: Sequence[Any] | None = None,
-    roles: Collection[Role] = SAMPLED_ROLES,
-    body_only_roles: Collection[Role] = (),
+    train_on: TrainOn = "all_assistant_messages",
     select: Select | None = None,
+    weights: Mapping[int, float] | None = None,
     completion_start: int | None = None,
     on_rewritten: OnRewritten = "error",
     final_stop: bool = True,
@@ -65,10 +70,11 @@ def build_training_sample(
         renderer: A renderer or a pool of them.
         messages: OpenAI or Hugging Face messages, or canonical ones.
         tools: Tool definitions.
-        roles: Roles whose sampled tokens are trained on: `("assistant",)`, or `()`.
-        body_only_roles: Roles whose own text is trained on, without scaffold and media, such as
-            `("tool",)` to learn what tools answer.
-        select: Messages that may be trained on; it narrows the roles and changes no token.
+        train_on: Messages to train on. Of assistant messages the sampled tokens are trained on, of all others
+            their own text, without scaffold and media.
+        select: Messages that may be trained on; it narrows `train_on` and changes no token.
+        weights: Weight of the loss on each message, by index (negative ones count from the end); 1.0 for the
+            others, or a message's own member `weight`. With 0 a message is not trained on.
         completion_start: Index of the assistant message that begins the completion, for a sample of one step:
             nothing before it is trained on, and the sample's `prompt_length` is the length of its prompt.
             Unless the policy is `"error"`, that ends where the prompt departs from the whole conversation.
@@ -82,18 +88,21 @@ def build_training_sample(
         **template_arguments: Further template variables.
 
     Raises:
-        InputError: A role, an index or the policy is not valid.
+        InputError: An option or a weight is not valid, or no message is one to train on.
         MessageError: A message is malformed, or an image has no source.
         MediaError: An image cannot be loaded or processed.
-        RenderError: A selected turn is rewritten, and the policy is `"error"`; or the token that ends the
-            last turn cannot be determined.
+        RenderError: A selected turn is rewritten, or a selected message not written, and the policy is
+            `"error"`; or the token that ends the last turn cannot be determined.
         TemplateError: The template refuses or fails.
     """
-    _check_options(roles, body_only_roles, on_rewritten)
+    if on_rewritten not in get_args(OnRewritten):
+        expected = "'error', 'skip' or 'content'"
+        raise InputError("unknown policy", where="on_rewritten", expected=expected, got=repr(on_rewritten))
     if "add_generation_prompt" in template_arguments:
         raise InputError("a training sample ends without a generation prompt", where="add_generation_prompt")
     conversation = attach_media(normalize_messages(messages), images, videos)
-    chosen = _chosen(select, conversation)
+    chosen = _to_train_on(train_on, conversation) & _selected(select, conversation)
+    weight_of = _weights(weights, conversation)
     builder = _Builder(renderer, tools, template_arguments)
     rendered, prompt_length = builder.render(conversation), None
     if final_stop and conversation[-1].role == "assistant":
@@ -119,29 +128,21 @@ def build_training_sample(
             )
             raise error
     rewritten = _rewritten_turns(rendered, conversation)
-    asked = [message for message in rewritten if chosen[message] and rendered.roles[message] in roles]
+    asked = [message for message in rewritten if chosen[message]]
     if asked and on_rewritten == "error":
         raise _rewritten_error(asked[0], rewritten[asked[0]])
-    left_out = asked if on_rewritten == "skip" else ()
-    mask = np.zeros(len(rendered), np.bool_)
-    for span in rendered.spans:
-        if span.message >= 0 and chosen[span.message]:
-            role = rendered.roles[span.message]
-            body = role in body_only_roles and span.kind in _BODY_KINDS
-            sampled = role in roles and span.sampled and span.message not in left_out
-            mask[span.start : span.stop] = body or sampled
-    if on_rewritten == "content":
-        for message in set(asked).intersection(rendered.rewritten):
-            mask[builder.turn(rendered, message)] = True
-    for span in rendered.spans:
-        if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
-            mask[span.start : span.stop] = False
+    if on_rewritten == "skip":
+        chosen[asked] = False
+    whole = set(asked).intersection(rendered.rewritten) if on_rewritten == "content" else set[int]()
+    mask = builder.trained(rendered, set(np.flatnonzero(chosen).tolist()), whole)
+    loss_weights = np.where(mask, weight_of[rendered.message_indices], np.float32(0))
     return TrainingSample(
         token_ids=rendered.token_array,
-        loss_mask=mask,
+        loss_mask=loss_weights > 0,
+        loss_weights=loss_weights,
         multi_modal_data=rendered.multi_modal_data,
         prompt_length=prompt_length,
-        rewritten=tuple(rewritten),
+        rewritten=rewritten,
         rendered=rendered,
         sample_id=sample_id,
     )
@@ -199,28 +200,48 @@ class _Builder:
         stop_ids = self._profile.stop_ids
         return slice(start, turn_stop(rendered.token_ids, rendered.spans, message, start, stop_ids))
 
+    def trained(
+        self, rendered: RenderedTokens, messages: Collection[int], whole: Collection[int]
+    ) -> npt.NDArray[np.bool_]:
+        """Mark what a model samples of the assistant's messages, and the text of others; bool `(n,)`.
+
+        Of the turns in `whole`, all is marked that the template writes after the generation prompt.
+        """
+        mask = np.zeros(len(rendered), np.bool_)
+        for span in rendered.spans:
+            if span.message in messages:
+                is_sampled = rendered.roles[span.message] == "assistant"
+                mask[span.start : span.stop] = span.sampled if is_sampled else span.kind in _BODY_KINDS
+        for message in whole:
+            mask[self.turn(rendered, message)] = True
+        for span in rendered.spans:
+            if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
+                mask[span.start : span.stop] = False
+        return mask
+
 
 def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) -> dict[int, str]:
-    """Return the assistant messages that a model would have written differently, and why, in order."""
+    """Return the messages that a model would have written differently, or that are not written, and why."""
     found = dict.fromkeys(
         rendered.rewritten, "the template writes this turn differently than it asks the model for it"
     )
     printed = {(span.message, span.kind) for span in rendered.spans}
     for index, message in enumerate(conversation):
-        if message.role == "assistant" and index not in found:
-            parts = message.content if isinstance(message.content, tuple) else ()
-            content = "".join(part.text for part in parts if isinstance(part, TextPart))
-            thoughts = "".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
-            said: dict[TokenKind, str] = {
-                "content": message.content if isinstance(message.content, str) else content,
-                "reasoning": (message.reasoning_content or "") + thoughts,
-                "tool_call": message.tool_calls[0].name if message.tool_calls else "",
-            }
-            for kind, text in said.items():
-                # A token belongs to its first character, so a short text may lie in a token of scaffold.
-                hidden = len(text.strip()) <= _TOKEN_CHARACTERS and text.strip() in rendered.text
-                if (index, kind) not in printed and not hidden:
-                    found[index] = f"the template drops this turn's {_NAMES[kind]}"
+        if index in found:
+            continue
+        parts = message.content if isinstance(message.content, tuple) else ()
+        content = "".join(part.text for part in parts if isinstance(part, TextPart))
+        thoughts = "".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
+        said: dict[TokenKind, str] = {
+            "content": message.content if isinstance(message.content, str) else content,
+            "reasoning": (message.reasoning_content or "") + thoughts,
+            "tool_call": message.tool_calls[0].name if message.tool_calls else "",
+        }
+        for kind, text in said.items():
+            # A token belongs to its first character, so a short text may lie in a token of scaffold.
+            hidden = len(text.strip()) <= _TOKEN_CHARACTERS and text.strip() in rendered.text
+            if (index, kind) not in printed and not hidden:
+                found[index] = f"the template drops this {message.role} message's {_NAMES[kind]}"
     return dict(sorted(found.items()))
 
 
@@ -234,8 +255,44 @@ def _rewritten_error(message: int, problem: str) -> RenderError:
     )
 
 
-def _chosen(select: Select | None, conversation: Sequence[Message]) -> npt.NDArray[np.bool_]:
-    """Return which messages take part; bool of shape `(messages,)`."""
+def _to_train_on(train_on: TrainOn, conversation: Sequence[Message]) -> npt.NDArray[np.bool_]:
+    """Return which messages are asked for; bool of shape `(messages,)`."""
+    roles = [message.role for message in conversation]
+    spoken = [index for index, role in enumerate(roles) if role == "assistant"]
+    if callable(train_on):
+        chosen = [index for index, message in enumerate(conversation) if train_on(message)]
+    elif train_on == "all_assistant_messages":
+        chosen = spoken
+    elif train_on == "last_assistant_message":
+        chosen = spoken[-1:]
+    elif train_on == "last_turn":
+        asked = max([index for index, role in enumerate(roles) if role == "user"], default=-1)
+        chosen = [index for index in spoken if index > asked]
+    elif train_on == "all_messages":
+        chosen = list(range(len(roles)))
+    elif not isinstance(train_on, str) and frozenset(train_on) <= frozenset(ROLES):
+        chosen = [index for index, role in enumerate(roles) if role in train_on]
+    else:
+        named = ", ".join(map(repr, get_args(NamedMessages)))
+        raise InputError(
+            "not what a sample can be trained on",
+            where="train_on",
+            expected=f"{named}, a collection of {', '.join(map(repr, ROLES))}, or a function of a message",
+            got=repr(train_on),
+        )
+    if not chosen:
+        raise InputError(
+            "no message of this conversation is one to train on",
+            where="train_on",
+            expected="a message for which it holds" if callable(train_on) else f"messages of {train_on!r}",
+            got=f"messages of {', '.join(dict.fromkeys(roles))}",
+            remedy="Leave the conversation out, or pass another train_on",
+        )
+    return np.isin(np.arange(len(roles)), chosen)
+
+
+def _selected(select: Select | None, conversation: Sequence[Message]) -> npt.NDArray[np.bool_]:
+    """Return which messages may be trained on; bool of shape `(messages,)`."""
     count = len(conversation)
     if select is None:
         return np.ones(count, np.bool_)
@@ -243,31 +300,35 @@ def _chosen(select: Select | None, conversation: Sequence[Message]) -> npt.NDArr
         return np.array([bool(select(message)) for message in conversation], np.bool_)
     chosen = np.zeros(count, np.bool_)
     for index in select:
-        if isinstance(index, bool | np.bool_) or not -count <= index < count:
-            raise InputError(
-                "not the index of a message",
-                where="select",
-                expected=f"{-count} to {count - 1}, or a function of a message",
-                got=repr(index),
-                remedy="For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
-            )
-        chosen[index] = True
+        remedy = "For a mask, pass [index for index, chosen in enumerate(mask) if chosen]"
+        chosen[_index(index, count, "select", ", or a function of a message", remedy)] = True
     return chosen
 
 
-def _check_options(roles: Collection[Role], body_only_roles: Collection[Role], on_rewritten: str) -> None:
-    for where, given in (("roles", roles), ("body_only_roles", body_only_roles)):
-        if isinstance(given, str) or not frozenset(given) <= frozenset(ROLES):
-            expected = f"a collection of {', '.join(map(repr, ROLES))}"
-            raise InputError("unknown role", where=where, expected=expected, got=repr(given))
-    for role in frozenset(roles).difference(SAMPLED_ROLES):
-        raise InputError(
-            f"no token of a {role} message is sampled",
-            where="roles",
-            expected="'assistant'",
-            got=repr(role),
-            remedy="Name it in body_only_roles to train on what such messages say",
-        )
-    if on_rewritten not in get_args(OnRewritten):
-        expected = "'error', 'skip' or 'content'"
-        raise InputError("unknown policy", where="on_rewritten", expected=expected, got=repr(on_rewritten))
+def _weights(weights: Mapping[int, float] | None, conversation: Sequence[Message]) -> npt.NDArray[np.float32]:
+    """Return the weight of each message; float32 of shape `(messages,)`."""
+    given: dict[int, tuple[str, Any]] = {
+        index: (f"messages[{index}].weight", message.extra["weight"])
+        for index, message in enumerate(conversation)
+        if message.extra.get("weight") is not None
+    }
+    for name, value in (weights or {}).items():
+        index = _index(name, len(conversation), "weights")
+        given[index % len(conversation)] = f"weights[{name}]", value
+    found = np.ones(len(conversation), np.float32)
+    for index, (where, value) in given.items():
+        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < np.inf:
+            expected = "a finite number, 0 or more"
+            raise InputError("not the weight of a loss", where=where, expected=expected, got=repr(value))
+        found[index] = value
+    return found
+
+
+def _index(index: Any, count: int, where: str, beside: str = "", remedy: str | None = None) -> int:
+    """Return the index of a message that a caller gave."""
+    if isinstance(index, bool | np.bool_) or not -count <= index < count:
+        expected = f"{-count} to {count - 1}{beside}"
+        problem = "not the index of a message"
+        raise InputError(problem, where=where, expected=expected, got=repr(index), remedy=remedy)
+    return int(index)

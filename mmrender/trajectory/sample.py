@@ -24,6 +24,7 @@ IGNORE_INDEX: Final = -100
 ALIGNED: Final[Mapping[str, Any]] = {
     "token_ids": np.int32,
     "loss_mask": np.bool_,
+    "loss_weights": np.float32,
     "logprobs": np.float32,
     "rewards": np.float32,
     "advantages": np.float32,
@@ -43,11 +44,13 @@ class TrainingSample:
         multi_modal_data: Items and placeholder ranges within `token_ids`.
         rewards: A value for each token; float32 of shape `(n,)`, or None.
         advantages: As `rewards`.
+        loss_weights: Weight of the loss on each token, above 0 in the loss mask and 0.0 elsewhere; float32 of
+            shape `(n,)`, or None where all tokens of the loss mask weigh the same.
         routed_experts: Router choices of the tokens from `routed_experts.start` on, or None.
         weight_versions: Spans over `token_ids` with the weights that sampled them.
         prompt_length: Number of tokens before the completion, for a sample of one step; None for others.
-        rewritten: Assistant messages of a recorded conversation that the template writes differently than a
-            model would have; see `OnRewritten`.
+        rewritten: Messages of a recorded conversation that the template drops, or writes differently than a
+            model would have, by index, and why; see `OnRewritten`.
         rendered: The same tokens with their attribution, for a recorded conversation.
         sample_id: Names the sample in errors and keeps its place in a batch.
         extra: Further data of the caller's, carried into the batch's metadata.
@@ -62,10 +65,11 @@ class TrainingSample:
     multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
     rewards: npt.NDArray[np.float32] | None = None
     advantages: npt.NDArray[np.float32] | None = None
+    loss_weights: npt.NDArray[np.float32] | None = None
     routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     prompt_length: int | None = None
-    rewritten: tuple[int, ...] = ()
+    rewritten: Mapping[int, str] = field(default_factory=dict)
     rendered: RenderedTokens | None = None
     sample_id: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -100,7 +100,7 @@ def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Ren
         f"Zooming.\n{CALL_TEXT}<|im_end|>",
         "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>",
     ]
-    assert sample.rewritten == ()
+    assert sample.rewritten == {}
     assert np.array_equal(sample.labels(), np.where(sample.loss_mask, sample.token_ids, -100))
     assert set(sample.labels(-1)[~sample.loss_mask].tolist()) == {-1}
     assert len(sample) == len(sample.loss_mask) == len(sample.mm_token_type_ids)
@@ -128,11 +128,14 @@ def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Ren
     [[-1], {4}, (np.int64(4),), lambda message: message.role == "assistant" and not message.tool_calls],
 )
 def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any) -> None:
-    sample = build_training_sample(renderer, CONVERSATION, select=select, body_only_roles=("tool",))
+    sample = build_training_sample(renderer, CONVERSATION, select=select, train_on=("assistant", "tool"))
     assert sample.token_ids.tolist() == build_training_sample(renderer, CONVERSATION).token_ids.tolist()
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [
         "<think>\nDark to light.\n</think>\n\nA gradient.<|im_end|>"
     ]
+
+
+NAMED = "'last_assistant_message', 'last_turn', 'all_assistant_messages', 'all_messages'"
 
 
 @pytest.mark.parametrize(
@@ -149,14 +152,20 @@ def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any)
             "5. For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
         ),
         (
-            {"roles": ("tool",)},
-            "roles: no token of a tool message is sampled - expected 'assistant', got 'tool'. Name it in "
-            "body_only_roles to train on what such messages say",
+            {"train_on": "assistant"},
+            f"train_on: not what a sample can be trained on - expected {NAMED}, a collection of 'system', "
+            "'developer', 'user', 'assistant', 'tool', or a function of a message, got 'assistant'",
         ),
         (
-            {"roles": "assistant"},
-            "roles: unknown role - expected a collection of 'system', 'developer', 'user', 'assistant', 'tool', "
-            "got 'assistant'",
+            {"train_on": ["developer"]},
+            "train_on: no message of this conversation is one to train on - expected messages of "
+            "['developer'], got messages of system, user, assistant, tool. Leave the conversation out, or pass "
+            "another train_on",
+        ),
+        ({"weights": {5: 1.0}}, "weights: not the index of a message - expected -5 to 4, got 5"),
+        (
+            {"weights": {-1: float("nan")}},
+            "weights[-1]: not the weight of a loss - expected a finite number, 0 or more, got nan",
         ),
         (
             {"on_rewritten": "ignore"},
@@ -259,13 +268,12 @@ def test_a_rewritten_turn_is_an_error(model: Path) -> None:
         ({"on_rewritten": "skip"}, ["Hm\n</think>\n\nThat.<|im_end|>"]),
         ({"on_rewritten": "content"}, ["This.<|im_end|>", "Hm\n</think>\n\nThat.<|im_end|>"]),
         ({"select": [3]}, ["Hm\n</think>\n\nThat.<|im_end|>"]),
-        ({"roles": (), "body_only_roles": ("assistant",)}, ["This.", "Hm", "That."]),
     ],
 )
 def test_policies_for_rewritten_turns(model: Path, options: dict[str, Any], expected: list[str]) -> None:
     renderer = variant(model, FORGETS_REASONING)
     sample = build_training_sample(renderer, TWO_THOUGHTS, **options)
-    assert sample.rewritten == (1,)
+    assert sample.rewritten.keys() == {1}
     assert trained(renderer, sample.token_ids, sample.loss_mask) == expected
 
 
@@ -274,9 +282,11 @@ def test_reasoning_that_the_template_drops(model: Path) -> None:
     messages = [user(), assistant("This.", reasoning_content="What else?"), user(), assistant("That.")]
     with pytest.raises(RenderError) as caught:
         build_training_sample(renderer, messages)
-    assert str(caught.value).startswith("messages[1]: the template drops this turn's reasoning - expected")
+    assert str(caught.value).startswith(
+        "messages[1]: the template drops this assistant message's reasoning - expected"
+    )
     skipped = build_training_sample(renderer, messages, on_rewritten="skip")
-    assert skipped.rewritten == (1,)
+    assert skipped.rewritten.keys() == {1}
     assert trained(renderer, skipped.token_ids, skipped.loss_mask) == ["<think></think>That.<|im_end|>"]
     kept = build_training_sample(renderer, messages, on_rewritten="content")
     assert trained(renderer, kept.token_ids, kept.loss_mask) == [
@@ -289,10 +299,34 @@ def test_reasoning_that_the_template_drops(model: Path) -> None:
     ("template", "dropped"), [(CALLS_DROP_CONTENT, "content"), (EMPTY_REASONING, "tool calls")]
 )
 def test_content_or_calls_that_the_template_drops(model: Path, template: str, dropped: str) -> None:
-    with pytest.raises(RenderError, match=rf"^messages\[1\]: the template drops this turn's {dropped}"):
+    with pytest.raises(
+        RenderError, match=rf"^messages\[1\]: the template drops this assistant message's {dropped}"
+    ):
         build_training_sample(
             variant(model, template), [user(), assistant("Let me look.", tool_calls=[CALL])]
         )
+
+
+def test_a_template_without_a_trainable_turn_says_so(model: Path) -> None:
+    """Also where another message holds the same short text."""
+    renderer = variant(model, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    messages = [user("Yes."), assistant("Yes.")]
+    options: dict[str, Any] = {"final_stop": False}
+    problem = "the template writes this turn differently than it asks the model for it"
+    with pytest.raises(RenderError, match=rf"^messages\[1\]: {problem}"):
+        build_training_sample(renderer, messages, **options)
+    sample = build_training_sample(renderer, messages, on_rewritten="skip", **options)
+    assert not sample.loss_mask.any()
+    assert sample.rewritten == {1: problem}
+
+
+@pytest.mark.parametrize("weight", ["1", True, -1, float("inf")])
+def test_a_weight_is_a_number(renderer: Renderer, weight: Any) -> None:
+    messages = [user(), assistant(weight=weight)]
+    with pytest.raises(
+        InputError, match=r"^messages\[1\]\.weight: not the weight of a loss - expected a fin"
+    ):
+        build_training_sample(renderer, messages)
 
 
 def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
@@ -309,7 +343,7 @@ def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
     step = step_of(renderer, prompt, completion, on_rewritten="skip")
     assert step.token_ids.tolist() == renderer.render_ids(TWO_THOUGHTS)
     assert step.prompt_length == start
-    assert step.rewritten == (1,)
+    assert step.rewritten.keys() == {1}
     assert trained(renderer, step.token_ids, step.loss_mask) == ["Hm\n</think>\n\nThat.<|im_end|>"]
 
 
@@ -320,8 +354,8 @@ def test_a_completion_begins_with_the_models_turn(renderer: Renderer) -> None:
         "completion_start: the completion does not begin with the model's turn - expected the index of an "
         "assistant message after the first message, got 1, a user message"
     )
-    with pytest.raises(InputError, match=r"after the first message, got 1\. ?|got 1$"):
-        step_of(renderer, [user()], [])
+    with pytest.raises(InputError, match=r"after the first message, got 2$"):
+        step_of(renderer, [user(), assistant()], [])
 
 
 @pytest.mark.parametrize(("name", "pad"), [("internvl3", "<IMG_CONTEXT>"), ("qwen3_vl", "<|image_pad|>")])
