@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import copy
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,8 +65,7 @@ class RendererPool:
         self._media_executor: ThreadPoolExecutor | None = None
         if self.media_threads and renderer.media is not None:
             self._media_executor = ThreadPoolExecutor(self.media_threads, "mmrender-media")
-            self._renderer = copy.copy(renderer)
-            self._renderer.media = renderer.media.with_executor(self._media_executor)
+            self._renderer = renderer.with_media(renderer.media.with_executor(self._media_executor))
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def __reduce__(self) -> NoReturn:

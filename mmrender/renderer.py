@@ -7,6 +7,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
@@ -58,6 +60,8 @@ _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | Non
 
 class Renderer:
     """Renders conversations with a model's own chat template. Safe to use from many threads.
+
+    Pickled, it is loaded again where it arrives, with the same options and empty caches.
 
     Args:
         templates: The model's templates with the findings about each.
@@ -112,6 +116,7 @@ class Renderer:
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         self._tool_call_grammar = tool_call_grammar
+        self._load: Callable[[], Renderer] | None = None
 
     @classmethod
     def from_pretrained(
@@ -159,6 +164,8 @@ class Renderer:
             ProcessorError: The image settings cannot be used.
             MissingDependencyError: `image_backend` or the family needs an extra.
         """
+        options = {name: value for name, value in locals().items() if name not in ("cls", "name_or_path")}
+        name = Path(name_or_path).resolve() if Path(name_or_path).is_dir() else name_or_path
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
         processor = load_processor(
@@ -170,7 +177,7 @@ class Renderer:
         media = None
         if processor is not None:
             media = MediaResolver(processor, media_policy or MediaPolicy(), media_cache or MediaCache())
-        return cls(
+        renderer = cls(
             TemplateSet.load(
                 model,
                 tokenizer,
@@ -187,6 +194,22 @@ class Renderer:
             memo_bytes=memo_bytes,
             vocab_size=model.vocab_size,
         )
+        renderer._load = partial(cls.from_pretrained, name, **options)
+        return renderer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._load is None:
+            raise InputError(
+                "a renderer that was put together from its parts cannot be pickled",
+                expected="one of Renderer.from_pretrained",
+            )
+        return self._load, ()
+
+    def with_media(self, media: MediaResolver) -> "Renderer":
+        """Return a renderer that shares everything with this one but how media are loaded."""
+        other = object.__new__(type(self))
+        other.__dict__ = {**self.__dict__, "media": media}
+        return other
 
     def render(
         self,

@@ -33,7 +33,7 @@ from mmrender.errors import (
 
 try:
     import aiohttp
-    import stamina
+    import tenacity
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "aiohttp", "client", "the HTTP client") from error
 
@@ -147,42 +147,40 @@ class HTTPTransport:
         repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
         policy = self.config.retries
-        failure: Exception | None = None
 
-        def is_retried(error: Exception) -> bool | float:
-            """Whether to try again, or after how many seconds."""
-            nonlocal failure
-            failure = error
+        def is_retried(error: BaseException) -> bool:
             if isinstance(error, EngineConnectionError):
                 cause = error.__cause__
                 return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
-            if (
-                not repeatable
-                or not isinstance(error, EngineStatusError)
-                or error.status not in GATEWAY_STATUSES
-            ):
-                return False
-            return True if error.retry_after is None else min(error.retry_after, policy.wait_max)
+            return repeatable and isinstance(error, EngineStatusError) and error.status in GATEWAY_STATUSES
 
-        attempts = stamina.retry_context(
-            on=is_retried,
-            attempts=policy.attempts,
-            timeout=None,  # that of the whole call, below
-            wait_initial=policy.wait_initial,
-            wait_max=policy.wait_max,
-            wait_jitter=policy.wait_jitter,
+        def failure_of(state: tenacity.RetryCallState) -> BaseException | None:
+            return None if state.outcome is None else state.outcome.exception()
+
+        def seconds_before_next(state: tenacity.RetryCallState) -> float:
+            error = failure_of(state)
+            if isinstance(error, EngineStatusError) and error.retry_after is not None:
+                return min(error.retry_after, policy.wait_max)
+            return policy.wait_before(state.attempt_number + 1)
+
+        def report(state: tenacity.RetryCallState) -> None:
+            failure = failure_of(state)
+            _log.debug("%s: attempt %d after: %s", call.where, state.attempt_number + 1, failure)
+            call.attempt = state.attempt_number + 1
+            call.report("on_retry", error=failure)
+            call.status = None
+
+        attempts = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(is_retried),
+            stop=tenacity.stop_after_attempt(policy.attempts),
+            wait=seconds_before_next,
+            before_sleep=report,
+            reraise=True,
         )
         call = self._begun(method, path, json, headers)
         try:
             async with asyncio.timeout(seconds):
-                async for attempt in attempts:
-                    with attempt:
-                        if attempt.num > 1:
-                            _log.debug("%s: attempt %d after: %s", call.where, attempt.num, failure)
-                            call.attempt = attempt.num
-                            call.report("on_retry", error=failure)
-                            call.status = None
-                        reply = await self._once(call)
+                reply: Reply = await attempts(self._once, call)
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
             call.report("on_error", error=late)

@@ -51,6 +51,10 @@ class MediaCache:
         # Keeps nothing: it only lets threads that load the same source at once load it once.
         self._loading: LRUCache[Hashable, MediaItem] = LRUCache(0)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Items are made anew where it arrives.
+        return type(self), (self._items.max_size,)
+
     @property
     def stats(self) -> CacheStats:
         """Counters of items; sizes are bytes."""

@@ -54,6 +54,11 @@ class TemplateProcesses:
         self._executor = self._start()
         self._lock = threading.Lock()
         self._closed = False
+        self._settings = {"count": count, "memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Processes are started where it arrives.
+        return partial(type(self), **self._settings), ()
 
     def ask(self, function: Callable[..., Any], *given: Any) -> Any:
         """Return what a function gives in a process.

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import stamina
 
 from client_server import StubServer, stub_server
 from mmrender.client.hooks import ClientHooks, RequestEvent
@@ -428,17 +427,6 @@ async def test_a_reply_that_is_compressed_all_the_same_is_read(server: StubServe
     assert server.seen[0][2]["Accept-Encoding"] == "identity"
     with pytest.raises(EngineReplyError, match="too long"):
         await way(server.url, max_reply_bytes=1000).request("POST", "/packed", json="x" * 5000)
-
-
-@with_server
-async def test_retries_can_be_switched_off_for_a_whole_program(server: StubServer) -> None:
-    server.busy = 1
-    stamina.set_active(False)
-    try:
-        with pytest.raises(EngineStatusError):
-            await way(server.url, retries=QUICK).request("GET", "/busy")
-    finally:
-        stamina.set_active(True)
 
 
 @with_server
