@@ -102,6 +102,7 @@ SPECS: dict[str, Spec] = {
     "reasoning_dropped": Spec((*CHATML, "<image>"), ("<|im_end|>",), "<image>", _pads("<image>")),
     "reasoning_optional": Spec((*CHATML, "<image>"), ("<|im_end|>",), "<image>", _pads("<image>")),
     "json_arguments": Spec(("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>", "<|end|>", "<image>"), ("<|end|>",), "<image>", _pads("<image>"), json_arguments=True),
+    "everything": Spec((*CHATML, "<image>"), ("<|im_end|>",), "<image>", _pads("<image>")),
     "generation": Spec(("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<image>"), ("</s>",), "<image>", _pads("<image>"), BOS),
 }  # fmt: skip
 
