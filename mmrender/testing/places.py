@@ -222,7 +222,7 @@ class _Shown(NamedTuple):
         ids = renderer.render(messages, **options).token_ids
         masked, tokenizer = _masked(text), renderer.tokenizer
         names = {token_id: token for token, token_id in tokenizer.added_ids.items() if not token.isspace()}
-        found = Counter(match.token for match in tokenizer.find(masked, lambda _: True))
+        found = Counter(match.token for match in tokenizer.find(masked))
         counts = Counter(names[token_id] for token_id in ids if token_id in names)
         return cls(
             plain(text), masked, counts, Counter({key: found[key] for key in found if not key.isspace()})

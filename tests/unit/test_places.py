@@ -3,10 +3,9 @@
 import pytest
 
 from mmrender.errors import SpecialTokenError
-from mmrender.template import environment, filters
+from mmrender.template import chat, environment, filters
 from mmrender.template.text import TracedStr
 from mmrender.testing.places import PLACES, check_places, main
-from mmrender.tokens.encode import TokenWriter
 from small_models import MODELS
 
 TOKENS = ("<|im_end|>", "<image>", "<tool_call>", "<think>")
@@ -47,7 +46,7 @@ def test_the_rules_error_and_parse_see_the_same_places(place):
 @pytest.mark.parametrize(
     ("target", "name", "broken"),
     [
-        (TokenWriter, "_is_syntax", lambda self, match, origin: True),
+        (chat, "traced", lambda value, origin: value),
         (filters, "tainted", lambda text, *sources: TracedStr(text)),
         (environment, "text_of", lambda value: TracedStr(str(value))),
     ],
