@@ -30,6 +30,9 @@ from mmrender.spans import MediaSpan
 _ABORT_SECONDS: Final = 5.0
 _LARGE_REPLY: Final = 1 << 20
 """Bytes from which on a reply is read on a thread."""
+_REPLY_BYTES: Final = 4 << 20
+_ENTRY_BYTES: Final = 512
+"""More than any server writes of a token with its logprob."""
 
 _TOO_LONG: Final = tuple(
     re.compile(text, re.DOTALL)
@@ -99,7 +102,9 @@ async def sample(
         if read_stream is not None:
             decoded = await read_stream(transport.stream("POST", path, json=body, headers=headers))
             return read(decoded, where)
-        reply = await transport.request("POST", path, json=body, headers=headers)
+        reply = await transport.request(
+            "POST", path, json=body, headers=headers, max_reply_bytes=_largest_reply(request)
+        )
     except (asyncio.CancelledError, EngineTimeoutError):
         if abort is not None:
             await _send_abort(transport, *abort)
@@ -121,6 +126,16 @@ async def sample(
     if on_tokens is not None:
         on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
     return response
+
+
+def _largest_reply(request: EngineRequest) -> int | None:
+    """Return how many bytes an honest answer may have; None where it holds what cannot be foreseen."""
+    params = request.sampling_params
+    if request.routed_experts or request.extra_body or params.get("extra"):
+        return None
+    alternatives, prompt_alternatives = (params.get(name) or 0 for name in ("logprobs", "prompt_logprobs"))
+    tokens: int = params["max_tokens"] * (1 + alternatives)
+    return _REPLY_BYTES + _ENTRY_BYTES * (tokens + len(request.prompt_ids) * (1 + prompt_alternatives))
 
 
 def _overflow_error(

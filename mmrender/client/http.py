@@ -131,6 +131,7 @@ class HTTPTransport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         idempotent: bool | None = None,
+        max_reply_bytes: int | None = None,
     ) -> Reply:
         """Send a request and read the whole reply; see `Transport.request`.
 
@@ -180,7 +181,7 @@ class HTTPTransport:
         call = self._begun(method, path, json, headers)
         try:
             async with asyncio.timeout(seconds):
-                reply: Reply = await attempts(self._once, call)
+                reply: Reply = await attempts(self._once, call, max_reply_bytes)
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
             call.report("on_error", error=late)
@@ -230,21 +231,22 @@ class HTTPTransport:
         call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
         return call
 
-    async def _once(self, call: ObservedCall) -> Reply:
+    async def _once(self, call: ObservedCall, most: int | None) -> Reply:
         async with self._opened(call) as response:
             content = bytearray()
             async for chunk in response.content.iter_any():
                 content += chunk
-                self._check_size(len(content), call)
+                self._check_size(len(content), call, most)
             return Reply(response.status, response.headers, bytes(content))
 
-    def _check_size(self, size: int, call: ObservedCall) -> None:
-        if size > self.config.max_reply_bytes:
+    def _check_size(self, size: int, call: ObservedCall, most: int | None = None) -> None:
+        own = self.config.max_reply_bytes
+        if size > (bound := own if most is None else min(most, own)):
             raise EngineReplyError(
                 "the server's reply is too long",
                 where=call.where,
-                expected=f"at most {self.config.max_reply_bytes} bytes",
-                remedy="Raise max_reply_bytes of the transport",
+                expected=f"at most {bound} bytes",
+                remedy="Raise max_reply_bytes of the transport" if bound == own else None,
             )
 
     @contextlib.asynccontextmanager

@@ -65,6 +65,7 @@ class Transport(Protocol):
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         idempotent: bool | None = None,
+        max_reply_bytes: int | None = None,
     ) -> Reply:
         """Send a request and read the whole answer.
 
@@ -76,6 +77,7 @@ class Transport(Protocol):
             timeout: Seconds for the whole call; None takes the transport's setting.
             idempotent: Whether the call may be repeated after it may have reached the server; None means for
                 GET only. A connection that was never made is always tried again.
+            max_reply_bytes: A longer answer is an `EngineReplyError`; so is one beyond the transport's bound.
         """
         ...
 

@@ -10,7 +10,7 @@ import msgspec
 
 from mmrender.client.http import encode_json
 from mmrender.client.transport import Reply, status_error
-from mmrender.errors import EngineConnectionError, EngineTimeoutError
+from mmrender.errors import EngineConnectionError, EngineReplyError, EngineTimeoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class MemoryTransport:
         headers: Mapping[str, str] | None = None,
         timeout: float | None = None,
         idempotent: bool | None = None,
+        max_reply_bytes: int | None = None,
     ) -> Reply:
         """Record the request and give the scripted answer; never repeats a call."""
         asked = self._record(method, path, json, headers, idempotent)
@@ -117,6 +118,11 @@ class MemoryTransport:
             raise EngineTimeoutError(problem, where=self._where(asked)) from error
         if answer.drop:
             raise EngineConnectionError("the connection broke", where=self._where(asked))
+        if max_reply_bytes is not None and len(body) > max_reply_bytes:
+            expected = f"at most {max_reply_bytes} bytes"
+            raise EngineReplyError(
+                "the server's reply is too long", where=self._where(asked), expected=expected
+            )
         return Reply(answer.status, answer.headers, body)
 
     async def stream(

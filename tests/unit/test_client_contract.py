@@ -249,6 +249,10 @@ def test_bodies_that_are_no_completion(engine: Engine, body: Any) -> None:
     refused(engine, EngineReplyError, body)
 
 
+def test_a_body_beyond_what_the_request_can_bring_is_not_read(engine: Engine) -> None:
+    assert "the server's reply is too long" in refused(engine, EngineReplyError, b" " * (5 << 20))
+
+
 def test_more_tokens_than_asked_for(engine: Engine) -> None:
     answer = engine.reply([50] * 5, [-1.0] * 5)
     problem = refused(engine, EngineReplyError, answer)

@@ -316,6 +316,8 @@ async def test_a_reply_that_is_too_long_is_not_read(server: StubServer, path: st
         f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes. "
         "Raise max_reply_bytes of the transport"
     )
+    with pytest.raises(EngineReplyError, match=r"expected at most 999 bytes$"):
+        await transport.request("POST", path, json="x" * 5000, max_reply_bytes=999)
 
 
 @with_server
