@@ -24,6 +24,7 @@ from mmrender.training.segments import (
     attention_mask,
     check_kept_apart,
     image_block_masks,
+    in_completion,
     row_bounds,
     same_sample,
     token_numbers,
@@ -144,13 +145,13 @@ class TrainingBatch:
         elif self.family.image_blocks:
             held = (rows.dtype for rows in self.fields.values() if rows.values.is_floating_point())
             dtype = mask_dtype or next(held, torch.float32)
-            window = self.family.sliding_window
-            inputs["attention_mask"] = image_block_masks(self.segments, self.token_types, window, dtype)
+            inputs["attention_mask"] = image_block_masks(self.segments, self.token_types, self.family, dtype)
         elif mrope:
             numbers = token_numbers(self.segments, self.input_ids)
             inputs["position_ids"] = torch.cat([numbers[None], self.positions])
         if self.family.token_types is not None:
-            inputs[self.family.token_types] = self.token_types
+            types = in_completion(self.segments, self.input_ids) if self.family.prefix else self.token_types
+            inputs[self.family.token_types] = types
         return inputs | self.family.model_kwargs(self.fields)
 
     def labels(self, ignore_index: int = IGNORE_INDEX) -> Any:

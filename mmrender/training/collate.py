@@ -59,7 +59,7 @@ def collate(
     Raises:
         BatchError: There is no sample and no row; samples differ in the fields they have; something is not
             aligned to their tokens; an image's token lies outside the placeholders; a row is longer than
-            `width`; a sample is in two rows; or an option has no such value.
+            `width`; a sample is in two rows; the family refuses the layout; or an option has no such value.
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
     """
     if padding_side not in ("left", "right"):
@@ -69,6 +69,7 @@ def collate(
     if pad_token_id in family.feature_token_ids.values():
         raise BatchError("the pad token is that of images", where="pad_token_id", got=str(pad_token_id))
     packed = rows is not None
+    family.check_layout("packed" if packed else padding_side)
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     if not rows:
         raise BatchError("a batch has one row or more", where="samples", got="none")
@@ -149,7 +150,8 @@ def _layout(
         for index in members:
             sample = samples[index]
             name, count = sample.sample_id or f"samples[{index}]", len(sample.token_ids)
-            own.append(Segment(start, count, name, sample.weight_versions, sample.extra))
+            prompt = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else count
+            own.append(Segment(start, count, name, sample.weight_versions, sample.extra, prompt))
             start += count
         segments.append(tuple(own))
     return tuple(segments), full
@@ -179,6 +181,13 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
             where=f"{name}.routed_experts",
             expected=f"rows for the tokens 0 to {len(ids) - 2} or {len(ids) - 1}",
             got=f"{experts.start} to {experts.stop - 1}",
+        )
+    if family.prefix and np.count_nonzero(np.diff(sample.loss_mask)) > 1:
+        raise BatchError(
+            "a prompt of this family sees itself in both directions, so a sample has only one",
+            where=f"{name}.loss_mask",
+            got="tokens that are not trained on between others that are",
+            remedy="Make a sample of each step, such as build_training_sample(completion_start=...)",
         )
     features = list(family.feature_token_ids.values())
     if features and (stray := np.flatnonzero(np.isin(ids, features) & (types == 0))).size:

@@ -5,20 +5,26 @@ Transformers 5.23. A field without a rule is concatenated, as in most families; 
 concatenated is an error, never padded by guess.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
+from blake3 import blake3
 
 from mmrender.errors import BatchError, ModelError
-from mmrender.training.positions import SPLIT_FRAMES, MRope
+from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
 
 if TYPE_CHECKING:
+    from mmrender.spans import MediaItem
     from mmrender.training.tensor_list import TensorList
 
-TokenTypes = Literal["mm_token_type_ids", "token_type_ids"]
+TokenTypes: TypeAlias = Literal["mm_token_type_ids", "token_type_ids"]
+Layout: TypeAlias = Literal["right", "left", "packed"]
+"""How rows are laid out: padded on the right or on the left, or packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +58,56 @@ _RULES: Final[Mapping[str, Mapping[str, FieldRule]]] = {
     "llava_next": _TILES,
     "llava_onevision": {**_TILES, "batch_num_images": FieldRule("counts")},
 }
-_TOKEN_TYPES: Final[Mapping[str, TokenTypes]] = {"gemma3": "token_type_ids"}
+_TOKEN_TYPES: Final[Mapping[str, TokenTypes]] = {
+    "gemma3": "token_type_ids",
+    "shieldgemma2": "token_type_ids",
+    "paligemma": "token_type_ids",
+}
+_PREFIX: Final = frozenset({"paligemma"})
 _NUMBERED_IN_SECONDS: Final = frozenset({"qwen2_5_vl"})
-_IMAGE_BLOCKS: Final = {"gemma3": 4096}
-"""Families whose images see themselves in both directions, and the window if the configuration has none."""
-_RECURRENT: Final = frozenset({"qwen3_5", "qwen3_5_moe"})
-_MROPE: Final = SPLIT_FRAMES | {"qwen2_vl", "qwen2_5_vl"}
+_WINDOW: Final = "sliding_attention"
+_WINDOW_TOKENS: Final = 4096
+"""Window of Gemma where the configuration names none."""
+_IMAGE_BLOCKS: Final = {
+    "gemma3": ("full_attention", _WINDOW),
+    "shieldgemma2": ("full_attention", _WINDOW),
+    "gemma4": (_WINDOW,),
+    "gemma4_unified": (_WINDOW,),
+}
+"""Families whose images see themselves in both directions, and in which kinds of layers."""
+_RECURRENT: Final = {"linear_attention": "linear_attn", "conv": "conv"}
+"""Kinds of layers that carry a state along the row, and the name of the module that does."""
+_RECURRENT_TYPES: Final = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "linear_attn")
+"""The same by model type, where a configuration may leave its kinds of layers out."""
 _UNSUPPORTED: Final = {"mllama": "its cross-attention mask says for each token which images it sees"}
+_QWEN: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_PROVED: Final[Mapping[str, tuple[str, ...]]] = {
+    **{name: (f"{name}_text",) for name in (*_QWEN, "glm4v", "glm4v_moe")},
+    "glm46v": ("glm4v_text",),
+    "gemma3": ("gemma3_text",),
+    "idefics2": ("mistral",),
+    "idefics3": ("llama",),
+    "internvl": ("qwen2", "qwen3", "llama"),
+    "llava": ("llama", "mistral", "qwen2"),
+    "llava_next": ("llama", "mistral", "qwen2"),
+    "llava_onevision": ("qwen2",),
+    "mistral3": ("mistral",),
+    "paligemma": ("gemma", "gemma2"),
+    "smolvlm": ("llama",),
+}
+"""Model types whose batches are proved, and the language models they are proved with."""
+_REFUSED: Final[Mapping[str, Mapping[Layout, str]]] = {
+    "paligemma": {"packed": "packed prompts see each other, since prompts are seen in both directions"},
+}
+_remembered: dict[bytes, "ModelFamily"] = {}
+"""Families proved in this process, by digest of their configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """The inputs of a model besides token ids.
+
+    One made by hand is its maker's word; `from_config` gives proved ones, and `prove` proves others.
 
     Attributes:
         model_type: As `config.json` names it.
@@ -71,11 +115,13 @@ class ModelFamily:
         token_types: The keyword of the mask that marks tokens of images, for models that take one.
         mrope: How it numbers tokens, or None where each token counts as one.
         feature_token_ids: Id of the feature token, by modality.
-        image_blocks: Whether the tokens of an image see each other in both directions.
+        image_blocks: Kinds of layers in which the tokens of an image see each other in both directions.
         sliding_window: How far back tokens see in layers with a window; None for families whose own masks
             serve packed rows.
-        recurrent: Whether some layers carry a state along the row, so that packed samples are not kept apart
-            by an attention mask alone; see `mmrender.training.recurrent_segments`.
+        recurrent: Name of the modules that carry a state along the row, so that packed samples are not kept
+            apart by an attention mask alone; see `mmrender.training.recurrent_segments`. Empty without any.
+        prefix: Whether the tokens of a prompt see each other in both directions, as its token types say.
+        refused: Layouts that batches must not have, and why.
     """
 
     model_type: str
@@ -83,9 +129,11 @@ class ModelFamily:
     token_types: TokenTypes | None = None
     mrope: MRope | None = None
     feature_token_ids: Mapping[str, int] = field(default_factory=dict)
-    image_blocks: bool = False
+    image_blocks: tuple[str, ...] = ()
     sliding_window: int | None = None
-    recurrent: bool = False
+    recurrent: str = ""
+    prefix: bool = False
+    refused: Mapping[Layout, str] = field(default_factory=dict)
 
     def rule(self, name: str) -> FieldRule:
         """Return the rule of the field `name`."""
@@ -99,6 +147,20 @@ class ModelFamily:
             if rows.values.shape[0]
         }
 
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout of rows in which batches differ from single forwards.
+
+        Raises:
+            BatchError: It is one of `refused`.
+        """
+        if layout in self.refused:
+            raise BatchError(
+                f"{self.model_type} takes no {layout} rows",
+                where="layout",
+                expected=" or ".join(one for one in get_args(Layout) if one not in self.refused),
+                got=self.refused[layout],
+            )
+
     @classmethod
     def from_config(cls, config: Any) -> "ModelFamily":
         """Read the family from a model's configuration.
@@ -109,47 +171,96 @@ class ModelFamily:
 
         Raises:
             ModelError: The file cannot be read, or does not say what is needed.
-            BatchError: Batches of this family cannot be built.
+            BatchError: Batches of this family cannot be built, or are not proved.
         """
         settings = _settings(config)
-        model_type = settings.get("model_type")
-        if not isinstance(model_type, str):
-            raise ModelError("the configuration has no model_type", expected="a string", got=repr(model_type))
-        if model_type in _UNSUPPORTED:
-            raise BatchError(f"batches for {model_type} cannot be built: {_UNSUPPORTED[model_type]}")
-        text, vision = settings.get("text_config") or {}, settings.get("vision_config") or {}
-        mrope = None
-        if model_type in _MROPE:
-            seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
-            mrope = MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)
-        elif any(
-            "mrope_section" in (part.get(key) or {})
-            for part in (settings, text)
-            for key in ("rope_scaling", "rope_parameters")
-        ):
+        family = _draft(settings)
+        text = (settings.get("text_config") or {}).get("model_type")
+        if (text is None and family.model_type in _PROVED) or text in _PROVED.get(family.model_type, ()):
+            return replace(family, refused=_REFUSED.get(family.model_type, {}))
+        known = _remembered.get(_digest(settings))
+        if known is None:
             raise BatchError(
-                "this family numbers tokens on three axes by rules that are not known here",
+                "no batch of this family is proved to equal single forwards",
                 where="config.model_type",
-                expected=f"one of {', '.join(sorted(_MROPE))}",
-                got=repr(model_type),
+                expected="a family that is proved, such as " + ", ".join(list(_PROVED)[:4]),
+                got=repr(family.model_type) + (f" with {text!r}" if text else ""),
+                remedy="Prove it first: ModelFamily.prove(config), once a process",
             )
-        feature_token_ids = {
-            modality: settings[key]
-            for modality in ("image", "video")
-            for key in (f"{modality}_token_index", f"{modality}_token_id")
-            if isinstance(settings.get(key), int)
-        }
-        window = int(text.get("sliding_window") or _IMAGE_BLOCKS.get(model_type, 0))
-        return cls(
-            model_type=model_type,
-            rules=_RULES.get(model_type, {}),
-            token_types=_TOKEN_TYPES.get(model_type, "mm_token_type_ids" if mrope else None),
-            mrope=mrope,
-            feature_token_ids=feature_token_ids,
-            image_blocks=model_type in _IMAGE_BLOCKS,
-            sliding_window=window if model_type in _IMAGE_BLOCKS else None,
-            recurrent=model_type in _RECURRENT or "linear_attention" in (text.get("layer_types") or ()),
-        )
+        return known
+
+    @classmethod
+    def prove(cls, model_or_config: Any, *, images: Sequence["MediaItem"] | None = None) -> "ModelFamily":
+        """Compare batches of an architecture with single forwards, and return what passes.
+
+        The architecture is built small, with random weights, unless a model in float32 is given, which is
+        run as it is. Padded (right and left) and packed batches of samples with images and without run in
+        train mode. What passes is remembered in this process by the configuration: `from_config` gives it.
+
+        Args:
+            model_or_config: A Transformers model, or what `from_config` takes.
+            images: Four items of the model's own processor or more, the last two of one size; needed where
+                the family's image processor cannot be built from its name alone.
+
+        Returns:
+            The family, with the layouts that failed and the module at fault in `refused`.
+
+        Raises:
+            ModelError: The configuration cannot be read.
+            BatchError: No layout passes, or nothing can be compared.
+            MissingDependencyError: Transformers is not installed.
+        """
+        # By name: a proof builds batches, which are built of families.
+        prove = import_module("mmrender.training.proofs").prove
+        config = getattr(model_or_config, "config", model_or_config)
+        settings = _settings(config)
+        family: ModelFamily = prove(model_or_config, settings, _draft, images)
+        _remembered[_digest(settings)] = family
+        return family
+
+
+def _draft(settings: Mapping[str, Any]) -> ModelFamily:
+    """Read off a configuration what it says of the family."""
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError("the configuration has no model_type", expected="a string", got=repr(model_type))
+    if model_type in _UNSUPPORTED:
+        raise BatchError(f"batches for {model_type} cannot be built: {_UNSUPPORTED[model_type]}")
+    text, vision = settings.get("text_config") or {}, settings.get("vision_config") or {}
+    mrope = None
+    if model_type in MROPE or any(
+        "mrope_section" in (part.get(key) or {})
+        for part in (settings, text)
+        for key in ("rope_scaling", "rope_parameters")
+    ):
+        seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
+        mrope = MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)
+    feature_token_ids = {
+        modality: settings[key]
+        for modality in ("image", "video")
+        for key in (f"{modality}_token_index", f"{modality}_token_id")
+        if isinstance(settings.get(key), int)
+    }
+    blocks = _IMAGE_BLOCKS.get(model_type, ())
+    if model_type.startswith("gemma4") and text.get("use_bidirectional_attention") != "vision":
+        blocks = ()
+    kinds = text.get("layer_types") or ()
+    return ModelFamily(
+        model_type=model_type,
+        rules=_RULES.get(model_type, {}),
+        token_types=_TOKEN_TYPES.get(model_type, "mm_token_type_ids" if mrope else None),
+        mrope=mrope,
+        feature_token_ids=feature_token_ids,
+        image_blocks=blocks,
+        sliding_window=int(text.get("sliding_window") or _WINDOW_TOKENS) if blocks else None,
+        prefix=model_type in _PREFIX,
+        recurrent=_RECURRENT_TYPES.get(model_type)
+        or next((name for kind, name in _RECURRENT.items() if kind in kinds), ""),
+    )
+
+
+def _digest(settings: Mapping[str, Any]) -> bytes:
+    return blake3(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
 
 
 def _settings(config: Any) -> Mapping[str, Any]:

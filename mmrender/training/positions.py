@@ -24,6 +24,8 @@ SPLIT_FRAMES: Final = frozenset(
     {"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
 )
 """Model types whose videos are written frame by frame, each after its time stamp."""
+MROPE: Final = SPLIT_FRAMES | {"qwen2_vl", "qwen2_5_vl"}
+"""Model types that number tokens on three axes."""
 
 
 @dataclass(frozen=True, slots=True)

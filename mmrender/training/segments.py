@@ -8,6 +8,7 @@ once for each sample, which is exact with either, and costs what the samples cos
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,8 +22,10 @@ from mmrender.trajectory.engine_data import WeightVersionSpan
 
 if TYPE_CHECKING:
     from mmrender.training.batch import TrainingBatch
+    from mmrender.training.families import ModelFamily
 
-_RECURRENT_LAYER: Final = "linear_attn"
+_LAYER: Final = r"(^|\.)layers\.\d+\."
+"""Path of a layer within its model, as a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Segment:
         sample_id: Its name.
         weight_versions: Which weights sampled which of its tokens, counted from its own first token.
         extra: Further data of the sample.
+        prompt_length: Number of its tokens before the first one to train on.
     """
 
     start: int
@@ -42,6 +46,7 @@ class Segment:
     sample_id: str
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    prompt_length: int = 0
 
     @property
     def stop(self) -> int:
@@ -63,6 +68,15 @@ def token_numbers(rows: Rows, like: Any) -> Any:
             own = torch.arange(segment.length, device=like.device)
             numbers[row, segment.start : segment.stop] = own
     return numbers
+
+
+def in_completion(rows: Rows, like: Any) -> Any:
+    """Return which tokens do not belong to a prompt, shaped as `like` `(rows, width)`; padding does not."""
+    found = torch.ones_like(like)
+    for row, segments in enumerate(rows):
+        for segment in segments:
+            found[row, segment.start : segment.start + segment.prompt_length] = 0
+    return found
 
 
 def same_sample(rows: Rows, like: Any) -> Any:
@@ -87,23 +101,29 @@ def attention_mask(seen: Any, dtype: Any = None) -> Any:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
-def image_block_masks(rows: Rows, token_types: Any, window: int | None, dtype: Any) -> dict[str, Any]:
+def image_block_masks(rows: Rows, token_types: Any, family: ModelFamily, dtype: Any) -> dict[str, Any]:
     """Return additive masks by kind of layer, for images that see themselves in both directions.
 
-    Full layers see earlier tokens and those of the same image; layers with a window see of that the last
-    `window` tokens. Source: `create_masks_for_vision_model` of Transformers 5.23 in `models/gemma3`.
+    Layers see earlier tokens and, where the family says so, those of the same image; layers with a window see
+    of that the last ones. Source: `create_masks_for_vision_model` of Transformers 5.23 in
+    `models/{gemma3,gemma4}`.
     """
-    image = token_types == 1
+    image = token_types > 0
     starts = image & ~torch.nn.functional.pad(image, (1, 0))[:, :-1]
     block = torch.where(image, starts.cumsum(1), 0)
     same_image = (block[:, :, None] == block[:, None, :]) & image[:, :, None]
     places = torch.arange(token_types.shape[1], device=image.device)
-    seen = same_sample(rows, token_types) & ((places[None, :] <= places[:, None]) | same_image)
-    masks = {"full_attention": attention_mask(seen, dtype)}
-    if window is not None:
-        near = places[None, :] > places[:, None] - window
-        masks["sliding_attention"] = attention_mask(seen & near, dtype)
-    return masks
+    causal = places[None, :] <= places[:, None]
+    near: dict[str, Any] = {"full_attention": True}
+    if family.sliding_window is not None:
+        near["sliding_attention"] = places[None, :] > places[:, None] - family.sliding_window
+    own = same_sample(rows, token_types)
+    return {
+        kind: attention_mask(
+            own & near[kind] & (causal | (same_image & (kind in family.image_blocks))), dtype
+        )
+        for kind in near
+    }
 
 
 def row_bounds(segments: tuple[Segment, ...], width: int) -> list[int]:
@@ -130,13 +150,14 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
         BatchError: The model's family has recurrent layers, and none is found.
     """
     layers = []
-    if batch.packed:
-        layers = [one for name, one in model.named_modules() if name.endswith(_RECURRENT_LAYER)]
+    if batch.packed and batch.family.recurrent:
+        named = re.compile(_LAYER + re.escape(batch.family.recurrent) + "$")
+        layers = [one for name, one in model.named_modules() if named.search(name)]
     if batch.packed and batch.family.recurrent and not layers:
         raise BatchError(
             f"the recurrent layers of {batch.family.model_type} are not found",
             where=type(model).__name__,
-            expected=f"modules named {_RECURRENT_LAYER}",
+            expected=f"modules named {batch.family.recurrent}",
             remedy="Use padded batches",
         )
     bounds = _bounds(batch)

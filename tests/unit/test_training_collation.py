@@ -389,7 +389,7 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
         ),
         (
             lambda: ModelFamily.from_config({"model_type": "new", "rope_scaling": {"mrope_section": [1]}}),
-            "config.model_type: this family numbers tokens on three axes by rules that are not known here - ",
+            "config.model_type: no batch of this family is proved to equal single forwards - ",
         ),
     ],
 )
@@ -406,10 +406,18 @@ def test_families_are_read_off_configurations(tmp_path: Any) -> None:
     gemma = ModelFamily.from_config(
         {"model_type": "gemma3", "image_token_index": 5, "text_config": {"sliding_window": 512}}
     )
-    assert (gemma.token_types, gemma.image_blocks, gemma.sliding_window) == ("token_type_ids", True, 512)
+    assert (gemma.token_types, gemma.image_blocks, gemma.sliding_window) == (
+        "token_type_ids",
+        ("full_attention", "sliding_attention"),
+        512,
+    )
     assert gemma.feature_token_ids == {"image": 5}
-    unknown = ModelFamily.from_config({"model_type": "something"})
-    assert (unknown.mrope, unknown.token_types, unknown.rules) == (None, None, {})
+    for unproved in (
+        {"model_type": "something"},
+        {"model_type": "llava", "text_config": {"model_type": "jamba"}},
+    ):
+        with pytest.raises(BatchError, match="no batch of this family is proved"):
+            ModelFamily.from_config(unproved)
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}'
     )
@@ -425,7 +433,7 @@ def test_real_configurations(shared_models: Any) -> None:
     for directory in sorted(path for path in shared_models.iterdir() if path.is_dir()):
         family = ModelFamily.from_config(directory)
         assert (family.mrope is not None) == (directory.name in numbered)
-        assert family.recurrent == (directory.name == "qwen3_5")
+        assert family.recurrent == ("linear_attn" if directory.name == "qwen3_5" else "")
 
 
 def test_the_package_imports_torch_at_first_use_and_nothing_of_the_workers_side() -> None:
