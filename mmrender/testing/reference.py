@@ -131,10 +131,12 @@ class ReferenceRenderer:
         if self.processor_missing is not None:
             has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
             return ReferenceRendering(text, self.tokenizer(text, add_special_tokens=not has_bos).input_ids)
-        output = self._apply(messages, options, tokenize=True, return_dict=True, return_tensors="np")
-        ids = np.asarray(output.pop("input_ids")).reshape(-1).tolist()
-        output.pop("attention_mask", None)
-        return ReferenceRendering(text, ids, {key: np.asarray(value) for key, value in output.items()})
+        kind = (
+            "pt" if importlib.util.find_spec("torch") else "np"
+        )  # NumPy has no bfloat16, as some pixels are
+        output = self._apply(messages, options, tokenize=True, return_dict=True, return_tensors=kind)
+        arrays = {name: _as_array(value) for name, value in output.items() if name != "attention_mask"}
+        return ReferenceRendering(text, arrays.pop("input_ids").reshape(-1).tolist(), arrays)
 
     def _apply(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any], **how: Any) -> Any:
         template = self._templates
@@ -142,3 +144,8 @@ class ReferenceRenderer:
             template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
         speaker = self.processor or self.tokenizer
         return speaker.apply_chat_template(list(messages), chat_template=template, **options, **how)
+
+
+def _as_array(value: Any) -> npt.NDArray[Any]:
+    is_half = "bfloat16" in str(getattr(value, "dtype", ""))
+    return np.asarray(value.float() if is_half else value)
