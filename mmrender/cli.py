@@ -90,14 +90,19 @@ def doctor(
     image_backend: BackendOption = "pil",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what was found out about a model's template, tokenizer and processor, and what was proved."""
+    """Print what was found out about a model's template, tokenizer and processor, and what was proved.
+
+    Exit 1 if there are problems: something that cannot be rendered exactly, or is not known.
+    """
+    from mmrender.model.files import find_model
     from mmrender.view.doctor import diagnose, findings_table
 
-    findings = diagnose(_load(model, image_backend))
+    findings = diagnose(_load(model, image_backend), find_model(model).path)
     if as_json:
         sys.stdout.write(json.dumps(findings, indent=2) + "\n")
     else:
         _out.print(findings_table(findings))
+    raise typer.Exit(1 if findings["problems"] else 0)
 
 
 @app.command()

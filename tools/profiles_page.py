@@ -28,7 +28,7 @@ def doctor_text(directory: Path) -> str:
     renderer = Renderer.from_pretrained(directory, image_backend="pil", profile_cache=False)
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as captured:
-        console.print(findings_table(diagnose(renderer)))
+        console.print(findings_table(diagnose(renderer, directory)))
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip()
 
 

@@ -124,9 +124,10 @@ class Probes:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         form: ViewForm | None = None,
-    ) -> bool:
-        """Whether the template prints a text."""
-        return text in (self.render(messages, tools=tools, form=form) or "")
+    ) -> bool | None:
+        """Whether the template prints a text; None where it refuses the conversation."""
+        shown = self.render(messages, tools=tools, form=form)
+        return None if shown is None else text in shown
 
     def generation_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None

@@ -77,11 +77,12 @@ class TemplateProfile:
             `user`, `tool`.
         stop_ids: Tokens that end the assistant's turn: those of the model's files, and those that the
             template writes at its end.
-        prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it.
+        prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it; None
+            where no probe showed an answer.
         image_roles: Roles in which an image part writes something, and never less than one per part.
         roles: Roles the template accepts.
-        prints_tools: Whether tool definitions are printed.
-        prints_tool_calls: Whether calls are printed.
+        prints_tools: Whether tool definitions are printed; None where the template refuses the probe.
+        prints_tool_calls: Whether calls are printed; None where the template refuses the probe.
         writes_content_before_results: Whether content beside calls is printed, and before the calls' results.
         prints_reasoning: Where `reasoning_content` is printed: in the turns after the last user message
             (`last`), in earlier ones (`history`).
@@ -96,11 +97,11 @@ class TemplateProfile:
     closes: Mapping[str, str]
     openers: Mapping[str, int]
     stop_ids: frozenset[int]
-    prefix_stable: bool
+    prefix_stable: bool | None
     image_roles: tuple[Role, ...]
     roles: tuple[Role, ...]
-    prints_tools: bool
-    prints_tool_calls: bool
+    prints_tools: bool | None
+    prints_tool_calls: bool | None
     writes_content_before_results: bool
     prints_reasoning: tuple[str, ...]
     reasoning: ReasoningFormat | None
@@ -197,8 +198,8 @@ def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozense
     return found
 
 
-def _is_prefix_stable(probes: Probes) -> bool:
-    """Whether every prompt is a prefix of what continues it, with calls and reasoning."""
+def _is_prefix_stable(probes: Probes) -> bool | None:
+    """Whether every prompt is a prefix of what continues it, with calls and reasoning; None where unknown."""
     thinking = assistant(reasoning_content=f"{WORD}R")
     calling = assistant("", tool_calls=(CALL,), reasoning_content=f"{WORD}R")
     conversations = [
@@ -207,14 +208,17 @@ def _is_prefix_stable(probes: Probes) -> bool:
         [user(), calling, RESULT, assistant(), user("next"), assistant()],
         [Message(role="system", content=f"{WORD}S"), user(), assistant(), user("next"), assistant()],
     ]
+    found = None
     for messages in conversations:
         full = probes.render(messages)
-        turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        for index in turns if full is not None else ():
+        if full is None or f"{WORD}A" not in full:
+            continue
+        found = True
+        for index in [index for index, message in enumerate(messages) if message.role == "assistant"]:
             prompt = probes.render(messages[:index], prompt=True)
-            if prompt is None or not plain(full or "").startswith(plain(prompt)):
+            if prompt is None or not plain(full).startswith(plain(prompt)):
                 return False
-    return True
+    return found
 
 
 def _unattributed(probes: Probes) -> tuple[str, ...]:

@@ -1,49 +1,165 @@
 """Findings about one model, for `mmrender doctor`, as plain data and as a table."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from mmrender.errors import MMRenderError
+from mmrender.errors import MMRenderError, PlaceholderError, ProcessorError, TemplateRefusedError
 from mmrender.media.processor import UnavailableProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 
+UNKNOWN = "unknown"
+"""Begins a finding whose probe failed."""
+_CONTENT = {
+    "parts": "text, or a list of parts",
+    "text": "text only; a list of texts is given as one text",
+    "list": "a list of parts only; a text is given as one part",
+}
+_TEXTS = (
+    "Hello world",
+    " two  blanks ",
+    "59 and 42.5",
+    "na\u00efve \u212b e\u0301 \uff21",
+    "\n\n \n\t",
+    "\u6f22\u5b57 \U0001f642",
+)
 
-def diagnose(renderer: Renderer) -> dict[str, Any]:
-    """Everything that was found out about a model by probing, JSON-ready."""
-    profile = asdict(renderer.profile)
-    form, reasoning = profile.pop("form"), renderer.profile.reasoning
-    profile["reasoning"] = "none" if reasoning is None else f"{reasoning.begin} to {reasoning.end}"
-    del profile["stop_ids"], profile["openers"]
-    tokenizer = renderer.tokenizer
-    stop_ids = renderer.get_stop_token_ids()
-    processor = renderer.media.processor if renderer.media is not None else None
-    images: dict[str, Any] = {}
-    if isinstance(processor, UnavailableProcessor):
-        images = {"not available": str(processor.error)}
-    elif processor is not None:
-        images = {
-            "processor": processor.name,
-            "back end": processor.image_backend,
-            "placeholders": dict(processor.placeholder),
-            "an item depends on the number of images": processor.depends_on_image_count,
-            "tokens of 1024×1024": processor.geometry(1024, 1024).num_tokens,
-        }
-    return {
-        "template": {**profile, **{f"takes {key.replace('_', ' ')}": value for key, value in form.items()}},
-        "completions": {"tool calls": str(renderer.response_parser().choice)},
+
+def diagnose(renderer: Renderer, directory: Path | None = None) -> dict[str, Any]:
+    """Everything that was found out about a model by probing, JSON-ready.
+
+    Args:
+        renderer: The model's renderer.
+        directory: The model's directory, to compare its tokenizer with the one that Transformers builds.
+
+    Returns:
+        Findings by section. A finding whose probe failed begins with `unknown`. The section `problems` says
+        why the model cannot be rendered whole, exactly or for certain; it is empty where that is proved.
+    """
+    findings = {
+        "template": _template(renderer),
+        "completions": {"tool calls": _found(lambda: str(renderer.response_parser().choice))},
         "bridge": {name: _bridge_over(renderer, extension) for name, extension in _EXTENSIONS.items()},
-        "tokenizer": {
-            "vocabulary": tokenizer.vocab_size,
-            "added tokens": len(tokenizer.added_ids),
-            "runs between added tokens are independent": tokenizer.dependent_token is None,
-            "stop tokens": {tokenizer.token(token_id) or "?": token_id for token_id in stop_ids},
-        },
-        "images": images,
+        "tokenizer": _tokenizer(renderer, directory),
+        "images": _images(renderer),
     }
+    return {**findings, "problems": _problems(renderer, findings)}
+
+
+def _template(renderer: Renderer) -> dict[str, Any]:
+    profile = renderer.profile
+    found = asdict(profile)
+    form = found.pop("form")
+    del found["stop_ids"], found["openers"]
+    reasons = dict.fromkeys(("prints_tools", "prints_tool_calls"), "the template refuses the probe")
+    reasons["prefix_stable"] = "no probe showed an answer"
+    found |= {key: f"{UNKNOWN}: {why}" for key, why in reasons.items() if found[key] is None}
+    found["reasoning"] = (
+        "none" if profile.reasoning is None else f"{profile.reasoning.begin} to {profile.reasoning.end}"
+    )
+    found["reads_documents"] = renderer.templates.find({}, has_tools=False).template.reads_documents
+    form["content"] = _CONTENT[form["content"]]
+    return {**found, **{f"takes {key.replace('_', ' ')}": value for key, value in form.items()}}
+
+
+def _tokenizer(renderer: Renderer, directory: Path | None) -> dict[str, Any]:
+    tokenizer = renderer.tokenizer
+    beside = tokenizer.dependent_token
+    found = {
+        "vocabulary": tokenizer.vocab_size,
+        "added tokens": len(tokenizer.added_ids),
+        "runs between added tokens are independent": True if beside is None else f"no: not beside {beside!r}",
+        "beginning of a prompt": _found(lambda: _beginning(renderer)),
+        "stop tokens": {
+            tokenizer.token(token_id) or "?": token_id for token_id in renderer.get_stop_token_ids()
+        },
+    }
+    if directory is not None:
+        found["Transformers reads it alike"] = _alike_in_transformers(renderer, directory)
+    return found
+
+
+def _beginning(renderer: Renderer) -> str:
+    """Return who writes what a prompt begins with."""
+    rendered = renderer.render([{"role": "user", "content": "x"}])
+    bos = renderer.templates.special_tokens.get("bos_token")
+    if bos and rendered.text.startswith(bos):
+        return f"{bos}, written by the template"
+    length = len(rendered.token_ids) - len(renderer.tokenizer.encode(rendered.text))
+    first = renderer.tokenizer.token(rendered.token_ids[0])
+    if length > 0 and not rendered.text.startswith(first or "?"):
+        return f"{first}, written by the tokenizer's post-processor"
+    return "nothing but what the template writes"
+
+
+def _alike_in_transformers(renderer: Renderer, directory: Path) -> bool | str:
+    """Compare with the tokenizer that Transformers builds, for some classes not as `tokenizer.json` says."""
+    try:
+        from transformers import AutoTokenizer
+
+        reference = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # noqa: BLE001 - Transformers raises anything
+        return f"{UNKNOWN}: {type(error).__name__}: {error}"
+    for text in (*_TEXTS, *(f"a {token} b" for token in renderer.tokenizer.added_ids)):
+        ours, theirs = renderer.tokenizer.encode(text), reference(text, add_special_tokens=False).input_ids
+        if ours != theirs:
+            return f"no: {type(reference).__name__} gives {theirs} for {text!r}, tokenizer.json {ours}"
+    return True
+
+
+def _images(renderer: Renderer) -> dict[str, Any]:
+    processor = renderer.media.processor if renderer.media is not None else None
+    if processor is None:
+        return {}
+    if isinstance(processor, UnavailableProcessor):
+        return {"not available": str(processor.error)}
+    return {
+        "processor": processor.name,
+        "back end": processor.image_backend,
+        "placeholders": dict(processor.placeholder),
+        "an item depends on the number of images": processor.depends_on_image_count,
+        "tokens of 1024\u00d71024": _found(lambda: processor.geometry(1024, 1024).num_tokens),
+    }
+
+
+def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
+    """Return why the model cannot be rendered whole, exactly or for certain, by what it concerns."""
+    profile, images = renderer.profile, findings["images"]
+    problems = {
+        name: entry
+        for section in ("template", "completions", "bridge", "tokenizer", "images")
+        for name, entry in findings[section].items()
+        if isinstance(entry, str) and entry.startswith(UNKNOWN)
+    }
+    for name in ("runs between added tokens are independent", "Transformers reads it alike"):
+        entry = findings["tokenizer"].get(name, True)
+        if entry is not True:
+            problems[name] = entry
+    if "not available" in images:
+        problems["images"] = images["not available"]
+    elif images and not profile.image_roles:
+        problems["images"] = "the template writes no placeholder for an image in any role"
+    if not {"user", "assistant"} <= {*profile.roles}:
+        problems["roles"] = "the template does not print what a user and the assistant say"
+    if profile.unattributed:
+        problems["unattributed"] = (
+            f"the template prints {', '.join(profile.unattributed)} without their origin"
+        )
+    if not profile.stop_ids:
+        problems["stop tokens"] = "neither the model's files nor its template name one"
+    return problems
+
+
+def _found(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except MMRenderError as error:
+        return f"{UNKNOWN}: {error}"
 
 
 _SHOWN = ImagePart(UNKNOWN_SOURCE)
@@ -65,9 +181,14 @@ def _bridge_over(renderer: Renderer, extension: MessageDict) -> str:
         if renderer.bridge_to_next_turn(prompt, completion, [extension]) is None:
             return f"no: {renderer.why_not_bridged}"
         kept = renderer.bridge_to_next_turn(prompt, completion, [extension], history="template")
-    except MMRenderError as error:
+    except (PlaceholderError, ProcessorError, TemplateRefusedError) as error:
         return f"no: {error.problem}"
+    except MMRenderError as error:
+        return f"{UNKNOWN}: {error}"
     return "yes" if kept is not None else f"yes, as sampled; {renderer.why_not_bridged}"
+
+
+_NO_ENTRIES = {"images": "none: a text-only model", "problems": "none"}
 
 
 def findings_table(findings: dict[str, Any]) -> Table:
@@ -76,7 +197,7 @@ def findings_table(findings: dict[str, Any]) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for section, entries in findings.items():
-        table.add_row(f"[cyan]{section}[/]", "" if entries else "none: a text-only model")
+        table.add_row(f"[cyan]{section}[/]", "" if entries else _NO_ENTRIES[section])
         for key, value in entries.items():
             table.add_row(f"  {key.replace('_', ' ')}", _shown(value))
         table.add_row("", "")
@@ -84,6 +205,8 @@ def findings_table(findings: dict[str, Any]) -> Table:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, str) and value.startswith((UNKNOWN, "no: ")):
+        return f"[{'red' if value.startswith(UNKNOWN) else 'yellow'}]{escape(value)}[/]"
     if isinstance(value, bool):
         return "[green]yes[/]" if value else "[yellow]no[/]"
     if isinstance(value, dict):

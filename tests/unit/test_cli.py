@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_doctor_as_json(run, tiny_model):
     assert status == 0
     assert findings["template"]["prefix_stable"] is True
     assert findings["images"]["placeholders"]["image"] == "<|image_pad|>"
+
+
+def test_doctor_fails_where_there_are_problems(run, tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model, tmp_path / "refusing")
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
+    status, out, _ = run("doctor", directory)
+    assert status == 1
+    assert "unknown: the template refuses" in out
 
 
 def test_parity_of_an_honest_model(run, folder, tiny_model):

@@ -117,6 +117,7 @@ def test_findings_are_plain_data_and_a_table(renderer):
     stops = {token: renderer.tokenizer.token_id(token) for token in ("<|endoftext|>", "<|im_end|>")}
     assert findings["tokenizer"]["stop tokens"] == stops
     assert findings["images"]["back end"] == "pil"
+    assert findings["problems"] == {}
     table = printed(findings_table(findings))
     assert "prefix stable" in table
     assert "<|im_end|>" in table
@@ -128,3 +129,67 @@ def test_a_text_only_model_has_no_image_section(tiny_model, tmp_path):
     findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"))
     assert findings["images"] == {}
     assert "none: a text-only model" in printed(findings_table(findings))
+
+
+SILENT = "{% for m in messages %}<|im_start|>{{ m.role }}\n<|im_end|>\n{% endfor %}"
+REFUSES = "{{ raise_exception('not today') }}"
+
+
+@pytest.mark.parametrize("template", [SILENT, REFUSES])
+def test_a_probe_that_failed_is_never_yes(tiny_model, template):
+    findings = diagnose(
+        Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=template), tiny_model
+    )
+    stable, tools = (findings["template"][name] for name in ("prefix_stable", "prints_tools"))
+    assert stable == "unknown: no probe showed an answer"
+    assert tools is False if template is SILENT else tools == "unknown: the template refuses the probe"
+    assert not any(entry is True or entry.startswith("yes") for entry in findings["bridge"].values())
+    assert findings["problems"].keys() >= {"prefix_stable", "roles", "images"}
+    assert "unknown: no probe showed an answer" in printed(findings_table(findings))
+
+
+def rewritten(directory, tmp_path, change):
+    """A copy of a model whose tokenizer.json is changed."""
+    copy = shutil.copytree(directory, tmp_path / "changed")
+    file = copy / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    change(settings)
+    file.write_text(json.dumps(settings))
+    return copy
+
+
+def test_doctor_says_who_begins_a_prompt(tiny_model, tmp_path):
+    def add_bos(settings):
+        token = {"id": settings["added_tokens"][0]["content"], "type_id": 0}
+        entry = {"id": token["id"], "ids": [settings["added_tokens"][0]["id"]], "tokens": [token["id"]]}
+        single = [{"SpecialToken": token}, {"Sequence": {"id": "A", "type_id": 0}}]
+        parts = {"single": single, "pair": single, "special_tokens": {token["id"]: entry}}
+        settings["post_processor"] = {"type": "TemplateProcessing", **parts}
+
+    plain = diagnose(Renderer.from_pretrained(tiny_model, image_backend="pil"))
+    assert plain["tokenizer"]["beginning of a prompt"] == "nothing but what the template writes"
+    directory = rewritten(tiny_model, tmp_path, add_bos)
+    findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"))
+    written = "<|endoftext|>, written by the tokenizer's post-processor"
+    assert findings["tokenizer"]["beginning of a prompt"] == written
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|endoftext|>"}))
+    options = {"image_backend": "pil", "chat_template": template}
+    findings = diagnose(Renderer.from_pretrained(directory, **options))
+    assert findings["tokenizer"]["beginning of a prompt"] == "<|endoftext|>, written by the template"
+
+
+def test_doctor_compares_with_the_tokenizer_that_transformers_builds(tiny_model, tmp_path):
+    """The class for Qwen2 brings a normalizer of its own, whatever the file says."""
+    pytest.importorskip("transformers")
+    lowercase = {"normalizer": {"type": "Lowercase"}}
+    directory = rewritten(tiny_model, tmp_path, lambda settings: settings.update(lowercase))
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = "Qwen2Tokenizer"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"), directory)
+    found = findings["problems"]["Transformers reads it alike"]
+    assert found.startswith("no: Qwen2Tokenizer gives [")
+    honest = diagnose(Renderer.from_pretrained(tiny_model, image_backend="pil"), tiny_model)
+    assert honest["tokenizer"]["Transformers reads it alike"] is True
