@@ -179,10 +179,17 @@ def _closes(probes: Probes) -> dict[str, str]:
 def _stop_ids(
     closes: Mapping[str, str], tokenizer: Tokenizer, model_stop_ids: frozenset[int]
 ) -> frozenset[int]:
-    """The model's stop tokens, and the first token of a close that holds none of these, if it is special."""
-    found = [tokenizer.find(text) for text in closes.values()]
-    written = [[tokenizer.added_ids[match.token] for match in matches] for matches in found]
-    first = {ids[0] for ids in written if ids and model_stop_ids.isdisjoint(ids)}
+    """The model's stop tokens, and the first token of a close that holds none of these, if it is special.
+
+    Where the last turn closes with one of the model's, other closes hold what stands for it in history.
+    """
+    found = {name: tokenizer.find(text) for name, text in closes.items()}
+    written = {
+        name: [tokenizer.added_ids[match.token] for match in matches] for name, matches in found.items()
+    }
+    if model_stop_ids.intersection(written.get("end", [])[:1]):
+        return model_stop_ids
+    first = {ids[0] for ids in written.values() if ids and model_stop_ids.isdisjoint(ids)}
     return model_stop_ids | (first & tokenizer.special_ids)
 
 

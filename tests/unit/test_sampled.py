@@ -1,6 +1,7 @@
 """Sampled spans where a template prints an assistant's values outside its turn, and items that compare."""
 
 import numpy as np
+import pytest
 
 from mmrender import Renderer
 from mmrender.probing.templates import TemplateSet
@@ -113,3 +114,24 @@ def test_renderings_with_images_compare(tiny_model):
     assert items[0] is not items[1]
     assert first == second
     assert len(set(items)) == 1
+
+
+WHOLE, PART, NAMED = "<|im_end|>", "<|endoftext|>", "<|vision_end|>"
+ENDINGS = [  # what closes the last turn, what closes others, what the model's files name, what stops
+    (WHOLE, WHOLE, [], [WHOLE]),
+    (WHOLE, WHOLE, [PART], [WHOLE, PART]),
+    (WHOLE + PART, WHOLE, [PART], [WHOLE, PART]),
+    (NAMED, PART, [NAMED], [NAMED]),
+]
+
+
+@pytest.mark.parametrize(("last", "others", "named", "stops"), ENDINGS)
+def test_a_close_stops_only_where_the_files_name_none_that_closes_the_last_turn(
+    tiny_model, last, others, named, stops
+):
+    tokenizer = Renderer.from_pretrained(tiny_model, image_backend="pil").tokenizer
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ L if loop.last else O }}{% endfor %}"
+    source = source.replace("L", repr(last)).replace("O", repr(others))
+    ids = [tokenizer.token_id(token) for token in named]
+    renderer = Renderer(TemplateSet({"default": source}, tokenizer, model_stop_ids=ids), tokenizer)
+    assert {renderer.decode([index]) for index in renderer.get_stop_token_ids()} == set(stops)
