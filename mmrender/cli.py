@@ -275,7 +275,10 @@ def audit(
     ],
     model: ModelOption,
     *,
-    tolerance: Annotated[float, typer.Option(min=0, help="Nats a token; beyond it a token departs.")] = 1e-2,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0, help="Nats a token; beyond it a token departs. Measured by default."),
+    ] = None,
     explain: Annotated[int, typer.Option(min=0, help="Departing samples to look for a cause in.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",

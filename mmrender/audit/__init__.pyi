@@ -1,4 +1,4 @@
-from .causes import inspect_sample as inspect_sample
+from .inspect import inspect_sample as inspect_sample
 from .report import AuditReport as AuditReport
-from .run import TrainerModel as TrainerModel
 from .run import audit as audit
+from .trainer import TrainerModel as TrainerModel

@@ -1,195 +1,274 @@
-"""Why sampler and trainer part: faults that a sample shows by itself, and variations that explain it."""
+"""Why sampler and trainer part: variations are tried, and one that alone explains the numbers is named."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Final, TypeAlias
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mmrender.audit.report import Cause, Comparison, Finding, Float32Array, described
-from mmrender.audit.variations import Variation, id_variations, image_variations, shift_text
-from mmrender.errors import MMRenderError, PlaceholderError
-from mmrender.spans import MediaItem
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.audit.recorded import RECORDED_VARIATIONS, Recorded
+from mmrender.audit.report import Cause, Comparison, Finding, described
+from mmrender.audit.trial import Case, Trial, Variation
+from mmrender.audit.variations import GROUPS
+from mmrender.errors import MMRenderError
 
-LogProbs: TypeAlias = Callable[[TrainingSample], Float32Array]
-"""Log-probability of each token of a sample given those before it."""
-
-_MOST_SHIFT: Final = 8
-_FITS: Final = 0.1
-"""A variation fits where it leaves less than this share of the difference."""
-_CERTAIN: Final = -1e-6
-_PRECISION: Final = 0.25
-"""Nats a token; bfloat16 arithmetic by itself changes a log-probability by less, as a rule."""
-
-
-def inspect_sample(sample: TrainingSample) -> list[Finding]:
-    """Return the faults of one sample's tokens, placeholder ranges and masks, before any model runs."""
-    try:
-        found = [*_range_faults(sample)]
-    except PlaceholderError as error:
-        statement = "the placeholder ranges do not fit the tokens"
-        found = [Finding("ids", statement, str(error), sample.sample_id)]
-    return [*found, *_mask_faults(sample)]
+DEFAULT_BUDGET: Final = 600
+"""Forward passes for one sample at most."""
+_DIGITS: Final = 5.0
+"""Decimal digits by which numbers must agree before they are taken for more than chance, and for each number
+that was fitted to them."""
+_CERTAIN_DIGITS: Final = 12.0
+"""From here on no other kind of change can fit by chance, among the thousand or so that are tried."""
+_AS_WELL: Final = 3.0
+_AT_ONCE: Final = 16
+_AGREEING: Final = 8
+_FAINT: Final = 0.01
+"""So many tokens, that much nearer than the one that differs most, were not sampled after another prompt."""
+_SHARE: Final = 0.25
+"""Share of the difference that may be left where arithmetic alone is loose."""
 
 
-def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
-    """Yield ranges that cover other tokens than features, and feature tokens that no range covers."""
-    spans, ids = sample.media_spans, sample.token_ids
-    features: dict[str, list[npt.NDArray[np.int32]]] = {}
-    for span in spans:
-        features.setdefault(span.modality, []).append(ids[span.start : span.stop][span.range.is_embed])
-    # The feature token is the commonest one in the ranges of a modality.
-    pads = {modality: int(np.bincount(np.concatenate(held)).argmax()) for modality, held in features.items()}
-    covered = np.zeros(len(sample), np.bool_)
-    for span in spans:
-        covered[span.start : span.stop] = True
-        pad, places = pads[span.modality], span.start + np.flatnonzero(span.range.is_embed)
-        misses = int((ids[places] != pad).sum())
-        if misses:
-            moves = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
-            inside = (by for by in moves if places[0] + by >= 0 and places[-1] + by < len(ids))
-            shift = next((by for by in inside if (ids[places + by] == pad).all()), None)
-            moved = f"; the run that fits begins {shift_text(shift)}" if shift else ""
-            yield Finding(
-                "ids",
-                f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",
-                f"{misses} of {len(places)} tokens in [{span.start}, {span.stop}) are not {pad}",
-                sample.sample_id,
-                span.position,
-            )
-    edges = [edge for span in spans for edge in (span.start - 1, span.stop)]
-    for modality, pad in pads.items():
-        stray = np.flatnonzero((ids == pad) & ~covered)
-        sampled = stray[sample.loss_mask[stray]]
-        statement = f"a placeholder token of {modality}s lies outside every placeholder range"
-        if len(sampled):
-            statement = (
-                f"the model sampled the placeholder token of {modality}s, but no {modality} belongs to it; "
-                "a trainer that finds images by token id takes it for one"
-            )
-        # Next to a range, a shifted range has been reported already.
-        if len(sampled) or (len(stray) and not np.isin(stray, edges).any()):
-            shown = _some(sampled if len(sampled) else stray)
-            evidence = f"token {pad} at {shown} is in no placeholder range"
-            yield Finding("ids", statement, evidence, sample.sample_id)
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What arithmetic alone changes in a log-probability, in nats.
+
+    Attributes:
+        exact: Largest difference between two forwards that differ in batch, padding and attention only.
+        mixed: Largest difference between two forwards that differ in dtype too.
+        tolerance: What a variation must get below where the arithmetic is the same.
+        alarm: What a sample must be above to be reported.
+    """
+
+    exact: float
+    mixed: float
+    tolerance: float
+    alarm: float
 
 
-def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
-    logprobs, mask = sample.logprobs, sample.loss_mask
-    if logprobs is None:
-        return
-    bad = np.flatnonzero(mask & ~((logprobs <= 0) & np.isfinite(logprobs)))
-    outside = np.flatnonzero(~mask & (logprobs != 0))
-    faults = []
-    if len(bad):
-        evidence = f"{logprobs[bad[0]]:g} at {_some(bad)}"
-        faults.append(("sampled tokens carry values that are not log-probabilities", evidence))
-    if len(outside):
-        missing = int((mask & (logprobs == 0)).sum())
-        evidence = f"{len(outside)} outside the loss mask, at {_some(outside)}; {missing} inside it have 0.0"
-        faults.append(("tokens that do not count as sampled carry log-probabilities", evidence))
-    if len(mask) and mask[0]:
-        faults.append(("the first token counts as sampled, and nothing precedes it", "position 0"))
-    yield from (Finding("masks", statement, evidence, sample.sample_id) for statement, evidence in faults)
+class _Fit(NamedTuple):
+    variation: Variation
+    trial: Trial
+    largest: float
+    rms: float
 
 
-def _some(positions: npt.NDArray[np.intp]) -> str:
-    shown = ", ".join(str(position) for position in positions[:4])
-    more = f" and {len(positions) - 4} more" if len(positions) > 4 else ""
-    return f"position(s) {shown}{more}"
-
-
-def find_cause(
-    compared: Comparison,
-    departure: int,
-    tolerance: float,
-    logprobs: LogProbs,
-    *,
-    others: Sequence[MediaItem],
-    low_precision: LogProbs,
-    own_positions: LogProbs,
-) -> Finding:
+def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Finding:
     """Explain one sample that departs.
 
+    What can be read off the recorded numbers is looked at first; then the model runs once for each change.
+    A change explains the sample where all its differences are left below the tolerance, and is named where no
+    other kind of change explains it as well.
+
     Args:
-        compared: A comparison with a departure beyond `tolerance`.
-        departure: Index of the first token beyond it.
-        tolerance: In nats a token.
-        logprobs: The trainer's model.
-        others: Items that an image may have been mistaken for.
-        low_precision: The same model in bfloat16.
-        own_positions: The same model with the rotary positions that it works out itself.
+        case: The sample, and all that may help.
+        noise: What arithmetic alone does.
+        budget: Forward passes at most.
     """
-    sample = compared.sample
-    numbered = Variation("positions", "the sampler numbered its tokens as the model does", sample)
-    rounded = Variation("precision", "the sampler computed in bfloat16", sample)
-
-    def found() -> Iterator[Finding | None]:
-        yield _tried(compared, departure, numbered, own_positions)
-        yield _restricted(compared, tolerance)
-        position = int(compared.positions[departure])
-        for variation in id_variations(sample, position):
-            yield _tried(compared, departure, variation, logprobs)
-        # Images new to the departing token are suspected, else all that it saw, the nearest first.
-        seen = [span for span in reversed(sample.media_spans) if span.start < position]
-        for span in compared.suspects(departure) or seen:
-            for variation in image_variations(sample, span, others):
-                yield _tried(compared, departure, variation, logprobs)
-        yield _tried(compared, departure, rounded, low_precision)
-
-    return next(filter(None, found()), None) or _unexplained(compared, departure, tolerance)
+    return _missing(case) or _by_version(case) or _recorded(case) or _tried(case, noise, budget)
 
 
-def _restricted(compared: Comparison, tolerance: float) -> Finding | None:
-    """Report tokens that depart because a grammar or mask left the sampler few tokens to choose from.
-
-    Engines renormalise over what is left, so their numbers are never below the model's, and 0 where one
-    token was left.
-    """
-    difference = compared.difference
-    departing = np.abs(difference) > tolerance
-    certain = int(np.sum(departing & (compared.sampler >= _CERTAIN)))
-    if not (difference[departing] < 0).all() or certain < max(2, departing.sum() / 2):
+def _missing(case: Case) -> Finding | None:
+    """Report numbers that are none, where all others agree."""
+    absent = ~np.isfinite(case.compared.sampler)
+    if not absent.any() or case.compared.beyond(case.tolerance)[~absent].any():
         return None
+    value = case.compared.sampler[absent][0]
     return Finding(
-        "sampling",
-        "the sampler was restricted to a grammar or a few tokens, and its log-probabilities are of these",
-        f"{int(departing.sum())} tokens depart, the sampler higher in all of them and certain of {certain}",
-        compared.sample.sample_id,
+        "logprobs",
+        f"{value:g} was recorded in place of log-probabilities, which are missing",
+        f"{int(absent.sum())} of {len(absent)} tokens",
+        case.sample.sample_id,
+        token=case.position,
+        variation="missing",
     )
 
 
-def _tried(compared: Comparison, departure: int, variation: Variation, logprobs: LogProbs) -> Finding | None:
-    """Run a variation; report it where it removes the difference and leaves agreeing tokens as they were."""
-    try:
-        varied = Comparison.of(variation.sample, logprobs(variation.sample))
-    except MMRenderError:
-        return None  # a variation that the model does not take cannot be what the sampler saw
-    left = replace(compared, trainer=varied.trainer)
-    if left.largest > _FITS * compared.largest:
-        return None
-    remaining = left.largest_of(slice(departure, None))
-    evidence = f"largest difference {compared.largest:.4g} without that, {remaining:.4g} with it"
-    sample_id = compared.sample.sample_id
-    return Finding(variation.cause, variation.statement, evidence, sample_id, variation.image)
+def _by_version(case: Case) -> Finding | None:
+    """Report weights: tokens that one version sampled depart, and those of the others agree."""
+    beyond = case.compared.beyond(case.tolerance)
+    versions = {span.version for span in case.sample.weight_versions}
+    for version in sorted(versions) if len(versions) > 1 else ():
+        of_it = np.zeros(len(beyond), np.bool_)
+        for name, start, stop in case.sample.weight_versions:
+            of_it |= (case.compared.positions >= start) & (case.compared.positions < stop) & (name == version)
+        if (
+            of_it.sum() >= 4
+            and (~of_it).sum() >= 4
+            and not beyond[~of_it].any()
+            and beyond[of_it].mean() > 0.5
+        ):
+            return Finding(
+                "weights",
+                f"the tokens that the weights {version!r} sampled depart, and those of other weights agree",
+                f"{int(beyond.sum())} of {int(of_it.sum())} tokens depart, none of the {int((~of_it).sum())}",
+                case.sample.sample_id,
+                token=case.position,
+                variation="weights",
+            )
+    return None
 
 
-def _unexplained(compared: Comparison, departure: int, tolerance: float) -> Finding:
+def _recorded(case: Case) -> Finding | None:
+    """Look for numbers that the trainer's distribution gives without another forward."""
+    positions = case.compared.positions[case.rows]
+    sampler, trainer = case.compared.sampler[case.rows], case.compared.trainer[case.rows]
+    departing = ~(np.abs(trainer - sampler) <= case.tolerance)
+    runs = [(number, *case.runs[number]) for number in case.departing_runs]
+    held = [(number, (positions >= start) & (positions < stop)) for number, start, stop in runs]
+    held = [(number, rows) for number, rows in held if rows.any()]
+    for group in RECORDED_VARIATIONS:
+        found: dict[str, dict[int, tuple[float, Recorded]]] = {}
+        for reading in group:
+            for recorded in reading(case):
+                covered = ~np.isnan(recorded.expected)
+                wrong = ~(np.abs(recorded.expected - sampler) <= case.tolerance) & covered
+                for number, rows in held:
+                    support = int((covered & departing & rows).sum())
+                    bare = int((~covered & rows).sum())
+                    digits = _digits(case, covered & departing & rows) - _DIGITS * recorded.fitted
+                    if support and not wrong[rows].any() and bare <= support and digits > _DIGITS:
+                        known = found.setdefault(recorded.name, {})
+                        if digits > known.get(number, (0.0, recorded))[0]:
+                            known[number] = digits, recorded
+        fits = {name: known for name, known in found.items() if len(known) == len(held)}
+        if fits:
+            return _recorded_finding(case, fits)
+    return None
+
+
+def _recorded_finding(case: Case, fits: dict[str, dict[int, tuple[float, Recorded]]]) -> Finding:
+    statements, causes = [], set()
+    for known in fits.values():
+        texts: dict[str, list[int]] = {}
+        for number, (_, recorded) in known.items():
+            texts.setdefault(recorded.statement, []).append(number)
+            causes.add(recorded.cause)
+        parts = [text.format(_completions(case, numbers)) for text, numbers in texts.items()]
+        statements.append("; ".join(parts))
+    cause: Cause = next(iter(causes)) if len(causes) == 1 else "unknown"
+    evidence = f"largest difference {case.compared.largest:.4g}; read off the trainer's own distribution"
+    return Finding(
+        cause,
+        "; or ".join(statements),
+        evidence,
+        case.sample.sample_id,
+        token=case.position,
+        variation=" or ".join(fits),
+    )
+
+
+def _completions(case: Case, numbers: list[int]) -> str:
+    if len(numbers) == len(case.runs):
+        return "all completions" if len(numbers) > 1 else "the completion"
+    return "completion " + ", ".join(map(str, numbers))
+
+
+def _tried(case: Case, noise: Noise, budget: int) -> Finding:
+    fits: list[_Fit] = []
+    tried: dict[str, None] = {}
+    count = 0
+    certain = _digits(case, case.compared.beyond(case.tolerance)) > _CERTAIN_DIGITS
+    # What is as small as another dtype makes it is looked for among the computations first.
+    for group in GROUPS if case.compared.largest > noise.alarm else GROUPS[::-1]:
+        trials = (
+            (variation, trial)
+            for variation in group
+            for trial in variation.trials(case)
+            if _may_explain(case, trial)
+        )
+        while chosen := list(islice(trials, min(_AT_ONCE, budget - count))):
+            count += len(chosen)
+            tried |= dict.fromkeys(variation.name for variation, _ in chosen)
+            fits += _fitting(case, noise, chosen)
+            if fits and certain:
+                break
+        if fits and certain:
+            break
+    if not fits:
+        return _unexplained(case, noise, list(tried), count)
+    best = min(fits, key=lambda fit: fit.rms)
+    as_well = max(_AS_WELL * best.rms, 2 * noise.exact)
+    rivals: dict[str, _Fit] = {}
+    for fit in sorted(fits, key=lambda fit: fit.rms):
+        if fit.rms <= as_well:
+            rivals.setdefault(fit.variation.name, fit)
+    causes = {fit.variation.cause for fit in rivals.values()}
+    evidence = (
+        f"largest difference {case.compared.largest:.4g} without that, {best.largest:.4g} with it; "
+        f"{count} changes tried"
+    )
+    return Finding(
+        best.variation.cause if len(causes) == 1 else "unknown",
+        "; or ".join(fit.trial.statement for fit in rivals.values()),
+        evidence,
+        case.sample.sample_id,
+        best.trial.image,
+        case.position if best.trial.token is None else best.trial.token,
+        " or ".join(rivals),
+    )
+
+
+def _may_explain(case: Case, trial: Trial) -> bool:
+    """Whether a change begins where it may explain the first token that departs.
+
+    One that changes later tokens only does not, nor one of tokens or images after which many tokens agree.
+    """
+    if trial.since > case.position:
+        return False
+    agreeing = case.compared.before(case.position).after(trial.since)
+    changes_sample = trial.sample is not None
+    return (
+        not changes_sample
+        or len(agreeing.positions) < _AGREEING
+        or agreeing.rms > _FAINT * case.compared.largest
+    )
+
+
+def _digits(case: Case, departing: Any) -> float:
+    """Return how many decimal digits of the sampler's numbers it takes to explain these tokens by chance."""
+    spread = max(float(np.std(case.compared.trainer)), 0.25)
+    return float(np.sum(departing)) * float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
+
+
+def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) -> list[_Fit]:
+    """Run trials; return those that fit. Those that change the sample only share batches."""
+    plain = [trial.sample for _, trial in chosen if trial.sample is not None]
+    found = iter(case.trainer.sampled_of_many(plain))
+    fits = []
+    for variation, trial in chosen:
+        if trial.sample is not None:
+            values = next(found)
+        else:
+            try:
+                values = case.trainer.sampled_logprobs(case.sample, inputs=trial.inputs, model=trial.model)
+            except MMRenderError:
+                values = None  # what the model does not take cannot be what the sampler saw
+        if values is None:
+            continue
+        varied = Comparison.of_sampled(trial.sample or case.sample, values)
+        varied = varied if trial.until is None else varied.before(trial.until)
+        loose = varied.largest <= noise.alarm <= _SHARE * case.compared.largest
+        if len(varied.positions) and (varied.largest <= case.tolerance or loose):
+            fits.append(_Fit(variation, trial, varied.largest, varied.rms))
+    return fits
+
+
+def _unexplained(case: Case, noise: Noise, tried: list[str], count: int) -> Finding:
     """Report the most that can be said where no variation fits."""
+    compared, departure = case.compared, case.departure
     cause: Cause = "unknown"
     statement = (
-        "no change of tokens, images, positions or precision that was tried explains the difference; the "
-        "weights may differ, or the sampler's settings, such as a temperature in its log-probabilities"
+        f"no change that was tried explains the difference, which begins at token {case.position}; "
+        "other weights or settings of the sampler are left"
     )
-    evidence, image = f"largest difference {compared.largest:.4g}, tolerance {tolerance:g}", None
+    evidence, image = f"largest difference {compared.largest:.4g}, tolerance {case.tolerance:.3g}", None
     if departure > 0 and (suspects := compared.suspects(departure)):
         names = ", ".join(map(described, suspects))
         cause, image = "pixels", suspects[0].position
         statement = f"tokens agree up to {names} and part after it, in a way that no change tried explains"
         evidence += f"; before it at most {compared.largest_of(slice(0, departure)):.2g}"
-    elif compared.largest <= _PRECISION:
+    elif compared.largest <= noise.mixed * _AS_WELL:
         cause = "precision"
-        statement = "differences are small and begin at no image: arithmetic, as of another kernel or dtype"
-    return Finding(cause, statement, evidence, compared.sample.sample_id, image)
+        statement = "differences are as small as those of another dtype, and begin at no image: arithmetic"
+    evidence += f"; {count} changes tried of: {', '.join(tried)}"
+    return Finding(cause, statement, evidence, compared.sample.sample_id, image, case.position)

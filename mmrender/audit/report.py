@@ -15,9 +15,12 @@ from mmrender.trajectory.sample import TrainingSample
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-Cause: TypeAlias = Literal["pixels", "ids", "positions", "masks", "sampling", "precision", "unknown"]
+Cause: TypeAlias = Literal[
+    "pixels", "ids", "positions", "masks", "logprobs", "sampling", "weights", "precision", "unknown"
+]
 """Kind of difference between sampler and trainer: the pixels that the model sees, the tokens or their order,
-the rotary positions, which tokens count as sampled, what the sampler was allowed, or only the arithmetic."""
+the rotary positions, which tokens count as sampled or are attended to, how log-probabilities were recorded,
+what they are of, the weights, or only the arithmetic."""
 
 _MOST_LISTED: Final = 20
 _MOST_TRACES: Final = 6
@@ -35,6 +38,9 @@ class Finding:
         evidence: The numbers behind it.
         sample_id: The sample it was found in.
         image: Index of the image, where it is about one.
+        token: Index of the token that it is about, or of the first that departs, in the sample's `token_ids`.
+        variation: Name of the variation that explains it, several joined by "or" where the sample cannot tell
+            them apart; empty where none does.
     """
 
     cause: Cause
@@ -42,6 +48,8 @@ class Finding:
     evidence: str
     sample_id: str
     image: int | None = None
+    token: int | None = None
+    variation: str = ""
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.statement} ({self.evidence})"
@@ -84,6 +92,37 @@ class Comparison:
         positions = np.flatnonzero(sample.loss_mask).astype(np.int32)
         return cls(sample, positions, sample.logprobs[positions], trainer[positions].astype(np.float32))
 
+    @classmethod
+    def of_sampled(cls, sample: TrainingSample, trainer: Float32Array) -> "Comparison":
+        """Compare the tokens in the sample's loss mask, `trainer` being of shape `(m,)`; see `of`."""
+        whole = np.zeros(len(sample), np.float32)
+        whole[sample.loss_mask] = trainer
+        return cls.of(sample, whole)
+
+    def before(self, stop: int) -> "Comparison":
+        """Return the comparison of the tokens before `stop`."""
+        count = int(np.searchsorted(self.positions, stop))
+        return Comparison(self.sample, self.positions[:count], self.sampler[:count], self.trainer[:count])
+
+    def after(self, start: int) -> "Comparison":
+        """Return the comparison of the tokens after `start`."""
+        first = int(np.searchsorted(self.positions, start, "right"))
+        return Comparison(self.sample, self.positions[first:], self.sampler[first:], self.trainer[first:])
+
+    def beyond(self, tolerance: float) -> npt.NDArray[np.bool_]:
+        """Which of the tokens differ by more than `tolerance`, or are not finite; bool of shape `(m,)`."""
+        beyond: npt.NDArray[np.bool_] = ~(np.abs(self.difference) <= tolerance)
+        return beyond
+
+    @property
+    def rms(self) -> float:
+        """Root of the mean squared difference; 0.0 without tokens."""
+        return (
+            float(np.sqrt(np.mean(np.square(self.difference, dtype=np.float64))))
+            if len(self.positions)
+            else 0.0
+        )
+
     @property
     def difference(self) -> Float32Array:
         """Trainer minus sampler; float32 of shape `(m,)`. Not finite where either is not."""
@@ -116,7 +155,7 @@ class Comparison:
 
     def first_departure(self, tolerance: float) -> int | None:
         """Index into `positions` of the first token that differs by more than `tolerance`, or None."""
-        beyond = ~(np.abs(self.difference) <= tolerance)
+        beyond = self.beyond(tolerance)
         return int(beyond.argmax()) if beyond.any() else None
 
     def suspects(self, departure: int) -> list[MediaSpan]:
@@ -127,6 +166,12 @@ class Comparison:
         agreeing = int(self.positions[departure - 1]) if departure else -1
         stop = int(self.positions[departure])
         return [span for span in self.sample.media_spans if agreeing < span.start < stop]
+
+
+def sampled_runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return the runs `[start, stop)` of true entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return [(int(start), int(stop)) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def described(span: MediaSpan) -> str:
@@ -143,12 +188,15 @@ class AuditReport:
         findings: Causes; those that samples show by themselves first.
         unread: Names of samples that the model could not be run on, and why.
         tolerance: In nats a token; beyond it a token departs.
+        left_out: Names of samples of which completions are not compared, and why: their log-probabilities are
+            of what a grammar left over.
     """
 
     comparisons: tuple[Comparison, ...]
     findings: tuple[Finding, ...]
     unread: tuple[tuple[str, str], ...]
     tolerance: float
+    left_out: tuple[tuple[str, str], ...] = ()
     _decode: Decode | None = field(default=None, repr=False)
 
     @property
@@ -188,6 +236,7 @@ class AuditReport:
             f"largest difference {self.largest:.4g} nats (tolerance {self.tolerance:g}), "
             f"KL {self.kl:.3g} nats a token",
         ]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out[:_MOST_LISTED]]
         if self.ok:
             return "\n".join([*lines, "the trainer sees what was sampled"])
         departures = [f"  {self._departure(compared, first)}" for compared, first in self.departing]

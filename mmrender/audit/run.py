@@ -1,111 +1,89 @@
 """An audit: run what the trainer would see through its model, and compare with what the sampler reported."""
 
-import copy
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from mmrender.audit.causes import find_cause, inspect_sample
-from mmrender.audit.report import AuditReport, Comparison, Decode, Float32Array, save_plot
-from mmrender.errors import EngineError, InputError, MMRenderError, ModelError
+from mmrender.audit.causes import DEFAULT_BUDGET, Noise, find_cause
+from mmrender.audit.computed import other_attention, whole_in
+from mmrender.audit.inspect import inspect_sample
+from mmrender.audit.report import AuditReport, Comparison, Decode, Finding, save_plot
+from mmrender.audit.trainer import TrainerModel
+from mmrender.audit.trial import Case, Weights
+from mmrender.errors import InputError, MMRenderError, ModelError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.registry import load_processor
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.model.weights import load_model
 from mmrender.spans import MediaItem
-from mmrender.training import ModelFamily, collate, resolve_references, token_logprobs
+from mmrender.training import resolve_references
 from mmrender.trajectory import load_trajectories
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 
-DEFAULT_TOLERANCE: Final = 1e-2
-"""Nats a token: above what float32 kernels of different libraries give, below what any fault does."""
 _MOST_EXPLAINED: Final = 3
+_LEAST: Final = 1e-3
+"""Nats a token: what float32 kernels of different libraries may differ by; any fault does more."""
+_MARGIN: Final = 4.0
+"""How far beyond the largest difference that was measured another one may be."""
+_MEASURED: Final = 4
+_MEASURED_TOKENS: Final = 256
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-class TrainerModel:
-    """A Transformers model that gives the log-probability of every token of a sample.
+def measure_noise(
+    samples: Sequence[TrainingSample], trainer: TrainerModel, tolerance: float | None = None
+) -> Noise:
+    """Measure what arithmetic alone changes, on some of the samples.
+
+    Each runs alone, and again beside another one with padding and another attention kernel; where the model
+    computes in float32, once more in bfloat16, in which samplers often compute.
 
     Args:
-        model: In evaluation mode.
-        dtype: Name of the dtype that pixels are given in; that of the weights if None.
+        samples: Some of these are run.
+        trainer: The model.
+        tolerance: In nats a token; None for one that follows from what is measured.
     """
+    import torch
 
-    def __init__(self, model: Any, *, dtype: str | None = None) -> None:
-        self.model = model
-        self.family = ModelFamily.from_config(model.config)
-        self._dtype = dtype or str(model.dtype).removeprefix("torch.")
-
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | os.PathLike[str], *, dtype: str = "float32", device: str = "cpu"
-    ) -> "TrainerModel":
-        """Load weights from a model directory.
-
-        Raises:
-            MissingDependencyError: torch or Transformers is not installed.
-            ModelError: Transformers cannot load the model.
-        """
-        return cls(load_model(directory, dtype, device, purpose="an audit"))
-
-    def low_precision(self) -> "TrainerModel":
-        """Return a copy of the model in bfloat16."""
-        import torch
-
-        return TrainerModel(copy.deepcopy(self.model).to(torch.bfloat16), dtype="bfloat16")
-
-    def logprobs(self, sample: TrainingSample, *, own_positions: bool = False) -> Float32Array:
-        """Return the log-probability of each token given those before it, `(tokens,)`; 0.0 for the first.
-
-        Each sample runs by itself, through the batch that a trainer builds.
-
-        Args:
-            sample: What the trainer would get.
-            own_positions: Whether the model works out position ids by itself.
-
-        Raises:
-            BatchError: The sample cannot be batched: items or tokens do not fit together.
-            PlaceholderError: Its placeholders do not fit its items or tokens.
-            EngineError: The model fails on it.
-        """
-        import torch
-
-        pad = 0 if self.family.feature_token_ids.get("image") != 0 else 1  # of a batch without padding
-        batch = collate(
-            [sample],
-            self.family,
-            pad_token_id=pad,
-            dtype=getattr(torch, self._dtype),
-            device=self.model.device,
-            pin_memory=False,
-        )
-        inputs = batch.model_inputs()
-        if own_positions:
-            del inputs["position_ids"]
-        try:
-            with torch.inference_mode():
-                found = token_logprobs(self.model(**inputs).logits, batch)
-        except (RuntimeError, ValueError, IndexError) as error:
-            where = sample.sample_id or "sample"
-            raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
-        return np.asarray(found[0].float().cpu().numpy(), np.float32)
+    exact = mixed = 0.0
+    chosen = sorted(samples, key=len)[: 2 * _MEASURED : 2]
+    beside = max(chosen, key=len, default=None)
+    for sample in chosen:
+        mask = sample.mm_token_type_ids == 0
+        mask[0] = False
+        places = np.flatnonzero(mask)[-_MEASURED_TOKENS:]
+        mask[:] = False
+        mask[places] = True
+        whole = replace(sample, loss_mask=mask, logprobs=np.zeros(len(sample), np.float32))
+        alone = trainer.sampled_logprobs(whole)
+        other = trainer.sampled_logprobs(whole, model=other_attention, beside=beside)
+        exact = max(exact, float(np.abs(other - alone).max(initial=0.0)))
+        if trainer.model.dtype == torch.float32:
+            low = trainer.sampled_logprobs(whole, model=whole_in(torch.bfloat16))
+            mixed = max(mixed, float(np.abs(low - alone).max(initial=0.0)))
+    mixed = max(mixed, exact)
+    if tolerance is not None:
+        return Noise(exact, mixed, tolerance, tolerance)
+    least = max(_LEAST, _MARGIN * exact)
+    return Noise(exact, mixed, least, max(least, _MARGIN * mixed))
 
 
 def audit(
     samples: Sequence[TrainingSample],
     trainer: TrainerModel,
     *,
-    tolerance: float = DEFAULT_TOLERANCE,
+    tolerance: float | None = None,
     others: Sequence[MediaItem] = (),
     explain: int = _MOST_EXPLAINED,
     decode: Decode | None = None,
+    sources: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Weights] | None = None,
+    alternatives: Mapping[str, Sequence[TrainingSample]] | None = None,
+    budget: int = DEFAULT_BUDGET,
 ) -> AuditReport:
     """Compare every sampled token, and look for the cause where tokens depart.
 
@@ -115,35 +93,87 @@ def audit(
     Args:
         samples: As the trainer would get them, `logprobs` being the sampler's.
         trainer: The trainer's model, with the weights that sampled.
-        tolerance: In nats a token.
+        tolerance: In nats a token; None measures what arithmetic alone does, see `measure_noise`.
         others: Items that an image may have been mistaken for, besides those of the samples.
         explain: How many departing samples to explain.
-        decode: Text of token ids, for the report.
+        decode: Text of token ids, for the report and for text that was encoded again.
+        sources: Images before processing, by identity of their items: whatever a message may hold.
+        weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
+        alternatives: The same samples as something else builds them, such as another template, by name.
+        budget: Forward passes for each sample that is explained, at most.
     """
-    faults = {sample: inspect_sample(sample) for sample in samples}
-    comparisons, unread = [], []
-    for index, sample in enumerate(samples):
+    unread: list[tuple[str, str]] = []
+    comparisons: list[Comparison] = []
+    given: dict[int, int] = {}
+    faults: dict[int, list[Finding]] = {}
+    left_out: list[tuple[str, str]] = []
+    for index, given_sample in enumerate(samples):
+        sample, why = _unrestricted(given_sample)
+        if why:
+            left_out.append((sample.sample_id or f"samples[{index}]", why))
+        faults[index] = inspect_sample(sample)
         try:
-            comparisons.append(Comparison.of(sample, trainer.logprobs(sample)))
+            compared = Comparison.of_sampled(sample, trainer.sampled_logprobs(sample))
         except MMRenderError as error:
             unread.append((sample.sample_id or f"samples[{index}]", str(error)))
-    found = tuple(finding for findings in faults.values() for finding in findings)
-    report = AuditReport(tuple(comparisons), found, tuple(unread), tolerance, decode)
-    low_precision = cache(trainer.low_precision)  # a copy of the model, made only where it is asked for
-    departing = [entry for entry in report.departing if not faults[entry[0].sample]]
-    causes = [
-        find_cause(
+            continue
+        given[len(comparisons)] = index
+        comparisons.append(compared)
+    noise = measure_noise([one.sample for one in comparisons], trainer, tolerance)
+    found = [finding for findings in faults.values() for finding in findings]
+    report = AuditReport(
+        tuple(comparisons), tuple(found), tuple(unread), noise.alarm, tuple(left_out), decode
+    )
+    order = sorted(range(len(comparisons)), key=lambda place: -comparisons[place].largest)
+    causes: list[Finding] = []
+    pool = [*_items_of(samples), *others]
+    for place in order:
+        compared, index = comparisons[place], given[place]
+        departure = compared.first_departure(noise.tolerance)
+        if departure is None or len(causes) == explain:
+            break
+        # What a sample shows by itself needs no other cause, except numbers, which may be of a known form.
+        if any(finding.variation != "values" for finding in faults[index]):
+            continue
+        case = Case(
             compared,
-            first,
-            tolerance,
-            trainer.logprobs,
-            others=[*_items_of(samples), *others],
-            low_precision=lambda sample: low_precision().logprobs(sample),
-            own_positions=partial(trainer.logprobs, own_positions=True),
+            departure,
+            trainer,
+            noise.tolerance,
+            peers=[one for other, one in enumerate(comparisons) if other != place],
+            others=pool,
+            decode=decode,
+            sources=sources or {},
+            weights=weights or {},
+            alternatives={name: built[index] for name, built in (alternatives or {}).items()},
         )
-        for compared, first in departing[:explain]
-    ]
+        finding = find_cause(case, noise, budget=budget)
+        if compared.largest <= noise.alarm and not _is_fault(finding):
+            break  # samples come by size of their differences, and those left are as small
+        if finding.variation:
+            found = [one for one in found if one not in faults[index]]
+        causes.append(finding)
     return replace(report, findings=(*found, *causes))
+
+
+def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
+    """Return a sample without the completions that were held to a grammar, and what they were held to."""
+    spans = sample.extra.get(RESTRICTED, ())
+    if not spans:
+        return sample, ""
+    mask, kinds = sample.loss_mask.copy(), {kind for _, _, *named in spans for kind in named}
+    for start, stop, *_ in spans:
+        mask[start:stop] = False
+    logprobs = None if sample.logprobs is None else np.where(mask, sample.logprobs, 0).astype(np.float32)
+    count = int(sample.loss_mask.sum() - mask.sum())
+    why = f"{count} tokens sampled under {', '.join(sorted(kinds))}"
+    return replace(sample, loss_mask=mask, logprobs=logprobs), why
+
+
+def _is_fault(finding: Finding) -> bool:
+    """Whether a difference as small as another dtype makes has a cause beside that dtype."""
+    named = set(finding.variation.split(" or ")) - {""}
+    return bool(named) and (finding.cause != "precision" or not named & {"dtype", "rounded"})
 
 
 def _items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:
@@ -156,7 +186,7 @@ def audit_files(
     files: Sequence[Path],
     model: str,
     *,
-    tolerance: float = DEFAULT_TOLERANCE,
+    tolerance: float | None = None,
     explain: int = _MOST_EXPLAINED,
     dtype: str = "float32",
     device: str = "cpu",
@@ -168,7 +198,7 @@ def audit_files(
     Args:
         files: As `save_trajectories` writes them.
         model: Model directory or hub id; the weights that sampled.
-        tolerance: In nats a token.
+        tolerance: In nats a token; None measures it.
         explain: How many departing samples to look for a cause in.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
         device: Where torch runs the model.

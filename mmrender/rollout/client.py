@@ -25,6 +25,7 @@ from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, 
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import BridgeOptions, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory.sample import RESTRICTED
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
@@ -191,6 +192,7 @@ class RendererClient:
         conversation = normalize_messages(messages)
         definitions = None if tools is None else normalize_tools(tools)
         options: RequestOptions = {**self._options, **request_options}
+        params = {**self.sampling_params, **(sampling_params or {})}
         prompt = await self._prompt(trajectory, conversation, tools, definitions, parent)
         while True:
             again = prompt.parent if prompt.rendered is None else None
@@ -207,7 +209,7 @@ class RendererClient:
                     multi_modal_data=None if again is None else again.multi_modal_data,
                     prompt_attribution=prompt.rendered,
                     tools=tools,
-                    sampling_params={**self.sampling_params, **(sampling_params or {})},
+                    sampling_params=params,
                     **options,
                 )
                 break
@@ -241,6 +243,9 @@ class RendererClient:
         records = records[: len(prompt.messages)]
         records = (*records, *map(_plain_record, said[len(records) :]))
         extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
+        if restriction := params.get("structured_outputs"):
+            # Its log-probabilities are of what a grammar left over, not the model's.
+            extra[RESTRICTED] = sorted(restriction)
         step = trajectory.append(
             generation.prompt_ids,
             generation.completion_ids,

@@ -21,6 +21,10 @@ from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 IGNORE_INDEX: Final = -100
 """The label that PyTorch's cross entropy leaves out."""
 
+RESTRICTED: Final = "restricted"
+"""Key of a step's `extra`: the kinds of grammar or choices that its completion was held to. In a sample's
+`extra`: for each such completion its first token, the token after its last, and those kinds."""
+
 ALIGNED: Final[Mapping[str, Any]] = {
     "token_ids": np.int32,
     "loss_mask": np.bool_,

@@ -22,7 +22,7 @@ from mmrender.trajectory.engine_data import (
     check_versions,
     last_run,
 )
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 _NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
@@ -304,6 +304,9 @@ def _sample(
             if start + first < min(start + last, stop):
                 versions.append(WeightVersionSpan(version, start + first, min(start + last, stop)))
     logprobs[~mask] = 0.0
+    extra: dict[str, Any] = {"steps": tuple(part.step.index for part in parts)}
+    if restricted := [part for part in parts if part.step.extra.get(RESTRICTED)]:
+        extra[RESTRICTED] = tuple((*part.sampled, *part.step.extra[RESTRICTED]) for part in restricted)
     return TrainingSample(
         token_ids=step.token_ids,
         loss_mask=mask,
@@ -313,7 +316,7 @@ def _sample(
         routed_experts=step.routed_experts,
         weight_versions=tuple(versions),
         sample_id=name,
-        extra={"steps": tuple(part.step.index for part in parts)},
+        extra=extra,
     )
 
 

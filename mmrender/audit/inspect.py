@@ -1,0 +1,92 @@
+"""Faults that a sample shows by itself, before any model runs."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.audit.images import shift_text
+from mmrender.audit.report import Finding
+from mmrender.errors import PlaceholderError
+from mmrender.trajectory.sample import TrainingSample
+
+_MOST_SHIFT: Final = 8
+
+
+def inspect_sample(sample: TrainingSample) -> list[Finding]:
+    """Return the faults of one sample's tokens, placeholder ranges and masks, before any model runs."""
+    try:
+        found = [*_range_faults(sample)]
+    except PlaceholderError as error:
+        statement = "the placeholder ranges do not fit the tokens"
+        found = [Finding("ids", statement, str(error), sample.sample_id)]
+    return [*found, *_mask_faults(sample)]
+
+
+def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
+    """Yield ranges that cover other tokens than features, and feature tokens that no range covers."""
+    spans, ids = sample.media_spans, sample.token_ids
+    features: dict[str, list[npt.NDArray[np.int32]]] = {}
+    for span in spans:
+        features.setdefault(span.modality, []).append(ids[span.start : span.stop][span.range.is_embed])
+    # The feature token is the commonest one in the ranges of a modality.
+    pads = {modality: int(np.bincount(np.concatenate(held)).argmax()) for modality, held in features.items()}
+    covered = np.zeros(len(sample), np.bool_)
+    for span in spans:
+        covered[span.start : span.stop] = True
+        pad, places = pads[span.modality], span.start + np.flatnonzero(span.range.is_embed)
+        misses = int((ids[places] != pad).sum())
+        if misses:
+            moves = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
+            inside = (by for by in moves if places[0] + by >= 0 and places[-1] + by < len(ids))
+            shift = next((by for by in inside if (ids[places + by] == pad).all()), None)
+            moved = f"; the run that fits begins {shift_text(shift)}" if shift else ""
+            yield Finding(
+                "ids",
+                f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",
+                f"{misses} of {len(places)} tokens in [{span.start}, {span.stop}) are not {pad}",
+                sample.sample_id,
+                span.position,
+            )
+    edges = [edge for span in spans for edge in (span.start - 1, span.stop)]
+    for modality, pad in pads.items():
+        stray = np.flatnonzero((ids == pad) & ~covered)
+        sampled = stray[sample.loss_mask[stray]]
+        statement = f"a placeholder token of {modality}s lies outside every placeholder range"
+        if len(sampled):
+            statement = (
+                f"the model sampled the placeholder token of {modality}s, but no {modality} belongs to it; "
+                "a trainer that finds images by token id takes it for one"
+            )
+        # Next to a range, a shifted range has been reported already.
+        if len(sampled) or (len(stray) and not np.isin(stray, edges).any()):
+            shown = _some(sampled if len(sampled) else stray)
+            evidence = f"token {pad} at {shown} is in no placeholder range"
+            yield Finding("ids", statement, evidence, sample.sample_id)
+
+
+def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
+    logprobs, mask = sample.logprobs, sample.loss_mask
+    if logprobs is None:
+        return
+    bad = np.flatnonzero(mask & ~((logprobs <= 0) & np.isfinite(logprobs)))
+    outside = np.flatnonzero(~mask & (logprobs != 0))
+    faults = []
+    if len(bad):
+        evidence = f"{logprobs[bad[0]]:g} at {_some(bad)}"
+        faults.append(("sampled tokens carry values that are not log-probabilities", evidence, "values"))
+    if len(outside):
+        missing = int((mask & (logprobs == 0)).sum())
+        evidence = f"{len(outside)} outside the loss mask, at {_some(outside)}; {missing} inside it have 0.0"
+        faults.append(("tokens that do not count as sampled carry log-probabilities", evidence, ""))
+    if len(mask) and mask[0]:
+        faults.append(("the first token counts as sampled, and nothing precedes it", "position 0", ""))
+    for statement, evidence, variation in faults:
+        yield Finding("masks", statement, evidence, sample.sample_id, variation=variation)
+
+
+def _some(positions: npt.NDArray[np.intp]) -> str:
+    shown = ", ".join(str(position) for position in positions[:4])
+    more = f" and {len(positions) - 4} more" if len(positions) > 4 else ""
+    return f"position(s) {shown}{more}"

@@ -1,0 +1,205 @@
+"""The trainer's model, asked for the numbers that an audit compares, as it is or changed for a moment."""
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.audit.report import Float32Array
+from mmrender.errors import EngineError, MMRenderError
+from mmrender.model.weights import load_model
+from mmrender.training import ModelFamily, TrainingBatch, collate, token_logprobs
+from mmrender.trajectory.sample import TrainingSample
+
+InputChange: TypeAlias = Callable[[dict[str, Any]], None]
+"""Changes the keyword arguments of the model's forward in place."""
+ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+"""Changes the model for as long as its block runs."""
+
+_ROWS_AT_ONCE: Final = 256
+_SAMPLES_AT_ONCE: Final = 8
+_TOKENS_AT_ONCE: Final = 1 << 14
+
+
+class TrainerModel:
+    """A Transformers model that gives the log-probability of every token of a sample.
+
+    Args:
+        model: In evaluation mode.
+        dtype: Name of the dtype that pixels are given in; that of the weights if None.
+    """
+
+    def __init__(self, model: Any, *, dtype: str | None = None) -> None:
+        self.model = model
+        self.family = ModelFamily.from_config(model.config)
+        self._dtype = dtype or str(model.dtype).removeprefix("torch.")
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | os.PathLike[str], *, dtype: str = "float32", device: str = "cpu"
+    ) -> "TrainerModel":
+        """Load weights from a model directory.
+
+        Raises:
+            MissingDependencyError: torch or Transformers is not installed.
+            ModelError: Transformers cannot load the model.
+        """
+        return cls(load_model(directory, dtype, device, purpose="an audit"))
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that pixels are given in."""
+        return self._dtype
+
+    def logprobs(self, sample: TrainingSample) -> Float32Array:
+        """Return the log-probability of each token given those before it, `(tokens,)`; 0.0 for the first.
+
+        Each sample runs by itself, through the batch that a trainer builds.
+
+        Args:
+            sample: What the trainer would get.
+
+        Raises:
+            BatchError: The sample cannot be batched: items or tokens do not fit together.
+            PlaceholderError: Its placeholders do not fit its items or tokens.
+            EngineError: The model fails on it.
+        """
+        batch = self._batch([sample])
+        found = token_logprobs(self._logits(batch, sample), batch)
+        return np.asarray(found[0].float().cpu().numpy(), np.float32)
+
+    def sampled_logprobs(
+        self,
+        sample: TrainingSample,
+        *,
+        inputs: InputChange | None = None,
+        model: ModelChange | None = None,
+        beside: TrainingSample | None = None,
+    ) -> Float32Array:
+        """Return the log-probability of each token of the loss mask, `(m,)`.
+
+        Args:
+            sample: What the trainer would get.
+            inputs: What to change of the model's inputs.
+            model: What to change of the model meanwhile.
+            beside: A sample to share a batch with, which is padded on the left.
+
+        Raises:
+            MMRenderError: As for `logprobs`.
+        """
+        samples = [sample] if beside is None else [sample, beside]
+        places = np.flatnonzero(sample.loss_mask)
+        with nullcontext() if model is None else model(self.model):
+            rows = self._rows(samples, [places], inputs)
+        return picked_logprobs(rows[0], sample.token_ids[places])
+
+    def sampled_of_many(self, samples: Sequence[TrainingSample]) -> list[Float32Array | None]:
+        """Return `sampled_logprobs` of each sample, several in a batch; None where the model fails on one."""
+        out: list[Float32Array | None] = []
+        while len(out) < len(samples):
+            some = [samples[len(out)]]
+            for sample in samples[len(out) + 1 : len(out) + _SAMPLES_AT_ONCE]:
+                if max(map(len, [*some, sample])) * (len(some) + 1) > _TOKENS_AT_ONCE:
+                    break
+                some.append(sample)
+            out += self._of_some(some)
+        return out
+
+    def _of_some(self, samples: list[TrainingSample]) -> list[Float32Array | None]:
+        places = [np.flatnonzero(sample.loss_mask) for sample in samples]
+        try:
+            rows = self._rows(samples, places)
+        except MMRenderError:
+            if len(samples) == 1:
+                return [None]
+            return [found for sample in samples for found in self._of_some([sample])]
+        picked = zip(rows, samples, places, strict=True)
+        return [picked_logprobs(own, sample.token_ids[at]) for own, sample, at in picked]
+
+    def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
+        """Return the logits from which the tokens at `positions` were predicted: `(m, vocabulary)`.
+
+        Raises:
+            MMRenderError: As for `logprobs`.
+        """
+        return self._rows([sample], [np.asarray(positions)])[0]
+
+    def _rows(
+        self,
+        samples: list[TrainingSample],
+        places: list[npt.NDArray[Any]],
+        change: InputChange | None = None,
+    ) -> list[Any]:
+        """Return, for the first samples of a batch, the logits that predicted the tokens at their places."""
+        import torch
+
+        batch = self._batch(samples)
+        # The first token is predicted from nothing; what is returned for it is not looked at.
+        columns = [
+            np.maximum(wanted - 1, 0) + segments[0].start
+            for wanted, segments in zip(places, batch.segments, strict=False)
+        ]
+        kept = np.unique(np.concatenate(columns))
+        if not self._keeps:
+            logits = self._logits(batch, samples[0], change)[:, torch.from_numpy(kept).to(self.model.device)]
+        else:
+            keep = torch.from_numpy(kept).to(self.model.device)
+            logits = self._logits(batch, samples[0], change, logits_to_keep=keep)
+        return [logits[row, np.searchsorted(kept, own)] for row, own in enumerate(columns)]
+
+    def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
+        import torch
+
+        # Only what the model sees: an audit is for samples whose masks and numbers may be at fault.
+        bare = [
+            TrainingSample(
+                one.token_ids,
+                np.zeros(len(one), np.bool_),
+                multi_modal_data=one.multi_modal_data,
+                sample_id=one.sample_id,
+            )
+            for one in samples
+        ]
+        features = {*self.family.feature_token_ids.values()}
+        return collate(
+            bare,
+            self.family,
+            pad_token_id=next(token for token in range(len(features) + 1) if token not in features),
+            padding_side="left",
+            dtype=getattr(torch, self._dtype),
+            device=self.model.device,
+            pin_memory=False,
+        )
+
+    def _logits(
+        self, batch: TrainingBatch, sample: TrainingSample, change: InputChange | None = None, **options: Any
+    ) -> Any:
+        import torch
+
+        inputs = batch.model_inputs() | options
+        if change is not None:
+            change(inputs)
+        try:
+            with torch.inference_mode():
+                return self.model(**inputs).logits
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            where = sample.sample_id or "sample"
+            raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
+
+
+def picked_logprobs(logits: Any, tokens: npt.NDArray[Any]) -> Float32Array:
+    """Return the log-probability of one token a row, `(n,)`, of logits `(n, vocabulary)` in any dtype."""
+    import torch
+
+    wanted = torch.from_numpy(np.asarray(tokens, np.int64)).to(logits.device)
+    out = [np.zeros(0, np.float32)]
+    for start in range(0, len(wanted), _ROWS_AT_ONCE):
+        part = logits[start : start + _ROWS_AT_ONCE].float()
+        own = part.gather(1, wanted[start : start + _ROWS_AT_ONCE, None])[:, 0]
+        out.append((own - part.logsumexp(-1)).cpu().numpy())
+    return np.concatenate(out)

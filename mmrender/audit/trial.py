@@ -1,0 +1,246 @@
+"""What a variation is, and how a sample is changed in one respect.
+
+A variation says what the sampler may have had in place of what the trainer has. Its trials apply that to one
+image, to all of them or to the whole rollout. Where the trainer's model then gives the sampler's numbers, and
+no other variation makes it do so, that respect is what differs.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.audit.report import Cause, Comparison, Decode, Float32Array, sampled_runs
+from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
+from mmrender.media.levels import cast
+from mmrender.spans import Framework, MediaItem, MediaSpan, MultiModalData, PlaceholderRange, TensorDtype
+from mmrender.trajectory.sample import TrainingSample
+
+PixelChange: TypeAlias = Callable[[Float32Array, tuple[int, ...]], Float32Array]
+"""New pixels from old ones and the item's grid."""
+Weights: TypeAlias = Mapping[str, Any]
+"""Tensors by the names of the model's parameters, or of some of them."""
+
+
+class Trial(NamedTuple):
+    """One change: what it would mean if it fits, and what it changes.
+
+    Attributes:
+        statement: What was found, if it fits.
+        sample: The changed sample, with the sampler's log-probabilities of its loss mask; None for as it is.
+        inputs: What changes in the model's inputs.
+        model: What changes in the model.
+        image: Index of the image it is about.
+        token: Index of the token it is about, in the trainer's sample.
+        since: Index of the first token whose log-probability may change.
+        until: Index after the last token that it must explain; None for all.
+    """
+
+    statement: str
+    sample: TrainingSample | None = None
+    inputs: InputChange | None = None
+    model: ModelChange | None = None
+    image: int | None = None
+    token: int | None = None
+    since: int = 0
+    until: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample that departs, and all that may help to explain it.
+
+    Attributes:
+        compared: Sampler against trainer.
+        departure: Index into `compared.positions` of the first token that departs.
+        trainer: The model.
+        tolerance: In nats; what is below it is arithmetic.
+        peers: Comparisons of the other samples.
+        others: Items that an image may have been mistaken for.
+        decode: Text of token ids.
+        sources: Images as they were before processing, by identity of their items.
+        weights: Other weights that may have sampled, by name.
+        alternatives: The sample as something else would have built it, by name.
+    """
+
+    compared: Comparison
+    departure: int
+    trainer: TrainerModel
+    tolerance: float
+    peers: Sequence[Comparison] = ()
+    others: Sequence[MediaItem] = ()
+    decode: Decode | None = None
+    sources: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Weights] = field(default_factory=dict)
+    alternatives: Mapping[str, TrainingSample] = field(default_factory=dict)
+
+    @property
+    def sample(self) -> TrainingSample:
+        """The sample as the trainer has it."""
+        return self.compared.sample
+
+    @cached_property
+    def position(self) -> int:
+        """Index of the first token that departs."""
+        return int(self.compared.positions[self.departure])
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """The completions, as runs `[start, stop)` of sampled tokens."""
+        return sampled_runs(self.sample.loss_mask)
+
+    @cached_property
+    def departing_runs(self) -> list[int]:
+        """Indices of the completions that hold a token that departs."""
+        beyond = self.compared.positions[self.compared.beyond(self.tolerance)]
+        return [
+            number
+            for number, (start, stop) in enumerate(self.runs)
+            if ((beyond >= start) & (beyond < stop)).any()
+        ]
+
+    @cached_property
+    def suspects(self) -> list[MediaSpan]:
+        """Images that may be at fault, those that the departing token was the first to see before others.
+
+        An image is left out where most tokens that saw it agree before the first that departs.
+        """
+        new = self.compared.suspects(self.departure)
+        seen = [span for span in self.sample.media_spans if span.start < self.position and span not in new]
+        agreeing = self.compared.positions[: self.departure]
+        doubtful = [span for span in seen if int((agreeing > span.start).sum()) <= 3]
+        return [*new, *doubtful]
+
+    @cached_property
+    def logits(self) -> Any:
+        """Logits at the sampled tokens of the completions that depart, `rows` of them: float32."""
+        return self.trainer.logits_at(self.sample, self.compared.positions[self.rows]).float()
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.intp]:
+        """Indices into `compared.positions` of the tokens that `logits` are of, some hundred at most."""
+        positions = self.compared.positions
+        held = np.zeros(len(positions), np.bool_)
+        for number in self.departing_runs:
+            start, stop = self.runs[number]
+            held |= (positions >= start) & (positions < stop)
+        return np.flatnonzero(held)[:_MOST_ROWS]
+
+
+_MOST_ROWS = 256
+"""Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A kind of difference between sampler and trainer.
+
+    Attributes:
+        name: Names it in findings.
+        cause: Which kind of cause it is.
+        about: What it says, for the documentation.
+        trials: What to try for a case.
+    """
+
+    name: str
+    cause: Cause
+    about: str
+    trials: Callable[[Case], Iterable[Trial]]
+
+
+class ChangedItem:
+    """A media item whose pixels are changed after it made them, and its grid if one is given."""
+
+    def __init__(
+        self, item: MediaItem, change: PixelChange, *, grid: tuple[int, int, int] | None = None
+    ) -> None:
+        self.item, self.change = item, change
+        # No real item has this identity, so the changed pixels are taken for no other item's.
+        self.identity = f"{item.identity}-changed-{id(change):x}"
+        self.modality, self.size, self.grid = item.modality, item.size, grid or item.grid
+        self.expansion, self.nbytes = item.expansion, item.nbytes
+
+    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
+        """Return the item's tensors with the pixels changed."""
+        tensors = dict(self.item.tensors("float32"))
+        name = next(key for key in ("pixel_values", "pixel_values_videos") if key in tensors)
+        pixels = np.ascontiguousarray(self.change(tensors[name], self.item.grid), np.float32)
+        tensors[name] = cast(pixels, dtype)
+        if self.grid != self.item.grid:
+            tensors["image_grid_thw"] = np.array([self.grid], np.int64)
+        if framework == "numpy":
+            return tensors
+        import torch
+
+        out = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in tensors.items()}
+        if dtype == "bfloat16":
+            out[name] = out[name].view(torch.bfloat16)
+        return out
+
+
+def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaItem]]) -> TrainingSample:
+    """Return a sample whose spans hold other items of as many tokens."""
+    # Spans are compared by place: items need not be hashable.
+    given = {span.start: item for span, item in items}
+    entries = [(one.range, given.get(one.start, one.item)) for one in sample.media_spans]
+    return replace(sample, multi_modal_data=MultiModalData.of(entries))
+
+
+def with_tokens(
+    sample: TrainingSample,
+    start: int,
+    stop: int,
+    ids: Sequence[int] | npt.NDArray[Any],
+    *,
+    media: tuple[PlaceholderRange, MediaItem] | None = None,
+) -> TrainingSample:
+    """Return a sample with the tokens `[start, stop)` replaced by prompt tokens; its media move along.
+
+    Items whose placeholders begin in the replaced part are dropped. `media` is an item among the new tokens,
+    whose range is moved to `start`.
+    """
+    tokens = np.asarray(ids, np.int32)
+    grown = len(tokens) - (stop - start)
+
+    def spliced(array: Any, fill: Any) -> Any:
+        part = np.full(len(tokens), fill, array.dtype)
+        return np.concatenate([array[:start], part, array[stop:]])
+
+    entries = [
+        (span.range if span.start < start else span.range.shifted(grown), span.item)
+        for span in sample.media_spans
+        if not start <= span.start < stop
+    ]
+    if media is not None:
+        place, item = media
+        entries.append((place.shifted(start - place.offset), item))
+        entries.sort(key=lambda entry: entry[0].offset)
+    logprobs = sample.logprobs
+    return TrainingSample(
+        np.concatenate([sample.token_ids[:start], tokens, sample.token_ids[stop:]]),
+        spliced(sample.loss_mask, False),
+        None if logprobs is None else spliced(logprobs, 0),
+        MultiModalData.of(entries),
+        sample_id=sample.sample_id,
+    )
+
+
+def with_sampled(sample: TrainingSample, start: int, ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
+    """Return a sample with as many sampled tokens from `start` on replaced by others."""
+    tokens = sample.token_ids.copy()
+    tokens[start : start + len(ids)] = ids
+    return replace(sample, token_ids=tokens)
+
+
+def scopes(case: Case, *, runs: Iterable[int] | None = None) -> Iterator[tuple[list[tuple[int, int]], str]]:
+    """Yield the completions that a change may be limited to, and what to call them."""
+    numbers = case.departing_runs if runs is None else list(runs)
+    if len(case.runs) == 1:
+        yield case.runs, "the completion"
+        return
+    yield case.runs, "all completions"
+    for number in numbers:
+        yield [case.runs[number]], f"completion {number}"

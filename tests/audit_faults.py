@@ -1,0 +1,1012 @@
+"""Faults planted between sampler and trainer, of many kinds, and what an audit makes of them.
+
+Each is planted in rollouts of tiny models: on the sampler's side by computing its log-probabilities otherwise,
+or on the trainer's side by changing the sample. Run as a program it plants all of them and prints a table.
+"""
+
+import argparse
+import io
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+
+from mmrender.audit import TrainerModel, audit
+from mmrender.audit.report import sampled_runs
+from mmrender.spans import MultiModalData
+from mmrender.training import collate
+from mmrender.trajectory.sample import TrainingSample
+from training_cases import PAD_ID, item_tokens
+from training_models import END_ID, START_ID, TinyFamily, tiny_family
+
+BOS, OPENER, ANSWER, STOP, OTHER_STOP = 1, 80, 81, 2, 82
+LETTERS, PAIRS = range(3, 43), range(43, 79)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Letters, pairs of letters, and names for the rest."""
+    texts = {token: chr(0x4E00 + token) for token in LETTERS}
+    texts |= {token: texts[3 + index] + texts[4 + index] for index, token in enumerate(PAIRS)}
+    return "".join(texts.get(int(token), f"<{int(token)}>") for token in ids)
+
+
+class Row:
+    """A sample under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.entries: list[Any] = []
+
+    def add(self, tokens: Sequence[int], sampled: bool = False) -> "Row":
+        self.ids += map(int, tokens)
+        self.mask += [sampled] * len(tokens)
+        return self
+
+    def image(self, item: Any) -> "Row":
+        own, placeholder = item_tokens(item)
+        self.add([START_ID])
+        self.entries.append((placeholder.shifted(len(self.ids)), item))
+        return self.add(own).add([END_ID])
+
+    def sample(self, name: str = "", logprobs: Any = None) -> TrainingSample:
+        ids = np.array(self.ids, np.int32)
+        given = np.zeros(len(ids), np.float32) if logprobs is None else logprobs
+        return TrainingSample(
+            ids, np.array(self.mask), given, MultiModalData.of(self.entries), sample_id=name
+        )
+
+
+def numbers(model: Any, tiny: TinyFamily, sample: TrainingSample, change: Any = None) -> Any:
+    """Logits at the sampled tokens: float32 `(m, vocabulary)`; `change` edits the model's inputs."""
+    bare = TrainingSample(
+        sample.token_ids, np.zeros(len(sample), bool), multi_modal_data=sample.multi_modal_data
+    )
+    dtype = model.dtype
+    inputs = collate([bare], tiny.family, pad_token_id=PAD_ID, dtype=dtype, pin_memory=False).model_inputs()
+    if change is not None:
+        change(inputs)
+    with torch.inference_mode():
+        rows = model(**inputs).logits[0, np.flatnonzero(sample.loss_mask) - 1].float()
+    return rows.clone()
+
+
+def scored(model: Any, tiny: TinyFamily, sample: TrainingSample, change: Any = None, rule: Any = None) -> Any:
+    """The sample with the log-probabilities that a sampler with this model and these inputs reports."""
+    logits = numbers(model, tiny, sample, change)
+    logits = logits if rule is None else rule(logits)
+    own = logits.log_softmax(-1)[range(len(logits)), sample.token_ids[sample.loss_mask].astype(int)]
+    return recorded(sample, own.numpy())
+
+
+def recorded(sample: TrainingSample, values: Any) -> TrainingSample:
+    logprobs = np.zeros(len(sample), np.float32)
+    logprobs[sample.loss_mask] = values
+    return replace(sample, logprobs=logprobs)
+
+
+def as_trained(sampled: TrainingSample, trained: TrainingSample) -> TrainingSample:
+    """The trainer's sample with the log-probabilities of the sampler's."""
+    return recorded(trained, sampled.logprobs[sampled.loss_mask])
+
+
+@dataclass
+class Scene:
+    """Healthy rollouts of one family."""
+
+    tiny: TinyFamily
+    trainer: TrainerModel
+    samples: list[TrainingSample]
+    sources: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Any:
+        return self.tiny.model
+
+
+def picture(rng: np.random.Generator, size: tuple[int, int] | None = None) -> Image.Image:
+    width, height = size or rng.integers(40, 110, 2).tolist()
+    small = rng.integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def rollout(
+    tiny: TinyFamily, model: Any, seed: int, sources: dict[str, Any], tokens: int = 12
+) -> TrainingSample:
+    """Two turns, an image before each, a system prompt, every token drawn from the model."""
+    rng = np.random.default_rng(seed)
+    row = Row().add([BOS, OPENER, 21, 22, 23, 24, 25, OPENER])
+    generator = torch.Generator().manual_seed(seed)
+    allowed = torch.full((tiny.model.config.get_text_config().vocab_size,), -torch.inf)
+    allowed[[*LETTERS, *PAIRS]] = 0
+    for turn in range(2):
+        for _ in range(1 + (seed + turn) % 2):
+            image = picture(rng)
+            item = tiny.process(image)
+            sources[item.identity] = image
+            row.add(rng.choice(LETTERS, 3)).image(item)
+        row.add(rng.choice(LETTERS, 4)).add([ANSWER, 5, 6])
+        for _ in range(tokens):
+            probe = replace(row.sample(), loss_mask=np.arange(len(row.ids)) == len(row.ids) - 1)
+            logits = _next(model, tiny, probe) + allowed
+            row.add([int(torch.multinomial(logits.softmax(-1), 1, generator=generator))], True)
+        row.add([STOP], True)
+        if turn == 0:
+            row.add([OPENER])
+    return scored(model, tiny, row.sample(f"rollout-{seed}"))
+
+
+def _next(model: Any, tiny: TinyFamily, sample: TrainingSample) -> Any:
+    bare = TrainingSample(
+        sample.token_ids, np.zeros(len(sample), bool), multi_modal_data=sample.multi_modal_data
+    )
+    inputs = collate(
+        [bare], tiny.family, pad_token_id=PAD_ID, dtype=model.dtype, pin_memory=False
+    ).model_inputs()
+    with torch.inference_mode():
+        return model(**inputs).logits[0, -1].float()
+
+
+@cache
+def scene(name: str, folder: Path, count: int = 5) -> Scene:
+    tiny = tiny_family(name, folder)
+    sources: dict[str, Any] = {}
+    samples = [rollout(tiny, tiny.model, seed, sources) for seed in range(count)]
+    return Scene(tiny, TrainerModel(tiny.model), samples, sources)
+
+
+@dataclass
+class Planted:
+    """What an audit is given, and what it must say.
+
+    Attributes:
+        sample: The faulty one.
+        image: Index of the image that must be named; None where none need be.
+        token: Index of the token that must be named; None where none need be.
+        options: Further arguments of the audit.
+    """
+
+    sample: TrainingSample
+    image: int | None = None
+    token: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Plant = Callable[[Scene, int], Planted]
+FAULTS: dict[str, tuple[tuple[str, ...], Plant]] = {}
+"""By name: variations that name the fault, and how it is planted in one of a scene's rollouts."""
+
+
+def fault(name: str, *variations: str) -> Callable[[Plant], Plant]:
+    def register(plant: Plant) -> Plant:
+        FAULTS[name] = variations, plant
+        return plant
+
+    return register
+
+
+class Seen:
+    """An item whose tensors another has changed."""
+
+    def __init__(self, item: Any, pixels: Any, grid: Any = None) -> None:
+        self.item, self.pixels = item, pixels
+        self.identity = f"seen-{id(self)}"
+        self.modality, self.size, self.grid = item.modality, item.size, grid or item.grid
+        self.expansion, self.nbytes = item.expansion, item.nbytes
+
+    def tensors(self, dtype: Any = "float32", *, framework: Any = "numpy") -> dict[str, Any]:
+        pixels = torch.from_numpy(np.ascontiguousarray(self.pixels, np.float32))
+        out = {"pixel_values": pixels, "image_grid_thw": torch.tensor([self.grid])}
+        if framework == "numpy":
+            out = {name: value.numpy() for name, value in out.items()}
+        return out
+
+
+def images(sample: TrainingSample) -> list[Any]:
+    return list(sample.multi_modal_data.mm_items["image"])
+
+
+def showing(sample: TrainingSample, items: Sequence[Any]) -> TrainingSample:
+    ranges = sample.multi_modal_data.mm_placeholders["image"]
+    return replace(sample, multi_modal_data=MultiModalData.of(zip(ranges, items, strict=True)))
+
+
+def seen_as(
+    at: Scene, index: int, change: Callable[[Any], Any], which: int | None, **options: Any
+) -> Planted:
+    """The sampler saw one image, or all of them, changed."""
+    sample = at.samples[index]
+    items = images(sample)
+    number = len(items) - 1 if which == -1 else which
+    changed = [change(item) if number in (None, place) else item for place, item in enumerate(items)]
+    saw = scored(at.model, at.tiny, showing(sample, changed))
+    return Planted(as_trained(saw, sample), number or 0, options=options)
+
+
+def pixels_of(item: Any) -> Any:
+    return item.tensors()["pixel_values"]
+
+
+def by_channel(item: Any) -> Any:
+    return pixels_of(item).reshape(len(pixels_of(item)), 3, -1)
+
+
+def reframed(item: Any, frames: Any) -> Any:
+    """The item of other planes, of the same area."""
+    patch = item.layout.patch
+    grid = (1, frames.shape[-2] // patch, frames.shape[-1] // patch)
+    frames = np.ascontiguousarray(frames)
+    return msgspec.structs.replace(item, frames=frames, grid=grid, identity=f"{id(frames):064x}")
+
+
+def resized(at: Scene, item: Any, method: Any, jpeg: int | None = None) -> Any:
+    source = at.sources[item.identity]
+    if jpeg is not None:
+        out = io.BytesIO()
+        source.save(out, "JPEG", quality=jpeg)
+        source = Image.open(out)
+    height, width = item.frames.shape[-2:]
+    return reframed(item, np.asarray(source.resize((width, height), method)).transpose(2, 0, 1)[None])
+
+
+CLIP = (np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711]))
+
+
+@fault("one patch off", "patches moved")
+def _(at, index):
+    return seen_as(at, index, lambda item: Seen(item, np.roll(pixels_of(item), 1, 0)), -1)
+
+
+@fault("a row of patches off in every image", "patches moved")
+def _(at, index):
+    return seen_as(at, index, lambda item: Seen(item, np.roll(pixels_of(item), -2 * item.grid[2], 0)), None)
+
+
+@fault("BGR in one image", "colours")
+def _(at, index):
+    return seen_as(
+        at, index, lambda item: Seen(item, by_channel(item)[:, ::-1].reshape(pixels_of(item).shape)), 0
+    )
+
+
+@fault("BGR in every image", "colours")
+def _(at, index):
+    return seen_as(
+        at, index, lambda item: Seen(item, by_channel(item)[:, ::-1].reshape(pixels_of(item).shape)), None
+    )
+
+
+@fault("CLIP's mean and deviation in one image", "normalisation")
+def _(at, index):
+    def change(item):
+        values = ((by_channel(item) * 0.5 + 0.5) - CLIP[0][:, None]) / CLIP[1][:, None]
+        return Seen(item, values.reshape(pixels_of(item).shape))
+
+    return seen_as(at, index, change, -1)
+
+
+@fault("no normalisation", "normalisation")
+def _(at, index):
+    return seen_as(at, index, lambda item: Seen(item, pixels_of(item) * 0.5 + 0.5), None)
+
+
+@fault("normalised twice", "normalisation")
+def _(at, index):
+    return seen_as(at, index, lambda item: Seen(item, (pixels_of(item) - 0.5) / 0.5), None)
+
+
+@fault("raw levels", "normalisation")
+def _(at, index):
+    return seen_as(at, index, lambda item: Seen(item, (pixels_of(item) * 0.5 + 0.5) * 255), 0)
+
+
+@fault("two images exchanged", "image order")
+def _(at, index):
+    """Images of one size, the second one new to the second turn."""
+    rng = np.random.default_rng(index)
+    sample, items = at.samples[index], images(at.samples[index])
+    items[-1] = reframed(items[0], rng.integers(0, 256, items[0].frames.shape, dtype=np.uint8))
+    row = Row().add([BOS, OPENER, 5, 6, OPENER]).image(items[0]).add([7, 8, ANSWER])
+    row.add(sample.token_ids[sample.loss_mask][:8], True).add([OPENER]).image(items[-1]).add([9, ANSWER])
+    true = row.add(sample.token_ids[sample.loss_mask][8:16], True).sample("exchanged")
+    saw = scored(at.model, at.tiny, showing(true, images(true)[::-1]))
+    return Planted(as_trained(saw, true), 0)
+
+
+@fault("a stale image under a hash", "stale image")
+def _(at, index):
+    sample, items = at.samples[index], images(at.samples[index])
+    rng = np.random.default_rng(index)
+    other = reframed(items[-1], rng.integers(0, 256, items[-1].frames.shape, dtype=np.uint8))
+    saw = scored(at.model, at.tiny, showing(sample, [*items[:-1], other]))
+    return Planted(as_trained(saw, sample), len(items) - 1, options={"others": [other]})
+
+
+@fault("second frame zero", "temporal frame")
+def _(at, index):
+    def change(item):
+        values = pixels_of(item).reshape(-1, 3, 2, item.layout.patch**2).copy()
+        values[:, :, 1] = 0
+        return Seen(item, values.reshape(pixels_of(item).shape))
+
+    return seen_as(at, index, change, None)
+
+
+@fault("second frame black in one image", "temporal frame")
+def _(at, index):
+    def change(item):
+        values = pixels_of(item).reshape(-1, 3, 2, item.layout.patch**2).copy()
+        values[:, :, 1] = -1
+        return Seen(item, values.reshape(pixels_of(item).shape))
+
+    return seen_as(at, index, change, -1)
+
+
+@fault("an image mirrored", "turned image")
+def _(at, index):
+    return seen_as(at, index, lambda item: reframed(item, item.frames[..., ::-1]), -1)
+
+
+@fault("an image turned by a quarter", "turned image")
+def _(at, index):
+    return seen_as(at, index, lambda item: reframed(item, np.rot90(item.frames, 1, (-2, -1))), 0)
+
+
+@fault("a blank image", "blank image")
+def _(at, index):
+    return seen_as(at, index, lambda item: Seen(item, np.zeros_like(pixels_of(item))), -1)
+
+
+@fault("patches in plain rows", "patch order")
+def _(at, index):
+    def change(item):
+        _, height, width = item.grid
+        squares = pixels_of(item).reshape(height // 2, width // 2, 2, 2, -1)
+        return Seen(item, squares.transpose(0, 2, 1, 3, 4).reshape(pixels_of(item).shape))
+
+    return seen_as(at, index, change, None)
+
+
+@fault("channels last within patches", "patch order")
+def _(at, index):
+    def change(item):
+        side = item.layout.patch
+        values = pixels_of(item).reshape(-1, 3, 2, side, side).transpose(0, 2, 3, 4, 1)
+        return Seen(item, values.reshape(pixels_of(item).shape))
+
+    return seen_as(at, index, change, 0)
+
+
+@fault("grid exchanged", "grid")
+def _(at, index):
+    """Height and width of one image that is not square."""
+    items = images(at.samples[index])
+    which = next((place for place, item in enumerate(items) if item.grid[1] != item.grid[2]), None)
+    if which is None:
+        return None
+
+    def change(item):
+        return Seen(item, pixels_of(item), (1, item.grid[2], item.grid[1]))
+
+    return seen_as(at, index, change, which)
+
+
+@fault("bilinear", "resampling")
+def _(at, index):
+    return seen_as(
+        at, index, lambda item: resized(at, item, Image.Resampling.BILINEAR), -1, sources=at.sources
+    )
+
+
+@fault("nearest in every image", "resampling")
+def _(at, index):
+    return seen_as(
+        at, index, lambda item: resized(at, item, Image.Resampling.NEAREST), None, sources=at.sources
+    )
+
+
+@fault("JPEG once more", "compression")
+def _(at, index):
+    change = lambda item: resized(at, item, Image.Resampling.BICUBIC, 75)  # noqa: E731
+    return seen_as(at, index, change, -1, sources=at.sources)
+
+
+@fault("a quarter of the pixels", "pixel budget")
+def _(at, index):
+    """One image of half the sides, fewer placeholder tokens among it."""
+    sample = at.samples[index]
+    spans = sample.media_spans
+    which = max(range(len(spans)), key=lambda place: spans[place].item.grid[1] * spans[place].item.grid[2])
+    item = spans[which].item
+    layout = item.layout
+    sides = [max(1, round(side / 2 / layout.merge)) * layout.merge for side in item.grid[1:]]
+    source = at.sources[item.identity].resize(
+        (sides[1] * layout.patch, sides[0] * layout.patch), Image.Resampling.BICUBIC
+    )
+    small = reframed(item, np.asarray(source).transpose(2, 0, 1)[None])
+    small = msgspec.structs.replace(
+        small, expansion=(msgspec.structs.replace(item.expansion[0], count=sides[0] * sides[1] // 4),)
+    )
+    row = Row()
+    done = 0
+    for place, span in enumerate(spans):
+        for token, is_sampled in zip(
+            sample.token_ids[done : span.start - 1], sample.loss_mask[done : span.start - 1], strict=True
+        ):
+            row.add([token], bool(is_sampled))
+        row.image(small if place == which else span.item)
+        done = span.stop + 1
+    for token, is_sampled in zip(sample.token_ids[done:], sample.loss_mask[done:], strict=True):
+        row.add([token], bool(is_sampled))
+    saw = scored(at.model, at.tiny, row.sample())
+    return Planted(as_trained(saw, sample), which, options={"sources": at.sources})
+
+
+@fault("no image reached the sampler", "image unseen")
+def _(at, index):
+    def change(inputs):
+        for name in ("pixel_values", "image_grid_thw"):
+            del inputs[name]
+
+    sample = at.samples[index]
+    return Planted(scored(at.model, at.tiny, sample, change), 0)
+
+
+def numbered(at: Scene, index: int, edit: Callable[[Any, TrainingSample], Any], **named: Any) -> Planted:
+    sample = at.samples[index]
+
+    def change(inputs):
+        inputs["position_ids"] = edit(inputs["position_ids"].clone(), sample)
+
+    return Planted(scored(at.model, at.tiny, sample, change), **named)
+
+
+@fault("positions on one axis", "positions")
+def _(at, index):
+    return numbered(at, index, lambda ids, sample: torch.arange(len(sample)).expand_as(ids))
+
+
+@fault("no rope delta", "positions")
+def _(at, index):
+    def edit(ids, sample):
+        first = int(sample.loss_mask.argmax())
+        ids[..., first:] = torch.arange(first, len(sample))
+        return ids
+
+    return numbered(at, index, edit)
+
+
+@fault("no rope delta in the second completion", "positions")
+def _(at, index):
+    def edit(ids, sample):
+        start, stop = sampled_runs(sample.loss_mask)[1]
+        ids[..., start:stop] = torch.arange(start, stop)
+        return ids
+
+    return numbered(at, index, edit)
+
+
+@fault("positions one off after an image", "positions")
+def _(at, index):
+    span = at.samples[index].media_spans[-1]
+
+    def edit(ids, sample):
+        ids[..., span.stop :] += 1
+        return ids
+
+    return numbered(at, index, edit, image=span.position)
+
+
+@fault("height and width exchanged in positions", "positions", "grid")
+def _(at, index):
+    return numbered(at, index, lambda ids, sample: ids[[0, 2, 1]])
+
+
+def cut(sample: TrainingSample, start: int, stop: int, tokens: Sequence[int] = ()) -> TrainingSample:
+    """Other prompt tokens in place of `[start, stop)`, where there are no images."""
+    row = Row()
+    row.ids = [*sample.token_ids[:start], *tokens, *sample.token_ids[stop:]]
+    row.mask = [*sample.loss_mask[:start], *[False] * len(tokens), *sample.loss_mask[stop:]]
+    grown = len(tokens) - stop + start
+    row.entries = [(s.range.shifted(grown if s.start >= stop else 0), s.item) for s in sample.media_spans]
+    return row.sample(sample.sample_id)
+
+
+def prompted(
+    at: Scene, index: int, start: int, stop: int, tokens: Sequence[int] = (), **named: Any
+) -> Planted:
+    """The sampler's prompt was another."""
+    sample = at.samples[index]
+    return Planted(as_trained(scored(at.model, at.tiny, cut(sample, start, stop, tokens)), sample), **named)
+
+
+@fault("no BOS", "opening")
+def _(at, index):
+    return prompted(at, index, 0, 1, token=0)
+
+
+@fault("BOS twice", "opening", "attended padding")
+def _(at, index):
+    return prompted(at, index, 0, 0, [BOS], token=0)
+
+
+@fault("no system prompt", "opening")
+def _(at, index):
+    return prompted(at, index, 1, 7)
+
+
+@fault("the trainer lacks the system prompt", "opening", "another's prompt")
+def _(at, index):
+    true = at.samples[index]
+    return Planted(as_trained(true, cut(true, 0, 7, [])), token=0)
+
+
+@fault("the generation prompt lacks two tokens", "generation prompt")
+def _(at, index):
+    first = int(at.samples[index].loss_mask.argmax())
+    return prompted(at, index, first - 2, first)
+
+
+@fault("another template", "another template")
+def _(at, index):
+    """Every turn opens with another token."""
+    sample = at.samples[index]
+    other = replace(
+        sample, token_ids=np.where(sample.token_ids == OPENER, 83, sample.token_ids).astype(np.int32)
+    )
+    built = [other if place == index else one for place, one in enumerate(at.samples)]
+    saw = scored(at.model, at.tiny, other)
+    return Planted(
+        as_trained(saw, sample), options={"alternatives": {"the other template": [built[index], *built]}}
+    )
+
+
+@fault("attended padding", "attended padding")
+def _(at, index):
+    return prompted(at, index, 0, 0, [PAD_ID] * (3 + 5 * index))
+
+
+@fault("a completion was encoded again", "encoded again")
+def _(at, index):
+    """The sampler drew two letters, the trainer has their pair, and one token less."""
+    sample = at.samples[index]
+    start, _ = sampled_runs(sample.loss_mask)[0]
+    true = sample.token_ids.copy()
+    pair = 10 + index
+    true[start + 3 : start + 5] = 3 + pair, 4 + pair
+    saw = scored(at.model, at.tiny, replace(sample, token_ids=true))
+    row = Row()
+    row.ids = [*true[: start + 3], 43 + pair, *true[start + 5 :]]
+    row.mask = [*saw.loss_mask[: start + 3], *saw.loss_mask[start + 4 :]]
+    row.entries = [(s.range.shifted(-1 if s.start > start else 0), s.item) for s in sample.media_spans]
+    # Numbers are laid to tokens from the front, and the one too many is dropped.
+    first = int(saw.loss_mask.sum()) // 2
+    values = saw.logprobs[saw.loss_mask]
+    trained = row.sample(sample.sample_id)
+    second = scored(at.model, at.tiny, trained).logprobs[trained.loss_mask][first - 1 :]
+    return Planted(recorded(trained, [*values[: first - 1], *second]), token=start + 3)
+
+
+@fault("a wrong final token", "final token")
+def _(at, index):
+    sample = at.samples[index]
+    end = sampled_runs(sample.loss_mask)[1][1] - 1
+    ids = sample.token_ids.copy()
+    ids[end] = OTHER_STOP
+    return Planted(replace(sample, token_ids=ids), token=end)
+
+
+@fault("a token altered", "altered token")
+def _(at, index):
+    sample = at.samples[index]
+    place = sampled_runs(sample.loss_mask)[1][0] + 2 + index
+    ids = sample.token_ids.copy()
+    ids[place] = 3 + (ids[place] + 7) % 40
+    return Planted(replace(sample, token_ids=ids), token=place)
+
+
+@fault("a token lost", "altered token")
+def _(at, index):
+    sample = at.samples[index]
+    start, stop = sampled_runs(sample.loss_mask)[1]
+    place = start + 3
+    ids = sample.token_ids.copy()
+    ids[place : stop - 1] = sample.token_ids[place + 1 : stop]
+    return Planted(replace(sample, token_ids=ids), token=place)
+
+
+@fault("tokens shifted", "shifted tokens")
+def _(at, index):
+    sample = at.samples[index]
+    start, stop = sampled_runs(sample.loss_mask)[index % 2]
+    ids = sample.token_ids.copy()
+    ids[start:stop] = np.roll(ids[start:stop], 1)
+    return Planted(replace(sample, token_ids=ids), token=start)
+
+
+@fault("log-probabilities shifted", "shifted numbers")
+def _(at, index):
+    sample = at.samples[index]
+    start, stop = sampled_runs(sample.loss_mask)[index % 2]
+    logprobs = sample.logprobs.copy()
+    logprobs[start:stop] = np.roll(logprobs[start:stop], 1 + index)
+    return Planted(replace(sample, logprobs=logprobs), token=start)
+
+
+def sampled_by(at: Scene, index: int, rule: Callable[[Any], Any]) -> Planted:
+    sample = at.samples[index]
+    return Planted(scored(at.model, at.tiny, sample, rule=rule))
+
+
+@fault("temperature", "temperature")
+def _(at, index):
+    return sampled_by(at, index, lambda logits: logits / (0.6, 0.8, 1.3)[index])
+
+
+@fault("top_p", "top_p", "top_k", "min_p")
+def _(at, index):
+    """Kept are the tokens that were sampled, and at the most 95 % of the mass."""
+    sample = at.samples[index]
+    logprobs = numbers(at.model, at.tiny, sample).log_softmax(-1)
+    tokens = torch.from_numpy(sample.token_ids[sample.loss_mask].astype(np.int64))[:, None]
+    ordered = logprobs.sort(-1, descending=True).values
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    own = logprobs.gather(1, tokens)[:, 0]
+    least = torch.stack([before[row][ordered[row] == own[row]][0] for row in range(len(own))]).max()
+    kept = before < max(0.9, float(least) + 1e-6)
+    mass = torch.where(kept, ordered.exp(), 0).sum(-1)
+    return Planted(recorded(sample, (own - mass.log()).numpy()))
+
+
+@fault("a repetition penalty", "penalty")
+def _(at, index):
+    sample = at.samples[index]
+    places = np.flatnonzero(sample.loss_mask)
+
+    def rule(logits):
+        for row, place in enumerate(places):
+            seen = np.unique(sample.token_ids[:place])
+            own = logits[row, seen]
+            logits[row, seen] = torch.where(own > 0, own / 1.3, own * 1.3)
+        return logits
+
+    return sampled_by(at, index, rule)
+
+
+@fault("a token that could not be sampled", "banned token")
+def _(at, index):
+    def rule(logits):
+        logits[:, 20 + index] = -torch.inf
+        return logits
+
+    sample = at.samples[index]
+    ids = np.where((sample.token_ids == 20 + index) & sample.loss_mask, 11, sample.token_ids).astype(np.int32)
+    changed = replace(sample, token_ids=ids)
+    return Planted(scored(at.model, at.tiny, changed, rule=rule))
+
+
+def values_of(at: Scene, index: int, form: Callable[[Any], Any]) -> Planted:
+    sample = at.samples[index]
+    return Planted(recorded(sample, form(sample.logprobs[sample.loss_mask])))
+
+
+@fault("logarithms to the base 2", "form")
+def _(at, index):
+    return values_of(at, index, lambda values: values / np.log(2))
+
+
+@fault("probabilities", "form")
+def _(at, index):
+    return values_of(at, index, np.exp)
+
+
+@fault("the opposite sign", "form")
+def _(at, index):
+    return values_of(at, index, lambda values: -values)
+
+
+@fault("zeros", "missing")
+def _(at, index):
+    return values_of(at, index, np.zeros_like)
+
+
+@fault("no numbers", "missing")
+def _(at, index):
+    return values_of(at, index, lambda values: np.full_like(values, np.nan))
+
+
+@fault("means over completions", "summed")
+def _(at, index):
+    return values_of(at, index, lambda values: np.repeat(values.reshape(2, -1).mean(1), len(values) // 2))
+
+
+@fault("two decimals", "rounded")
+def _(at, index):
+    return values_of(at, index, lambda values: np.round(values, 2))
+
+
+@fault("clipped", "clipped")
+def _(at, index):
+    return values_of(at, index, lambda values: np.maximum(values, np.sort(values)[len(values) // 2]))
+
+
+@fault("the likeliest token's", "other number")
+def _(at, index):
+    sample = at.samples[index]
+    return Planted(recorded(sample, numbers(at.model, at.tiny, sample).log_softmax(-1).amax(-1).numpy()))
+
+
+@fault("held to a grammar", "restricted")
+def _(at, index):
+    sample = at.samples[index]
+    start, stop = sampled_runs(sample.loss_mask)[1]
+    logprobs = sample.logprobs.copy()
+    logprobs[start:stop] = 0
+    logprobs[start + 2 : start + 5] /= 3
+    logprobs[start + 3] = sample.logprobs[start + 3] / 3
+    return Planted(replace(sample, logprobs=logprobs), token=start)
+
+
+@fault("another rollout's log-probabilities", "another's numbers")
+def _(at, index):
+    sample, other = at.samples[index], at.samples[(index + 1) % 3]
+    start, stop = sampled_runs(sample.loss_mask)[0]
+    first, last = sampled_runs(other.loss_mask)[0]
+    logprobs = sample.logprobs.copy()
+    logprobs[start:stop] = other.logprobs[first:last]
+    return Planted(replace(sample, logprobs=logprobs), token=start)
+
+
+@fault("turns' log-probabilities exchanged", "another's numbers")
+def _(at, index):
+    return values_of(at, index, lambda values: np.roll(values, len(values) // 2))
+
+
+@fault("another rollout's tokens", "another's tokens")
+def _(at, index):
+    sample, other = at.samples[index], at.samples[(index + 1) % 3]
+    start, stop = sampled_runs(sample.loss_mask)[1]
+    first, last = sampled_runs(other.loss_mask)[1]
+    ids = sample.token_ids.copy()
+    ids[start:stop] = other.token_ids[first:last]
+    saw = scored(at.model, at.tiny, replace(sample, token_ids=ids))
+    return Planted(as_trained(saw, sample), token=start)
+
+
+@fault("turns exchanged", "exchanged turns")
+def _(at, index):
+    """Both completions, with their log-probabilities, in the other one's turn."""
+    sample = at.samples[index]
+    (a, b), (c, d) = sampled_runs(sample.loss_mask)
+    order = [*range(a), *range(c, d), *range(b, c), *range(a, b), *range(d, len(sample))]
+    return Planted(
+        replace(sample, token_ids=sample.token_ids[order], logprobs=sample.logprobs[order]), token=a
+    )
+
+
+@fault("another branch's prompt", "another's prompt", "stale image")
+def _(at, index):
+    """The second turn was asked otherwise in the branch that the trainer has."""
+    sample = at.samples[index]
+    start = sampled_runs(sample.loss_mask)[1][0]
+    other = replace(sample, token_ids=sample.token_ids.copy(), sample_id="the other branch")
+    other.token_ids[start - 6 : start - 3] = (30, 31, 32)
+    saw = scored(at.model, at.tiny, other)
+    mask = np.arange(len(sample)) >= start
+    other = scored(at.model, at.tiny, replace(other, loss_mask=other.loss_mask & mask))
+    both = as_trained(saw, sample)
+    return Planted(both, options={"peers": [saw]}, token=start)
+
+
+def computed_by(at: Scene, index: int, change: Any, **options: Any) -> Planted:
+    with change:
+        sample = scored(at.model, at.tiny, at.samples[index])
+    return Planted(sample, options=options)
+
+
+@contextmanager
+def other_weights(model: Any, names: Callable[[str], bool], scale: float = 0.05) -> Any:
+    """Weights moved a little at random; yields what they are then."""
+    kept = {name: one.data for name, one in model.named_parameters()}
+    generator = torch.Generator().manual_seed(3)
+    for name, one in model.named_parameters():
+        if names(name) and one.ndim > 1:
+            one.data = one.data + scale * one.data.std() * torch.randn(one.shape, generator=generator)
+    try:
+        yield {name: one.data.clone() for name, one in model.named_parameters()}
+    finally:
+        for name, one in model.named_parameters():
+            one.data = kept[name]
+
+
+@fault("stale weights", "weights")
+def _(at, index):
+    with other_weights(at.model, lambda name: True) as old:
+        sample = scored(at.model, at.tiny, at.samples[index])
+    return Planted(sample, options={"weights": {"the step before": old}})
+
+
+@fault("stale weights in one layer", "weights")
+def _(at, index):
+    with other_weights(at.model, lambda name: True) as old:
+        pass
+    with other_weights(at.model, lambda name: False):
+        for name, one in at.model.named_parameters():
+            if "language_model.layers.1." in name:
+                one.data = old[name]
+        sample = scored(at.model, at.tiny, at.samples[index])
+    return Planted(sample, options={"weights": {"the step before": old}})
+
+
+@fault("a head tied to the embedding", "head")
+def _(at, index):
+    head = at.model.get_output_embeddings()
+    kept = head.weight.data
+    head.weight.data = at.model.get_input_embeddings().weight.data
+    try:
+        return Planted(scored(at.model, at.tiny, at.samples[index]))
+    finally:
+        head.weight.data = kept
+
+
+@contextmanager
+def bfloat16(module: Any) -> Any:
+    """The module's weights and computation in bfloat16, as where a part is loaded so."""
+    kept = [(one, one.data) for one in module.parameters()]
+    for one in module.parameters():
+        one.data = one.data.to(torch.bfloat16)
+
+    def cast(value: Any, dtype: Any) -> Any:
+        return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args: tuple(cast(one, torch.bfloat16) for one in args)),
+    ]
+
+    def leave(_m: Any, _args: Any, out: Any) -> Any:
+        if torch.is_tensor(out):
+            return cast(out, torch.float32)
+        for key in list(out.keys()):
+            value = out[key]
+            out[key] = (
+                [cast(v, torch.float32) for v in value]
+                if isinstance(value, list)
+                else cast(value, torch.float32)
+            )
+        return out
+
+    hooks.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for one, data in kept:
+            one.data = data
+        for hook in hooks:
+            hook.remove()
+
+
+@fault("the vision tower in bfloat16", "dtype of a part")
+def _(at, index):
+    return computed_by(at, index, bfloat16(at.model.model.visual))
+
+
+@fault("the head in bfloat16", "dtype of a part")
+def _(at, index):
+    return computed_by(at, index, bfloat16(at.model.lm_head))
+
+
+@fault("a layer left out", "layer left out")
+def _(at, index):
+    layer = at.model.model.language_model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    try:
+        return Planted(scored(at.model, at.tiny, at.samples[index]))
+    finally:
+        layer.forward = forward
+
+
+@fault("another rotary base", "rotary base")
+def _(at, index):
+    rotary = at.model.model.language_model.rotary_emb
+    kept = rotary.inv_freq
+    rotary.inv_freq = 1e6 ** (-torch.arange(len(kept)) / len(kept))
+    try:
+        return Planted(scored(at.model, at.tiny, at.samples[index]))
+    finally:
+        rotary.inv_freq = kept
+
+
+@fault("an image attended to in both directions", "attention")
+def _(at, index):
+    sample = at.samples[index]
+    seen = torch.ones(len(sample), len(sample), dtype=torch.bool).tril()
+    for span in sample.media_spans:
+        seen[span.start : span.stop, span.start : span.stop] = True
+
+    def change(inputs):
+        inputs["attention_mask"] = torch.zeros(1, 1, *seen.shape).masked_fill(
+            ~seen, torch.finfo(torch.float32).min
+        )
+
+    return Planted(scored(at.model, at.tiny, sample, change))
+
+
+@dataclass
+class Outcome:
+    """What an audit said of one fault in one sample: named rightly, wrongly or not."""
+
+    fault: str
+    family: str
+    index: int
+    verdict: str
+    finding: str
+    seconds: float
+
+
+def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
+    expected, plant = FAULTS[name]
+    planted = plant(at, index)
+    if planted is None:
+        return None
+    options = dict(planted.options)
+    peers = [*options.pop("peers", ()), *[one for place, one in enumerate(at.samples) if place != index]]
+    if "alternatives" in options:
+        options["alternatives"] = {key: [built[0], *peers] for key, built in options["alternatives"].items()}
+    started = time.perf_counter()
+    report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=1, **options)
+    seconds = time.perf_counter() - started
+    own = [one for one in report.findings if one.sample_id == planted.sample.sample_id]
+    said = " | ".join(f"{one.variation}: {one.statement}" for one in own) or f"nothing ({report.largest:.3g})"
+    names = {part for one in own for part in one.variation.split(" or ")} - {"", "values"}
+    placed = planted.image is None or any(one.image == planted.image for one in own)
+    placed = placed and (planted.token is None or any(one.token == planted.token for one in own))
+    verdict = "not named"
+    if names:
+        verdict = "named" if names <= set(expected) else "wrong" if not names & set(expected) else "ambiguous"
+        if verdict == "named" and not placed:
+            verdict = "misplaced"
+    return Outcome(name, family, index, verdict, said, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--family", nargs="*", default=FAMILIES)
+    parser.add_argument("--fault", nargs="*", default=list(FAULTS))
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--quiet", action="store_true", help="print only what was not named")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    verdicts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for family in options.family:
+            at = scene(family, Path(folder))
+            for name in options.fault:
+                for index in range(options.samples):
+                    outcome = judge(name, family, at, index)
+                    if outcome is None:
+                        continue
+                    verdicts[outcome.verdict] += 1
+                    if outcome.verdict != "named" or not options.quiet:
+                        print(
+                            f"{family} {index} {outcome.verdict:10} {outcome.seconds:5.1f}s {name}: {outcome.finding[:300]}",
+                            flush=True,
+                        )
+    print(dict(verdicts))
+    return int(verdicts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
