@@ -1,15 +1,14 @@
 """From canonical messages to attributed tokens with their sidecar, and a memo of whole renderings.
 
 `Rendering.encode` puts the media items of messages in place of the placeholders that the template wrote, for
-a whole prompt and for the tail of a bridge alike. Placeholders and parts come in the same order; where the
-template's own loop says which message a placeholder belongs to, that must be the part's message.
+a whole prompt and for the tail of a bridge alike. Where the template's own loops say which part or message a
+placeholder belongs to, its item is that part's; otherwise placeholders and parts come in the same order.
 
 A conversation is often rendered again unchanged: for another sample of a group, for a count, for a retry.
 `conversation_key` and `new_memo` find it again. Images count by fingerprint; media that may change under the
 same name (a URL, an open file) are never memoised.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,6 +200,7 @@ class Rendering:
             _MediaPlace(
                 f"{where}[{index}].content[{position}]",
                 index,
+                position,
                 "image" if isinstance(part, ImagePart) else "video",
                 part,
             )
@@ -211,7 +211,9 @@ class Rendering:
         items: Sequence[MediaItem | None] = ()
         if places or layout.placeholders:
             written = [
-                replace(found, message=found.message - skipped if found.message >= skipped else -1)
+                replace(found, message=found.message - skipped)
+                if found.message >= skipped
+                else replace(found, message=-1, part=-1)
                 for found in layout.placeholders
             ]
             if self.media is None and places:
@@ -225,16 +227,17 @@ class Rendering:
             if self.media is not None:
                 if places:
                     self.media.require_processor(places[0].where)
-                _check_placement(places, written, self.known.profile.image_roles, where=where)
+                order = _order(places, written, self.known.profile.image_roles, where=where)
                 images = sum(place.modality == "image" for place in places)
                 items = [None] * len(places)
                 # The parts of a probe stay unexpanded placeholders.
                 if not any(place.part.source is UNKNOWN_SOURCE for place in places):
-                    items = self.media.resolve(
+                    resolved = self.media.resolve(
                         [(place.where, place.part) for place in places],
                         num_images=len(earlier.mm_hashes.get("image", ())) + images,
                         fingerprints=fingerprints,
                     )
+                    items = [resolved[index] for index in order]
         encoded = self.writer.write(layout, items, cuts, begins=not after)
         entries = [
             (found.shifted(after) if after else found, item)
@@ -248,24 +251,49 @@ class Rendering:
 
 
 class _MediaPlace(NamedTuple):
-    """A media part of the conversation and its path."""
+    """A media part of the conversation, its path, and its place among messages and parts."""
 
     where: str
     message: int
+    position: int
     modality: Modality
     part: ImagePart | VideoPart
 
+    def takes(self, found: Placeholder) -> bool:
+        """Whether a placeholder may be that of this part."""
+        return (
+            found.modality == self.modality
+            and found.message in (-1, self.message)
+            and found.part in (-1, self.position)
+        )
 
-def _check_placement(
+
+def _order(
     places: Sequence[_MediaPlace],
     placeholders: Sequence[Placeholder],
     image_roles: Iterable[str],
     *,
     where: str,
-) -> None:
-    """Require one placeholder for each part, in order."""
+) -> list[int]:
+    """Return the index of the part of each placeholder: one placeholder for each part.
+
+    Parts come in the order in which the template writes them. Where provenance says no more than the message,
+    or nothing, those of a message or all of them come in the order of the conversation.
+    """
+    free = list(range(len(places)))
+    order: list[int] = []
+    strangers: list[Placeholder] = []
+    for found in placeholders:
+        index = next((index for index in free if places[index].takes(found)), None)
+        if index is None:
+            strangers.append(found)
+        else:
+            free.remove(index)
+            order.append(index)
+    if not free and not strangers:
+        return order
     if len(places) > len(placeholders):
-        dropped = _first_dropped(places, placeholders)
+        dropped = places[free[0]]
         roles = ", ".join(image_roles) or "none"
         raise PlaceholderError(
             f"the chat template drops this {dropped.modality}",
@@ -274,8 +302,8 @@ def _check_placement(
             got=f"{len(placeholders)}",
             remedy=f"Put it into a message of a role whose images the template writes (found: {roles})",
         )
+    extra = strangers[0]
     if len(placeholders) > len(places):
-        extra = placeholders[len(places)]
         raise PlaceholderError(
             "the chat template wrote more placeholders than there are media parts",
             where=f"{where}[{extra.message}]" if extra.message >= 0 else f"character {extra.start}",
@@ -283,28 +311,14 @@ def _check_placement(
             got=f"{len(placeholders)}",
             remedy="A template that repeats an image cannot be rendered with it",
         )
-    for place, placeholder in zip(places, placeholders, strict=True):
-        if place.modality != placeholder.modality or placeholder.message not in (-1, place.message):
-            raise PlaceholderError(
-                "the chat template writes media in another order than the conversation",
-                where=place.where,
-                expected=f"{place.modality} of {where}[{place.message}]",
-                got=f"{placeholder.modality} of {where}[{placeholder.message}]",
-                remedy="Put the media parts of a message in the order in which the template writes them",
-            )
-
-
-def _first_dropped(places: Sequence[_MediaPlace], placeholders: Sequence[Placeholder]) -> _MediaPlace:
-    """Return the first part beyond what its message's placeholders cover."""
-    written = Counter((placeholder.message, placeholder.modality) for placeholder in placeholders)
-    if any(message < 0 for message, _ in written):
-        return places[len(placeholders)]
-    for place in places:
-        key = (place.message, place.modality)
-        if not written[key]:
-            return place
-        written[key] -= 1
-    return places[-1]
+    missed = places[free[0]]
+    raise PlaceholderError(
+        "the chat template writes a placeholder of something else in place of this part's",
+        where=missed.where,
+        expected=f"{missed.modality} of {where}[{missed.message}]",
+        got=f"{extra.modality} of {where}[{extra.message}]",
+        remedy="A template that repeats some media and drops others cannot be rendered with them",
+    )
 
 
 class _NoKeyError(Exception):

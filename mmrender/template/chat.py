@@ -27,7 +27,7 @@ from mmrender.errors import (
 )
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
-from mmrender.template.environment import MessageDict, RefusedByTemplate, TracingEnvironment, run
+from mmrender.template.environment import OwnedDict, RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.prefill import Prefill
 from mmrender.template.text import Kind, Origin, TracedStr
@@ -39,9 +39,9 @@ GIVEN = frozenset((*TracingEnvironment().globals, *SPECIAL_TOKEN_KEYS, *_ALWAYS_
 
 # Errors name the types of values as the template's author knows them.
 _TRACED_NAME = re.compile(
-    r"(?:mmrender\.template\.\w+\.)?\b(Traced(?:Str|Int|Float|Bool|Dict|List|Null)|MessageDict)\b"
+    r"(?:mmrender\.template\.\w+\.)?\b(Traced(?:Str|Int|Float|Bool|Dict|List|Null)|OwnedDict)\b"
 )
-_PLAIN_NAMES = {"TracedNull": "NoneType", "MessageDict": "dict"}
+_PLAIN_NAMES = {"TracedNull": "NoneType", "OwnedDict": "dict"}
 
 
 def _plain_name(match: re.Match[str]) -> str:
@@ -222,6 +222,13 @@ def _origin(message: int, role: Role, kind: Kind, path: str) -> Origin:
 
 
 @lru_cache(maxsize=1 << 12)
+def _part_origin(message: int, role: Role, part: int) -> Origin:
+    """The origin of what a template writes for a media part."""
+    scaffold = _origin(message, role, "scaffold", "")
+    return Origin(message, role, "scaffold", f"{scaffold.path}.content[{part}]", scaffold, part=part)
+
+
+@lru_cache(maxsize=1 << 12)
 def _role_text(message: int, role: Role) -> TracedStr:
     return TracedStr.whole(role, _origin(message, role, "role", "role"))
 
@@ -240,11 +247,12 @@ def _content(
             case TextPart(text=written):
                 origin = _origin(index, role, "content", f"{path}.text")
                 parts.append({"type": "text", "text": TracedStr.whole(written, origin)})
-            case ImagePart():
-                image = {"type": "image"} if form.image == "image" else {"type": "image_url", "image_url": {}}
-                parts.append(image)
-            case VideoPart():
-                parts.append({"type": "video"})
+            case ImagePart() | VideoPart():
+                view = OwnedDict(type="image" if isinstance(part, ImagePart) else "video")
+                if form.image == "image_url" and isinstance(part, ImagePart):
+                    view.update(type="image_url", image_url={})
+                view._owner = _part_origin(index, role, position)
+                parts.append(view)
             case ThinkingPart(thinking=thinking):
                 origin = _origin(index, role, "reasoning", f"{path}.thinking")
                 parts.append({"type": "thinking", "thinking": TracedStr.whole(thinking, origin)})
@@ -270,10 +278,10 @@ def _call(call: ToolCall, index: int, role: Role, path: str, form: ViewForm) -> 
     return shown
 
 
-def _view(message: Message, index: int, form: ViewForm) -> MessageDict:
+def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
     """The dict of one message, each text with the origin of its field."""
     role = message.role
-    view = MessageDict(role=_role_text(index, role))
+    view = OwnedDict(role=_role_text(index, role))
     if message.content is not None:
         view["content"] = _content(message.content, index, role, form)
     elif form.none_content != "absent":

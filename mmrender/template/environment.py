@@ -65,8 +65,8 @@ class RefusedByTemplate(jinja2.TemplateError):
     """Text that the template passed to its own `raise_exception`."""
 
 
-class MessageDict(dict[str, Any]):
-    """A message as a template sees it; `_owner` is the origin of the scaffold around it."""
+class OwnedDict(dict[str, Any]):
+    """A message or a media part as a template sees it; `_owner` is the origin of the scaffold around it."""
 
     __slots__ = ("_owner",)
     _owner: Origin
@@ -147,7 +147,7 @@ class Joiner:
     def _mark(self, loop: int, kind: MarkKind, origin: Origin | None) -> None:
         if kind == "look":
             if origin is not None and self._open and self._open[-1].loop == loop:
-                self._open[-1].looked_up.append(origin)
+                self._open[-1].looked_up.append(origin.scaffold or origin)
             return
         self._flush()
         if self._open and self._open[-1].loop == loop:
@@ -197,7 +197,7 @@ class Joiner:
         if len(found) != 1:
             return None
         origin = next(iter(found.values()))
-        return origin if origin.kind == "scaffold" else origin.scaffold
+        return origin.scaffold or origin
 
     def _own(self, start: int, index: int, stop: int, owner: Origin) -> None:
         """Give the gaps from character `start` and span number `index` on to `owner`."""
@@ -259,7 +259,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         if kind == "enter" and (budget := BUDGET.get()) is not None:
             budget.step()
         origin = None
-        if type(value) is MessageDict:
+        if type(value) is OwnedDict:
             origin = value._owner
         elif isinstance(value, dict):
             role = value.get("role")

@@ -42,20 +42,29 @@ class Origin:
         kind: Which field, see `Kind`.
         path: For people: `messages[2].content[1].text`.
         scaffold: For a value of a message, the origin of what the template writes around that message.
+        part: Index in the content of the media part that the template writes this for, or -1.
         is_content: Whether a caller or the model wrote it, as against the template.
         author: Whose rule says what a special token in this content is.
     """
 
-    __slots__ = ("author", "is_content", "kind", "message", "path", "role", "scaffold")
+    __slots__ = ("author", "is_content", "kind", "message", "part", "path", "role", "scaffold")
 
     def __init__(
-        self, message: int, role: Role | None, kind: Kind, path: str, scaffold: "Origin | None" = None
+        self,
+        message: int,
+        role: Role | None,
+        kind: Kind,
+        path: str,
+        scaffold: "Origin | None" = None,
+        *,
+        part: int = -1,
     ) -> None:
         self.message = message
         self.role = role
         self.kind = kind
         self.path = path
         self.scaffold = scaffold
+        self.part = part
         self.is_content = kind not in _SCAFFOLD
         self.author: Author = "caller" if role is None or kind in _BY_CALLER else role
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.errors import MMRenderError
+from mmrender.model.tokenizer import is_blank
 from mmrender.renderer import Renderer
 from mmrender.template.text import Author, TracedStr, plain
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule
@@ -185,7 +186,7 @@ def check_places(renderer: Renderer, model: str = "", *, tokens: Iterable[str] |
     for name in renderer.profile.arguments:
         places[f"argument {name}"] = partial(_with_argument, name)
     given = sorted(renderer.tokenizer.added_ids) if tokens is None else tokens
-    added = [token for token in given if not token.isspace()]
+    added = [token for token in given if not is_blank(token)]
     media = renderer.media.processor.placeholder_tokens if renderer.media is not None else ()
     rules: dict[str, Mapping[Author, SpecialTokenRule]] = {
         "default": DEFAULT_RULES,
@@ -221,11 +222,11 @@ class _Shown(NamedTuple):
         text = renderer.render_text(messages, **options)
         ids = renderer.render(messages, **options).token_ids
         masked, tokenizer = _masked(text), renderer.tokenizer
-        names = {token_id: token for token, token_id in tokenizer.added_ids.items() if not token.isspace()}
+        names = {token_id: token for token, token_id in tokenizer.added_ids.items() if not is_blank(token)}
         found = Counter(match.token for match in tokenizer.find(masked))
         counts = Counter(names[token_id] for token_id in ids if token_id in names)
         return cls(
-            plain(text), masked, counts, Counter({key: found[key] for key in found if not key.isspace()})
+            plain(text), masked, counts, Counter({key: found[key] for key in found if not is_blank(key)})
         )
 
 

@@ -39,12 +39,13 @@ DEFAULT_RULES: Mapping[Author, SpecialTokenRule] = {
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A placeholder that the template wrote: characters `[start, stop)`, and its message or -1."""
+    """A placeholder that the template wrote: characters `[start, stop)`, and its message and part or -1."""
 
     start: int
     stop: int
     modality: Modality
     message: int
+    part: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class TokenWriter:
         judge = _Judge(self, text.spans)
         matches = tuple(self.tokenizer.find(plain(text), judge.refuse))
         placeholders = [
-            Placeholder(match.own_start, match.own_stop, self.modalities[match.token], judge.message(match))
+            Placeholder(match.own_start, match.own_stop, self.modalities[match.token], *judge.writer(match))
             for match in matches
             if match.token in self.modalities
         ]
@@ -275,7 +276,9 @@ class TokenWriter:
             spans = layout.text[found.start : found.stop].spans
             written = TracedStr.whole(frame.text, spans[0][2]) if spans else frame.text
             pieces += [layout.text[position : found.start], written]
-            places.append(Placeholder(start, start + len(frame.edges), found.modality, found.message))
+            places.append(
+                Placeholder(start, start + len(frame.edges), found.modality, found.message, found.part)
+            )
             position = found.stop
             stops.append(position)
             shifts.append(shifts[-1] + len(frame.text) - (found.stop - found.start))
@@ -326,11 +329,13 @@ class _Judge:
                 return max(match.own_start, place.start)
         return None
 
-    def message(self, match: Match) -> int:
-        """Index of the message that wrote a token, or -1."""
+    def writer(self, match: Match) -> tuple[int, int]:
+        """Indexes of the message and the media part that a token was written for, or -1."""
         index = self._seek(match.own_start)
-        is_found = index < len(self._spans) and self._spans[index][0] < match.own_stop
-        return self._spans[index][2].message if is_found else -1
+        if index == len(self._spans) or self._spans[index][0] >= match.own_stop:
+            return -1, -1
+        origin = self._spans[index][2]
+        return origin.message, origin.part
 
     def _seek(self, position: int) -> int:
         """Index of the first span that ends after a character; positions mostly rise."""
