@@ -65,7 +65,7 @@ class PatchLayout:
     temporal: Annotated[int, Meta(ge=1, le=64)]
 
 
-class Item(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+class Item(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind"):
     """Base of the items here; see `MediaItem`. Equal identities make equal items."""
 
     identity: Identity

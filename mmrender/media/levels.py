@@ -148,7 +148,7 @@ def cast(values: npt.NDArray[np.float32], dtype: TensorDtype) -> npt.NDArray[Any
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
-class _Form(msgspec.Struct, frozen=True, eq=False, tag_field="form", forbid_unknown_fields=True):
+class _Form(msgspec.Struct, frozen=True, eq=False, tag_field="form"):
     """A tensor in compact form."""
 
 

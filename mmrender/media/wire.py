@@ -42,7 +42,7 @@ class _Reference(ReferenceItem, frozen=True, eq=False, kw_only=True, tag="refere
     """The URL, or an array of the encoded image's bytes."""
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True):
+class _Table(msgspec.Struct):
     version: Annotated[int, Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
     items: list[PatchItem | ProcessedItem | _Reference]
 

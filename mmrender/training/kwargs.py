@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from mmcodecs import CodecError, decode_mm_kwargs_item
-from mmcodecs.vllm import join_items
+from mmcodecs.vllm import FieldElem, FlatField, join_items
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
@@ -54,6 +54,7 @@ def decode_mm_kwargs(
     *,
     dtype: Any = None,
     arithmetic: PixelArithmetic | None = None,
+    check_finite: bool = False,
 ) -> dict[str, Any]:
     """Decode the items of a prompt and join them as vLLM's engine does.
 
@@ -63,6 +64,8 @@ def decode_mm_kwargs(
         arithmetic: Normalises pixels that come as levels from 0 to 255, which vLLM sends since 0.28 and
             normalises itself unless it runs with `--no-mm-device-do-normalize`. A `PatchItem` of the same
             processor has it.
+        check_finite: Whether to refuse floating values that are infinite or not a number, which costs a pass
+            over them.
 
     Returns:
         All fields of all modalities as torch tensors. A lone item's tensors are views of its message.
@@ -71,7 +74,8 @@ def decode_mm_kwargs(
         BatchError: An entry is None (vLLM sends the hash alone for what it takes the receiver to hold) or not
             an item; the items of a modality cannot be joined; two modalities have one field; patches come
             without a grid, or with grids of another number of patches; or pixels are levels and there is no
-            `arithmetic`, without which a model would misread them.
+            `arithmetic`, without which a model would misread them; a flat field names rows that the item does
+            not have; or a value is not finite, where that is checked.
     """
     out: dict[str, Any] = {}
     for modality, entries in multi_modal_kwargs.items():
@@ -82,13 +86,15 @@ def decode_mm_kwargs(
                 raise BatchError("two modalities have one field", where=where, got=name)
             if name in _GRIDS and getattr(value, "ndim", 0) == 2:
                 _check_grids(joined, name, where)
+            if check_finite:
+                _check_finite(value, f"{where}.{name}")
             out[name] = _cast(_normalised(name, value, arithmetic), dtype)
     return out
 
 
 def _joined(entries: Sequence[str | None], where: str) -> dict[str, Any]:
     """Decode the items of one modality, and join them."""
-    items = []
+    items: list[Mapping[str, FieldElem]] = []
     for index, entry in enumerate(entries):
         at = f"{where}[{index}]"
         if entry is None:
@@ -98,10 +104,49 @@ def _joined(entries: Sequence[str | None], where: str) -> dict[str, Any]:
             items.append(decode_mm_kwargs_item(entry, framework="torch"))
         except CodecError as error:
             raise BatchError("an item cannot be decoded", where=at, got=str(error)) from error
+    for index, item in enumerate(items):
+        for name, elem in item.items():
+            _check_slices(elem, f"{where}[{index}].{name}")
+            if name in _GRIDS and _GRIDS[name] in item and getattr(elem.data, "ndim", 0) == 2:
+                grid: Any = item[_GRIDS[name]].data
+                one = {
+                    name: elem.data,
+                    _GRIDS[name]: grid.reshape(1, -1) if hasattr(grid, "reshape") else grid,
+                }
+                _check_grids(one, name, f"{where}[{index}]")
     try:
         return join_items(items)
     except CodecError as error:
         raise BatchError("items cannot be joined", where=where, got=str(error)) from error
+
+
+def _check_slices(elem: FieldElem, where: str) -> None:
+    """Check that the parts of the whole that an item names are as long as its data."""
+    data, kind = elem.data, elem.field
+    if not isinstance(kind, FlatField) or not isinstance(data, torch.Tensor):
+        return
+    whole = kind.slices if isinstance(kind.slices, tuple) else (kind.slices,)
+    own = [part[kind.dim] if isinstance(part, tuple) and len(part) > kind.dim else part for part in whole]
+    known = [part for part in own if isinstance(part, slice) and None not in (part.start, part.stop)]
+    rows = data.shape[kind.dim] if kind.dim < data.ndim else 0
+    # Which of the parts is the item's own is not said: they are those of the batch that it was made in.
+    if known and len(known) == len(own) and rows not in [part.stop - part.start for part in known]:
+        raise BatchError(
+            "an item does not have the rows that its slices name",
+            where=where,
+            expected=" or ".join(str(part.stop - part.start) for part in known[:4]),
+            got=str(rows),
+        )
+
+
+def _check_finite(value: Any, where: str) -> None:
+    for index, one in enumerate(value if isinstance(value, list) else [value]):
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all()):
+            row = int((~torch.isfinite(one.reshape(len(one), -1))).any(1).nonzero()[0])
+            problem = "a value is infinite or not a number"
+            raise BatchError(
+                problem, where=f"{where}[{index}]" if isinstance(value, list) else where, got=f"row {row}"
+            )
 
 
 def _check_grids(joined: Mapping[str, Any], name: str, where: str) -> None:

@@ -12,6 +12,7 @@ TrajectoryReader("run.mmc")[5]     # the trajectories of one record; nothing els
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 import mmcodecs
-from mmrender.errors import TrajectoryError
+from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.wire import MediaSources, plain_message
@@ -145,8 +146,32 @@ def save_trajectories(
 
 
 def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """Return all trajectories of a file, those of a group one after another; raises as `TrajectoryReader`."""
-    return [trajectory for record in TrajectoryReader(path) for trajectory in record]
+    """Return all sound trajectories of a file, those of a group one after another.
+
+    A damaged record, and a torn one at the end, are left out with a `RuntimeWarning` that names them.
+
+    Raises:
+        TrajectoryError: The file is of another kind, or all of its records are damaged.
+        MediaError: The same, where it is an item that is damaged.
+        OSError: It cannot be opened.
+    """
+    reader = TrajectoryReader(path)
+    found: list[Trajectory] = []
+    damaged: dict[int, MMRenderError] = {}
+    for number in range(len(reader)):
+        try:
+            found += reader[number]
+        except MMRenderError as error:
+            damaged[number] = error
+    if damaged and len(damaged) == len(reader):
+        raise damaged[0]
+    where = os.fspath(path)
+    messages = [f"{where}[{number}]: left out, damaged - got {error}" for number, error in damaged.items()]
+    if reader.torn_bytes:
+        messages.append(f"{where}: torn after {len(reader)} records - {reader.torn_bytes} bytes are left out")
+    for message in messages:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return found
 
 
 def _unusable(where: str, error: mmcodecs.CodecError) -> TrajectoryError:

@@ -96,7 +96,6 @@ def form(**fields):
 FRAMES = (1, 3, 64, 96)
 PATCH_DAMAGE = {
     "version": (lambda w: w.update(version=1), "wire.version: an item is malformed - expected `int` >= 2. Write and read with the same release of mmrender"),
-    "extra": (lambda w: w.update(more=1), "wire: an item is malformed (Object contains unknown field `more`)"),
     "kind": (change_in(kind="x"), f"{ITEM}.kind: an item is malformed (Invalid value 'x')"),
     "no item": (lambda w: w.update(items=[]), "wire.items: this is not one item - expected 1 item, got 0"),
     "no mapping": (lambda w: w.update(items=[3]), f"{ITEM}: an item is malformed - expected `object`, got `int`"),
@@ -123,7 +122,6 @@ PART_DAMAGE = {
     "broadcast": (change_in("parts", "image_sizes", shape=[1, 3]), f"{ITEM}.parts.image_sizes.values: values do not fit their form - expected integers that broadcast to [1, 3], got uint16 [1, 2]"),
     "no integers": (change_in("parts", "image_sizes", values=np.zeros((1, 2))), f"{ITEM}.parts.image_sizes.values: values do not fit their form - expected integers that broadcast to [1, 2], got float64 [1, 2]"),
     "object": (change_in("parts", "image_sizes", dtype="object"), f"{ITEM}.parts[...].dtype: an item is malformed - expected a dtype of integers, got 'object'"),
-    "unknown": (change_in("parts", "features", pickle=b""), f"{ITEM}.parts[...]: an item is malformed (Object contains unknown field `pickle`)"),
 }  # fmt: skip
 NO_SOURCE = f"{ITEM}.source: a source is malformed - expected a URL or uint8 [n], got int"
 DAMAGES = {patch_item: PATCH_DAMAGE, processed_item: PART_DAMAGE}

@@ -149,6 +149,46 @@ def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int) ->
     )
 
 
+def test_grids_are_held_to_each_item() -> None:
+    """Two items may have as many patches together as their grids, and each have the other's."""
+    tensors = [patch_item(16, 16).tensors(), patch_item(16, 24, seed=1).tensors()]
+    items = collate_items(QWEN, tensors)
+    grids = [item["image_grid_thw"] for item in items]
+    items[0]["image_grid_thw"], items[1]["image_grid_thw"] = grids[::-1]
+    with pytest.raises(BatchError) as caught:
+        decode_mm_kwargs({"image": encoded(items)})
+    assert str(caught.value) == (
+        "kwargs_data.image[0].image_grid_thw: the grids are not those of the patches - "
+        "expected (t, h, w) of each item, 16 patches in all, got 24 patches"
+    )
+
+
+@pytest.mark.parametrize("lost", [1, 15])
+def test_slices_beyond_the_rows_are_refused(lost: int) -> None:
+    items = collate_items(QWEN, [patch_item(16, 16).tensors(), patch_item(16, 24, seed=1).tensors()])
+    pixels = items[1]["pixel_values"]
+    items[1]["pixel_values"] = FieldElem(pixels.data[:-lost], pixels.field)
+    with pytest.raises(BatchError) as caught:
+        decode_mm_kwargs({"image": encoded(items)})
+    assert str(caught.value) == (
+        "kwargs_data.image[1].pixel_values: an item does not have the rows that its slices name - "
+        f"expected 16 or 24, got {24 - lost}"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_where_asked(value: float) -> None:
+    tensors = patch_item(16, 16).tensors()
+    tensors["pixel_values"][7, 3] = value
+    entries = {"image": encoded(collate_items(QWEN, [tensors]))}
+    assert not torch.isfinite(decode_mm_kwargs(entries)["pixel_values"]).all()
+    with pytest.raises(BatchError) as caught:
+        decode_mm_kwargs(entries, check_finite=True)
+    assert str(caught.value) == (
+        "kwargs_data.image.pixel_values: a value is infinite or not a number - got row 7"
+    )
+
+
 @pytest.mark.parametrize("entries", [["!!"], ["AAAA"]])
 def test_what_is_no_item_is_named(entries: list[str]) -> None:
     with pytest.raises(BatchError, match=r"^kwargs_data\.image\[0\]: an item cannot be decoded - got "):

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,6 +19,7 @@ from mmrender.trajectory import (
     save_trajectories,
 )
 from mmrender.trajectory.files import write_jsonl
+from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
 from tree_cases import A, assert_same, sidecar
 
 SHOWS_A = sidecar((1, A))
@@ -92,6 +94,63 @@ def test_a_torn_record_costs_nothing_that_was_appended_before(tmp_path, lost):
     with TrajectoryWriter(path) as file:
         file.append(rollout("c"))
     assert [trajectory.trajectory_id for trajectory in load_trajectories(path)] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "left", "message"),
+    [
+        (lambda starts, data: data[:-70], ["a", "b"], ": torn after 2 records - "),
+        (
+            lambda starts, data: flipped(data, starts[1] + 900),
+            ["a", "c"],
+            "[1]: left out, damaged - got ",
+        ),
+    ],
+    ids=["torn", "damaged"],
+)
+def test_loading_says_what_is_lost_and_gives_the_rest(tmp_path, spoil, left, message):
+    path, starts = tmp_path / "run", []
+    with TrajectoryWriter(path) as file:
+        for name in "abc":
+            starts.append(path.stat().st_size)
+            file.append(rollout(name))
+    path.write_bytes(spoil(starts, path.read_bytes()))
+    with pytest.warns(RuntimeWarning) as warned:
+        found = load_trajectories(path)
+    assert [trajectory.trajectory_id for trajectory in found] == left
+    assert len(warned) == 1
+    assert message in str(warned[0].message)
+
+
+def flipped(data, place):
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def with_new_fields(value):
+    """Plain data with a field more in every mapping that is no mapping of names of the caller's."""
+    if isinstance(value, list):
+        return [with_new_fields(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: with_new_fields(one) for key, one in value.items()} | {"from_a_newer_writer": [1, {"a": 2}]}
+
+
+def test_fields_of_a_newer_writer_do_not_break_a_reader():
+    trajectory = rollout("a")
+    wire = trajectories_to_wire([trajectory], share=False)
+    table = msgspec.msgpack.decode(wire["table"].tobytes())
+    for row in table["trajectories"]:
+        for step in row["steps"]:
+            step["media"] = [[*medium, *[None] * (4 - len(medium)), "newer"] for medium in step["media"]]
+    newer = {
+        **wire,
+        "table": np.frombuffer(msgspec.msgpack.encode(with_new_fields(table)), np.uint8),
+        "items": with_new_fields(wire["items"]),
+        "newer": 1,
+    }
+    (read,) = trajectories_from_wire(newer)
+    (expected,) = trajectories_from_wire(wire)
+    assert_same(expected, read)
 
 
 def test_one_record_is_read_by_memory_map(tmp_path):
