@@ -161,32 +161,33 @@ class Renderer:
             ModelNotFoundError: There is no such directory or repository.
             TemplateError: There is no chat template, or it does not compile.
             TokenizerError: `tokenizer.json` is missing or unusable.
-            ProcessorError: The image settings cannot be used.
-            MissingDependencyError: `image_backend` or the family needs an extra.
+            ProcessorError: The image settings cannot be used. Those of families that are not native are read
+                with the first image; `renderer.media.require_processor()` reads them at once.
         """
         options = {name: value for name, value in locals().items() if name not in ("cls", "name_or_path")}
         name = Path(name_or_path).resolve() if Path(name_or_path).is_dir() else name_or_path
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
+        templates = TemplateSet.load(
+            model,
+            tokenizer,
+            chat_template=chat_template,
+            limits=limits,
+            clock=clock,
+            processes=template_processes,
+            profile_cache=profile_cache,
+        )
         processor = load_processor(
             model.path,
             image_backend=image_backend,
             trust_remote_code=trust_remote_code,
-            defer_missing=True,
+            template=templates.find({}, has_tools=False),
         )
         media = None
         if processor is not None:
             media = MediaResolver(processor, media_policy or MediaPolicy(), media_cache or MediaCache())
         renderer = cls(
-            TemplateSet.load(
-                model,
-                tokenizer,
-                chat_template=chat_template,
-                limits=limits,
-                clock=clock,
-                processes=template_processes,
-                profile_cache=profile_cache,
-            ),
+            templates,
             tokenizer,
             media,
             content_special_tokens=content_special_tokens,

@@ -225,13 +225,14 @@ class Rendering:
                     remedy="Use a vision-language model, or remove the image",
                 )
             if self.media is not None:
-                if places:
+                # The parts of a probe stay unexpanded placeholders.
+                is_probe = any(place.part.source is UNKNOWN_SOURCE for place in places)
+                if places and not is_probe:
                     self.media.require_processor(places[0].where)
                 order = _order(places, written, self.known.profile.image_roles, where=where)
                 images = sum(place.modality == "image" for place in places)
                 items = [None] * len(places)
-                # The parts of a probe stay unexpanded placeholders.
-                if not any(place.part.source is UNKNOWN_SOURCE for place in places):
+                if not is_probe:
                     resolved = self.media.resolve(
                         [(place.where, place.part) for place in places],
                         num_images=len(earlier.mm_hashes.get("image", ())) + images,

@@ -45,8 +45,6 @@ class Bridge:
         self._rendering = rendering
         self._profile = rendering.known.profile
         self._writer = writer = rendering.writer
-        media = rendering.media
-        self._counts_images = media is not None and media.processor.depends_on_image_count
         self._reads = Reads.of(rendering.known.template.syntax_tree())
         self._tails = Tails(rendering.known, writer)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
@@ -80,8 +78,10 @@ class Bridge:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in new_messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        if self._counts_images and any(any(message.media()) for message in new_messages):
-            raise NotBridged("the processor treats an image differently when more of them follow")
+        if self._rendering.media is not None and any(any(message.media()) for message in new_messages):
+            self._rendering.media.require_processor("new_messages")
+            if self._rendering.media.processor.depends_on_image_count:
+                raise NotBridged("the processor treats an image differently when more of them follow")
         prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
         if not prompt:

@@ -4,7 +4,6 @@ A processor turns a decoded image into a `MediaItem` and knows, from height and 
 placeholder tokens. It is immutable and may be used from many threads.
 """
 
-import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from mmrender.errors import MissingDependencyError
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
@@ -149,43 +147,10 @@ class ProcessorFiles:
                 return name
         return None
 
-    @property
-    def image_token_ids(self) -> list[int]:
-        """Ids of the feature tokens of images, where `config.json` names any."""
-        ids = (self.model.config.get(key) for key in ("image_token_id", "image_token_index"))
+    def token_ids(self, modality: Modality) -> list[int]:
+        """Ids of the tokens that hold features of a modality, where `config.json` names any."""
+        ids = (self.model.config.get(f"{modality}_token_{key}") for key in ("id", "index"))
         return [index for index in ids if isinstance(index, int)]
-
-
-class UnavailableProcessor(MediaProcessor):
-    """The processor of a model whose images need a package that is not installed; its text still renders.
-
-    Args:
-        files: The model's settings, which name its tokens.
-        image_backend: As asked for.
-        error: Raised for every image.
-    """
-
-    settings_digest = b""
-
-    def __init__(
-        self, files: ProcessorFiles, image_backend: ImageBackend, error: MissingDependencyError
-    ) -> None:
-        self.name = files.image_processor_type or "unknown"
-        self.image_backend = image_backend
-        self.error = error
-        token = files.model.special_tokens.get("image_token")
-        self.placeholder = {"image": token} if token else {}
-        decoder = files.model.tokenizer_config.get("added_tokens_decoder") or {}
-        named = (decoder.get(str(index), {}).get("content", "") for index in files.image_token_ids)
-        self.placeholder_tokens = frozenset((*self.placeholder.values(), *named)) - {""}
-
-    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Raise the error."""
-        raise copy.copy(self.error)
-
-    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
-        """Raise the error."""
-        raise copy.copy(self.error)
 
 
 def digest_settings(settings: Mapping[str, Any]) -> bytes:

@@ -5,7 +5,6 @@ before is recognised by its fingerprint, which is cheap enough to be taken on ev
 decoded; a new source with known pixels is decoded and not processed.
 """
 
-import copy
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
@@ -21,7 +20,8 @@ from mmrender.errors import MessageError, MMRenderError, ProcessorError
 from mmrender.media.load import LoadedImage, image_lock, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processor import MediaProcessor, Prepared, UnavailableProcessor
+from mmrender.media.processor import MediaProcessor, Prepared
+from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.spans import MediaItem
 
@@ -117,10 +117,23 @@ class MediaResolver:
         """Return a resolver over the same processor, policy and cache that shares its work with threads."""
         return MediaResolver(self.processor, self.policy, self.cache, executor=executor)
 
-    def require_processor(self, where: str) -> None:
-        """Raise a MissingDependencyError if the package that the model's images need is not installed."""
-        if isinstance(self.processor, UnavailableProcessor):
-            raise copy.copy(self.processor.error).at(where)
+    def require_processor(self, where: str | None = None) -> None:
+        """Load the model's processor unless that is done, as the first image does.
+
+        Args:
+            where: What needs it, for the error.
+
+        Raises:
+            MissingDependencyError: It needs a package that is not installed.
+            ProcessorError: It cannot be loaded.
+        """
+        if isinstance(self.processor, DeferredProcessor):
+            try:
+                self.processor = self.processor.load()
+            except MMRenderError as error:
+                if where is not None:
+                    error.at(where)
+                raise
 
     def resolve(
         self,

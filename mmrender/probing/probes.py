@@ -12,7 +12,16 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from mmrender.errors import TemplateError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Role, TextPart, ThinkingPart, ToolCall
+from mmrender.messages import (
+    UNKNOWN_SOURCE,
+    ImagePart,
+    Message,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    VideoPart,
+)
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.spans import common_prefix
 from mmrender.template.chat import ChatTemplate, ViewForm
@@ -201,10 +210,14 @@ class Probes:
 
     def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
         """Text that an image part adds to a message of `role`; None where the template refuses it."""
+        return self.added_by(ImagePart(UNKNOWN_SOURCE), role, form)
+
+    def added_by(self, part: ImagePart | VideoPart, role: Role, form: ViewForm | None = None) -> str | None:
+        """Text that a media part adds to a message of `role`; None where the template refuses it."""
         before, middle, after = messages_around(role)
         shown = []
-        for images in ((), (ImagePart(UNKNOWN_SOURCE),)):
-            message = msgspec.structs.replace(middle, content=(*images, TextPart(f"{WORD}X")))
+        for parts in ((), (part,)):
+            message = msgspec.structs.replace(middle, content=(*parts, TextPart(f"{WORD}X")))
             text = self.render([*before, message, *after], form=form)
             if text is None:
                 return None

@@ -83,6 +83,13 @@ class ReferenceRendering:
     tensors: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
+class _NoVideos:
+    """A video processor of which nothing is set."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class ReferenceRenderer:
     """Renders with Transformers, through the processor's own `apply_chat_template` or else the tokenizer's.
 
@@ -114,6 +121,9 @@ class ReferenceRenderer:
                 self.processor = build_reference_processor(files, backend)
             except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
                 self.processor_missing = " ".join(str(error).split()) or type(error).__name__
+            if getattr(self.processor, "video_processor", self) is None:
+                # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
+                self.processor.video_processor = _NoVideos()
         # Last, the places that Transformers overlooks.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
 

@@ -9,7 +9,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmrender.errors import MMRenderError, PlaceholderError, ProcessorError, TemplateRefusedError
-from mmrender.media.processor import UnavailableProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 
@@ -113,11 +112,13 @@ def _alike_in_transformers(renderer: Renderer, directory: Path) -> bool | str:
 
 
 def _images(renderer: Renderer) -> dict[str, Any]:
-    processor = renderer.media.processor if renderer.media is not None else None
-    if processor is None:
+    if renderer.media is None:
         return {}
-    if isinstance(processor, UnavailableProcessor):
-        return {"not available": str(processor.error)}
+    try:
+        renderer.media.require_processor()
+    except MMRenderError as error:
+        return {"not available": str(error)}
+    processor = renderer.media.processor
     return {
         "processor": processor.name,
         "back end": processor.image_backend,

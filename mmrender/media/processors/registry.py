@@ -5,12 +5,15 @@ To add a native family, write a module beside `qwen.py` with a subclass of `Medi
 reference.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
-from mmrender.media.processor import MediaProcessor, ProcessorFiles, UnavailableProcessor
+from mmrender.media.processor import MediaProcessor, ProcessorFiles
+from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.probing.templates import KnownTemplate
 
 NATIVE = (PatchProcessor,)
 """Classes whose `from_files(files, backend)` gives a processor, or None for settings of another family."""
@@ -21,7 +24,7 @@ def load_processor(
     *,
     image_backend: ImageBackend = "torch",
     trust_remote_code: bool = False,
-    defer_missing: bool = False,
+    template: KnownTemplate | None = None,
 ) -> MediaProcessor | None:
     """Load the processor of a model directory in Hub layout.
 
@@ -33,7 +36,8 @@ def load_processor(
         image_backend: `"torch"` equals the reference's torchvision back end, which inference servers run;
             `"pil"` equals its PIL back end and needs neither torch nor, for native families, Transformers.
         trust_remote_code: Run processor code that the directory brings along.
-        defer_missing: Where a package is missing, return a processor that raises with the first image.
+        template: The model's chat template. With it, the processor of a family that is not native is loaded
+            when the first image comes, and raises then what is said below.
 
     Returns:
         The processor, or `None` for a directory without image settings: a text-only model.
@@ -52,17 +56,25 @@ def load_processor(
     files = ProcessorFiles.read(directory)
     if not files.image:
         return None
+
+    def build() -> MediaProcessor:
+        # Imported here: native families need none of it, and it is the larger half of the package.
+        from mmrender.media.processors.transformers import TransformersProcessor
+
+        return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+
     try:
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
                 return native
-        # Imported here: native families need none of it, and it is the larger half of the package.
-        from mmrender.media.processors.transformers import TransformersProcessor
-
-        return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+        if template is None:
+            return build()
+        deferred = DeferredProcessor(files, image_backend, template, build)
+        if not deferred.can_wait:
+            with suppress(MissingDependencyError):
+                return deferred.load()
+        return deferred
     except (MissingDependencyError, ProcessorError, MediaError) as error:
-        if defer_missing and isinstance(error, MissingDependencyError):
-            return UnavailableProcessor(files, image_backend, error)
         error.at(str(directory))
         raise

@@ -190,7 +190,7 @@ class TransformersProcessor(MediaProcessor):
         It is one that the model's settings name, or else the most frequent added token of the tokenizer.
         """
         tokenizer = self._reference.tokenizer
-        named = [tokenizer.convert_ids_to_tokens(index) for index in files.image_token_ids]
+        named = [tokenizer.convert_ids_to_tokens(index) for index in files.token_ids("image")]
         for token in (*named, getattr(tokenizer, "image_token", None), self.placeholder["image"]):
             if isinstance(token, str) and token and token in text:
                 return token

@@ -1,0 +1,155 @@
+"""A processor that is loaded with the first image: what text and errors are like before and after."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from adapter_models import ADAPTER_FAMILIES
+from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.media.processors.deferred import DeferredProcessor
+from mmrender.media.processors.registry import load_processor
+from mmrender.media.processors.transformers import _refusals_named
+from mmrender.renderer import Renderer
+
+TOKENS = {
+    "gemma3": ("<start_of_image>", "<image_soft_token>"),
+    "pixtral": ("[IMG]", "[IMG]"),
+    "smolvlm": ("<image>", "<image>"),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else '<fake_token_around_image>PLACEHOLDER' }}"
+    "{% endfor %}{% endif %} </s>{% endfor %}"
+)
+PICTURE = Image.new("RGB", (64, 48), "red")
+
+
+def model(name: str, directory: Path, *, written: str | None = None) -> Path:
+    ADAPTER_FAMILIES[name](directory)
+    placeholder, feature = TOKENS[name]
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", written or placeholder))
+    added = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    (directory / "config.json").write_text(json.dumps({"image_token_id": ids[feature]}))
+    return directory
+
+
+def opened(directory: Path, **options: object) -> Renderer:
+    return Renderer.from_pretrained(directory, image_backend="pil", **options)  # type: ignore[arg-type]
+
+
+def shown(*images: Image.Image) -> list[dict[str, object]]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [{"type": "text", "text": "before"}, *parts]}]
+
+
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("rule", ["text", "parse"])
+def test_media_tokens_in_content_are_text_before_the_processor_is_loaded_and_after(
+    name: str, rule: str, tmp_path: Path
+) -> None:
+    renderer = opened(model(name, tmp_path / name), content_special_tokens=rule, memo_bytes=0)
+    said = [{"role": role, "content": f"before {token} after"} for role in ("system", "user", "assistant")
+            for token in TOKENS[name]]  # fmt: skip
+    before = renderer.render(said).token_ids
+    assert renderer.media is not None
+    assert isinstance(renderer.media.processor, DeferredProcessor)
+    assert not {renderer.tokenizer.token_id(token) for token in TOKENS[name]} & set(before)
+    with_image = renderer.render(shown(PICTURE))
+    assert not isinstance(renderer.media.processor, DeferredProcessor)
+    assert with_image.multi_modal_data
+    assert renderer.render(said).token_ids == before
+
+
+def test_text_and_its_bridge_do_not_load_the_processor(tmp_path: Path) -> None:
+    renderer = opened(model("pixtral", tmp_path))
+    prompt = renderer.render_ids([{"role": "user", "content": "before"}])
+    renderer.bridge_to_next_turn(
+        prompt, renderer.get_stop_token_ids()[-1:], [{"role": "user", "content": "after"}]
+    )
+    assert renderer.media is not None
+    assert isinstance(renderer.media.processor, DeferredProcessor)
+
+
+def test_a_model_whose_tokens_text_cannot_know_is_loaded_at_once(tmp_path: Path) -> None:
+    directory = model("pixtral", tmp_path)
+    (directory / "config.json").unlink()
+    renderer = opened(directory)
+    assert renderer.media is not None
+    assert renderer.media.processor.placeholder == {"image": "[IMG]"}
+    assert not isinstance(renderer.media.processor, DeferredProcessor)
+
+
+def test_a_processor_that_replaces_another_token_is_refused_at_the_first_image(tmp_path: Path) -> None:
+    renderer = opened(model("pixtral", tmp_path, written="[IMG_END]"))
+    for _ in range(2):
+        with pytest.raises(ProcessorError) as caught:
+            renderer.render(shown(PICTURE))
+        assert str(caught.value) == (
+            "messages[0].content[1]: PixtralImageProcessorPil replaces another token than the chat template "
+            "writes for an image - expected '[IMG_END]', got '[IMG]'"
+        )
+
+
+def test_a_processor_with_tokens_that_text_has_not_known_is_refused(tmp_path: Path) -> None:
+    renderer = opened(model("pixtral", tmp_path))
+    assert renderer.media is not None
+    processor = renderer.media.processor
+    assert isinstance(processor, DeferredProcessor)
+    tokens = frozenset({"[IMG]", "[IMG_BREAK]"})
+    processor._build = lambda: SimpleNamespace(  # type: ignore[assignment,return-value]
+        name="Odd", placeholder={"image": "[IMG]"}, placeholder_tokens=tokens
+    )
+    with pytest.raises(ProcessorError) as caught:
+        renderer.media.require_processor("messages[3]")
+    assert str(caught.value) == (
+        "messages[3]: Odd writes another token for an image than config.json names - expected '[IMG]', "
+        "got ['[IMG_BREAK]']"
+    )
+
+
+def test_settings_that_cannot_be_used_leave_text_alone(tmp_path: Path) -> None:
+    directory = model("gemma3", tmp_path)
+    settings = json.loads((directory / "processor_config.json").read_text())
+    settings["image_processor"]["image_processor_type"] = "UnheardOfImageProcessor"
+    (directory / "processor_config.json").write_text(json.dumps(settings))
+    renderer = opened(directory)
+    assert renderer.render([{"role": "user", "content": "before"}]).token_ids
+    assert renderer.media is not None
+    with pytest.raises(ProcessorError):
+        renderer.media.require_processor()
+    with pytest.raises(ProcessorError):
+        load_processor(directory, image_backend="pil")
+
+
+def test_a_package_that_only_videos_need_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    renderer = opened(model("smolvlm", tmp_path))
+    assert renderer.render(shown(PICTURE)).multi_modal_data
+    assert processing_smolvlm.num2words is None
+
+
+def test_a_package_that_an_image_needs_is_named() -> None:
+    with pytest.raises(MissingDependencyError, match="got no scipy here"), _refusals_named(PICTURE):
+        raise ImportError("no scipy\n here")
+
+
+def test_old_releases_of_transformers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", "5.0.0")
+    monkeypatch.setitem(sys.modules, "transformers.image_processing_backends", None)
+    with pytest.raises(MissingDependencyError) as caught:
+        opened(model("pixtral", tmp_path)).render(shown(PICTURE))
+    assert str(caught.value) == (
+        "messages[0].content[1]: PixtralImageProcessor needs image processors whose back end can be chosen - "
+        "expected transformers>=5.4, got 5.0.0. Install it with: pip install 'mmrender[hf]'"
+    )
