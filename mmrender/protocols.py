@@ -1,11 +1,11 @@
 """Interface of a renderer, be it a `Renderer` or a pool of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable
 
 from mmrender.bridge.bridge import History, TokenIds
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import MessageLike
+from mmrender.messages import MessageLike, Role
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 
@@ -32,6 +32,7 @@ class BridgeOptions(TypedDict, total=False):
 
     tools: Sequence[Any] | None
     previous_multi_modal_data: MultiModalData | None
+    previous_roles: Collection[Role] | None
     history: History
     images: Sequence[Any] | None
     videos: Sequence[Any] | None

@@ -21,7 +21,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
-from mmrender.messages import MessageLike
+from mmrender.messages import MessageLike, Role
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
@@ -342,6 +342,7 @@ class Renderer:
         *,
         tools: Sequence[Any] | None = None,
         previous_multi_modal_data: MultiModalData | None = None,
+        previous_roles: Collection[Role] | None = None,
         history: History = "sampled",
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
@@ -360,6 +361,8 @@ class Renderer:
             new_messages: Tool results, user turns, and what else may follow an assistant turn.
             tools: Tool definitions of the conversation.
             previous_multi_modal_data: The sidecar of the previous prompt.
+            previous_roles: Roles of the messages of the previous prompt. What a template writes only after a
+                system message, say, then stands against no bridge in a conversation without one.
             history: `"sampled"` keeps earlier turns as they are; `"template"` gives None where the template
                 would now write them differently.
             images: Sources for the image parts that have none.
@@ -394,6 +397,7 @@ class Renderer:
                 messages,
                 previous=MultiModalData() if previous_multi_modal_data is None else previous_multi_modal_data,
                 history=history,
+                roles=previous_roles,
             )
         except NotBridged as refusal:
             reason = str(refusal)

@@ -7,16 +7,16 @@ does, the bridge is refused with a reason.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from mmrender.bridge.histories import Reads
 from mmrender.bridge.proof import Proof, TailProver
-from mmrender.bridge.tail import MediaCount, NotBridged, Tails, shape_of, skeleton
+from mmrender.bridge.tail import MediaCount, NotBridged, ReasoningState, Tails, shape_of, skeleton
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
-from mmrender.messages import Message
+from mmrender.messages import Message, Role
 from mmrender.rendering import Rendering
 from mmrender.spans import MultiModalData
 from mmrender.template.text import TracedStr, plain
@@ -57,6 +57,7 @@ class Bridge:
         *,
         previous: MultiModalData,
         history: History,
+        roles: Collection[Role] | None = None,
     ) -> RenderedTokens:
         """Append the new messages and the generation prompt.
 
@@ -66,6 +67,7 @@ class Bridge:
             new_messages: The extension.
             previous: Sidecar of the prompt.
             history: Whether earlier turns may differ from what the template would write now.
+            roles: Roles of the conversation so far, or None where they are not known.
 
         Raises:
             NotBridged: It cannot be proved that appending is right.
@@ -88,7 +90,7 @@ class Bridge:
             raise NotBridged("the previous prompt is empty")
         previous.spans(len(prompt), where="previous_multi_modal_data")
         try:
-            media = self._proved(prompt, completion, new_messages, previous, history)
+            media = self._proved(prompt, completion, new_messages, previous, history=history, roles=roles)
             tail = self._tails.find(skeleton(new_messages, self._profile, media), new_messages)
             if completion and completion[-1] in self._profile.stop_ids:
                 # Where the close is the next turn's opener, only that opener can replace it.
@@ -140,7 +142,9 @@ class Bridge:
         completion: Sequence[int],
         messages: Sequence[Message],
         previous: MultiModalData,
+        *,
         history: History,
+        roles: Collection[Role] | None,
     ) -> MediaCount:
         """The media that the skeleton has to hold, once it is proved that nothing else matters.
 
@@ -165,10 +169,18 @@ class Bridge:
             # Not every count can be tried: more than two media of a kind count as two.
             key = (*key, min(media.images, 2), min(media.videos, 2))
             proof = findings.get_or_find(key, Proof, lambda: prove(media))
-        ended_alike = bool(completion) and completion[-1] == proof.stop_id
-        failure = proof.failure if ended_alike else proof.failure_otherwise
-        if failure is not None:
-            raise NotBridged(failure)
+        ended = completion[-1] if completion else None
+        sampled = completion[:-1] if ended in self._profile.stop_ids else completion
+        ended_alike = len(sampled) < len(completion) and (
+            ended == proof.stop_id or ended in self._tails.end_ids
+        )
+        state: ReasoningState = "none"
+        if any(objection.reasoning for objection in proof.objections):
+            turn = self._tails.opened(prompt) + self._writer.tokenizer.decode(sampled)
+            state = self._tails.reasoning_state(turn)
+        for objection in proof.objections:
+            if objection.stands(prompt, sampled, ended_alike=ended_alike, roles=roles, reasoning=state):
+                raise NotBridged(objection.reason)
         return media
 
 

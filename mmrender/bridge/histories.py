@@ -16,7 +16,15 @@ from jinja2 import nodes
 
 from mmrender.bridge.tail import MediaCount, ProbeHistory, skeleton
 from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
-from mmrender.probing.probes import WORD, assistant, probe_call, tool_definition, tool_result, user
+from mmrender.probing.probes import (
+    WORD,
+    assistant,
+    probe_call,
+    tool_definition,
+    tool_result,
+    user,
+    with_reasoning,
+)
 from mmrender.probing.profile import TemplateProfile
 
 
@@ -111,10 +119,11 @@ _ANY_TURN = (
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:
     """Everything that can be different while the number of media stays as it is."""
     calls = skeleton(extension, profile).assistant.tool_calls
-    found = [*_ANY_TURN, *_call_variations(calls, extension)]
-    if calls and not profile.writes_content_before_results:
-        # Such content was not sampled before the call that ends the completion.
-        return found
+    carrier = profile.reasoning.carrier if profile.reasoning is not None else "reasoning_content"
+    calling, *results = _tool_round(1, first=40)
+    rounds = (with_reasoning(calling, f"{WORD}G", carrier), *results)
+    thoughtful = Variation(looks_at="reasoning since the last user message", rounds=rounds)
+    found = [*_ANY_TURN, thoughtful, *_call_variations(calls, extension)]
     said = TextPart(f"{WORD}A")
     thinking = (ThinkingPart(f"{WORD}T"), said)
     begin, close = "<think>", "</think>\n\n"

@@ -9,7 +9,7 @@ the one that was sampled is not evidence.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -21,12 +21,13 @@ from mmrender.bridge.tail import (
     NotBridged,
     NotPrinted,
     ProbeHistory,
+    ReasoningState,
     Tails,
-    content_end,
     skeleton,
 )
 from mmrender.errors import TemplateError
-from mmrender.messages import Message, TextPart
+from mmrender.messages import Message, Role, TextPart
+from mmrender.spans import common_prefix
 from mmrender.template.text import plain
 
 _COMBINATIONS = 24
@@ -36,19 +37,73 @@ _MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
 
 
 @dataclass(frozen=True)
+class Objection:
+    """A history after which the template writes another tail, and what such a history needs.
+
+    Attributes:
+        reason: What the template looks at.
+        other_stop: Whether the history's turn ends in another stop token than the skeleton's.
+        in_prompt: Added tokens that the template writes before such a turn, and not before the skeleton's.
+        in_turn: The same for the turn itself.
+        is_silent: Whether the template prints no content of the turn, where it prints the skeleton's.
+        roles: Roles that the skeleton lacks.
+        reasoning: States of the turn's reasoning in which it stands; none: in all.
+    """
+
+    reason: str
+    other_stop: bool = False
+    in_prompt: tuple[int, ...] = ()
+    in_turn: tuple[int, ...] = ()
+    is_silent: bool = False
+    roles: tuple[Role, ...] = ()
+    reasoning: tuple[ReasoningState, ...] = ()
+
+    def stands(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        *,
+        ended_alike: bool,
+        roles: Collection[Role] | None,
+        reasoning: ReasoningState,
+    ) -> bool:
+        """Whether the prompt, the completion and the roles of the conversation leave such a history open.
+
+        Args:
+            prompt: Its tokens.
+            completion: Its tokens, without a stop token.
+            ended_alike: Whether the completion ended in a stop token of the skeleton's turn.
+            roles: Roles of the conversation, or None where they are not known.
+            reasoning: State of the completion's reasoning.
+        """
+        return not (
+            (self.reasoning and reasoning not in self.reasoning)
+            or (self.other_stop and ended_alike)
+            or (self.is_silent and completion)
+            or (roles is not None and not set(self.roles) <= set(roles))
+            or not all(token in completion for token in self.in_turn)
+            or not all(token in prompt for token in self.in_prompt)
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no conversation rules such a history out."""
+        evidence = (self.in_prompt, self.in_turn, self.roles, self.reasoning)
+        return not (self.other_stop or self.is_silent or any(evidence))
+
+
+@dataclass(frozen=True)
 class Proof:
     """Findings about extensions of one shape.
 
     Attributes:
-        failure: Why the tail cannot be taken from the skeleton, or None.
-        failure_otherwise: The same for a completion that does not end in `stop_id`.
+        objections: Histories that stand against taking the tail from the skeleton.
         stop_id: The stop token that ends the skeleton's turn.
         counts_media: Whether the tail depends on the number of earlier images or videos, so that the skeleton
             has to hold as many.
     """
 
-    failure: str | None
-    failure_otherwise: str | None
+    objections: tuple[Objection, ...]
     stop_id: int | None
     counts_media: bool = False
 
@@ -78,33 +133,34 @@ class TailProver:
             self._expected = self._tails.find(self._history, self._extension)
         except TemplateError as error:
             reason = f"the template does not take this extension after a short conversation: {error}"
-            return Proof(reason, reason, None)
+            return Proof((Objection(reason),), None)
         except NotBridged as refusal:
-            return Proof(str(refusal), str(refusal), None)
+            return Proof((Objection(str(refusal)),), None)
         stop_id = self._expected.stop_id
         probes = () if self._media is not None else _MEDIA_PROBES
         if any(
             self._follows(skeleton(self._extension, self._tails.profile, count)) == "another tail"
             for count in probes
         ):
-            return Proof(None, None, stop_id, counts_media=True)
-        failure, after_other_stops = self._dropped(), None
-        if failure is None:
-            failure, after_other_stops = self._dependence()
-        if failure is None and against_rewriting:
-            failure = self._rewriting()
-        return Proof(failure, failure or after_other_stops, stop_id)
+            return Proof((), stop_id, counts_media=True)
+        objections: tuple[Objection, ...] = tuple(map(Objection, self._dropped()))
+        objections = objections or tuple(self._objections())
+        if against_rewriting:
+            objections += tuple(dict.fromkeys(self._rewriting()))
+        return Proof(objections, stop_id)
 
-    def _dependence(self) -> tuple[str | None, str | None]:
-        """Dependencies of the tail: after histories that end in the same stop token, and after any other."""
+    def _objections(self) -> Iterator[Objection]:
+        """Histories after which the tail is another; none further after one that nothing rules out."""
         taken: list[Variation] = []
-        otherwise: str | None = None
-        for variation in self._variations():
-            follows = self._follows(variation.of(self._history))
-            if follows == "another tail":
-                return _named([variation]), None
-            if follows == "another stop":
-                otherwise = otherwise or _named([variation])
+        others = filter(self._is_possible, chain(media_placements(self._media), self._reads.variations()))
+        for variation in chain(self._varied(), others):
+            history = variation.of(self._history)
+            follows = self._follows(history)
+            if follows in ("another tail", "another stop"):
+                objection = self._objection([variation], history, other_stop=follows == "another stop")
+                yield objection
+                if objection.is_open:
+                    return
             if follows == "the same" and variation.combines:
                 taken.append(variation)
         # Many at once, for templates that look at two things together.
@@ -115,26 +171,49 @@ class TailProver:
                 for variation in list(chosen):
                     fewer = [other for other in chosen if other is not variation]
                     chosen = fewer if self._notices(fewer) else chosen
-                return _named(chosen), otherwise
-        return None, otherwise
+                yield self._objection(chosen, self._changed(chosen))
+                taken = [variation for variation in taken if variation not in chosen]
 
-    def _notices(self, chosen: Iterable[Variation]) -> bool:
+    def _objection(
+        self, chosen: Sequence[Variation], history: ProbeHistory, *, other_stop: bool = False
+    ) -> Objection:
+        names = " together with ".join(dict.fromkeys(variation.looks_at for variation in chosen))
+        found = self._tails.written(history, self._extension)
+        usual = self._tails.written(self._history, self._extension)
+        roles = {message.role for message in history.messages}
+        roles -= {message.role for message in self._history.messages}
+        return Objection(
+            f"what the template writes for this extension depends on {names}",
+            other_stop,
+            in_prompt=tuple(sorted(found.prompt - usual.prompt)),
+            in_turn=tuple(sorted(found.turn - usual.turn)),
+            is_silent=usual.prints_content and not found.prints_content,
+            roles=tuple(sorted(roles)),
+        )
+
+    def _changed(self, chosen: Iterable[Variation]) -> ProbeHistory:
         changed = self._history
         for variation in chosen:
             changed = variation.of(changed)
-        return self._follows(changed) == "another tail"
+        return changed
 
-    def _variations(self) -> Iterator[Variation]:
-        for variation in variations(self._extension, self._tails.profile):
-            if variation.in_parts:
-                try:
-                    shown = self._tails.render(variation.of(self._history))
-                except TemplateError:
-                    continue
-                if "'type'" in shown:
-                    continue
-            yield variation
-        yield from chain(media_placements(self._media), self._reads.variations())
+    def _notices(self, chosen: Iterable[Variation]) -> bool:
+        return self._follows(self._changed(chosen)) == "another tail"
+
+    def _varied(self) -> Iterator[Variation]:
+        """Variations of anything but media and the texts that the template looks for."""
+        return filter(self._is_possible, variations(self._extension, self._tails.profile))
+
+    def _is_possible(self, variation: Variation) -> bool:
+        if "content" in variation.answer and not self._history.assistant.content:
+            # Content was not sampled before the call that ends the completion.
+            return False
+        if not variation.in_parts:
+            return True
+        try:
+            return "'type'" not in self._tails.render(variation.of(self._history))
+        except TemplateError:
+            return False
 
     def _follows(self, history: ProbeHistory) -> Literal["the same", "another tail", "another stop"] | None:
         """Text after this history, from the stop token on; None where the template refuses it."""
@@ -152,41 +231,48 @@ class TailProver:
         if tail.text[tail.start :] == wanted:
             return "the same"
         # A stop token that opens the next turn says nothing of how this one ended.
-        stops = not expected.is_opener and expected.stop_id is not None and tail.stop_id is not None
-        return "another stop" if stops and tail.stop_id != expected.stop_id else "another tail"
+        usual = None if expected.is_opener else expected.stop_id
+        ended = tail.closer_id if tail.stop_id is None else tail.stop_id
+        return "another stop" if ended not in (None, usual) and usual is not None else "another tail"
 
-    def _dropped(self) -> str | None:
-        """Why not, if the template leaves out the text of a new message."""
+    def _dropped(self) -> Iterator[str]:
+        """Texts of new messages that the template leaves out."""
         first = len(self._history.messages)
         text = self._tails.render(self._history, self._extension)
         printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
         for index, message in enumerate(self._extension):
             if index not in printed and _holds_text(message):
-                return f"the template does not print the text of new_messages[{index}]"
-        return None
+                yield f"the template does not print the text of new_messages[{index}]"
 
-    def _rewriting(self) -> str | None:
-        """Why not, if the template would write earlier turns differently once the extension follows."""
+    def _rewriting(self) -> Iterator[Objection]:
+        """Histories whose earlier turns the template writes differently once the extension follows."""
         if self._tails.profile.reads_clock:
-            return "the template writes the date, which may have changed since"
-        for variation in [Variation(looks_at=""), *variations(self._extension, self._tails.profile)]:
+            yield Objection("the template writes the date, which may have changed since")
+            return
+        why = "the template would write earlier turns differently once this extension follows"
+        usual = self._tails.written(self._history, self._extension)
+        keeps_reasoning = False
+        for variation in [Variation(looks_at=""), *self._varied()]:
             history = variation.of(self._history)
             try:
                 prompt = plain(self._tails.render(history, unanswered=True))
-                alone = self._tails.render(history)
-                full = plain(self._tails.render(history, self._extension))
-                written = plain(alone)[: content_end(alone.spans, len(history.messages) - 1)]
+                alone, turn = (self._tails.turn(history, after) for after in ((), self._extension))
             except (TemplateError, NotBridged):
                 continue
-            if not (full.startswith(prompt) and full.startswith(written)):
-                seen = f" (seen by varying {variation.looks_at})" if variation.looks_at else ""
-                return f"the template would write earlier turns differently once this extension follows{seen}"
-        return None
-
-
-def _named(found: Sequence[Variation]) -> str:
-    names = " together with ".join(dict.fromkeys(variation.looks_at for variation in found))
-    return f"what the template writes for this extension depends on {names}"
+            reason = f"{why} (seen by varying {variation.looks_at})" if variation.looks_at else why
+            shared = common_prefix(prompt, turn.text)
+            if shared < min(turn.begin, len(prompt)):
+                found = self._tails.written(history, self._extension)
+                yield Objection(reason, in_prompt=tuple(sorted(found.prompt - usual.prompt)))
+                continue
+            states = alone.changed_in(turn)
+            if shared < len(prompt):
+                states = ("written",) if alone.reasoning == "written" else ("none", "empty")
+            if states:
+                yield Objection(reason, reasoning=states)
+            keeps_reasoning |= alone.reasoning == "written" and not states
+        if not keeps_reasoning:
+            yield Objection(why, reasoning=("written",))
 
 
 def _holds_text(message: Message) -> bool:

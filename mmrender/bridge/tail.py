@@ -10,7 +10,8 @@ writes there.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -140,6 +141,7 @@ class Tail:
         start: Where that token begins; 0 without one.
         stop: Where it ends; 0 without one.
         is_opener: Whether it opens the next turn, and is not written where nothing follows.
+        closer_id: The first special token that closes the turn, where that is no stop token, or None.
     """
 
     layout: Layout
@@ -148,6 +150,7 @@ class Tail:
     start: int = 0
     stop: int = 0
     is_opener: bool = False
+    closer_id: int | None = None
 
     @property
     def text(self) -> str:
@@ -158,6 +161,48 @@ class Tail:
     def close(self) -> str:
         """Template text between content and stop token, such as a newline."""
         return self.text[: self.start if self.stop_id is not None else self.own]
+
+
+ReasoningState: TypeAlias = Literal["none", "empty", "written"]
+"""Whether a turn holds a reasoning block, and whether there is anything in it."""
+
+
+class Turn(NamedTuple):
+    """A turn that ends a history, as the template writes it.
+
+    Attributes:
+        text: The history, up to the end of the turn's content.
+        begin: Where the turn begins.
+        said: The turn from its first content on.
+        reasoning: State of its reasoning.
+    """
+
+    text: str
+    begin: int
+    said: str
+    reasoning: ReasoningState
+
+    def changed_in(self, other: "Turn") -> tuple[ReasoningState, ...]:
+        """States of sampled reasoning in which the turn is not what `other`, the same later on, holds."""
+        if self.reasoning == "written":
+            return () if other.text.startswith(self.text) else ("written",)
+        if self.said != other.said:
+            return ("none", "empty")
+        return ("empty",) if other.reasoning == "none" else ("none",)
+
+
+class Written(NamedTuple):
+    """What a template writes for a history.
+
+    Attributes:
+        prompt: Added tokens before the assistant's turn.
+        turn: Those of the turn, without stop tokens.
+        prints_content: Whether any content of the turn is printed.
+    """
+
+    prompt: frozenset[int]
+    turn: frozenset[int]
+    prints_content: bool
 
 
 class Tails:
@@ -173,8 +218,14 @@ class Tails:
         self._known = known
         self._writer = writer
         self._tokenizer = writer.tokenizer
-        end = self._tokenizer.find(self.profile.closes.get("end", ""))
-        self._end_ids = frozenset(self._tokenizer.added_ids[match.token] for match in end)
+        written = {
+            following: [self._tokenizer.added_ids[match.token] for match in self._tokenizer.find(text)]
+            for following, text in self.profile.closes.items()
+        }
+        self.end_ids = frozenset(written.get("end", ()))
+        # In history, some templates end a turn in a token that no model stops on.
+        closers = {ids[0] for ids in written.values() if ids} & self._tokenizer.special_ids
+        self._ends = self.profile.stop_ids | closers
 
     def render(
         self, history: ProbeHistory, following: Sequence[Message] = (), *, unanswered: bool = False
@@ -188,6 +239,42 @@ class Tails:
             add_generation_prompt=unanswered or bool(following),
         )
 
+    def turn(self, history: ProbeHistory, following: Sequence[Message]) -> Turn:
+        """The assistant's turn, once something follows."""
+        last = len(history.messages) - 1
+        text = self.render(history, following)
+        end = self._sampled_end(text, last)
+        begin = next(start for start, _, origin in text.spans if origin.message == last)
+        turn = text[begin:end]
+        first = next(start for start, _, origin in turn.spans if origin.is_content)
+        return Turn(plain(text[:end]), begin, plain(turn[first:]), self.reasoning_state(plain(turn)))
+
+    def reasoning_state(self, turn: str) -> ReasoningState:
+        """The state of the reasoning in the text of a turn, its generation prompt included."""
+        found = self.profile.reasoning
+        if found is None or found.begin not in turn:
+            return "none"
+        inside = turn.partition(found.begin)[2].partition(found.end)[0]
+        return "written" if inside.strip() else "empty"
+
+    def written(self, history: ProbeHistory, following: Sequence[Message]) -> "Written":
+        """What the template writes for a history, and for the turn that ends it once something follows."""
+        last = len(history.messages) - 1
+        prompt = self._syntax(self.render(history, unanswered=True))
+        text = self.render(history, following)
+        edges = [
+            [start for start, _, origin in text.spans if origin.message >= at] for at in (last, last + 1)
+        ]
+        begin, end = (min(starts, default=len(text)) for starts in edges)
+        turn = text[begin:end]
+        printed = any(origin.message == last and origin.is_content for _, _, origin in turn.spans)
+        # The template may write another stop token than was sampled.
+        return Written(prompt, self._syntax(turn) - self.profile.stop_ids, printed)
+
+    def _syntax(self, text: TracedStr) -> frozenset[int]:
+        matches = self._writer.lay_out(text).matches
+        return frozenset([self._tokenizer.added_ids[match.token] for match in matches])
+
     def find(self, history: ProbeHistory, following: Sequence[Message]) -> Tail:
         """Render what follows a history, and cut it after the assistant's content.
 
@@ -199,7 +286,7 @@ class Tails:
         """
         last = len(history.messages) - 1
         text = self.render(history, following)
-        tail = text[content_end(text.spans, last) :]
+        tail = text[self._sampled_end(text, last) :]
         # Where the first new content begins.
         limit = len(tail)
         for start, _, origin in reversed(tail.spans):
@@ -219,6 +306,21 @@ class Tails:
             raise NotBridged("the template writes no stop token after a tool call")
         return found
 
+    def _sampled_end(self, text: TracedStr, last: int) -> int:
+        """Character after the content of message `last` that lies before its first stop token.
+
+        A template may print results within the turn, and what it takes from the call again with them.
+        """
+        end = content_end(text.spans, last)
+        mine = [
+            span for span in text.spans if span[2].message == last and span[2].is_content and span[1] <= end
+        ]
+        for (_, low, _), (high, _, _) in pairwise(mine):
+            between = self._tokenizer.find(plain(text[low:high]))
+            if any(self._tokenizer.added_ids[match.token] in self.profile.stop_ids for match in between):
+                return low
+        return end
+
     def _with_stop(self, layout: Layout, last: int, limit: int) -> Tail:
         """The tail with the first stop token before `limit`, unless it lies inside the next turn."""
         own = 0
@@ -230,7 +332,7 @@ class Tails:
             if match.start >= limit:
                 break
             token_id = self._tokenizer.added_ids[match.token]
-            if token_id not in self.profile.stop_ids:
+            if token_id not in self._ends:
                 continue
             # The message that the token belongs to, -1 where unknown, and where text of later ones begins.
             owner, opening = -1, match.start
@@ -246,23 +348,23 @@ class Tails:
                 if layout.text[opening : match.start].strip():
                     break
                 return Tail(layout, own, token_id, match.start, match.stop, is_opener=True)
-            is_opener = owner != last and token_id not in self._end_ids
+            is_opener = owner != last and token_id not in self.end_ids
             return Tail(layout, own, token_id, match.start, match.stop, is_opener)
-        return Tail(layout, own)
+        ids = [self._tokenizer.added_ids[match.token] for match in layout.matches if match.stop <= own]
+        other = next((token_id for token_id in ids if token_id in self._tokenizer.special_ids), None)
+        return Tail(layout, own, closer_id=other)
 
     def closing(
         self, tail: Tail, extension: Sequence[Message], prompt: Sequence[int], completion: Sequence[int]
     ) -> tuple[str, int]:
         """Text that closes a completion without a stop token, and where the tail goes on from there."""
-        written = self._tokenizer.decode(completion)
+        header, written = self.opened(prompt), self._tokenizer.decode(completion)
         rest = self._rest_of_nothing(written, extension)
         if rest is not None:
             return rest, tail.start if tail.stop_id is not None else tail.own
-        if self.profile.reasoning is not None:
-            before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
-            opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
-            if self.profile.reasoning.is_open(max(opened, key=len, default="") + written):
-                return self._reasoning_close(self.profile.reasoning, extension), tail.start
+        reasoning = self.profile.reasoning
+        if reasoning is not None and reasoning.is_open(header + written):
+            return self._reasoning_close(reasoning, extension), tail.start
         if tail.stop_id is None:
             return "", tail.own if written.endswith(tail.close) else 0
         close = tail.close
@@ -270,6 +372,12 @@ class Tails:
             # The tail begins after a call; this completion may have been cut off before one.
             close = self._close_after(_without_calls(extension, self.profile), extension) or ""
         return "" if written.endswith(close) else close, tail.start
+
+    def opened(self, prompt: Sequence[int]) -> str:
+        """The generation prompt that a prompt ends in; empty where it ends in none."""
+        before = self._tokenizer.decode(prompt[-_PROMPT_TOKENS:])
+        opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
+        return max(opened, key=len, default="")
 
     def _rest_of_nothing(self, written: str, extension: Sequence[Message]) -> str | None:
         """Rest of what the template writes for a turn without content, of which it begins with `written`."""

@@ -21,7 +21,7 @@ from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
-from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, VideoPart
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import BridgeOptions, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
@@ -300,7 +300,8 @@ class RendererClient:
             elif any(message.role == "assistant" for message in rest[1:]):
                 reasons.append(f"a turn after step {number} was not sampled here")
             else:
-                bridged, why = await self._bridged(step, rest[1:], tools)
+                roles = [message.role for message in asked]
+                bridged, why = await self._bridged(step, rest[1:], tools, roles)
                 if bridged is None:
                     return await self._rendered(present, tools, why, left_out)
                 return _Prompt(bridged, step, None, present, left_out)
@@ -321,13 +322,14 @@ class RendererClient:
         return _Prompt(rendered, None, why, messages, left_out)
 
     async def _bridged(
-        self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None
+        self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None, roles: Sequence[Role]
     ) -> tuple[RenderedTokens | None, str]:
         """Bridge from a step, off the event loop; beside it the renderer's reason where there is none."""
         renderer, ids = self.renderer, (step.prompt_ids.tolist(), step.completion_ids.tolist())
         options: BridgeOptions = {
             "tools": tools,
             "previous_multi_modal_data": step.multi_modal_data,
+            "previous_roles": roles,
             "history": self._history_rule,
             "chat_template_kwargs": self.template_arguments,
         }

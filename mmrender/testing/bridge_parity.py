@@ -115,6 +115,7 @@ def check_bridge(
             case.completion,
             case.extension,
             previous_multi_modal_data=case.prompt.multi_modal_data,
+            previous_roles=case.prompt.roles,
             **case.options,
         )
         stable = case.is_stable

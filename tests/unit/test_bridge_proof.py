@@ -8,6 +8,7 @@ from PIL import Image
 from bridge_cases import Messages
 from mmrender.renderer import Renderer
 
+HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
 USER = [{"role": "user", "content": "And now?"}]
 TOOL = [{"role": "tool", "content": "42"}]
 NAMED_TOOL = [{"role": "tool", "content": "42", "name": "zoom", "tool_call_id": "call00007"}]
@@ -31,9 +32,20 @@ def load(directory: Path, source: str) -> Renderer:
     return Renderer.from_pretrained(directory, chat_template=source, image_backend="pil")
 
 
-def reason(renderer: Renderer, extension: Messages, **options: object) -> str | None:
-    prompt = renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    completion = [*renderer.tokenizer.encode("Hello."), renderer.get_stop_token_ids()[-1]]
+def reason(
+    renderer: Renderer,
+    extension: Messages,
+    *,
+    says: str = "Hello.",
+    open_to_all: bool = False,
+    **options: object,
+) -> str | None:
+    """Why there is no bridge; `open_to_all`: the prompt and the completion hold every added token."""
+    prompt = renderer.render_ids([HI], add_generation_prompt=True)
+    completion = [*renderer.tokenizer.encode(says), renderer.get_stop_token_ids()[-1]]
+    if open_to_all:
+        added = sorted(renderer.tokenizer.added_ids.values())
+        prompt, completion = [*added, *prompt], [*added, *completion]
     found = renderer.bridge_to_next_turn(prompt, completion, extension, **options)
     assert (found is None) == (renderer.why_not_bridged is not None)
     return renderer.why_not_bridged
@@ -79,9 +91,8 @@ COUNTEREXAMPLES = {
     ),
     "message-number": looking(EARLIER_TURNS, head="{{ loop.index }}. "),
     "every-tenth-message": looking(
-        "the number of earlier turns together with a developer message together with how many user messages follow "
-        "each other together with earlier tool calls together with earlier reasoning together with the number of tool "
-        "results together with which turn holds the images together with images in tool results",
+        "the system prompt together with how many user messages follow each other together with earlier reasoning "
+        "together with the number of tool results",
         head="{% if loop.index % 10 == 0 %}Keep to the rules.\n{% endif %}",
     ),
     "long-conversation": looking(EARLIER_TURNS, head="{% if loop.index > 50 %}Be brief.\n{% endif %}"),
@@ -134,7 +145,7 @@ COUNTEREXAMPLES = {
         "the documents", prompt="{% if documents %}Sources: {{ documents | length }}\n{% endif %}",
     ),
     "system-and-images-together": looking(
-        "the system prompt together with how many user messages follow each other together with images in tool results",
+        "the system prompt together with the number of tool results",
         before=seen("m.content is not string and m.content is not none and m.role == 'user'"),
         prompt="{% if messages[0].role == 'system' and messages | length > 6 %}!{% endif %}",
     ),
@@ -168,7 +179,24 @@ COUNTEREXAMPLES = {
 @pytest.mark.parametrize("name", COUNTEREXAMPLES)
 def test_template_that_looks_back_gives_no_bridge(tiny_model: Path, name: str) -> None:
     source, extension, why = COUNTEREXAMPLES[name]
-    assert reason(load(tiny_model, source), extension) == why
+    renderer = load(tiny_model, source)
+    assert reason(renderer, extension, open_to_all=True) == why
+    if reason(renderer, extension) is None:
+        # What the template looks at is not in this conversation, as its tokens show.
+        prompt = renderer.render_ids([HI], add_generation_prompt=True)
+        full = renderer.render_ids([HI, HELLO, *extension], add_generation_prompt=True)
+        completion = [*renderer.tokenizer.encode("Hello."), renderer.get_stop_token_ids()[-1]]
+        bridge = renderer.bridge_to_next_turn(prompt, completion, extension)
+        assert bridge is not None
+        sampled = prompt + completion
+        assert bridge.token_ids == full or full[: len(sampled)] != sampled
+
+
+def test_stated_roles_rule_histories_out(tiny_model: Path) -> None:
+    source, extension, why = COUNTEREXAMPLES["system-in-last-user"]
+    renderer = load(tiny_model, source)
+    assert reason(renderer, extension, previous_roles=("user",)) is None
+    assert reason(renderer, extension, previous_roles=("system", "user")) == why
 
 
 def test_without_a_peculiarity_there_is_a_bridge(tiny_model: Path) -> None:
@@ -210,11 +238,15 @@ def test_history_policy(tiny_model: Path) -> None:
     recent = "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     renderer = load(tiny_model, template(before=LAST_USER, head=recent))
     assert reason(renderer, USER) is None
-    assert reason(renderer, USER, history="template") == (
-        "the template would write earlier turns differently once this extension follows "
-        "(seen by varying the assistant's reasoning)"
+    why = "the template would write earlier turns differently once this extension follows"
+    thought = "<think>Because.</think>Hello."
+    assert reason(renderer, USER, says=thought, history="template") == (
+        f"{why} (seen by varying the assistant's reasoning)"
     )
-    assert reason(renderer, NAMED_TOOL, history="template") is None
+    assert reason(renderer, NAMED_TOOL, says=thought, history="template") is None
+    # Nothing is dropped of a turn without reasoning, unless the turns before it have some.
+    assert reason(renderer, USER, history="template") is None
+    assert reason(renderer, USER, history="template", open_to_all=True) is not None
 
 
 def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:

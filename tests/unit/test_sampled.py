@@ -29,8 +29,10 @@ RESULTS_WITHIN_THE_TURN = """\
 {%- endif -%}
 {%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + c.function.name + '</tool_call>' -}}{%- endfor -%}
 {%- set results = messages | selectattr('tool_call_id', 'defined') | list if m.tool_calls else [] -%}
-{%- for t in results if t.role == 'tool' and t.tool_call_id == m.tool_calls[0].id -%}
-{{- '<tool_response>' + m.tool_calls[0].function.name + ':' + t.content + '</tool_response>' -}}
+{%- for k in range(messages | length) if messages[k].role == 'tool' and results -%}
+{%- for c in m.tool_calls if c.id == messages[k].tool_call_id -%}
+{{- '<tool_response>' + c.function.name + ':' + messages[k].content + '</tool_response>' -}}
+{%- endfor -%}
 {%- endfor -%}
 {{- m.content or '' -}}
 {%- if m.tool_calls and not results -%}{{- '<tool_response>' -}}
@@ -76,9 +78,13 @@ def test_bridges_of_a_template_that_writes_results_within_the_turn(tiny_model):
     assert answered.text == "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     result = [{"role": "tool", "content": "42", "name": "zoom", "tool_call_id": "call00001"}]
     called = encode("<tool_call>zoom</tool_call><tool_response>")
-    assert renderer.bridge_to_next_turn(prompt, called, result).text == "zoom:42</tool_response>"
-    # Cut off, the turn may have been about to call a tool.
-    assert renderer.bridge_to_next_turn(prompt, encode("fine"), user) is None
+    bridge = renderer.bridge_to_next_turn(prompt, called, result)
+    assert bridge is not None, renderer.why_not_bridged
+    assert bridge.text == "zoom:42</tool_response>"
+    cut_off = renderer.bridge_to_next_turn(prompt, encode("fine"), user)
+    assert cut_off.text == "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    # Cut off after a call, the turn would have ended in another stop token.
+    assert renderer.bridge_to_next_turn(prompt, called[:-1], user) is None
     assert renderer.why_not_bridged == (
         "what the template writes for this extension depends on tool calls that nothing answers"
     )
