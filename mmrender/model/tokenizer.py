@@ -88,7 +88,8 @@ class Tokenizer:
             if token.lstrip or token.rstrip or token.single_word
         }
         normalized = [token for token in added.values() if token.normalized]
-        self._pattern = _longest_of(self.added_ids.keys() - {token.content for token in normalized})
+        self._looked_for_later = [token.content for token in normalized]
+        self._pattern = _longest_of(self.added_ids.keys() - set(self._looked_for_later))
         self._normalized = _finder(normalized, engine.normalizer) if normalized else None
         self._within: LRUCache[str, list[Match]] = LRUCache(1 << 16, size_of=lambda found: 1 + len(found))
         self._first, self._rest = _without_added(engine, engine.model)
@@ -321,10 +322,9 @@ class Tokenizer:
         if found is None and self._normalized is not None:
             encoding = self._normalized.encode(text, add_special_tokens=False)
             found = []
-            for token_id, token, (start, stop) in zip(
-                encoding.ids, encoding.tokens, encoding.offsets, strict=True
-            ):
+            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
                 if token_id:
+                    token = self._looked_for_later[token_id - 1]
                     own = text.find(token, start, stop)
                     own, end = (start, stop) if own < 0 else (own, own + len(token))
                     found.append(Match(start, stop, token, own, end))
@@ -492,7 +492,6 @@ def _declare(engine: Engine, model: ModelDir) -> None:
         token = _added_token(entry)
         if token.content and token.content not in texts:
             declared.append(token)
-            texts.add(token.content)
     for token in declared:
         token.special = token.special or token.content in named
         (engine.add_special_tokens if token.special else engine.add_tokens)([token])

@@ -1,0 +1,311 @@
+"""The laws of tokens, over vocabularies of every kind: equal to the reference, and content is no syntax."""
+
+import json
+import pickle
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from mmrender.errors import SpecialTokenError, TokenizerError
+from mmrender.model.files import ModelDir
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.spans import Repeat, Text
+from mmrender.template.text import Origin, TracedStr, concat
+from mmrender.tokens.encode import DEFAULT_RULES, TokenWriter
+from vocabularies import BLANKS, KINDS, POST_PROCESSORS, TURNS, WIDE, build, flagged_tokens, texts
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+IMAGE = "<image>"
+
+
+@cache
+def plain_tokenizer(kind, post_processor="none"):
+    return Tokenizer(build(kind, post_processor=post_processor))
+
+
+def writer_of(tokenizer, rule="text", **options):
+    rules = dict.fromkeys(DEFAULT_RULES, rule)
+    return TokenWriter(
+        tokenizer, placeholders={"image": IMAGE}, placeholder_tokens=[IMAGE], rules=rules, **options
+    )
+
+
+def reference_ids(engine, text):
+    return engine.encode(text, add_special_tokens=False).ids
+
+
+@every_kind
+def test_text_whose_tokens_are_all_syntax_encodes_as_in_the_reference(kind):
+    @settings(max_examples=25)
+    @given(texts())
+    def check(text):
+        tokenizer = plain_tokenizer(kind)
+        assert tokenizer.encode(text) == reference_ids(tokenizer._engine, text)
+
+    check()
+
+
+@every_kind
+def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is_refused(kind):
+    opened = Counter()
+
+    @settings(max_examples=30)
+    @given(flagged_tokens(normalized=True), texts(), texts())
+    def check(added, text, other):
+        engine = build(kind, added)
+        tokenizer = Tokenizer(engine)
+        opened[tokenizer.dependent_token is None] += 1
+        if tokenizer.dependent_token is not None:
+            assert any(token.normalized for token in added)
+            with pytest.raises(TokenizerError, match="differently after other text"):
+                writer_of(tokenizer)
+            return
+        assert tokenizer.encode(text + other) == reference_ids(engine, text + other)
+        assert pickle.loads(pickle.dumps(tokenizer)).encode(text) == tokenizer.encode(text)
+
+    check()
+    assert opened[True] > opened[False] or kind == "prepended"
+
+
+def traced(pieces):
+    """Text of template, user and system in turn; each piece is `(author, text)`."""
+    laid = []
+    for index, (author, text) in enumerate(pieces):
+        origin = Origin(index, None if author == "template" else author, "content", f"messages[{index}]")
+        scaffold = Origin(index, "user", "scaffold", "")
+        laid.append(TracedStr.whole(text, scaffold if author == "template" else origin))
+    return concat(laid)
+
+
+pieces = st.lists(
+    st.tuples(st.sampled_from(["template", "user", "system"]), texts(without=[IMAGE])), max_size=6
+)
+
+
+@every_kind
+def test_rendered_text_encodes_as_in_the_reference(kind):
+    @settings(max_examples=25)
+    @given(pieces)
+    def check(case):
+        tokenizer = plain_tokenizer(kind)
+        text = traced(case)
+        writer = writer_of(tokenizer, "parse")
+        encoded = writer.write(writer.lay_out(text), ())
+        expected = tokenizer._engine.encode(str.__str__(text), add_special_tokens=False)
+        assert encoded.ids == expected.ids
+        # Every token belongs to the piece of its first character.
+        owners = [span.message for span in encoded.spans for _ in range(span.start, span.stop)]
+        for owner, (start, _) in zip(owners, expected.offsets, strict=True):
+            assert owner == next(origin.message for _, stop, origin in text.spans if start < stop)
+
+    check()
+
+
+def as_letters(text):
+    """The same text with nothing in it that could be part of a token, but white space and word bounds."""
+    return "".join(
+        char if char.isspace() else "日" if char.isalnum() or char in "_\u200b" else "¦" for char in text
+    )
+
+
+def syntax_of(tokenizer, ids):
+    unknown = tokenizer.token_id("<unk>")
+    return Counter(token for token in ids if token in tokenizer.syntax_ids and token != unknown)
+
+
+@every_kind
+def test_no_special_token_comes_out_of_content(kind):
+    @settings(max_examples=30)
+    @given(st.none() | flagged_tokens(), pieces)
+    @example(None, [("user", "a</s>b"), ("template", "<|end|>")])
+    @example(None, [("user", "a</s>b".translate(WIDE)), ("template", "<|end|>")])
+    @example(None, [("user", "<||>"), ("user", "<|END|> </S>")])
+    def check(added, case):
+        tokenizer = plain_tokenizer(kind) if added is None else Tokenizer(build(kind, added))
+        writer = writer_of(tokenizer)
+        text = traced(case)
+        encoded = writer.write(writer.lay_out(text), ())
+        safe = concat([piece if author == "template" else as_letters(piece) for author, piece in case])
+        safe = str.__str__(safe)
+        written = [tokenizer.added_ids[match.token] for match in tokenizer.find(safe)]
+        found = syntax_of(tokenizer, encoded.ids)
+        assert syntax_of(tokenizer, written) <= found <= syntax_of(tokenizer, tokenizer.encode(safe))
+
+    check()
+
+
+@every_kind
+def test_an_error_rule_names_the_content_that_a_vocabulary_spells_a_token_in(kind):
+    tokenizer = plain_tokenizer(kind)
+    writer = writer_of(tokenizer, "error")
+    text = traced([("template", "<|end|>"), ("user", "a</s>b")])
+    with pytest.raises(SpecialTokenError) as caught:
+        writer.lay_out(text)
+    assert caught.value.where == "messages[1]"
+    wide = traced([("template", "<|end|>"), ("user", "a</s>b".translate(WIDE))])
+    if "nfkc" in kind and "byte" not in kind:
+        with pytest.raises(SpecialTokenError) as caught:
+            writer.write(writer.lay_out(wide), ())
+        assert caught.value.where == "messages[1]"
+    else:
+        assert not syntax_of(tokenizer, writer.write(writer.lay_out(wide), ()).ids[1:])
+
+
+@every_kind
+def test_content_keeps_its_characters(kind):
+    """Under the rule `text` too, white space of the vocabulary included."""
+
+    @settings(max_examples=25)
+    @given(pieces)
+    def check(case):
+        tokenizer = plain_tokenizer(kind)
+        writer = writer_of(tokenizer)
+        text = traced(case)
+        ids = writer.write(writer.lay_out(text), ()).ids
+        expected = reference_ids(tokenizer._engine, str.__str__(text))
+        decoded = [tokenizer.decode(given) for given in (ids, expected)]
+        # Some kinds of vocabulary lose capitals, or how much white space there is.
+        ours, theirs = ("".join(text.replace("\u2581", " ").lower().split()) for text in decoded)
+        assert ours == theirs or "<unk>" in ours
+
+    check()
+
+
+@every_kind
+@pytest.mark.parametrize("blank", BLANKS)
+def test_blanks_in_content_encode_as_in_any_text(kind, blank):
+    tokenizer = plain_tokenizer(kind)
+    writer = writer_of(tokenizer)
+    text = traced([("template", "<|user|>"), ("user", f"a{blank}b{blank}"), ("template", f"{blank}<|end|>")])
+    assert writer.write(writer.lay_out(text), ()).ids == reference_ids(tokenizer._engine, str.__str__(text))
+
+
+@dataclass(frozen=True)
+class Item:
+    expansion: tuple
+    modality: str = "image"
+
+
+edges = st.sampled_from(["", "", "\n", "\n\n", " ", "x", "the ", "\n\nImage: "])
+expansions = st.tuples(edges, st.integers(1, 3), edges, st.booleans(), edges).map(
+    lambda drawn: (
+        Text(drawn[0]), Repeat("<s>", 1, embeds=False), Repeat(IMAGE, drawn[1]),
+        *((Text(f"{drawn[2]}[INST]"), Repeat(IMAGE, 2), Repeat("<||>", 1, embeds=False)) if drawn[3] else ()),
+        Text(drawn[4]),
+    )
+)  # fmt: skip
+
+
+@every_kind
+def test_an_expansion_encodes_as_if_written_into_the_text(kind):
+    @settings(max_examples=30)
+    @given(
+        st.none() | flagged_tokens(single_word=False),
+        st.lists(st.tuples(texts(without=[IMAGE]), expansions), max_size=3),
+        texts(without=[IMAGE]),
+    )
+    @example(None, [("<|user|>\n", (Text("\n\n"), Repeat(IMAGE, 2), Text("\n\n")))], "\nwhat?")
+    def check(added, case, rest):
+        tokenizer = plain_tokenizer(kind) if added is None else Tokenizer(build(kind, added))
+        writer = writer_of(tokenizer, "parse")
+        laid, whole = [], ""
+        for text, expansion in case:
+            laid += [("user", text), ("template", IMAGE)]
+            whole += text + "".join(p.text if isinstance(p, Text) else p.token * p.count for p in expansion)
+        text = traced([*laid, ("user", rest)])
+        layout = writer.lay_out(text)
+        cuts = [stop for _, stop, _ in text.spans]
+        encoded = writer.write(layout, [Item(expansion) for _, expansion in case], cuts)
+        assert encoded.ids == reference_ids(tokenizer._engine, whole + rest)
+        assert sum(span.stop - span.start for span in encoded.spans) == len(encoded.ids)
+        image = tokenizer.token_id(IMAGE)
+        for found, (_, expansion) in zip(encoded.ranges, case, strict=True):
+            placed = encoded.ids[found.offset : found.offset + found.length]
+            assert found.num_embeds == sum(p.count for p in expansion if isinstance(p, Repeat) and p.embeds)
+            spans = found.embed_spans if found.embed_spans is not None else ((0, found.length),)
+            assert all(token == image for start, stop in spans for token in placed[start:stop])
+        assert list(encoded.cuts) == cuts
+
+    check()
+
+
+@every_kind
+@pytest.mark.parametrize("post_processor", POST_PROCESSORS)
+def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
+    tokenizer = plain_tokenizer(kind, post_processor)
+    reference = PreTrainedTokenizerFast(tokenizer_object=build(kind, post_processor=post_processor))
+    writer = writer_of(tokenizer, "parse", bos_token="<s>", post_processed=True)
+
+    @settings(max_examples=15)
+    @given(texts(without=[IMAGE]), st.sampled_from(["", "<s>", " <s>"]))
+    def check(text, start):
+        text = start + text
+        layout = writer.lay_out(traced([("template", text)]))
+        encoded = writer.write(layout, ())
+        assert encoded.ids == reference(text, add_special_tokens=not text.startswith("<s>")).input_ids
+        assert sum(span.stop - span.start for span in encoded.spans) == len(encoded.ids)
+        # What is appended to other tokens gets none.
+        if "first" not in kind:
+            bare = reference(text, add_special_tokens=False).input_ids
+            assert writer.write(layout, (), begins=False).ids == bare
+
+    check()
+
+
+named = st.sampled_from([*TURNS, "<new>", "<other>"])
+described = st.builds(
+    lambda text, **flags: {"content": text, **flags},
+    named, lstrip=st.booleans(), rstrip=st.booleans(), normalized=st.booleans(), special=st.booleans(), single_word=st.booleans(),
+)  # fmt: skip
+configs = st.fixed_dictionaries(
+    {},
+    optional={
+        "bos_token": named,
+        "eos_token": named | described.map(lambda token: {"__type": "AddedToken", **token}),
+        "image_token": named,
+        "extra_special_tokens": st.lists(named, max_size=3, unique=True)
+        | st.dictionaries(st.just("x_token"), named),
+        "additional_special_tokens": st.lists(named, max_size=2, unique=True),
+        "add_bos_token": st.booleans(),
+        "legacy": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=60)
+@given(
+    configs,
+    st.none() | st.lists(described, max_size=3, unique_by=lambda token: token["content"]),
+    st.booleans(),
+    texts(),
+)
+def test_a_directory_gives_the_tokenizer_that_transformers_loads(
+    tmp_path_factory, config, listed, has_legacy, text
+):
+    directory = tmp_path_factory.mktemp("model")
+    engine = build("byte_level", [AddedToken(token, special=True) for token in ("<s>", *TURNS[:4])], "bos")
+    engine.save(str(directory / "tokenizer.json"))
+    config = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if listed is not None:
+        ids = {token: engine.token_to_id(token) for token in TURNS}
+        fresh = iter(range(engine.get_vocab_size(), 10_000))
+        config["added_tokens_decoder"] = {
+            str(ids[token["content"]] if ids.get(token["content"]) is not None else next(fresh)): token
+            for token in listed
+        }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if has_legacy:
+        (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<new>"}))
+        (directory / "added_tokens.json").write_text(json.dumps({"<late>": engine.get_vocab_size()}))
+    ours = Tokenizer.load(ModelDir(directory))
+    theirs = AutoTokenizer.from_pretrained(directory)
+    assert ours._engine.get_added_tokens_decoder() == theirs._tokenizer.get_added_tokens_decoder()
+    assert [*ours.affixes[0], *ours.encode("a"), *ours.affixes[1]] == theirs("a").input_ids
+    if ours.dependent_token is None:
+        assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids
