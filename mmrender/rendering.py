@@ -136,6 +136,9 @@ class Rendering:
             # A turn that is to be continued is prompt as far as it goes.
             sampled = messages[:-1] if continue_final_message else messages
             turns, rewritten = assistant_turns(text, sampled, profile, partial(self.text, **given))
+            if self.writer.affixes(plain(text))[1]:
+                # Each prompt ends in tokens that the conversation does not go on from.
+                turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])
         encoded, sidecar = self.encode(
             layout,
             messages,

@@ -213,11 +213,12 @@ class SmallModel:
         )
 
     def renderer(self, **options: Any) -> Renderer:
-        """A renderer of this model; `options` as for `Renderer`."""
+        """A renderer of this model, or with another `tokenizer`; `options` as for `Renderer`."""
         options.setdefault("memo_bytes", 0)
+        tokenizer = options.pop("tokenizer", self.tokenizer)
         templates = TemplateSet(
             {"default": self.source},
-            self.tokenizer,
+            tokenizer,
             special_tokens=self.spec.variables,
             model_stop_ids=[self.tokenizer.added_ids[token] for token in self.spec.stop],
             clock=lambda: NOW,
@@ -225,7 +226,7 @@ class SmallModel:
         media = None
         if self.processor is not None:
             media = MediaResolver(self.processor, MediaPolicy(), MediaCache())
-        return Renderer(templates, self.tokenizer, media, **options)
+        return Renderer(templates, tokenizer, media, **options)
 
     def as_given(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages in the shapes that the template takes, as a user of the reference must pass them."""

@@ -107,7 +107,10 @@ def _alike_in_transformers(renderer: Renderer, directory: Path) -> bool | str:
     for text in (*_TEXTS, *(f"a {token} b" for token in renderer.tokenizer.added_ids)):
         ours, theirs = renderer.tokenizer.encode(text), reference(text, add_special_tokens=False).input_ids
         if ours != theirs:
-            return f"no: {type(reference).__name__} gives {theirs} for {text!r}, tokenizer.json {ours}"
+            return (
+                f"no: {type(reference).__name__} gives {theirs} for {text!r}, tokenizer.json {ours}; "
+                "to have the former, save the tokenizer from Transformers"
+            )
     return True
 
 

@@ -18,6 +18,7 @@ from mmrender.model.tokenizer import Tokenizer
 from mmrender.spans import Repeat, Text
 from mmrender.template.text import Origin, TracedStr, concat
 from mmrender.tokens.encode import DEFAULT_RULES, TokenWriter
+from small_models import MODELS, build_engine
 from vocabularies import BLANKS, KINDS, POST_PROCESSORS, TURNS, WIDE, build, flagged_tokens, texts
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -258,6 +259,35 @@ def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
     check()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_the_post_processor_writes_is_never_sampled_and_bridged_only_where_it_begins_a_prompt(ends):
+    model = MODELS["reasoning_optional"]
+    engine = build_engine([*model.spec.special, "<s>", "</s>"])
+    bare = Tokenizer(engine)
+    engine = build_engine([*model.spec.special, "<s>", "</s>"])
+    engine.post_processor = POST_PROCESSORS["bos and eos" if ends else "bos"](engine)
+    plain, written = (model.renderer(tokenizer=tokenizer) for tokenizer in (bare, Tokenizer(engine)))
+    bos, eos = ([engine.token_to_id(token)] for token in ("<s>", "</s>"))
+    conversation = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    following = [{"role": "user", "content": "three"}]
+    expected, found = plain.render(conversation), written.render(conversation)
+    assert found.token_ids == [*bos, *expected.token_ids, *(eos if ends else [])]
+    assert found.rewritten == ((1,) if ends else ())
+    assert found.sampled_mask.tolist() == [
+        False, *(expected.sampled_mask & (not ends)).tolist(), *([False] if ends else [])
+    ]  # fmt: skip
+    prompt = written.render_ids(conversation[:1], add_generation_prompt=True)
+    completion = expected.token_ids[expected.sampled_mask.argmax() :][: expected.sampled_mask.sum()]
+    bridged = written.bridge_to_next_turn(prompt, completion, following)
+    if ends:
+        assert bridged is None
+        assert "ends every prompt" in written.why_not_bridged
+    else:
+        whole = written.render_ids([*conversation, *following], add_generation_prompt=True)
+        assert bridged.token_ids == whole
+        assert whole.count(bos[0]) == 1
+
+
 named = st.sampled_from([*TURNS, "<new>", "<other>"])
 described = st.builds(
     lambda text, **flags: {"content": text, **flags},
@@ -309,3 +339,35 @@ def test_a_directory_gives_the_tokenizer_that_transformers_loads(
     assert [*ours.affixes[0], *ours.encode("a"), *ours.affixes[1]] == theirs("a").input_ids
     if ours.dependent_token is None:
         assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "tokenizer_class"),
+    [
+        ("prepended", "LlamaTokenizer"),
+        ("metaspace_first", "LlamaTokenizer"),
+        ("replaced", "GemmaTokenizer"),
+        ("byte_level_nfc", "Qwen2Tokenizer"),
+        ("byte_level", "GPT2Tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_transformers_rebuilds_is_equal_once_transformers_has_saved_it(
+    tmp_path, kind, tokenizer_class, legacy, prefix
+):
+    engine = build(kind, post_processor="bos")
+    engine.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": tokenizer_class, "legacy": legacy, "add_prefix_space": prefix}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path / "saved")
+    ours = Tokenizer.load(ModelDir(tmp_path / "saved"))
+
+    @settings(max_examples=10)
+    @given(texts())
+    def check(text):
+        assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids
+
+    check()
+    assert [*ours.affixes[0], *ours.encode("a"), *ours.affixes[1]] == theirs("a").input_ids
