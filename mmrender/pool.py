@@ -153,6 +153,11 @@ class RendererPool:
         """Number of ids that the model has embeddings for."""
         return self.renderer.vocab_size
 
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Sampling parameters that the model's files recommend; nothing applies them unasked."""
+        return self.renderer.sampling_defaults
+
     # The same on a worker.
 
     async def arender(

@@ -73,6 +73,12 @@ class Renderer:
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
             default the tokenizer's.
+        sampling_defaults: Sampling parameters that the model's files recommend.
+
+    Attributes:
+        sampling_defaults: Those parameters, in vLLM's names, to be passed on by whoever wants them. Nothing
+            applies them unasked: a policy is trained on the distribution that it is sampled from, and
+            `top_k` or a temperature change it.
     """
 
     def __init__(
@@ -85,11 +91,13 @@ class Renderer:
         tool_call_grammar: str | None = None,
         memo_bytes: int = 128 << 20,
         vocab_size: int | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self.templates = templates
         self.tokenizer = tokenizer
         self.media = media
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
+        self.sampling_defaults = dict(sampling_defaults or {})
         given = content_special_tokens
         self.rules = (
             dict.fromkeys(DEFAULT_RULES, given) if isinstance(given, str) else {**DEFAULT_RULES, **given}
@@ -194,6 +202,7 @@ class Renderer:
             tool_call_grammar=tool_call_grammar,
             memo_bytes=memo_bytes,
             vocab_size=model.vocab_size,
+            sampling_defaults=model.sampling_defaults,
         )
         renderer._load = partial(cls.from_pretrained, name, **options)
         return renderer

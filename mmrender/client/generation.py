@@ -95,7 +95,8 @@ async def generate(
             a turn, or the name of the field to go on with. The completion is what follows that text.
         sampling_params: In vLLM's names, whatever the engine. Without `max_tokens` a completion may fill the
             engine's context, or have `DEFAULT_MAX_TOKENS` where its length is unknown. The model's stop
-            tokens are added. The member `extra` is a mapping of parameters that are sent unchecked.
+            tokens are added; what else its files recommend is `renderer.sampling_defaults`, for whoever wants
+            it. The member `extra` is a mapping of parameters that are sent unchecked.
         cache_salt: Separates the prefix caches of requests that must not share one.
         priority: Lower is served first, where the engine schedules by priority.
         extra_headers: HTTP headers of this call.

@@ -18,6 +18,12 @@ _IGNORED = ["*.safetensors*", "*.bin*", "*.gguf", "onnx/*", "*.index.json"]
 SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Special tokens that every tokenizer may name, and templates read."""
 
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+"""By the name of a parameter in `generation_config.json` vLLM's."""
+
 
 @dataclass(frozen=True)
 class ModelDir:
@@ -114,6 +120,13 @@ class ModelDir:
         """Texts of the special tokens that a template may name."""
         return {key: _token_text(entry) for key, entry in self.named_tokens.items()}
 
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Sampling parameters that `generation_config.json` names, in vLLM's names; greedy if it says so."""
+        config = self.generation_config
+        found = {ours: config[name] for name, ours in _SAMPLING.items() if _is_number(config.get(name))}
+        return found if config.get("do_sample") is not False else {**found, "temperature": 0.0}
+
     def stop_token_ids(self, token_id: Callable[[str], int | None]) -> list[int]:
         """`eos_token_id` of generation config, config and text config, and the tokenizer's `eos_token`.
 
@@ -128,6 +141,10 @@ class ModelDir:
         text = _token_text(self.tokenizer_config.get("eos_token"))
         named = token_id(text) if isinstance(text, str) else None
         return sorted(found if named is None else {*found, named})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _token_text(entry: Any) -> Any:

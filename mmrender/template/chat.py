@@ -27,6 +27,7 @@ from mmrender.errors import (
 )
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
+from mmrender.template.compiler import names_read
 from mmrender.template.environment import OwnedDict, RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.prefill import Prefill
@@ -124,7 +125,9 @@ class ChatTemplate:
     @cached_property
     def arguments(self) -> tuple[str, ...]:
         """Variables that the template looks up and a caller may give, such as `enable_thinking`."""
-        looked_up = jinja2.meta.find_undeclared_variables(self.syntax_tree())
+        tree = self.syntax_tree()
+        # Jinja's own analysis also names what a branch assigns and then reads itself.
+        looked_up = jinja2.meta.find_undeclared_variables(tree) & names_read(tree.body, set())
         known = {*self.special_tokens, *GIVEN}
         return tuple(sorted(looked_up - known))
 

@@ -46,6 +46,57 @@ def _mark_bodies(node: nodes.Node, loop: int | None, count: list[int]) -> None:
                     value.insert(_place(value, child) + 1, _mark(inside, "look", child.target, child))
 
 
+def names_read(body: list[nodes.Node], assigned: set[str]) -> set[str]:
+    """Names that a template may look up before it has assigned them itself.
+
+    Statements are followed in order, as Jinja scopes them: what an `if` assigns in each branch stays; what a
+    loop, a macro or a block assigns ends with it.
+
+    Args:
+        body: Statements or expressions.
+        assigned: Names assigned before them; those that they assign are added.
+    """
+    found: set[str] = set()
+    for node in body:
+        match node:
+            case nodes.Name():
+                found |= {node.name} - assigned if node.ctx == "load" else set()
+            case nodes.NSRef():
+                found |= {node.name} - assigned
+            case nodes.If():
+                tests = [node.test, *[branch.test for branch in node.elif_]]
+                found |= names_read(tests, assigned)
+                branches = [node.body, *[branch.body for branch in node.elif_], node.else_]
+                after = [set(assigned) for _ in branches]
+                for branch, ends in zip(branches, after, strict=True):
+                    found |= names_read(branch, ends)
+                assigned |= set.intersection(*after)
+            case nodes.For():
+                inside = assigned | _bound(node.target) | {"loop"}
+                found |= names_read([node.iter], assigned)
+                found |= names_read([node.test] if node.test is not None else [], inside)
+                found |= names_read(node.body, inside) | names_read(node.else_, set(assigned))
+            case _:
+                inside = set(assigned)
+                if isinstance(node, nodes.Macro | nodes.CallBlock):
+                    inside.update(*map(_bound, node.args))
+                if isinstance(node, nodes.Macro):
+                    inside |= {"varargs", "kwargs", "caller"}
+                found |= names_read(list(node.iter_child_nodes()), inside)
+                if isinstance(node, nodes.Assign | nodes.AssignBlock):
+                    assigned |= _bound(node.target)
+                elif isinstance(node, nodes.Macro):
+                    assigned.add(node.name)
+    return found
+
+
+def _bound(target: nodes.Node) -> set[str]:
+    """Names that an assignment, a loop or a macro's parameter binds."""
+    if isinstance(target, nodes.Name):
+        return {target.name}
+    return set[str]().union(*map(_bound, target.iter_child_nodes()))
+
+
 def _place(body: list[nodes.Node], node: nodes.Node) -> int:
     # By identity: nodes compare by value.
     return next(index for index, item in enumerate(body) if item is node)

@@ -1,8 +1,10 @@
 """What a failing template says: the exact message, the line, and the class of the error."""
 
 import datetime
+from functools import partial
 
 import pytest
+from jinja2 import nodes
 
 from mmrender.errors import (
     TemplateLimitError,
@@ -12,8 +14,10 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall
-from mmrender.template.chat import ChatTemplate, ViewForm
+from mmrender.template.chat import GIVEN, ChatTemplate, ViewForm
 from mmrender.template.limits import TemplateLimits
+from small_models import TEMPLATES
+from traced_cases import outcome
 
 USER = [Message(role="user", content="hi")]
 REMEDY = "Pass a corrected one as chat_template=<Jinja text>"
@@ -109,6 +113,41 @@ def test_variables_that_a_caller_may_set_are_those_looked_up():
         special_tokens={"bos_token": "<s>"},
     )
     assert template.arguments == ("b", "d", "e", "enable_thinking", "ns")
+
+
+# Templates, and the names in them that a caller may set.
+SCOPES = {
+    "{% if a %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}": "a",
+    "{% if a %}{% set b = 1 %}{% endif %}{{ b }}": "ab",
+    "{% if a %}{% set b = 1 %}{{ b }}{% elif c %}{% set b = 2 %}{{ b }}{% endif %}": "ac",
+    "{% for c in [1, 2] if c > 1 %}{% set e = c %}{{ e }}{{ loop.index }}{% endfor %}{{ c }}": "c",
+    "{% for c in [1] %}{% set e = c %}{{ e }}{% endfor %}": "",
+    "{% for c in [] %}{% else %}{{ c }}{% endfor %}": "c",
+    "{% for c in [1] %}{{ d }}{% set d = 1 %}{% endfor %}": "d",
+    "{% set n = namespace(x=0) %}{% set n.x = 5 %}{{ n.x }}{% set p, q = 1, 2 %}{{ p + q }}": "",
+    "{% macro m(p, q=r) %}{% set s = p %}{{ s }}{{ q }}{{ varargs }}{{ t }}{% endmacro %}{{ m(1) }}": "rt",
+    "{% set t %}{% set u = 1 %}{{ u }}{{ v }}{% endset %}{{ t }}": "v",
+    "{% macro m(y) %}{{ caller(y) }}{% endmacro %}{% call(x) m(1) %}{{ x }}{% endcall %}": "",
+    "{% generation %}{% set w = 1 %}{{ w }}{% endgeneration %}{{ w }}": "w",
+    "{% with k = l %}{{ k }}{% endwith %}{% filter upper %}{{ o }}{% endfilter %}": "lo",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SCOPES)
+def test_arguments_are_what_may_be_read_before_it_is_assigned(source):
+    assert ChatTemplate(source).arguments == tuple(SCOPES[source])
+
+
+@pytest.mark.parametrize(
+    "source", [*SCOPES, *[path.read_text("utf-8") for path in TEMPLATES.glob("*.jinja")]]
+)
+def test_no_other_variable_makes_a_difference(source):
+    template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    messages = [*USER, Message(role="assistant", content="<think>a</think>b", reasoning_content="r"), *USER]
+    expected = outcome(template.render, messages)[0]
+    for name in {node.name for node in template.syntax_tree().find_all(nodes.Name)} - GIVEN:
+        render = partial(template.render, messages, arguments={name: "qwertz"})
+        assert name in template.arguments or outcome(render)[0] == expected, name
 
 
 def test_the_clock_is_the_callers():

@@ -7,6 +7,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
 
+from mmrender.client.sampling import check_sampling_params
 from mmrender.errors import ModelError, TemplateError, TemplateMissingError
 from mmrender.model.files import ModelDir
 from mmrender.template.sources import choose_template, load_templates
@@ -203,3 +204,20 @@ def test_special_tokens_are_those_of_transformers(model, case, with_decoder, wit
     transformers.logging.set_verbosity_error()
     reference = PreTrainedTokenizerFast.from_pretrained(directory.path).special_tokens_map
     assert ModelDir(directory.path).special_tokens == reference
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9, "eos_token_id": 1, "penalty": 2},
+         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 9}),
+        ({"do_sample": False, "temperature": 0.6, "min_p": None}, {"temperature": 0.0}),
+        ({"repetition_penalty": "1.1", "top_p": True}, {}),
+    ],
+)  # fmt: skip
+def test_sampling_defaults_are_those_of_the_generation_config(tmp_path, config, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    found = ModelDir(tmp_path).sampling_defaults
+    assert found == expected
+    assert check_sampling_params(found) == expected
