@@ -144,16 +144,26 @@ class ReferenceRenderer:
         kind = (
             "pt" if importlib.util.find_spec("torch") else "np"
         )  # NumPy has no bfloat16, as some pixels are
-        output = self._apply(messages, options, tokenize=True, return_dict=True, return_tensors=kind)
+        how: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": kind}
+        if any(message.get("content") == "" for message in messages):
+            # For ids, but not for text, a processor first makes an empty content a list without parts.
+            output = self._speaker.apply_chat_template(
+                list(messages), chat_template="{{ written }}", written=text, **how
+            )
+        else:
+            output = self._apply(messages, options, **how)
         arrays = {name: _as_array(value) for name, value in output.items() if name != "attention_mask"}
         return ReferenceRendering(text, arrays.pop("input_ids").reshape(-1).tolist(), arrays)
+
+    @property
+    def _speaker(self) -> Any:
+        return self.processor or self.tokenizer
 
     def _apply(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any], **how: Any) -> Any:
         template = self._templates
         if not isinstance(template, str):
             template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
-        speaker = self.processor or self.tokenizer
-        return speaker.apply_chat_template(list(messages), chat_template=template, **options, **how)
+        return self._speaker.apply_chat_template(list(messages), chat_template=template, **options, **how)
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
