@@ -21,3 +21,14 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["ratio"].shape == (6,)
     assert len(found["plan"]) == 1
     assert found["mine"].fields["pixel_values"].values.shape[0] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="the dependency group `trainers`")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(str(files("mmrender.testing").joinpath("data", "photo.jpg")), "photo.jpg")
+    (block,) = re.findall(r'```python title="trainer"\n(.*?)```', PAGE.read_text("utf-8"), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(block, str(PAGE), "exec"), found)
+    assert found["result"].global_step == 2

@@ -1,0 +1,142 @@
+"""`Collator`: one object that a `Trainer`, a trainer of TRL or a `DataLoader` calls for each batch.
+
+```python
+collator = Collator(ModelFamily.from_config(directory), pad_token_id=0, renderer=renderer)
+Trainer(model, TrainingArguments(..., remove_unused_columns=False), data_collator=collator, ...)
+```
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from mmrender.errors import BatchError, InputError
+from mmrender.training.batch import PaddingSide, TrainingBatch
+from mmrender.training.collate import collate
+from mmrender.training.families import ModelFamily
+from mmrender.training.packing import first_fit_decreasing
+from mmrender.training.samples import build_training_sample
+from mmrender.training.tensor_list import torch
+from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.truncate import truncate
+
+if TYPE_CHECKING:
+    from mmrender.protocols import RendererProtocol
+
+_COLUMNS: Final = ("messages", "prompt", "completion", "tools", "images", "videos", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Conversations or samples to the model's keyword arguments and `labels`.
+
+    An example is a `TrainingSample`; a list of messages; or a mapping as TRL's data sets hold them, with
+    `messages`, or with `prompt` and `completion`, both lists of messages, of which the second is trained on.
+    Columns `tools`, `images`, `videos` and `chat_template_kwargs` are read, too, and may be None. It can be
+    pickled if its renderer was made by `Renderer.from_pretrained`, so workers of a `DataLoader` may call it.
+
+    Attributes:
+        family: What the model takes.
+        pad_token_id: What fills rows.
+        renderer: Renders conversations; needed for these only.
+        packed: Whether several samples share a row: all of a batch one, or rows of `max_length` tokens.
+        max_length: Samples are truncated to this many tokens, at whole images; None leaves them whole.
+        padding_side: Where rows are filled.
+        multiple: Makes the width a multiple of this.
+        dtype: Of pixels; torch's float32, float16 or bfloat16.
+        options: Further keyword arguments of `build_training_sample`, such as `on_rewritten`.
+
+    Raises:
+        BatchError: The family takes no such rows, or packed ones only within `recurrent_segments`, which a
+            trainer of others' does not enter.
+    """
+
+    family: ModelFamily
+    pad_token_id: int
+    renderer: "RendererProtocol | None" = None
+    packed: bool = False
+    max_length: int | None = None
+    padding_side: PaddingSide = "right"
+    multiple: int = 1
+    dtype: Any = torch.float32
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.family.check_layout("packed" if self.packed else self.padding_side)
+        if self.packed and self.family.recurrent:
+            raise BatchError(
+                f"packed rows of {self.family.model_type} need a block around each forward",
+                where="packed",
+                remedy="Pass packed=False, or call `batch` and enter recurrent_segments yourself",
+            )
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the model's forward, with `labels` int64 `(rows, width)`.
+
+        Labels are token ids where trained on, else -100, not shifted. Raises as `batch`.
+        """
+        batch = self.batch(examples)
+        return batch.model_inputs() | {"labels": batch.labels()}
+
+    def batch(self, examples: Sequence[Any]) -> TrainingBatch:
+        """Return the batch of these examples.
+
+        Raises:
+            InputError: An example is something else, has other columns, or needs a renderer.
+            BatchError: The samples cannot be batched; see `collate`.
+            MMRenderError: A conversation cannot be rendered; see `build_training_sample`.
+        """
+        samples = [self.sample(example, f"examples[{index}]") for index, example in enumerate(examples)]
+        rows = None
+        if self.packed:
+            lengths = [len(sample) for sample in samples]
+            rows = first_fit_decreasing(lengths, self.max_length or sum(lengths))
+        return collate(
+            samples,
+            self.family,
+            pad_token_id=self.pad_token_id,
+            rows=rows,
+            padding_side=self.padding_side,
+            multiple=self.multiple,
+            dtype=self.dtype,
+            # A worker process must not touch the device, and a DataLoader pins by itself.
+            pin_memory=False,
+        )
+
+    def sample(self, example: Any, where: str = "example") -> TrainingSample:
+        """Return one example as a sample, truncated; raises as `batch`."""
+        sample = example if isinstance(example, TrainingSample) else self._rendered(example, where)
+        return sample if self.max_length is None else truncate(sample, self.max_length)
+
+    def _rendered(self, example: Any, where: str) -> TrainingSample:
+        columns = dict(example) if isinstance(example, Mapping) else {"messages": example}
+        unknown = [name for name in columns if name not in _COLUMNS]
+        if self.renderer is None or unknown:
+            raise InputError(
+                "an example has a column that is not read" if unknown else "a conversation needs a renderer",
+                where=f"{where}.{unknown[0]}" if unknown else where,
+                expected=", ".join(_COLUMNS) if unknown else "a TrainingSample",
+                got=type(example).__name__,
+                remedy="Remove the column" if unknown else "Pass renderer=Renderer.from_pretrained(...)",
+            )
+        prompt, messages = columns.get("prompt") or [], columns.get("messages") or []
+        completion = columns.get("completion") or []
+        if bool(messages) == bool(prompt or completion) or not all(
+            isinstance(part, Sequence) and not isinstance(part, str)
+            for part in (messages, prompt, completion)
+        ):
+            raise InputError(
+                "an example holds messages, or a prompt and a completion",
+                where=where,
+                expected="lists of messages",
+                got=f"columns {', '.join(map(repr, columns))}",
+            )
+        given = {name: columns[name] for name in ("tools", "images", "videos") if columns.get(name)}
+        split = {"completion_start": len(prompt)} if prompt else {}
+        arguments = columns.get("chat_template_kwargs") or {}
+        return build_training_sample(
+            self.renderer,
+            [*messages, *prompt, *completion],
+            sample_id=where,
+            **{**self.options, **split, **given, **arguments},
+        )

@@ -1,0 +1,180 @@
+"""One collator for Transformers' Trainer, TRL's SFTTrainer and a DataLoader."""
+
+import base64
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from mmrender import Renderer
+from mmrender.errors import BatchError, InputError
+from mmrender.training import Collator, ModelFamily, build_training_sample, collate
+from training_cases import family_of
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 60, 3), dtype=np.uint8), "RGB")
+
+
+def conversation(index: int) -> dict[str, Any]:
+    """One example in each form: messages with the image in place or beside, a prompt and a completion."""
+    parts: list[Any] = [{"type": "text", "text": f"Question {index}?"}]
+    image = {"type": "image"} if index % 3 == 1 else {"type": "image", "image": picture(index)}
+    user = {"role": "user", "content": parts if index % 4 == 3 else [image, *parts]}
+    answer = {"role": "assistant", "content": f"Answer {index}."}
+    images = [picture(index)] if index % 3 == 1 and index % 4 != 3 else None
+    if index % 2:
+        return {"prompt": [user], "completion": [answer], "images": images}
+    return {"messages": [user, answer], "images": images, "tools": None}
+
+
+CONVERSATIONS = [conversation(index) for index in range(8)]
+
+
+@pytest.fixture(scope="module")
+def collator(tiny_model: Path) -> Collator:
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    return Collator(ModelFamily.from_config(tiny_model), pad_token_id=0, renderer=renderer, max_length=256)
+
+
+def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_examples_become_what_their_samples_become(collator: Collator, packed: bool) -> None:
+    own = Collator(collator.family, 0, collator.renderer, packed=packed, multiple=8)
+    samples = []
+    for one in CONVERSATIONS:
+        messages = one.get("messages") or [*one["prompt"], *one["completion"]]
+        samples.append(build_training_sample(own.renderer, messages, images=one["images"]))
+    rows = [list(range(8))] if packed else None
+    batch = collate(samples, own.family, pad_token_id=0, rows=rows, multiple=8)
+    assert_equal(own(CONVERSATIONS), batch.model_inputs() | {"labels": batch.labels()})
+    assert_equal(own(samples), own(CONVERSATIONS))
+
+
+def test_workers_of_a_data_loader_collate_alike(collator: Collator) -> None:
+    again = pickle.loads(pickle.dumps(collator))
+    assert_equal(again(CONVERSATIONS[:4]), collator(CONVERSATIONS[:4]))
+    loader = DataLoader(CONVERSATIONS, 4, collate_fn=collator, num_workers=1, multiprocessing_context="spawn")
+    for inputs, start in zip(loader, (0, 4), strict=True):
+        assert_equal(inputs, collator(CONVERSATIONS[start : start + 4]))
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (
+            {"messages": [], "note": 1},
+            "examples[0].note: an example has a column that is not read - expected messages, ",
+        ),
+        (
+            {"prompt": "text", "completion": "x"},
+            "examples[0]: an example holds messages, or a prompt and a completion - ",
+        ),
+        ({}, "examples[0]: an example holds messages, or a prompt and a completion - "),
+        (
+            {**CONVERSATIONS[0], **CONVERSATIONS[1]},
+            "examples[0]: an example holds messages, or a prompt and a completion",
+        ),
+    ],
+)
+def test_other_examples_are_refused(collator: Collator, example: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        collator([example])
+    assert str(caught.value).startswith(message)
+
+
+def test_what_a_trainer_cannot_do_is_refused_at_once() -> None:
+    with pytest.raises(BatchError, match="packed rows of qwen3_5 need a block around each forward"):
+        Collator(family_of("qwen3_5"), 0, packed=True)
+    with pytest.raises(InputError, match="a conversation needs a renderer"):
+        Collator(family_of("qwen3_vl"), 0)(CONVERSATIONS[:1])
+
+
+def trained(
+    trainer_class: Any, arguments: Any, collator: Collator, tiny_model: Path, data: Any, **others: Any
+) -> Any:
+    """Train two steps, and return the losses, and that of the first batch by hand."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = float(model(**collator([data[index] for index in range(4)])).loss)
+    trainer = trainer_class(model=model, args=arguments, data_collator=collator, train_dataset=data, **others)
+    trainer._get_train_sampler = lambda *_: None  # in order, so that the first batch is known
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert any("visual" in name for name in changed)
+    assert any("language_model" in name for name in changed)
+    return losses, expected
+
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "learning_rate": 1e-2,
+    "remove_unused_columns": False,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("packed", [False, True])
+def test_transformers_trainer_trains(
+    collator: Collator, tiny_model: Path, tmp_path: Path, packed: bool
+) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate: the dependency group `trainers`")
+    from transformers import Trainer, TrainingArguments
+
+    own = Collator(collator.family, 0, collator.renderer, packed=packed)
+    losses, expected = trained(
+        Trainer, TrainingArguments(tmp_path, **SETTINGS), own, tiny_model, CONVERSATIONS
+    )
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(expected, abs=1e-3)
+
+
+def stored(datasets: Any) -> Any:
+    """Conversations as Arrow keeps them, which gives every part the keys of all, None where it has none."""
+    examples = []
+    for index in range(8):
+        buffer = io.BytesIO()
+        picture(index).save(buffer, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        parts = [{"type": "image", "image": url}, {"type": "text", "text": f"Question {index}?"}]
+        answer = [{"type": "text", "text": f"Answer {index}."}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        examples.append({"messages": messages})
+    return datasets.Dataset.from_list(examples)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_trains(collator: Collator, tiny_model: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="the dependency group `trainers`")
+    datasets = pytest.importorskip("datasets", reason="the dependency group `trainers`")
+    from transformers import AutoTokenizer
+
+    arguments = trl.SFTConfig(
+        tmp_path, **SETTINGS, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None, bf16=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    losses, expected = trained(
+        trl.SFTTrainer, arguments, collator, tiny_model, stored(datasets), processing_class=tokenizer
+    )
+    assert len(losses) == 2
+    assert losses[0] == pytest.approx(expected, abs=1e-3)
