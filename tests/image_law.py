@@ -145,7 +145,10 @@ def _compare(renderer: Renderer, reference: ReferenceRenderer, sources: list[Sou
     except MMRenderError as error:
         refusals.append(f"ours {type(error).__name__}: {error}")
     try:
-        theirs = reference.render(conversation([as_handed_over(source) for source in sources]))
+        pictures = [as_handed_over(source) for source in sources]
+        if not reference.processor.image_processor.do_convert_rgb:
+            pictures = [picture.convert("RGB") for picture in pictures]  # as the reference's loader does
+        theirs = reference.render(conversation(pictures))
     except Exception as error:
         refusals.append(f"theirs {type(error).__name__}: {error}")
     if ours is None or theirs is None:
