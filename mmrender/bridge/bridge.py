@@ -80,10 +80,8 @@ class Bridge:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in new_messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        if self._rendering.media is not None and any(any(message.media()) for message in new_messages):
-            self._rendering.media.require_processor("new_messages")
-            if self._rendering.media.processor.depends_on_image_count:
-                raise NotBridged("the processor treats an image differently when more of them follow")
+        if any(any(message.media()) for message in new_messages) and self._counts_images():
+            raise NotBridged("the processor treats an image differently when more of them follow")
         prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
         if not prompt:
@@ -138,6 +136,14 @@ class Bridge:
             text=plain(layout.text),
             _decode=self._writer.tokenizer.decode,
         )
+
+    def _counts_images(self) -> bool:
+        """Return whether an image depends on the number of others; new ones need the processor anyway."""
+        media = self._rendering.media
+        if media is None:
+            return False
+        media.require_processor("new_messages")
+        return media.processor.depends_on_image_count
 
     def _proved(
         self,

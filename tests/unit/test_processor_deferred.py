@@ -142,6 +142,24 @@ def test_a_package_that_an_image_needs_is_named() -> None:
         raise ImportError("no scipy\n here")
 
 
+def test_a_back_end_that_a_family_lacks_is_not_recommended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = model("pixtral", tmp_path)
+    settings = json.loads((directory / "processor_config.json").read_text())
+    settings["image_processor"]["image_processor_type"] = "Llama4ImageProcessorFast"
+    (directory / "processor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ProcessorError) as caught:
+        opened(directory).render(shown(PICTURE))
+    assert str(caught.value) == (
+        "messages[0].content[1]: Llama4ImageProcessor does not run on this back end - expected 'torch', "
+        "got 'pil'. Choose image_backend=\"torch\"."
+    )
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(MissingDependencyError, match=r"needs torchvision.* Install it\.$"):
+        Renderer.from_pretrained(directory).render(shown(PICTURE))
+
+
 def test_old_releases_of_transformers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 

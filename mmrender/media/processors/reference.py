@@ -7,7 +7,7 @@ processor is made of these.
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -67,15 +67,6 @@ def build_image_processor(
 ) -> Any:
     """Return the model's image processor on `backend`. Raises what `build_reference_processor` raises."""
     name = files.image_processor_type or "the image processor"
-    if backend == "torch":
-        try:
-            import torchvision  # noqa: F401
-        except (ImportError, RuntimeError) as error:
-            raise MissingDependencyError(
-                f"{name} on the torch back end needs torchvision, which cannot be imported",
-                got=str(error),
-                remedy='Install it, or choose image_backend="pil".',
-            ) from error
     try:
         import transformers
         from transformers import AutoImageProcessor
@@ -88,20 +79,46 @@ def build_image_processor(
             got=transformers.__version__,
             remedy="Install it with: pip install 'mmrender[hf]'",
         )
+    offered = _offered_backends(name)
+    if backend not in offered:
+        raise _not_offered(name, backend, offered)
+    if backend == "torch":
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, RuntimeError) as error:
+            raise MissingDependencyError(
+                f"{name} on the torch back end needs torchvision, which cannot be imported",
+                got=str(error),
+                remedy='Install it, or choose image_backend="pil".' if "pil" in offered else "Install it.",
+            ) from error
     with _named_errors(name):
         processor = AutoImageProcessor.from_pretrained(
             files.directory, backend=_BACKEND_NAMES[backend], trust_remote_code=trust_remote_code
         )
     found = getattr(processor, "backend", "pil")
     if found != _BACKEND_NAMES[backend]:
-        other = next(ours for ours, theirs in _BACKEND_NAMES.items() if theirs != _BACKEND_NAMES[backend])
-        raise ProcessorError(
-            f"{type(processor).__name__} does not run on this back end",
-            expected=_BACKEND_NAMES[backend],
-            got=found,
-            remedy=f'Choose image_backend="{other}".',
-        )
+        # A processor that the model brings along.
+        offered = [ours for ours, theirs in _BACKEND_NAMES.items() if theirs == found]
+        raise _not_offered(type(processor).__name__, backend, offered)
     return processor
+
+
+def _offered_backends(name: str) -> Sequence[ImageBackend]:
+    """Return the back ends that Transformers has for an image processor; both where it does not know it."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    known = (classes for classes in IMAGE_PROCESSOR_MAPPING_NAMES.values() if name in classes.values())
+    classes = next(known, dict.fromkeys(_BACKEND_NAMES.values(), name))
+    return [ours for ours, theirs in _BACKEND_NAMES.items() if classes.get(theirs)]
+
+
+def _not_offered(name: str, backend: ImageBackend, offered: Sequence[ImageBackend]) -> ProcessorError:
+    return ProcessorError(
+        f"{name} does not run on this back end",
+        expected=" or ".join(map(repr, offered)),
+        got=repr(backend),
+        remedy=f'Choose image_backend="{offered[0]}".' if offered else None,
+    )
 
 
 def _processor_class(name: str) -> Any:
