@@ -102,7 +102,8 @@ class ConversationMaker:
             options["enable_thinking"] = source.random() < 0.5
         if self.odd:
             self._add_odd_options(source, options)
-            if messages[-1]["role"] == "assistant" and source.random() < 0.3:
+            last = messages[-1]
+            if last["role"] == "assistant" and isinstance(last["content"], str) and source.random() < 0.4:
                 options["continue_final_message"] = True
         return messages, options
 

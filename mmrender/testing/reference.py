@@ -4,6 +4,7 @@ Both come from Transformers, and are loaded from a model directory.
 """
 
 import importlib.util
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -138,20 +139,26 @@ class ReferenceRenderer:
         Special tokens are syntax wherever they are. Raises whatever Transformers and the template raise.
         """
         text = self.text(messages, **options)
-        if self.processor_missing is not None:
-            has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-            return ReferenceRendering(text, self.tokenizer(text, add_special_tokens=not has_bos).input_ids)
-        kind = (
-            "pt" if importlib.util.find_spec("torch") else "np"
-        )  # NumPy has no bfloat16, as some pixels are
-        how: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": kind}
-        if any(message.get("content") == "" for message in messages):
-            # For ids, but not for text, a processor first makes an empty content a list without parts.
-            output = self._speaker.apply_chat_template(
-                list(messages), chat_template="{{ written }}", written=text, **how
-            )
-        else:
-            output = self._apply(messages, options, **how)
+        how: dict[str, Any] = {
+            "tokenize": True,
+            "return_dict": True,
+            # NumPy has no bfloat16, as some pixels are.
+            "return_tensors": "pt" if importlib.util.find_spec("torch") is not None else "np",
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what Transformers calls
+            if self.processor_missing is not None:
+                has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
+                return ReferenceRendering(
+                    text, self.tokenizer(text, add_special_tokens=not has_bos).input_ids
+                )
+            if all(message.get("content") for message in messages):
+                output = self._apply(messages, options, **how)
+            else:
+                # For ids, but not for text, a processor first makes an empty content a list without parts.
+                output = self._speaker.apply_chat_template(
+                    list(messages), chat_template="{{ written }}", written=text, **how
+                )
         arrays = {name: _as_array(value) for name, value in output.items() if name != "attention_mask"}
         return ReferenceRendering(text, arrays.pop("input_ids").reshape(-1).tolist(), arrays)
 
@@ -167,5 +174,7 @@ class ReferenceRenderer:
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
-    is_half = "bfloat16" in str(getattr(value, "dtype", ""))
-    return np.asarray(value.float() if is_half else value)
+    if not hasattr(value, "numpy"):
+        return np.asarray(value)
+    array: npt.NDArray[Any] = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+    return array

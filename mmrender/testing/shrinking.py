@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_MOST_TRIES = 400
+_MOST_TRIES = 250
 _FIXED = ("role", "type")
 _KEPT = (*_FIXED, "content", "text", "function", "arguments")
 """Keys without which a message is none."""
