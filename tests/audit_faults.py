@@ -5,6 +5,7 @@ or on the trainer's side by changing the sample. Run as a program it plants all 
 """
 
 import argparse
+import copy
 import io
 import sys
 import tempfile
@@ -944,6 +945,149 @@ def _(at, index):
     return Planted(scored(at.model, at.tiny, sample, change))
 
 
+@fault("two images of unlike sizes exchanged", "image order")
+def _(at, index):
+    """Before the first completion, placeholders and all."""
+    sample = at.samples[index]
+    items = sorted(images(sample), key=lambda item: item.grid[1] * item.grid[2])
+    small, large = items[0], items[-1]
+    if small.grid[1] * small.grid[2] == large.grid[1] * large.grid[2]:
+        return None
+    tokens = sample.token_ids[sample.loss_mask][:12]
+
+    def shown(one, two):
+        row = Row().add([BOS, OPENER, 7]).image(one).add([8, 9]).image(two).add([10, ANSWER])
+        return row.add(tokens, True).sample("unlike")
+
+    return Planted(as_trained(scored(at.model, at.tiny, shown(large, small)), shown(small, large)), 0)
+
+
+@fault("every image upside down", "turned image")
+def _(at, index):
+    return seen_as(at, index, lambda item: reframed(item, item.frames[..., ::-1, :]), None)
+
+
+@fault("an image that was not attended to", "image unseen", "attention")
+def _(at, index):
+    sample = at.samples[index]
+    span = sample.media_spans[-1]
+
+    def change(inputs):
+        inputs["attention_mask"][:, span.start : span.stop] = 0
+
+    return Planted(scored(at.model, at.tiny, sample, change), span.position)
+
+
+@fault("padding between prompt and completion", "attended padding")
+def _(at, index):
+    first = int(at.samples[index].loss_mask.argmax())
+    return prompted(at, index, first, first, [PAD_ID] * (2 + index))
+
+
+@fault("a line more before each completion", "generation prompt")
+def _(at, index):
+    sample = at.samples[index]
+    other = sample
+    for start, _ in reversed(sampled_runs(sample.loss_mask)):
+        other = cut(other, start, start, [6])
+    return Planted(as_trained(scored(at.model, at.tiny, other), sample))
+
+
+@fault("a stop token added after sampling", "final token")
+def _(at, index):
+    sample = at.samples[index]
+    end = sampled_runs(sample.loss_mask)[index % 2][1] - 1
+    logprobs = sample.logprobs.copy()
+    logprobs[end] = 0
+    return Planted(replace(sample, logprobs=logprobs), token=end)
+
+
+@fault("a completion encoded again in two places", "encoded again")
+def _(at, index):
+    """One token more where the sampler had a pair, and one less where it had two letters."""
+    sample = at.samples[index]
+    start, _ = sampled_runs(sample.loss_mask)[1]
+    true, trained = sample.token_ids.copy(), sample.token_ids.copy()
+    true[start + 2 : start + 9] = (60, 5, 6, 12 + index, 13 + index, 7, 8)
+    trained[start + 2 : start + 9] = (20, 21, 5, 6, 52 + index, 7, 8)
+    saw = scored(at.model, at.tiny, replace(sample, token_ids=true))
+    return Planted(as_trained(saw, replace(sample, token_ids=trained)), token=start + 2)
+
+
+@fault("running sums", "summed")
+def _(at, index):
+    return values_of(
+        at, index, lambda values: np.concatenate([np.cumsum(part) for part in np.split(values, 2)])
+    )
+
+
+@fault("temperature in one completion", "temperature")
+def _(at, index):
+    sample = at.samples[index]
+    hot = scored(at.model, at.tiny, sample, rule=lambda logits: logits / 0.7).logprobs
+    start, stop = sampled_runs(sample.loss_mask)[1]
+    logprobs = sample.logprobs.copy()
+    logprobs[start:stop] = hot[start:stop]
+    return Planted(replace(sample, logprobs=logprobs), token=start)
+
+
+@fault("a presence penalty", "penalty")
+def _(at, index):
+    sample = at.samples[index]
+    runs = sampled_runs(sample.loss_mask)
+    places = np.flatnonzero(sample.loss_mask)
+
+    def rule(logits):
+        for row, place in enumerate(places):
+            start = max(start for start, _ in runs if start <= place)
+            logits[row, np.unique(sample.token_ids[start:place])] -= 0.8
+        return logits
+
+    return sampled_by(at, index, rule)
+
+
+@fault("an adapter that was not merged", "adapter")
+def _(at, index):
+    """The trainer's model has low-rank updates that can be switched off."""
+    generator = torch.Generator().manual_seed(index)
+    head = at.model.get_output_embeddings()
+    base = head.weight.data
+    rows, columns = base.shape
+    update = torch.randn(rows, 2, generator=generator) @ torch.randn(2, columns, generator=generator) * 0.05
+
+    @contextmanager
+    def disable():
+        merged, head.weight.data = head.weight.data, base
+        try:
+            yield
+        finally:
+            head.weight.data = merged
+
+    return Planted(at.samples[index], options={"adapter": (head, base + update, disable)})
+
+
+@fault("BGR from a sampler in bfloat16", "colours")
+def _(at, index):
+    sample = at.samples[index]
+    bgr = [Seen(item, by_channel(item)[:, ::-1].reshape(pixels_of(item).shape)) for item in images(sample)]
+    with bfloat16_weights(at.model):
+        saw = scored(at.model, at.tiny, showing(sample, bgr))
+    return Planted(as_trained(saw, sample), 0)
+
+
+@contextmanager
+def bfloat16_weights(model: Any) -> Any:
+    """Every weight rounded to bfloat16, as a sampler's arithmetic would be off."""
+    kept = [(one, one.data) for one in model.parameters()]
+    for one, data in kept:
+        one.data = data.to(torch.bfloat16).float()
+    try:
+        yield
+    finally:
+        for one, data in kept:
+            one.data = data
+
+
 @dataclass
 class Outcome:
     """What an audit said of one fault in one sample: named rightly, wrongly or not."""
@@ -965,8 +1109,16 @@ def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
     peers = [*options.pop("peers", ()), *[one for place, one in enumerate(at.samples) if place != index]]
     if "alternatives" in options:
         options["alternatives"] = {key: [built[0], *peers] for key, built in options["alternatives"].items()}
+    head, merged, disable = options.pop("adapter", (None, None, None))
     started = time.perf_counter()
-    report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=1, **options)
+    if head is not None:
+        kept, head.weight.data, at.model.disable_adapter = head.weight.data, merged, disable
+    try:
+        report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=1, **options)
+    finally:
+        if head is not None:
+            head.weight.data = kept
+            del at.model.disable_adapter
     seconds = time.perf_counter() - started
     own = [one for one in report.findings if one.sample_id == planted.sample.sample_id]
     said = " | ".join(f"{one.variation}: {one.statement}" for one in own) or f"nothing ({report.largest:.3g})"
@@ -981,17 +1133,43 @@ def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
     return Outcome(name, family, index, verdict, said, seconds)
 
 
+def healthy(family: str, folder: Path, count: int) -> int:
+    """Audit healthy rollouts whose sampler and trainer compute in float32 or bfloat16; return the alarms."""
+    tiny = tiny_family(family, folder)
+    alarms = 0
+    low = copy.deepcopy(tiny.model).to(torch.bfloat16)
+    for buffer, own in zip(low.buffers(), tiny.model.buffers(), strict=True):
+        buffer.data = own.data
+    models = {"float32": tiny.model, "bfloat16": low}
+    for number, (sampler, trainer) in enumerate((one, two) for one in models for two in models):
+        part = range(number * count // 4, (number + 1) * count // 4)
+        samples = [rollout(tiny, models[sampler], 100 + seed, {}, tokens=8) for seed in part]
+        report = audit(samples, TrainerModel(models[trainer]), decode=decode)
+        print(
+            f"{family}: {len(samples)} sampled in {sampler}, trained in {trainer}: {report.text()}",
+            flush=True,
+        )
+        alarms += len(report.departing) + len(report.findings) + len(report.unread)
+    return alarms
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", nargs="*", default=FAMILIES)
     parser.add_argument("--fault", nargs="*", default=list(FAULTS))
     parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--healthy", type=int, default=0, help="audit so many healthy rollouts instead")
     parser.add_argument("--quiet", action="store_true", help="print only what was not named")
     options = parser.parse_args()
     torch.set_num_threads(1)
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for family in options.family:
+            if options.healthy:
+                alarms = healthy(family, Path(folder), options.healthy)
+                verdicts["healthy"] += options.healthy
+                verdicts["wrong"] += alarms
+                continue
             at = scene(family, Path(folder))
             for name in options.fault:
                 for index in range(options.samples):

@@ -64,7 +64,13 @@ def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Fin
         noise: What arithmetic alone does.
         budget: Forward passes at most.
     """
-    return _missing(case) or _by_version(case) or _recorded(case) or _tried(case, noise, budget)
+    return (
+        _missing(case)
+        or _appended(case)
+        or _by_version(case)
+        or _recorded(case)
+        or _tried(case, noise, budget)
+    )
 
 
 def _missing(case: Case) -> Finding | None:
@@ -80,6 +86,27 @@ def _missing(case: Case) -> Finding | None:
         case.sample.sample_id,
         token=case.position,
         variation="missing",
+    )
+
+
+def _appended(case: Case) -> Finding | None:
+    """Report last tokens of completions that were given no number of their own, where all others agree."""
+    beyond = np.flatnonzero(case.compared.beyond(case.tolerance))
+    ends = {stop - 1 for _, stop in case.runs}
+    places = case.compared.positions[beyond].tolist()
+    if (
+        case.compared.sampler[beyond].any()
+        or not ends.issuperset(places)
+        or len(case.compared.positions) == len(beyond)
+    ):
+        return None
+    return Finding(
+        "ids",
+        "the last token of a completion has no log-probability: it was added after sampling",
+        f"0 was recorded for {len(places)} of {len(ends)} last tokens, and all other tokens agree",
+        case.sample.sample_id,
+        token=case.position,
+        variation="final token",
     )
 
 

@@ -31,13 +31,13 @@ def _positions(case: Case) -> Iterator[Trial]:
         stop = len(sample) if stop is None else stop
         ids[..., start:stop] = torch.arange(start, stop, device=ids.device)
 
+    yield Trial(
+        "the sampler numbered its tokens as the model does by itself",
+        inputs=lambda given: given.pop("position_ids", None),
+        since=since,
+        token=since,
+    )
     if case.trainer.family.mrope is not None and spans:
-        yield Trial(
-            "the sampler numbered its tokens as the model does by itself",
-            inputs=lambda given: given.pop("position_ids", None),
-            since=since,
-            token=since,
-        )
         yield numbered(
             "the sampler numbered its tokens one by one, on one axis", lambda ids: by_index(ids, 0), since
         )
@@ -191,14 +191,34 @@ def parts_of(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
+def _held_as(module: Any, change: Callable[[Any], Any], *, buffers: bool = False) -> Iterator[None]:
+    """Give a module other parameters within the block; what shares them elsewhere keeps its own."""
+    import torch
+
+    places = [(part._parameters, key) for part in module.modules() for key in part._parameters]
+    if buffers:
+        places += [(part._buffers, key) for part in module.modules() for key in part._buffers]
+    kept = [(held, key, held[key]) for held, key in places]
+    kept = [
+        (held, key, value) for held, key, value in kept if value is not None and value.is_floating_point()
+    ]
+    try:
+        for held, key, value in kept:
+            changed = change(value.data)
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            held[key] = torch.nn.Parameter(changed, requires_grad=False) if is_parameter else changed
+        yield
+    finally:
+        for held, key, value in kept:
+            held[key] = value
+
+
+@contextmanager
 def in_dtype(module: Any, dtype: Any, *, buffers: bool = False) -> Iterator[None]:
     """Compute a module in another dtype within the block; what goes in and comes out is cast."""
     import torch
 
-    held = [*module.parameters(), *(module.buffers() if buffers else ())]
-    kept = [(tensor, tensor.data) for tensor in held if tensor.is_floating_point()]
-    dtypes = {tensor.dtype for tensor, _ in kept}
-    own = next(iter(dtypes)) if dtypes else torch.float32
+    own = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
 
     def cast(value: Any, wanted: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -219,27 +239,16 @@ def in_dtype(module: Any, dtype: Any, *, buffers: bool = False) -> Iterator[None
 
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
     try:
-        for tensor, data in kept:
-            tensor.data = data.to(dtype)
-        yield
+        with _held_as(module, lambda data: data.to(dtype), buffers=buffers):
+            yield
     finally:
-        for tensor, data in kept:
-            tensor.data = data
         for hook in hooks:
             hook.remove()
 
 
-@contextmanager
-def rounded_weights(module: Any, dtype: Any) -> Iterator[None]:
-    """Round the weights of a module to another dtype, and compute in their own."""
-    kept = [(one, one.data) for one in module.parameters() if one.is_floating_point()]
-    try:
-        for tensor, data in kept:
-            tensor.data = data.to(dtype).to(data.dtype)
-        yield
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
+def rounded_weights(module: Any, dtype: Any) -> AbstractContextManager[None]:
+    """Round the weights of a module to another dtype within the block, and compute in their own."""
+    return _held_as(module, lambda data: data.to(dtype).to(data.dtype))
 
 
 @contextmanager

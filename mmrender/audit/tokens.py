@@ -18,6 +18,7 @@ from mmrender.trajectory.sample import TrainingSample
 
 _MOST_PEERS: Final = 8
 _MOST_CANDIDATES: Final = 12
+_MOST_REPAIRS: Final = 8
 _PADS: Final = (1, 2, 3, 4, 8, 16, 32, 64)
 
 
@@ -72,13 +73,15 @@ def _final_token(case: Case) -> Iterator[Trial]:
             )
 
 
-def _read_off(case: Case, place: int, candidates: Sequence[int] | None = None) -> list[int]:
+def _read_off(
+    case: Case, place: int, candidates: Sequence[int] | None = None, sample: TrainingSample | None = None
+) -> list[int]:
     """Return tokens that the trainer gives the sampler's number at `place`, the nearest first.
 
-    Everything before `place` must agree already. Nothing is run but the sample as it is.
+    Everything before `place` must agree already, in the sample as it is or in the one given.
     """
     sampler = case.compared.sampler[np.searchsorted(case.compared.positions, place)]
-    logits = case.trainer.logits_at(case.sample, [place])
+    logits = case.trainer.logits_at(case.sample if sample is None else sample, [place])
     count = int(logits.shape[1])
     tokens = (
         np.arange(count) if candidates is None else np.array([c for c in candidates if c < count], np.int64)
@@ -140,28 +143,51 @@ def _pieces(decode: Decode, count: int) -> tuple[Mapping[str, int], Sequence[str
 
 
 def _encoded_again(case: Case) -> Iterator[Trial]:
-    """Yield completions whose text was cut into other tokens than where the numbers part."""
+    """Yield a completion whose text was cut into other tokens wherever the numbers part.
+
+    From place to place the tokens are chosen by which the next numbers agree the furthest.
+    """
     if case.decode is None:
         return
-    count = int(case.trainer.model.get_output_embeddings().weight.shape[0])
-    by_text, texts = _pieces(case.decode, count)
+    by_text, texts = _pieces(case.decode, int(case.trainer.model.get_output_embeddings().weight.shape[0]))
     number, place, sample = case.departing_runs[0], case.position, case.sample
-    stop = case.runs[number][1]
-    for old, new in _cuts(sample.token_ids[place:stop], by_text, texts):
-        # Numbers were laid to tokens from the front: more tokens were cut off, and fewer are not known.
-        tokens = [*new, *sample.token_ids[place + old : stop]][: stop - place]
-        changed = with_sampled(sample, place, [*tokens, *sample.token_ids[place + len(tokens) : stop]])
-        mask = changed.loss_mask.copy()
-        mask[place + len(tokens) : stop] = False
-        text = "".join(texts[token] for token in new)
-        yield Trial(
-            f"the text of completion {number} was encoded again: at {place} the sampler's tokens for "
-            f"{text!r} were {new}, not {sample.token_ids[place : place + old].tolist()}",
-            replace(changed, loss_mask=mask),
-            token=place,
-            since=place,
-            until=stop,
+    stop, said = case.runs[number][1], ""
+    for _ in range(_MOST_REPAIRS):
+        cuts = dict.fromkeys(
+            (old, tuple(new)) for old, new in _cuts(sample.token_ids[place:stop], by_text, texts)
         )
+        likely = set(_read_off(case, place, sorted({new[0] for _, new in cuts}), sample))
+        laid = [(new, _laid(sample, place, stop, old, new)) for old, new in cuts if new[0] in likely]
+        values = case.trainer.sampled_of_many([changed for _, changed in laid])
+        furthest = place
+        for (new, changed), found in zip(laid, values, strict=True):
+            own = None if found is None else Comparison.of_sampled(changed, found).before(stop)
+            departure = None if own is None else own.first_departure(case.tolerance)
+            reached = stop if departure is None or own is None else int(own.positions[departure])
+            if own is not None and reached > furthest:
+                furthest, best, chosen = reached, changed, new
+        if furthest == place:
+            return
+        text = "".join(texts[token] for token in chosen)
+        said = said or (
+            f"the text of completion {number} was encoded again: at {place} the sampler's tokens for "
+            f"{text!r} were {list(chosen)}"
+        )
+        sample, place = best, furthest
+        if furthest == stop:
+            break
+    if said:
+        yield Trial(said, sample, token=case.position, since=case.position, until=stop)
+
+
+def _laid(sample: TrainingSample, place: int, stop: int, old: int, new: Sequence[int]) -> TrainingSample:
+    """Return a completion that ends before `stop`, with `old` tokens at `place` replaced by others."""
+    # Numbers were laid to tokens from the front: of more tokens the last were cut off, of fewer not known.
+    tokens = [*new, *sample.token_ids[place + old : stop]][: stop - place]
+    changed = with_sampled(sample, place, tokens)
+    mask = changed.loss_mask.copy()
+    mask[place + len(tokens) : stop] = False
+    return replace(changed, loss_mask=mask)
 
 
 def _cuts(
@@ -384,26 +410,26 @@ def _opening(case: Case) -> Iterator[Trial]:
             token=start,
             since=start,
         )
-    seen = set()
-    for peer in case.peers:
-        ids = peer.sample.token_ids
-        places = np.flatnonzero(ids == sample.token_ids[0])
-        runs = sampled_runs(peer.sample.loss_mask)
-        if not runs or len(places) < 2 or places[1] >= runs[0][0]:
-            continue
-        turn = tuple(ids[: places[1]].tolist())
-        media = any(span.start < places[1] for span in peer.sample.media_spans)
-        if turn in seen or media or tuple(sample.token_ids[: len(turn)].tolist()) == turn:
-            continue
-        seen.add(turn)
+    for turn, name in _openings(case):
         yield Trial(
-            f"the sampler's prompt began with the turn that {peer.sample.sample_id or 'another sample'} "
-            "begins with, as with a system prompt",
+            f"the sampler's prompt began with {len(turn)} token(s) more, those that {name} begins with, "
+            "as with a system prompt",
             with_tokens(sample, 0, 0, turn),
             token=0,
         )
-        if len(seen) == _MOST_PEERS:
-            return
+
+
+def _openings(case: Case) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield what other samples have before a token that this one begins with."""
+    seen: set[tuple[int, ...]] = set()
+    for peer in case.peers:
+        ids, runs = peer.sample.token_ids, sampled_runs(peer.sample.loss_mask)
+        first = min([runs[0][0] if runs else 0, *(span.start for span in peer.sample.media_spans)])
+        for place in np.flatnonzero(ids[1:first] == case.sample.token_ids[0])[:3] + 1:
+            turn = tuple(ids[:place].tolist())
+            if turn not in seen and len(seen) < _MOST_PEERS:
+                seen.add(turn)
+                yield turn, peer.sample.sample_id or "another sample"
 
 
 def _before_completion(case: Case) -> Iterator[Trial]:
