@@ -6,6 +6,7 @@ through its stop token. For turns that the template writes differently than a mo
 states a policy.
 """
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -85,7 +86,8 @@ def build_training_sample(
         images: Sources for the image parts that have none; `videos` likewise.
         videos: See `images`.
         sample_id: Names the sample in errors and batches.
-        **template_arguments: Further template variables.
+        **template_arguments: Further template variables, and `documents` and `chat_template` of
+            `Renderer.render`.
 
     Raises:
         InputError: An option or a weight is not valid, or no message is one to train on.
@@ -98,8 +100,9 @@ def build_training_sample(
     if on_rewritten not in get_args(OnRewritten):
         expected = "'error', 'skip' or 'content'"
         raise InputError("unknown policy", where="on_rewritten", expected=expected, got=repr(on_rewritten))
-    if "add_generation_prompt" in template_arguments:
-        raise InputError("a training sample ends without a generation prompt", where="add_generation_prompt")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in template_arguments:
+            raise InputError("a training sample is a whole conversation, not a prompt", where=name)
     conversation = attach_media(normalize_messages(messages), images, videos)
     chosen = _to_train_on(train_on, conversation) & _selected(select, conversation)
     weight_of = _weights(weights, conversation)
@@ -159,13 +162,23 @@ class _Builder:
     def render(
         self, conversation: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> RenderedTokens:
-        return self.renderer.render(
-            conversation, tools=self.tools, add_generation_prompt=add_generation_prompt, **self.arguments
-        )
+        try:
+            return self.renderer.render(
+                conversation, tools=self.tools, add_generation_prompt=add_generation_prompt, **self.arguments
+            )
+        except InputError as error:
+            name = error.where
+            if name is not None and name in self.arguments:
+                mine = build_training_sample.__kwdefaults__ or {}
+                if near := difflib.get_close_matches(name, mine, n=1):
+                    error.remedy = f"Did you mean {near[0]!r}?"
+            raise
 
     @cached_property
     def _profile(self) -> "TemplateProfile":
-        return self.renderer.template_profile(has_tools=self.tools is not None, **self.arguments)
+        # Documents are no variables of the template's own.
+        variables = {name: value for name, value in self.arguments.items() if name != "documents"}
+        return self.renderer.template_profile(has_tools=self.tools is not None, **variables)
 
     def closed(self, rendered: RenderedTokens, conversation: Sequence[Message]) -> RenderedTokens:
         """Return a conversation whose last turn, an assistant's, ends in the stop token that it may lack."""

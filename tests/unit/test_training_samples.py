@@ -173,7 +173,7 @@ NAMED = "'last_assistant_message', 'last_turn', 'all_assistant_messages', 'all_m
         ),
         (
             {"add_generation_prompt": True},
-            "add_generation_prompt: a training sample ends without a generation prompt",
+            "add_generation_prompt: a training sample is a whole conversation, not a prompt",
         ),
     ],
 )
@@ -181,6 +181,36 @@ def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any
     with pytest.raises(InputError) as caught:
         build_training_sample(renderer, CONVERSATION, **options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("train_onn", "train_on"),
+        ("on_rewriten", "on_rewritten"),
+        ("complete_start", "completion_start"),
+        ("add_vision_idd", "add_vision_id"),
+    ],
+)
+def test_an_option_that_nobody_reads_names_the_nearest(renderer: Renderer, name: str, nearest: str) -> None:
+    with pytest.raises(InputError) as caught:
+        build_training_sample(renderer, CONVERSATION, **{name: None})
+    assert (caught.value.where, caught.value.remedy) == (name, f"Did you mean {nearest!r}?")
+
+
+def test_documents_and_a_template_by_call_reach_the_sample(renderer: Renderer) -> None:
+    source = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    source += "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    sample = build_training_sample(
+        renderer,
+        [user("a"), assistant("b")],
+        documents=[{"text": "Known."}],
+        chat_template=source,
+        final_stop=False,
+    )
+    text = renderer.decode(sample.token_ids.tolist())
+    assert text == "Known.<|im_start|>user\na<|im_start|>assistant\nb"
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == ["b"]
 
 
 def test_an_image_without_a_source(renderer: Renderer) -> None:
