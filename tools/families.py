@@ -124,7 +124,7 @@ def _mistral_template(version: str, *, is_sentencepiece: bool) -> str:
     return str(build_chat_template(config))
 
 
-def _each(names: list[str]) -> Iterator[str]:
+def expand(names: list[str]) -> Iterator[str]:
     """Tokens that the names of a table stand for: `<h{1-6}>` for six."""
     for name in names:
         numbers = re.search(r"\{(\d+)-(\d+)\}", name)
@@ -133,10 +133,10 @@ def _each(names: list[str]) -> Iterator[str]:
             continue
         before, after = name[: numbers.start()], name[numbers.end() :]
         for number in range(int(numbers[1]), int(numbers[2]) + 1):
-            yield from _each([f"{before}{number}{after}"])
+            yield from expand([f"{before}{number}{after}"])
 
 
-def _merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
+def merges_of(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     """Merges of a vocabulary that is a list of tokens: the last step of joining each from its bytes."""
     order = {token: rank for rank, token in enumerate(ranks)}
     merges = []
@@ -153,7 +153,7 @@ def _merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def _byte_letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """Printable character that a byte-level vocabulary writes for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -161,7 +161,7 @@ def _byte_letters() -> dict[int, str]:
 
 
 def _byte_level(ranks: list[bytes], pattern: str) -> Tokenizer:
-    letters = _byte_letters()
+    letters = byte_letters()
 
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -169,7 +169,7 @@ def _byte_level(ranks: list[bytes], pattern: str) -> Tokenizer:
     single = [bytes([byte]) for byte in range(256)]
     tokens = dict.fromkeys(written(token) for token in [*single, *ranks])
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = [(written(left), written(right)) for left, right in _merges(ranks)]
+    merges = [(written(left), written(right)) for left, right in merges_of(ranks)]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     split: pre_tokenizers.PreTokenizer
     if pattern == "gpt2":
@@ -209,7 +209,7 @@ def _sentencepiece(corpus: list[str], special: list[str], kind: str) -> Tokenize
 
 def build_tokenizer(family: dict[str, Any], packages: Packages) -> Tokenizer:
     """Stand-in vocabulary of the family's kind with its added tokens, normalizer and post-processor."""
-    special = list(_each(family["special"]))
+    special = list(expand(family["special"]))
     kind, *details = family["vocabulary"]
     if kind == "byte_level":
         tokenizer = _byte_level(packages.ranks(details[0]), details[1])
@@ -218,12 +218,12 @@ def build_tokenizer(family: dict[str, Any], packages: Packages) -> Tokenizer:
     if "normalizer" in family:
         tokenizer.normalizer = getattr(normalizers, family["normalizer"])()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    swallowing = _each(family.get("swallowing", []))
+    swallowing = expand(family.get("swallowing", []))
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False, rstrip=True) for token in swallowing]
     )
     runs = [character * length for character in family.get("runs", []) for length in range(2, 32)]
-    plain = [*_each(family.get("plain", [])), *runs]
+    plain = [*expand(family.get("plain", [])), *runs]
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     if "bos" in family:
         bos = family["bos"]
@@ -297,6 +297,16 @@ def build(name: str, family: dict[str, Any], packages: Packages, output: Path) -
         (folder / path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
+def read_table() -> dict[str, dict[str, Any]]:
+    """Rows of the table by family, with what they take from another."""
+    rows = tomllib.loads(TABLE.read_text("utf-8"))
+    table = {}
+    for name, row in rows.items():
+        shared = rows[row["like"]] if "like" in row else {}
+        table[name] = {key: value for key, value in shared.items() if key not in row.get("without", [])} | row
+    return table
+
+
 def main() -> int:
     """Build the families that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -304,14 +314,10 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    table = tomllib.loads(TABLE.read_text("utf-8"))
+    table = read_table()
     packages = Packages(options.packages)
     for name in options.names or table:
-        family = table[name]
-        inherited = dict(table[family["like"]]) if "like" in family else {}
-        for key in family.get("without", []):
-            del inherited[key]
-        build(name, inherited | family, packages, options.output)
+        build(name, table[name], packages, options.output)
         print(f"{name}: {options.output / name}")
     return 0
 
