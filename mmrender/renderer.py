@@ -271,8 +271,9 @@ class Renderer:
         ]
         key = None
         if self._memo is not None:
-            flags = (add_generation_prompt, continue_final_message, chat_template)
-            options = (tools, documents, flags, template_arguments)
+            options: tuple[Any, ...] = (tools, documents, add_generation_prompt, template_arguments)
+            if continue_final_message or chat_template is not None:
+                options += (continue_final_message, chat_template)
             key = conversation_key(conversation, fingerprints, *options)
             known = self._memo.get(key) if key is not None else None
             if known is not None:

@@ -153,6 +153,21 @@ def test_a_known_conversation_renders_as_one_that_is_not_known(renderer, tiny_mo
     assert hashes[0] == hashes[1] == hashes[2]
 
 
+def test_how_a_prompt_ends_and_its_template_are_in_the_key(renderer):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    source = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    options = [
+        {},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+        {"chat_template": source},
+        {"chat_template": source, "continue_final_message": True},
+    ]
+    shown = [renderer.render(messages, **each) for each in options]
+    assert len({rendered.text for rendered in shown}) == len(options)
+    assert [renderer.render(messages, **each) for each in options] == shown
+
+
 def test_results_share_nothing_that_can_be_changed(renderer):
     messages = user({"type": "image", "image": picture()})
     expected = renderer.render(messages).token_ids.copy()
