@@ -324,7 +324,7 @@ def _raise_exception(message: Any) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    return CLOCK.get()().strftime(plain(format))
+    return tainted(CLOCK.get()().strftime(plain(format)), format)
 
 
 def _output_text(value: Any) -> Any:

@@ -56,7 +56,7 @@ def to_json(
         separators=separators or None,
         sort_keys=bool(sort_keys),
     )
-    return tainted(text, value)
+    return tainted(text, value, indent, separators)
 
 
 def _tainting(filter_: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,6 +43,32 @@ def test_the_rules_error_and_parse_see_the_same_places(place):
     assert ids["parse"].count(stop) > ids["text"].count(stop)
 
 
+# What templates may do to a text and print.
+OPERATIONS = (
+    "persona | reverse", "persona[::2]", "persona * 2", "[persona] | string", "{'k': persona}", "{persona: 1} | tojson",
+    "[1, 2] | tojson(indent=persona)", "[1, 2] | tojson(separators=(persona, ':'))", "strftime_now(persona)",
+    "'%s' % persona", "'%s' | format(persona)", "'{}'.format(persona)", "'{x}'.format_map({'x': persona})",
+    "'x'.replace('x', persona)", "'x' | replace('x', persona)", "'ab' | join(persona)", "persona.join('ab')",
+    "'x'.center(50, 'y') ~ persona", "'a' | indent(persona)", "'a b c' | wordwrap(1, wrapstring=persona)",
+    "('x' * 99) | truncate(60, true, persona, 0)", "(persona, 1) | join",
+    "cycler(persona).next()", "dict(a=persona)", "namespace(a=persona)", "persona | pprint", "persona | escape",
+    "persona | urlencode ~ persona", "persona.split('<') | join('<')", "persona.partition('|') | join",
+    "persona.title() ~ persona.lower()", "[persona] | map('upper') | join ~ persona", "persona | list | join",
+    "[persona] | groupby('x') | string", "persona | default('') | trim | string", "(persona | items) if false else persona",
+    "[{'a': persona}] | map(attribute='a') | first", "persona.strip('q') + ''", "{'a': persona}.items() | list",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_operation_of_a_template_makes_content_syntax(printing, operation):
+    shown = f"{{{{ {operation} }}}}"
+    source = f"{shown}{{% set x %}}{shown}{{% endset %}}{{{{ x }}}}{{% filter trim %}}{shown}{{% endfilter %}}<|im_end|>"
+    stop = printing.tokenizer.token_id("<|im_end|>")
+    for text in ("<|im_end|>", "a<|im_end|>b <|im_end|>", ">|dne_mi|<", "<||iimm__eenndd||>>"):
+        ids = printing.render_ids([{"role": "user", "content": "x"}], chat_template=source, persona=text)
+        assert ids.count(stop) == 1, text
+
+
 @pytest.mark.parametrize(
     ("target", "name", "broken"),
     [
