@@ -13,8 +13,10 @@ first of its row; packed batches bring whole masks instead, one for each kind of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
@@ -117,6 +119,47 @@ class TrainingBatch:
         """
         bounds = row_bounds(self.segments[row], self.width)
         return torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
+
+    def flash_attention_kwargs(self) -> dict[str, Any]:
+        """Return the bounds of all sequences as Transformers' flash attention takes them, for packed rows.
+
+        Returns:
+            `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(sequences + 1,)`, over the rows one after another;
+            `max_length_q` and `max_length_k`, the tokens of the longest. Padding counts as a sequence.
+        """
+        bounds = [0]
+        for row, segments in enumerate(self.segments):
+            bounds += [row * self.width + bound for bound in row_bounds(segments, self.width)[1:]]
+        offsets = torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        lengths = {"max_length_q": longest, "max_length_k": longest}
+        return {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, **lengths}
+
+    def staleness(self, order: Mapping[str, int]) -> Any:
+        """Return how many updates of the weights each token is behind the newest: int64 `(rows, width)`.
+
+        Args:
+            order: The number of each version of the weights, such as its training step; the largest is now.
+
+        Returns:
+            0 for tokens of no known version, such as those of prompts.
+
+        Raises:
+            BatchError: A version has no number.
+        """
+        behind = torch.zeros_like(self.input_ids)
+        for row, segments in enumerate(self.segments):
+            for segment in segments:
+                for version, start, stop in segment.weight_versions:
+                    if version not in order:
+                        expected = ", ".join(map(repr, list(order)[-4:]))
+                        problem = "a version of the weights has no number"
+                        raise BatchError(
+                            problem, where=segment.sample_id, expected=expected, got=repr(version)
+                        )
+                    age = max(order.values()) - order[version]
+                    behind[row, segment.start + start : segment.start + stop] = age
+        return behind
 
     def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward.
@@ -366,6 +409,32 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
     # Not a product: what the model says at padding may be infinite or not a number.
     predicted = token_numbers(batch.segments, batch.input_ids) > 0
     return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)
+
+
+def importance_weights(logprobs: Any, batch: TrainingBatch, *, most: float = 2.0) -> Any:
+    """Return how much likelier the model finds each sampled token than the sampler did, at most `most`.
+
+    The truncated ratio `min(exp(model - sampler), most)` corrects for a sampler that differs from the trainer
+    (Espeholt et al., 2018). It is a factor, not a path for gradients: it is detached.
+
+    Args:
+        logprobs: `(rows, width)`, such as `token_logprobs` gives.
+        batch: Holds the sampler's.
+        most: Where weights are cut.
+
+    Returns:
+        float32 `(rows, width)`; 0.0 where nothing is trained on.
+
+    Raises:
+        BatchError: The batch has no log-probabilities, or the tensor is not aligned to it.
+    """
+    batch._check_aligned(logprobs)
+    if batch.logprobs is None:
+        problem = "the batch has no log-probabilities of a sampler"
+        raise BatchError(problem, where="logprobs", remedy="Batch rollouts, not recorded conversations")
+    # The difference is cut before the exponential, which could overflow.
+    difference = (logprobs.detach().float() - batch.logprobs).clamp(max=math.log(most))
+    return torch.where(batch.loss_mask, difference.exp(), 0.0)
 
 
 def _shifted(rows: Rows, by: int) -> Rows:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import BatchError
+from mmrender.errors import BatchError, PlaceholderError
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import collate_fields, media_of
@@ -114,6 +114,26 @@ def collate(
     return batch if device is None else batch.to(device, non_blocking=pin)
 
 
+def usable(
+    samples: Sequence[TrainingSample], family: ModelFamily
+) -> tuple[list[TrainingSample], dict[str, str]]:
+    """Return the samples that a batch takes, and why each of the others is left out, by its name.
+
+    A token that was sampled in place of an image, a placeholder that does not fit, or a value that is not
+    finite costs its own sample this way, and not the batch. Samples must still agree in their fields.
+    """
+    kept, left_out = [], {}
+    for index, sample in enumerate(samples):
+        name = sample.sample_id or f"samples[{index}]"
+        try:
+            media_of(samples, index)
+            _check_sample(sample, name, family)
+            kept.append(sample)
+        except (BatchError, PlaceholderError) as error:
+            left_out[name] = str(error)
+    return kept, left_out
+
+
 def _layout(
     samples: Sequence[TrainingSample],
     rows: Sequence[Sequence[int]],
@@ -196,7 +216,8 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
             where=f"{name}.token_ids[{stray[0]}]",
             expected="such tokens within placeholders only",
             got=f"token {ids[stray[0]]}, sampled or typed",
-            remedy="Leave the sample out, or truncate it before this token: the model cannot take it as text",
+            remedy="Leave the sample out, as `usable` does, or truncate it before this token: "
+            "the model cannot take it as text",
         )
     image = family.feature_token_ids.get("image")
     if image is not None and (wrong := np.flatnonzero((types == 1) & (ids != image))).size:

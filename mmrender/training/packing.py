@@ -142,10 +142,10 @@ def plan_steps(
 ) -> list[StepPlan]:
     """Assign every sample to one micro-batch of one rank.
 
-    Samples are packed by first-fit decreasing; those with images share a bin only if their tensors can be
-    joined. If the bins are not a multiple of the ranks, the costliest are split between samples, and if that
-    is not enough, some ranks get an empty micro-batch, which `collate_micro_batch` makes a padding row or a
-    dummy alone.
+    There are as many steps as first-fit decreasing needs, and the samples are spread over their rows by cost,
+    the costliest first, so that the ranks of a step have about as much to do. Those with images share a row
+    only if their tensors can be joined. A rank without samples gets an empty micro-batch, which
+    `collate_micro_batch` makes a padding row or a dummy alone.
 
     Args:
         samples: All samples of an optimizer step, the same on every rank.
@@ -169,12 +169,16 @@ def plan_steps(
         images = any(items[index] for index in members)
         return _Bin(tuple(members), sum(own), compute_cost(own, hidden_size), images)
 
-    bins = [made(members) for members in first_fit_decreasing(lengths, max_tokens, keys=keys)]
+    fewest = first_fit_decreasing(lengths, max_tokens, keys=keys)
+    # As many steps as the fewest bins need, and the samples spread evenly over all of their bins.
+    costs = [compute_cost([length], hidden_size) for length in lengths]
+    levelled = _levelled(lengths, costs, keys, -(-len(fewest) // ranks) * ranks, max_tokens)
+    bins = [made(members) for members in levelled or fewest]
     while len(bins) % ranks and any(len(one.samples) > 1 for one in bins):
         largest = max((one for one in bins if len(one.samples) > 1), key=lambda one: one.cost)
         bins.remove(largest)
-        costs = [compute_cost([lengths[index]], hidden_size) for index in largest.samples]
-        bins += [made([largest.samples[place] for place in half]) for half in balance(costs, 2)]
+        own = [costs[index] for index in largest.samples]
+        bins += [made([largest.samples[place] for place in half]) for half in balance(own, 2)]
     totals, plan = [0.0] * ranks, []
     for step in _steps(bins, ranks, max_tokens - dummy_tokens):
         # The costliest bin of each step goes to the rank that has had least so far.
@@ -183,6 +187,31 @@ def plan_steps(
         totals = [total + given[rank].cost for rank, total in enumerate(totals)]
         plan.append(tuple(MicroBatch(given[rank].samples, given[rank].dummy) for rank in range(ranks)))
     return plan
+
+
+def _levelled(
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    keys: Sequence[Hashable | None],
+    count: int,
+    capacity: int,
+) -> list[list[int]] | None:
+    """Give each sample, the costliest first, to the bin of least cost that takes it; None if none does."""
+    loads, room = np.zeros(count), np.full(count, capacity, np.int64)
+    kind: list[Hashable | None] = [None] * count
+    bins: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda index: -costs[index]):
+        fits = room >= lengths[index]
+        if keys[index] is not None:
+            fits &= np.array([one is None or one == keys[index] for one in kind])
+        if not fits.any():
+            return None
+        found = int(np.where(fits, loads, np.inf).argmin())
+        bins[found].append(index)
+        loads[found] += costs[index]
+        room[found] -= lengths[index]
+        kind[found] = kind[found] if keys[index] is None else keys[index]
+    return [sorted(members) for members in bins if members]
 
 
 def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:

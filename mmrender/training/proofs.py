@@ -347,7 +347,10 @@ def _image_processor(model_type: str, config: Any) -> Any:
         from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     except ImportError as error:
         raise MissingDependencyError.of_extra("transformers", "hf", "ModelFamily.prove") from error
-    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}
+    known = (
+        IMAGE_PROCESSOR_MAPPING_NAMES.get(name) for name in (model_type, model_type.removesuffix("_moe"))
+    )
+    names: Mapping[str, str] = next((one for one in known if one), {})
     for name in [names.get("pil"), names.get("torchvision")]:
         try:
             processor = None if name is None else getattr(transformers, name)()

@@ -17,7 +17,7 @@ whose history was summarised starts where the tokens part.
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -221,6 +221,9 @@ class Trajectory:
     def samples(self, *, once: bool = True, require_logprobs: bool = True) -> list[TrainingSample]:
         """Return one sample for each branch that has something to train on.
 
+        The `extra` of the trajectory, such as a group id, travels in that of each sample, beside
+        `trajectory_id` and `steps`, the numbers of the branch's steps.
+
         Args:
             once: Train on each sampled token in the first branch that holds it only. Otherwise tokens that
                 branches share are trained on in each of them.
@@ -234,7 +237,8 @@ class Trajectory:
         for branch in self.branches():
             sample = branch.sample(trained=trained if once else None, require_logprobs=require_logprobs)
             if sample.loss_mask.any():
-                samples.append(sample)
+                own = {"trajectory_id": self.trajectory_id, **sample.extra}
+                samples.append(replace(sample, extra={**self.extra, **own}))
         return samples
 
     def to_frames(self, *, media_sources: MediaSources = "drop") -> list[bytearray | memoryview]:

@@ -1,5 +1,6 @@
 """Building batches: what is refused and by which name, dtypes, memory, router choices, dummies."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,8 +25,10 @@ from mmrender.training import (
     smallest_dummy,
     token_logprobs,
 )
+from mmrender.training.batch import importance_weights
+from mmrender.training.collate import usable
 from mmrender.training.kwargs import collate_mm_kwargs
-from mmrender.training.packing import MicroBatch
+from mmrender.training.packing import MicroBatch, compute_cost
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import IMAGE_ID, PAD_ID, family_of, kinds, patch_item, sample, tiled_item
@@ -93,6 +96,68 @@ def test_weight_versions_and_extra_travel_with_the_sample() -> None:
         segment = held.segments[0][1]
         assert (segment.start, segment.length, segment.weight_versions) == (4, 12, versions)
         assert segment.extra == {"group": 3}
+
+
+def test_a_sampled_placeholder_costs_its_own_sample() -> None:
+    bad = changed(sample([ITEM], name="bad"), token_ids=np.append(GOOD.token_ids[:-1], IMAGE_ID))
+    unpaired = replace(sample([ITEM], name="unpaired"), multi_modal_data=UNPAIRED)
+    kept, left_out = usable([GOOD, bad, unpaired, sample()], FAMILY)
+    assert [one.sample_id for one in kept] == ["a", ""]
+    assert left_out["bad"] == f"bad.token_ids[11]: {STRAY}"
+    assert list(left_out) == ["bad", "unpaired"]
+    batch_of(*kept)
+
+
+def test_bounds_are_those_that_transformers_reads_off_the_positions() -> None:
+    from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+    family = family_of("llava")
+    batch = batch_of(*[sample(text=n) for n in (3, 5, 4, 4)], family=family, rows=[[0, 1], [2, 3]])
+    kwargs = batch.flash_attention_kwargs()
+    (query, key), (longest_query, longest_key) = prepare_fa_kwargs_from_position_ids(
+        batch.model_inputs()["position_ids"]
+    )
+    assert torch.equal(kwargs["cu_seq_lens_q"], query)
+    assert torch.equal(kwargs["cu_seq_lens_k"], key)
+    assert (kwargs["max_length_q"], kwargs["max_length_k"]) == (longest_query, longest_key) == (5, 5)
+
+
+def test_weights_and_staleness_by_token() -> None:
+    versions = (WeightVersionSpan("step-7", 4, 6), WeightVersionSpan("step-9", 6, 8))
+    one = replace(sample(text=8, name="a"), weight_versions=versions, loss_mask=np.arange(8) >= 4)
+    one.logprobs[:] = np.where(one.loss_mask, -1.0, 0.0)
+    batch = batch_of(sample(text=2, name="b"), one, rows=[[0, 1]], width=12)
+    behind = batch.staleness({"step-7": 7, "step-8": 8, "step-9": 9})
+    assert behind.tolist() == [[0] * 6 + [2, 2, 0, 0, 0, 0]]
+    with pytest.raises(BatchError) as caught:
+        batch.staleness({"step-9": 9})
+    assert str(caught.value) == "a: a version of the weights has no number - expected 'step-9', got 'step-7'"
+    model = torch.full((1, 12), -1.0, requires_grad=True) + torch.tensor([0.0] * 6 + [-1, 0, 0.5, 900, 0, 0])
+    weights = importance_weights(model, batch, most=3.0)[0, 6:10]
+    expected = [math.exp(-1), 1.0, math.exp(0.5), 3.0]
+    assert weights.tolist() == pytest.approx(expected)
+    assert not weights.requires_grad
+    assert int((importance_weights(model, batch) != 0).sum()) == int(batch.loss_mask.sum())
+    with pytest.raises(BatchError, match="the batch has no log-probabilities of a sampler"):
+        importance_weights(model, batch_of(replace(one, logprobs=None), width=12))
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("draw", ["lognormal", "uniform", "bimodal"])
+def test_the_slowest_rank_is_within_a_tenth_of_the_mean(draw: str, ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    slowest = []
+    for _ in range(6):
+        lengths = {
+            "lognormal": rng.lognormal(6.5, 0.8, 24 * ranks).clip(16, 4096),
+            "uniform": rng.uniform(100, 4096, 24 * ranks),
+            "bimodal": np.where(rng.random(24 * ranks) < 0.3, 3000, 200) + rng.integers(0, 100, 24 * ranks),
+        }[draw].astype(int)
+        samples = [TrainingSample(np.zeros(n, np.int32), np.zeros(n, np.bool_)) for n in lengths]
+        plan = plan_steps(samples, FAMILY, ranks=ranks, max_tokens=4096)
+        costs = [[compute_cost([lengths[i] for i in one.samples], 4096) for one in step] for step in plan]
+        slowest.append(sum(map(max, costs)) / np.mean(costs, axis=1).sum())
+    assert np.mean(slowest) <= 1.1
 
 
 def test_an_item_that_stands_often_is_expanded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +314,9 @@ def test_kinds_of_images_that_cannot_be_joined_do_not_share_a_bin() -> None:
     samples = [sample([small]), sample([large]), sample(), sample([small])]
     family = family_of("internvl")
     plan = plan_steps(samples, family, ranks=1, max_tokens=1000)
-    assert sorted(micro.samples for step in plan for micro in step) == [(0, 2, 3), (1,)]
+    rows = [micro.samples for step in plan for micro in step]
+    assert sorted(index for row in rows for index in row) == [0, 1, 2, 3]
+    assert all(1 not in row for row in rows if {0, 3} & set(row))
     for step in plan:
         collate_micro_batch(samples, step[0], family, pad_token_id=PAD_ID)
 
@@ -262,7 +329,7 @@ UNPAIRED = MultiModalData({}, {"image": [PlaceholderRange(4, 4)]}, {})
 STRAY = (
     "a feature token of images lies outside every placeholder - expected such tokens within placeholders "
     "only, got token 90, sampled or typed. "
-    "Leave the sample out, or truncate it before this token: the model cannot take it as text"
+    "Leave the sample out, as `usable` does, or truncate it before this token: the model cannot take it as text"
 )
 
 

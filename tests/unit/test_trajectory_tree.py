@@ -119,7 +119,9 @@ def test_samples_hold_rewards_and_versions():
     assert sample.rewards[[9, 10, 18]].tolist() == [0.5, 0.25, 2.0]
     assert sample.weight_versions == (("a", 20, 21), ("b", 21, 22))
     assert sample.sample_id == "t/0"
-    assert sample.extra == {"steps": (0, 1, 2)}
+    trajectory.extra["group"] = 3
+    (sample,) = trajectory.samples()
+    assert sample.extra == {"group": 3, "trajectory_id": "t", "steps": (0, 1, 2)}
     alone = step_sample(third, "t")
     assert (alone.loss_mask.nonzero()[0].tolist(), alone.sample_id) == ([20, 21], "t/step-2")
 
