@@ -5,7 +5,7 @@ Both come from Transformers, and are loaded from a model directory.
 
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -130,7 +130,12 @@ class ReferenceRenderer:
 
     def text(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Run the chat template alone; raises what it raises."""
-        text: str = self._apply(messages, options, tokenize=False)
+        template = self._templates
+        if not isinstance(template, str):
+            template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
+        text: str = self._speaker.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, **options
+        )
         return text
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> ReferenceRendering:
@@ -152,25 +157,21 @@ class ReferenceRenderer:
                 return ReferenceRendering(
                     text, self.tokenizer(text, add_special_tokens=not has_bos).input_ids
                 )
-            if all(message.get("content") for message in messages):
-                output = self._apply(messages, options, **how)
-            else:
-                # For ids, but not for text, a processor first makes an empty content a list without parts.
-                output = self._speaker.apply_chat_template(
-                    list(messages), chat_template="{{ written }}", written=text, **how
-                )
+            # For ids, but not for text, a processor looks for media in the content of every message: releases
+            # of Transformers differ in what they make of one that is no list.
+            shown = [
+                message if isinstance(message.get("content"), list) else {**message, "content": []}
+                for message in messages
+            ]
+            output = self._speaker.apply_chat_template(
+                shown, chat_template="{{ written }}", written=text, **how
+            )
         arrays = {name: _as_array(value) for name, value in output.items() if name != "attention_mask"}
         return ReferenceRendering(text, arrays.pop("input_ids").reshape(-1).tolist(), arrays)
 
     @property
     def _speaker(self) -> Any:
         return self.processor or self.tokenizer
-
-    def _apply(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any], **how: Any) -> Any:
-        template = self._templates
-        if not isinstance(template, str):
-            template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
-        return self._speaker.apply_chat_template(list(messages), chat_template=template, **options, **how)
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
