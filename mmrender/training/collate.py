@@ -52,7 +52,7 @@ def collate(
         width: Tokens of a row; None for those of the longest.
         multiple: Makes the width a multiple of this.
         dtype: Of pixels: torch's float32, float16 or bfloat16.
-        device: Where the batch goes.
+        device: Where the batch goes; pixels that are held as levels are expanded there, with the same bits.
         pin_memory: Whether to build it in page-locked memory; None for where CUDA is available.
         executor: Threads that share the expansion of images.
 
@@ -84,7 +84,7 @@ def collate(
         _check_sample(sample, segment.sample_id, family)
         _check_alike(sample, segment.sample_id, places[0])
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-    fields = collate_fields(media, family, dtype=dtype, pin_memory=pin, executor=executor)
+    fields = collate_fields(media, family, dtype=dtype, device=device, pin_memory=pin, executor=executor)
     like = places[0][2] if places else next(iter(samples), None)
     arrays = _arrays(places, (len(rows), full), like)
     arrays["input_ids"][~arrays["attention_mask"]] = pad_token_id

@@ -13,9 +13,17 @@ from typing import Any, Final, NamedTuple, TypedDict
 import numpy as np
 
 from mmrender.errors import BatchError, PlaceholderError
-from mmrender.media.item import ReferenceItem, TensorSpec, expand_into, tensor_specs
+from mmrender.media.item import (
+    PatchItem,
+    ProcessedItem,
+    ReferenceItem,
+    TensorSpec,
+    expand_into,
+    tensor_specs,
+)
 from mmrender.media.resolve import map_shared
 from mmrender.spans import MediaItem, MediaSpan, TensorDtype
+from mmrender.training.expand import can_expand, expand_on
 from mmrender.training.families import FieldRule, ModelFamily
 from mmrender.training.tensor_list import TensorList, torch
 from mmrender.trajectory.sample import TrainingSample
@@ -32,7 +40,8 @@ class ExpandOptions(TypedDict, total=False):
 
     Attributes:
         dtype: Of floating tensors: torch's float32 (the default), float16 or bfloat16. Integers keep theirs.
-        device: Where the tensors go; page-locked ones without waiting for them. The default is memory.
+        device: Where the tensors go; page-locked ones without waiting for them. The default is memory. Pixels
+            that are held as levels travel as such and are expanded there, with the same bits.
         pin_memory: Whether to write into page-locked memory; by default where CUDA is available.
         executor: Threads that share the expansion.
     """
@@ -116,7 +125,7 @@ def collate_fields(
         rows: The media of each sample of each row, as `media_of` gives them.
         family: How tensors are joined.
         dtype: This and what follows are `ExpandOptions`.
-        device: Where the tensors go.
+        device: Where floating tensors go; integers stay in memory, where positions are made of them.
         pin_memory: Whether to write into page-locked memory.
         executor: Threads that share the work.
 
@@ -128,8 +137,13 @@ def collate_fields(
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     buffers, distinct, copies = _plan(rows, family, _DTYPES[dtype])
     lists, views = {}, {}
+    on_device: dict[str, Any] = {}
     for name, buffer in buffers.items():
         shape, zero, storage = (buffer.total, *buffer.trailing), buffer.rule.padded, buffer.spec.dtype
+        if device is not None and buffer.spec.floating:
+            values = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
+            lists[name], on_device[name] = TensorList(values, tuple(buffer.lengths)), values
+            continue
         if pin:
             held = torch.from_numpy(np.empty(0, storage)).dtype
             values = (torch.zeros if zero else torch.empty)(shape, dtype=held, pin_memory=True)
@@ -139,21 +153,20 @@ def collate_fields(
         views[name] = values.numpy()
         values = values.view(dtype) if buffer.spec.floating else values
         lists[name] = TensorList(values, tuple(buffer.lengths))
-    expand = partial(_expand, views, _DTYPES[dtype])
+    expand = partial(_expand, views, on_device, dtype, pin)
     if executor is None:
         for one in distinct:
             expand(one)
     else:
         map_shared(expand, distinct, executor)
     for name, source, target in copies:
-        views[name][target] = views[name][source]
+        held = on_device if name in on_device else views
+        held[name][target] = held[name][source]
     for name in [name for name, rule in family.rules.items() if rule.layout == "counts" and lists]:
         counts = [[len(spans) for _, spans in row if spans] for row in rows]
         flat = torch.tensor([count for row in counts for count in row], dtype=torch.int64)
         lists[name] = TensorList(flat, tuple(map(len, counts)))
-    if device is None:
-        return lists
-    return {name: values.to(device, non_blocking=pin) for name, values in lists.items()}
+    return lists
 
 
 def _plan(
@@ -187,16 +200,44 @@ def _plan(
     return buffers, [*distinct.values()], copies
 
 
-def _expand(views: Mapping[str, Any], dtype: TensorDtype, one: _Expansion) -> None:
-    targets, smaller = {}, []
+def _expand(
+    views: Mapping[str, Any], on_device: Mapping[str, Any], dtype: Any, pin: bool, one: _Expansion
+) -> None:
+    targets, smaller, moved = {}, [], []
     for name, spec in one.specs.items():
-        place = views[name][one.places[name]] if name in one.places else None
+        if name in on_device and name in one.places and can_expand(one.item, name):
+            place = on_device[name][one.places[name]]
+            whole = place.numel() == np.prod(spec.shape)
+            target = place.view(spec.shape) if whole else place.new_empty(spec.shape)
+            expand_on(one.item, name, target, pin_memory=pin)
+            if not whole:
+                smaller.append((place, target.view(spec.shape[-place.ndim :])))
+            continue
+        place = views[name][one.places[name]] if name in one.places and name in views else None
         if place is not None and place.size == np.prod(spec.shape):
             targets[name] = place.reshape(spec.shape)
             continue
         targets[name] = np.empty(spec.shape, spec.dtype)
-        if place is not None:  # where it is None, the batch does not take this tensor
+        if name in on_device and name in one.places:
+            moved.append((on_device[name][one.places[name]], name))
+        elif place is not None:  # where it is None, the batch does not take this tensor
             smaller.append((place, targets[name].reshape(spec.shape[-place.ndim :])))
-    expand_into(one.item, targets, dtype)
+    if targets.keys() == one.specs.keys():
+        expand_into(one.item, targets, _DTYPES[dtype])
+    elif targets:
+        _write_others(one, targets, _DTYPES[dtype])
+    for place, name in moved:
+        values = torch.from_numpy(targets[name]).view(dtype).reshape(targets[name].shape[-place.ndim :])
+        smaller.append((place, values.to(place.device)))
     for place, values in smaller:
         place[tuple(slice(0, side) for side in values.shape)] = values
+
+
+def _write_others(one: _Expansion, targets: Mapping[str, Any], dtype: TensorDtype) -> None:
+    """Write the tensors of an item that is partly expanded on the device."""
+    if isinstance(one.item, PatchItem):
+        for grid in targets.values():
+            grid[0] = one.item.grid
+    elif isinstance(one.item, ProcessedItem):
+        for name, target in targets.items():
+            one.item.parts[name].write(target, dtype)

@@ -43,6 +43,8 @@ def collate_mm_kwargs(
     rows = [[index] for index in range(len(samples))] if rows is None else rows
     by_row = [[media_of(samples, index) for index in row] for row in rows]
     fields = collate_fields(by_row, family, **options)
+    if options.get("device") is not None:
+        fields = {name: rows.to(options["device"]) for name, rows in fields.items()}
     return family.model_kwargs(fields)
 
 

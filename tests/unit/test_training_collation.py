@@ -14,6 +14,7 @@ import torch
 import mmcodecs
 from mmrender.errors import BatchError, ModelError, PlaceholderError
 from mmrender.media.item import PatchItem
+from mmrender.media.levels import compacted
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.training import (
     ModelFamily,
@@ -27,11 +28,22 @@ from mmrender.training import (
 )
 from mmrender.training.batch import importance_weights
 from mmrender.training.collate import usable
+from mmrender.training.fields import collate_fields
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.packing import MicroBatch, compute_cost
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
-from training_cases import IMAGE_ID, PAD_ID, family_of, kinds, patch_item, sample, tiled_item
+from training_cases import (
+    HALF,
+    IMAGE_ID,
+    PAD_ID,
+    family_of,
+    item_tokens,
+    kinds,
+    patch_item,
+    sample,
+    tiled_item,
+)
 
 FAMILY = family_of("qwen3_vl")
 ITEM = patch_item(16, 16)
@@ -189,6 +201,58 @@ def test_pixels_come_in_the_dtype_asked_for(kind: str, dtype: Any) -> None:
         assert torch.equal(values, exact[name].to(values.dtype))
 
 
+def on_device_cases() -> Any:
+    """Items of each kind, float values without levels, a video, and tiles of which some are padding."""
+    for name, kind in kinds().items():
+        yield name, kind.family, [[*kind.items, kind.items[0]], [], [kind.items[-1]]]
+    still = patch_item(16, 24)
+    frames = np.random.default_rng(0).integers(0, 256, (4, *still.frames.shape[1:]), dtype=np.uint8)
+    video = msgspec.structs.replace(
+        still, modality="video", identity="e" * 64, grid=(2, *still.grid[1:]), frames=frames
+    )
+    yield "video", FAMILY, [[still], [video]]
+    tiled = tiled_item((3, 3, 6, 6), 6)
+    values = tiled.tensors()["pixel_values"].copy()
+    values[1] = 0
+    some = {"pixel_values": compacted(values, HALF)}
+    floats = {"pixel_values": compacted(values + np.float32(0.3), None)}
+    assert some["pixel_values"].held == (0, 2)
+    changed_items = [
+        msgspec.structs.replace(tiled, identity=f"{number:064x}", parts=parts)
+        for number, parts in enumerate((some, floats))
+    ]
+    yield "held and floats", family_of("internvl"), [changed_items]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", list(on_device_cases()), ids=lambda case: case[0])
+def test_expansion_on_a_device_has_the_same_bits(case: Any, dtype: Any) -> None:
+    _, family, items = case
+    rows = [[(f"sample {n}", MultiModalData.of(pairs_of(held)).spans())] for n, held in enumerate(items)]
+    expected = collate_fields(rows, family, dtype=dtype)
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    for device in devices:
+        got = collate_fields(rows, family, dtype=dtype, device=device)
+        assert got.keys() == expected.keys()
+        for name, rows_of in expected.items():
+            mine = got[name].to("cpu")
+            bits = torch.int32 if dtype == torch.float32 else torch.int16
+            assert mine.lengths == rows_of.lengths
+            if rows_of.values.is_floating_point():
+                assert torch.equal(mine.values.view(bits), rows_of.values.view(bits)), name
+            else:
+                assert torch.equal(mine.values, rows_of.values), name
+
+
+def pairs_of(items: Any) -> Any:
+    offset, pairs = 0, []
+    for item in items:
+        ids, placeholder = item_tokens(item)
+        pairs.append((placeholder.shifted(offset), item))
+        offset += len(ids)
+    return pairs
+
+
 def test_items_of_other_classes_are_taken() -> None:
     class Foreign:
         modality, identity, size, grid, nbytes = "image", "f" * 64, (8, 8), (1, 4, 4), 1
@@ -248,8 +312,6 @@ def test_a_device_may_be_number_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(sample([ITEM]))
     monkeypatch.setattr(torch.Tensor, "to", recorded)
     batch.to(0)
-    collate([sample([ITEM])], FAMILY, pad_token_id=PAD_ID, device=0)
-    collate_mm_kwargs([sample([ITEM])], FAMILY, device=0)
     assert set(devices) == {0}
     devices.clear()
     batch.to()
