@@ -359,10 +359,14 @@ class Tails:
     ) -> tuple[str, int]:
         """Text that closes a completion without a stop token, and where the tail goes on from there."""
         header, written = self.opened(prompt), self._tokenizer.decode(completion)
-        rest = self._rest_of_nothing(written, extension)
-        if rest is not None:
-            return rest, tail.start if tail.stop_id is not None else tail.own
         reasoning = self.profile.reasoning
+        if not header and any(self.profile.generation_prompts):
+            # The prompt ends within a turn that it continues.
+            header = self._begun_reasoning(prompt)
+        else:
+            rest = self._rest_of_nothing(written, extension)
+            if rest is not None:
+                return rest, tail.start if tail.stop_id is not None else tail.own
         if reasoning is not None and reasoning.is_open(header + written):
             return self._reasoning_close(reasoning, extension), tail.start
         if tail.stop_id is None:
@@ -372,6 +376,18 @@ class Tails:
             # The tail begins after a call; this completion may have been cut off before one.
             close = self._close_after(_without_calls(extension, self.profile), extension) or ""
         return "" if written.endswith(close) else close, tail.start
+
+    def _begun_reasoning(self, prompt: Sequence[int]) -> str:
+        """The delimiter of the reasoning that a prompt ends in; by its token, which no content can forge."""
+        reasoning = self.profile.reasoning
+        if reasoning is not None:
+            begin, end = map(self._tokenizer.token_id, (reasoning.begin, reasoning.end))
+            for token in reversed(prompt):
+                if token == begin:
+                    return reasoning.begin
+                if token == end or token in self.profile.stop_ids:
+                    break
+        return ""
 
     def opened(self, prompt: Sequence[int]) -> str:
         """The generation prompt that a prompt ends in; empty where it ends in none."""

@@ -387,6 +387,32 @@ def test_a_continued_message_ends_as_that_of_the_reference(name, field):
 
 
 @every_model
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_turn_that_was_continued_is_bridged_as_one_that_was_sampled(name, ends):
+    """What a bridge appends does not depend on how much of the turn the prompt held."""
+    renderer, encode = renderer_of(name), MODELS[name].tokenizer.encode
+    stop = [MODELS[name].tokenizer.added_ids[MODELS[name].spec.stop[0]]] if ends else []
+    question, following = ([{"role": "user", "content": text}] for text in ("one", "three"))
+    answer, field = {"role": "assistant", "content": "It is "}, True
+    prompt = renderer.render_ids(question, add_generation_prompt=True)
+    format_ = renderer.profile.reasoning
+    if format_ is not None and format_.is_open(renderer.profile.generation_prompt):
+        answer, field = (
+            {"role": "assistant", "content": "", "reasoning_content": "It is"},
+            "reasoning_content",
+        )
+    continued = renderer.render_ids([*question, answer], continue_final_message=field)
+    rest = [*encode("a cow."), *stop]
+    cases = ((prompt, [*encode("It is"), *rest]), (continued, rest), (continued, stop))
+    tails = []
+    for ids, completion in cases:
+        whole = renderer.bridge_to_next_turn(ids, completion, following)
+        tails.append(None if whole is None else whole.token_ids[len(ids) + len(completion) :])
+    assert tails[0] == tails[1] == tails[2]
+    assert tails[0] is not None or name in ("last_user", "dated")
+
+
+@every_model
 def test_turns_are_owned_by_their_messages(name):
     """Every special token of a plain conversation belongs to a turn; none but the first and the prompt's to none."""
     messages = [
