@@ -86,9 +86,6 @@ class Bridge:
         completion = _as_list(completion_ids, "previous_completion_ids")
         if not prompt:
             raise NotBridged("the previous prompt is empty")
-        after = self._writer.affixes("")[1]
-        if after and prompt[-len(after) :] == [*after]:
-            raise NotBridged("the tokenizer's post-processor ends every prompt, and this one would go on")
         previous.spans(len(prompt), where="previous_multi_modal_data")
         try:
             media = self._proved(prompt, completion, new_messages, previous, history=history, roles=roles)
@@ -160,6 +157,9 @@ class Bridge:
         Raises:
             NotBridged: Something else does.
         """
+        after = self._writer.affixes("")[1]
+        if after and prompt[-len(after) :] == [*after]:
+            raise NotBridged("the tokenizer's post-processor ends every prompt, and this one would go on")
         media, findings = MediaCount(), self._rendering.known.findings
 
         def prove(media: MediaCount | None = None) -> Proof:

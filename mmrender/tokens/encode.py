@@ -11,7 +11,7 @@ its first character.
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -100,17 +100,14 @@ class _Frame(NamedTuple):
         core: The pieces from its first token through its last, every added token a piece of its own.
         tail: Text after its last token.
         edges: The texts of the first and of the last token, once if there is but one.
+        text: What the text around it meets.
     """
 
     head: str
     core: tuple[Text | Repeat, ...]
     tail: str
     edges: str
-
-    @property
-    def text(self) -> str:
-        """What the text around it meets."""
-        return self.head + self.edges + self.tail
+    text: str
 
 
 class TokenWriter:
@@ -174,10 +171,6 @@ class TokenWriter:
         ]
         return Layout(text, matches, tuple(placeholders))
 
-    def is_guarded(self, origin: Origin | None) -> bool:
-        """Whether text of this origin may not become syntax."""
-        return origin is not None and origin.is_content and self.rules[origin.author] != "parse"
-
     def write(
         self,
         layout: Layout,
@@ -199,16 +192,17 @@ class TokenWriter:
             SpecialTokenError: The same, in content whose rule is `error`.
             PlaceholderError: The vocabulary lacks a token of an expansion.
         """
+        text = plain(layout.text)
         frames: list[_Frame] = []
         is_wider = False
         for found, item in zip(layout.placeholders, items, strict=True):
-            token = plain(layout.text)[found.start : found.stop]
+            token = text[found.start : found.stop]
             frames.append(self._frames((Repeat(token, 1),) if item is None else item.expansion))
             is_wider = is_wider or frames[-1].text != token
         places = cuts
         if is_wider:
             layout, places = self._joined(layout, frames, cuts)
-        before, after = self.affixes(plain(layout.text)) if begins else ((), ())
+        before, after = self.affixes(text) if begins else ((), ())
         stream = _TokenStream(self, layout.text, places, begins=begins)
         stream.out.extend(before, -1, "template")
         queue = iter(zip(layout.placeholders, frames, strict=True))
@@ -261,7 +255,8 @@ class TokenWriter:
             core.append(piece)
             position = match.stop
         edges = first.token if len(core) == 1 else first.token + last.token
-        return _Frame(text[: first.own_start], tuple(core), text[last.own_stop :], edges)
+        head, tail = text[: first.own_start], text[last.own_stop :]
+        return _Frame(head, tuple(core), tail, edges, head + edges + tail)
 
     def _joined(
         self, layout: Layout, frames: Sequence[_Frame], cuts: Sequence[int]
@@ -409,16 +404,13 @@ class _TokenStream:
         self.flush(match.own_start)
         message, kind, _ = self._origin(match.own_start, match.own_stop)
         self.out.extend([self._tokenizer.added_ids[match.token]], message, kind)
-        self._pass(match)
-
-    def _pass(self, match: Match) -> None:
         self._position, self._covered, self._first = match.stop, match.own_stop, False
 
     def media(self, match: Match, core: Expansion, message: int, modality: Modality) -> None:
         """Write the expansion of a placeholder, from its first token through its last."""
         self.take(match.start)
         self.flush(match.own_start)
-        self._pass(match)
+        self._position, self._covered, self._first = match.stop, match.own_stop, False
         start = len(self.out.ids)
         embeds: list[tuple[int, int]] = []
         for piece in core:
@@ -456,7 +448,8 @@ class _TokenStream:
             self._mark_edge(position + shift, position, message, kind)
             if message >= 0 or kind != "template":
                 origin = self._spans[self._next_span][2]
-                self._guarded = origin if self._writer.is_guarded(origin) else self._guarded
+                if origin.is_content and self._writer.rules[origin.author] != "parse":
+                    self._guarded = origin
             if self._next_cut < len(self._cuts):
                 end = min(end, self._cuts[self._next_cut])
             position = end
@@ -475,13 +468,15 @@ class _TokenStream:
         """Return message and kind of the character at `position`, and where they end, at most `stop`."""
         spans = self._spans
         # A token whose white space another has swallowed begins before it.
-        while self._next_span and spans[self._next_span - 1][1] > position:
-            self._next_span -= 1
-        while self._next_span < len(spans) and spans[self._next_span][1] <= position:
-            self._next_span += 1
-        if self._next_span == len(spans):
+        index = self._next_span
+        while index and spans[index - 1][1] > position:
+            index -= 1
+        while index < len(spans) and spans[index][1] <= position:
+            index += 1
+        self._next_span = index
+        if index == len(spans):
             return -1, "template", stop
-        low, high, origin = spans[self._next_span]
+        low, high, origin = spans[index]
         if position < low:
             return -1, "template", min(low, stop)
         return origin.message, origin.kind, min(high, stop)
@@ -510,12 +505,12 @@ class _TokenStream:
 
     def _encoded(self, text: str) -> Run:
         """Encode a run: no added token may come out of guarded content, and nowhere one of media."""
-        encode = partial(self._tokenizer.encode_run, text, first=self._first)
+        encode = self._tokenizer.encode_run
         if self._guarded is None:
-            return encode(barred=self._writer.media_ids)
-        run = encode(barred=self._tokenizer.syntax_ids)
+            return encode(text, first=self._first, barred=self._writer.media_ids)
+        run = encode(text, first=self._first, barred=self._tokenizer.syntax_ids)
         if self._writer.rules[self._guarded.author] == "error":
-            spelled = encode().syntax - run.syntax
+            spelled = encode(text, first=self._first).syntax - run.syntax
             if spelled:
                 raise _forbidden(self._tokenizer.token(min(spelled)), self._guarded)
         return run
