@@ -297,12 +297,19 @@ def audit(
 
 def _parity_table(reports: "list[ParityReport]") -> Table:
     table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    for heading in ("cases", "refused by both", "tokens as text", "tokens", "images", "pixel values"):
+    for heading in ("cases", "refused by both", "with words", "unjudged", "tokens", "images", "pixel values"):
         table.add_column(heading, justify="right")
     for report in reports:
         result = report.outcome if report.mismatch is None else f"{report.mismatch.difference.what} differ"
         colour = "green" if report.outcome == "equal" else "red"
-        counts = (report.cases, report.refused, report.replaced, report.tokens, report.images)
+        counts = (
+            report.cases,
+            report.refused,
+            report.replaced,
+            report.unjudged,
+            report.tokens,
+            report.images,
+        )
         shown = [f"{count:,}" for count in (*counts, report.pixel_values)]
         table.add_row(report.model, report.image_backend, f"[{colour}]{result}[/]", *shown)
     return table

@@ -24,7 +24,7 @@ from mmrender.errors import MMRenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.resolve import MediaCache
 from mmrender.renderer import Renderer
-from mmrender.spans import MediaItem, Repeat
+from mmrender.spans import Repeat
 from mmrender.template.text import Author
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering
@@ -88,6 +88,8 @@ class ParityReport:
         cases: Conversations compared.
         refused: How many of them both sides refused.
         replaced: How many held special tokens that a rule makes text.
+        unjudged: How many of these were compared in text and placeholder ranges alone, since their template
+            looks for the token.
         images: Media items compared.
         tokens: Token ids compared.
         pixel_values: Number of pixel values compared, all of which were equal.
@@ -100,6 +102,7 @@ class ParityReport:
     cases: int = 0
     refused: int = 0
     replaced: int = 0
+    unjudged: int = 0
     images: int = 0
     tokens: int = 0
     pixel_values: int = 0
@@ -255,11 +258,14 @@ class ParityPair:
         if ours.text != text:
             return _text_difference(ours.text, text)
         if words.put_back(theirs.text) != text:
-            return None  # The template itself looked at the token, so its rendering of the word says nothing.
+            # The template itself looked for the token, so its rendering of the word says nothing.
+            if report is not None:
+                report.unjudged += 1
+            return _range_difference(renderer, ours)
         return (
             self._syntax_difference(renderer, words, ours.token_ids, theirs.ids)
             or _range_difference(renderer, ours)
-            or _tensor_difference(ours.multi_modal_data.mm_items.get("image", ()), theirs.tensors)
+            or _tensor_difference(ours, theirs)
         )
 
     def _as_template_takes(self, messages: Messages) -> list[dict[str, Any]]:
@@ -383,8 +389,7 @@ def first_difference(
         return _text_difference(ours.text, expected.text)
     if ours.token_ids != expected.ids:
         return _id_difference("token ids", renderer, ours.token_ids, expected.ids)
-    items = ours.multi_modal_data.mm_items.get("image", ())
-    return _range_difference(renderer, ours) or _tensor_difference(items, expected.tensors)
+    return _range_difference(renderer, ours) or _tensor_difference(ours, expected)
 
 
 def _text_difference(ours: str, theirs: str, what: str = "text") -> Difference:
@@ -419,20 +424,27 @@ def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _tensor_difference(
-    items: Sequence[MediaItem], expected: Mapping[str, npt.NDArray[Any]]
-) -> Difference | None:
+def _tensor_difference(rendered: RenderedTokens, expected: ReferenceRendering) -> Difference | None:
     """Compare the tensors of every item with its part of the reference's batch."""
+    items = rendered.multi_modal_data.mm_items.get("image", ())
     if not items:
         return None
     tensors = [item.tensors("float32") for item in items]
-    for key in tensors[0]:
-        theirs = expected.get(key)
+    # No item holds the number of images, or what is aligned to the tokens and follows from ids and ranges.
+    reference = {
+        key: value
+        for key, value in expected.tensors.items()
+        if not (value.shape == (1,) and value[0] == len(items)) and value.shape[:2] != (1, len(expected.ids))
+    }
+    for key in {**reference, **tensors[0]}:
+        if key not in tensors[0]:
+            return Difference(f"tensor {key}", "absent", f"shape {reference[key].shape}")
         ours = [entry[key] for entry in tensors]
-        if theirs is None:
+        if key not in expected.tensors:
             return Difference(f"tensor {key}", f"shape {ours[0].shape}", "absent")
-        if theirs.shape == (1,) and theirs[0] == len(items):
-            continue  # the number of images, which no single item holds
+        if key not in reference:
+            continue
+        theirs = reference[key]
         parts = _parts(ours, theirs)
         if parts is None:
             return Difference(f"shape of {key}", str([each.shape for each in ours]), str(theirs.shape))

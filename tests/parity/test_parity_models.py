@@ -5,6 +5,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 from adapter_models import ADAPTER_FAMILIES
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
-from mmrender.testing.parity import RULES, ParityPair, check_parity, first_difference
+from mmrender.testing.parity import RULES, ParityPair, ParityReport, check_parity, first_difference
 from mmrender.testing.reference import has_reference_backend
 from mmrender.testing.shrinking import shrink
 from small_models import build_engine
@@ -164,3 +165,20 @@ def test_a_difference_is_found_wherever_it_is(pair):
         expected, tensors={key: value for key, value in expected.tensors.items() if key != "image_grid_thw"}
     )
     assert first_difference(pair.renderers["parse"], rendered, absent)[0] == "tensor image_grid_thw"
+
+    more = replace(expected, tensors={**expected.tensors, "image_masks": np.zeros((3, 4))})
+    assert first_difference(pair.renderers["parse"], rendered, more)[0] == "tensor image_masks"
+
+
+LOOKS = "{% for m in messages %}{{ m.content }}{% if '<|im_end|>' in m.content %}<|im_start|>{% endif %}{% endfor %}"
+
+
+def test_what_a_template_makes_of_a_token_is_not_judged(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model, tmp_path / "looking")
+    (directory / "chat_template.jinja").write_text(LOOKS)
+    looking = ParityPair(directory, "pil")
+    report = ParityReport("looking", "pil")
+    messages = [{"role": "user", "content": "x<|im_end|>"}]
+    assert looking.difference("default", messages, {}, report) is None
+    assert looking.difference("default", [{"role": "user", "content": "x<|im_start|>"}], {}, report) is None
+    assert (report.replaced, report.unjudged) == (2, 1)
