@@ -20,6 +20,7 @@ from mmrender.messages import Message, Role
 from mmrender.rendering import Rendering
 from mmrender.spans import MultiModalData
 from mmrender.template.text import TracedStr, plain
+from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 __all__ = ["Bridge", "History", "NotBridged", "TokenIds"]
@@ -89,17 +90,7 @@ class Bridge:
         previous.spans(len(prompt), where="previous_multi_modal_data")
         try:
             media = self._proved(prompt, completion, new_messages, previous, history=history, roles=roles)
-            tail = self._tails.find(skeleton(new_messages, self._profile, media), new_messages)
-            if completion and completion[-1] in self._profile.stop_ids:
-                # Where the close is the next turn's opener, only that opener can replace it.
-                keep = tail.is_opener and completion[-1] != tail.stop_id
-                close, start = "", tail.start if keep else tail.stop
-            else:
-                close, start = self._tails.closing(tail, new_messages, prompt, completion)
-            layout = tail.layout
-            if close or start:
-                rest = layout.text[start:]
-                layout = self._writer.lay_out(TracedStr(close) + rest if close else rest)
+            layout = self._appended(prompt, completion, new_messages, media)
         except SpecialTokenError as error:
             found = re.match(r"messages\[(\d+)\]", error.where or "")
             if found is not None and error.where is not None:
@@ -141,6 +132,26 @@ class Bridge:
             return False
         media.require_processor("new_messages")
         return media.processor.depends_on_image_count
+
+    def _appended(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        media: MediaCount,
+    ) -> Layout:
+        """What closes the completion, and the tail after it."""
+        tail = self._tails.find(skeleton(messages, self._profile, media), messages)
+        if completion and completion[-1] in self._profile.stop_ids:
+            # Where the close is the next turn's opener, only that opener can replace it.
+            keep = tail.is_opener and completion[-1] != tail.stop_id
+            close, start = "", tail.start if keep else tail.stop
+        else:
+            close, start = self._tails.closing(tail, messages, prompt, completion)
+        if not close and not start:
+            return tail.layout
+        rest = tail.layout.text[start:]
+        return self._writer.lay_out(TracedStr(close) + rest if close else rest)
 
     def _proved(
         self,

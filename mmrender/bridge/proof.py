@@ -25,7 +25,7 @@ from mmrender.bridge.tail import (
     Tails,
     skeleton,
 )
-from mmrender.errors import TemplateError
+from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role, TextPart
 from mmrender.spans import common_prefix
 from mmrender.template.text import plain
@@ -131,6 +131,8 @@ class TailProver:
         """Prove it; `against_rewriting`: earlier turns must stay as the template wrote them, too."""
         try:
             self._expected = self._tails.find(self._history, self._extension)
+        except TemplateLimitError:
+            raise  # what took too long once may not again
         except TemplateError as error:
             reason = f"the template does not take this extension after a short conversation: {error}"
             return Proof((Objection(reason),), None)

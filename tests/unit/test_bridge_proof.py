@@ -6,6 +6,8 @@ import pytest
 from PIL import Image
 
 from bridge_cases import Messages
+from mmrender.errors import TemplateLimitError
+from mmrender.probing.templates import KnownTemplate
 from mmrender.renderer import Renderer
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
@@ -255,4 +257,21 @@ def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:
     assert reason(renderer, USER) is None
     found = reason(renderer, [{"role": "user", "content": "/count"}])
     assert found == "what the template writes for this extension depends on the number of earlier turns"
+    assert reason(renderer, USER) is None
+
+
+def test_a_template_that_took_too_long_is_asked_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_long(*_: object, **__: object) -> None:
+        raise TemplateLimitError("the chat template used too much: time")
+
+    renderer = load(tiny_model, template())
+    assert renderer.profile
+    with monkeypatch.context() as patched:
+        patched.setattr(KnownTemplate, "render", too_long)
+        prompt, completion = [1], [renderer.get_stop_token_ids()[-1]]
+        assert renderer.bridge_to_next_turn(prompt, completion, USER) is None
+    why = "the template does not take this extension: the chat template used too much: time"
+    assert renderer.why_not_bridged == why
     assert reason(renderer, USER) is None
