@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
+import msgspec
+
 from mmrender.bridge.histories import Reads, Variation, media_placements, variations
 from mmrender.bridge.tail import (
     NO_MEDIA,
@@ -43,8 +45,9 @@ class Objection:
     Attributes:
         reason: What the template looks at.
         other_stop: Whether the history's turn ends in another stop token than the skeleton's.
-        in_prompt: Added tokens that the template writes before such a turn, and not before the skeleton's.
-        in_turn: The same for the turn itself.
+        in_prompt: Added tokens that the template writes before such a turn and not before the skeleton's; a
+            prompt without any of them has no such history.
+        in_turn: The same for the turn itself, and a completion.
         is_silent: Whether the template prints no content of the turn, where it prints the skeleton's.
         roles: Roles that the skeleton lacks.
         reasoning: States of the turn's reasoning in which it stands; none: in all.
@@ -81,8 +84,8 @@ class Objection:
             or (self.other_stop and ended_alike)
             or (self.is_silent and completion)
             or (roles is not None and not set(self.roles) <= set(roles))
-            or not all(token in completion for token in self.in_turn)
-            or not all(token in prompt for token in self.in_prompt)
+            or (self.in_turn and not any(token in completion for token in self.in_turn))
+            or (self.in_prompt and not any(token in prompt for token in self.in_prompt))
         )
 
     @property
@@ -180,7 +183,9 @@ class TailProver:
         self, chosen: Sequence[Variation], history: ProbeHistory, *, other_stop: bool = False
     ) -> Objection:
         names = " together with ".join(dict.fromkeys(variation.looks_at for variation in chosen))
-        found = self._tails.written(history, self._extension)
+        # Arguments may write tokens of their own, which calls of the same kind need not hold.
+        calls = [msgspec.structs.replace(call, arguments={}) for call in history.assistant.tool_calls]
+        found = self._tails.written(history.answering(tool_calls=tuple(calls)), self._extension)
         usual = self._tails.written(self._history, self._extension)
         roles = {message.role for message in history.messages}
         roles -= {message.role for message in self._history.messages}

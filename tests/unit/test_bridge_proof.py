@@ -194,6 +194,22 @@ def test_template_that_looks_back_gives_no_bridge(tiny_model: Path, name: str) -
         assert bridge.token_ids == full or full[: len(sampled)] != sampled
 
 
+def test_tokens_that_only_some_arguments_write_rule_no_call_out(tiny_model: Path) -> None:
+    quoted = CALLS.replace(
+        "</tool_call>", "{% for v in c.function.arguments.values() %}<think>{{ v }}{% endfor %}</tool_call>"
+    )
+    for head, extension, says in (
+        (
+            IF_USER.replace("@", "{{ ((loop.previtem or {}).tool_calls or []) | length }}"),
+            USER,
+            "<tool_call>zoom",
+        ),
+        (NAME_OF_CALL, TOOL, "<tool_call>zoom</tool_call>"),
+    ):
+        renderer = load(tiny_model, template(head=head).replace(CALLS, quoted))
+        assert reason(renderer, extension, says=says) is not None
+
+
 def test_stated_roles_rule_histories_out(tiny_model: Path) -> None:
     source, extension, why = COUNTEREXAMPLES["system-in-last-user"]
     renderer = load(tiny_model, source)
