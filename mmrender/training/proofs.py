@@ -357,6 +357,8 @@ def _image_processor(model_type: str, config: Any) -> Any:
         except (ImportError, AttributeError):
             continue
         if processor is not None:
+            if getattr(config, "image_grid_pinpoints", None):
+                processor.image_grid_pinpoints = config.image_grid_pinpoints
             return _fitted(processor, getattr(config, "vision_config", config))
     raise BatchError(
         "no image processor of this family can be built here",

@@ -56,6 +56,11 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the small model, as `config.json` would hold them."""
     small = _shrunk(settings, settings.get("model_type") in MROPE)
     _rename_tokens(small, {})
+    before, after = ((one.get("vision_config") or {}).get("image_size") for one in (settings, small))
+    if isinstance(before, int) and isinstance(after, int) and small.get("image_grid_pinpoints"):
+        # Sizes that images are cut in are multiples of the side of one tile.
+        pinpoints = small["image_grid_pinpoints"]
+        small["image_grid_pinpoints"] = [[side * after // before for side in one] for one in pinpoints]
     return small
 
 

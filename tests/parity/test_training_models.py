@@ -92,7 +92,7 @@ def test_videos_beside_images(name: str, folder: Path) -> None:
             assert_close(together(tiny, batch), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "gemma3", "idefics3"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", ["left", "packed"])
 def test_gradients_of_a_masked_loss_equal_those_of_single_forwards(
     name: str, layout: str, folder: Path
