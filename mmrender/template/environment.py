@@ -197,7 +197,7 @@ class Joiner:
         if len(found) != 1:
             return None
         origin = next(iter(found.values()))
-        return origin.scaffold or origin
+        return origin.scaffold if origin.is_content or origin.scaffold is not None else origin
 
     def _own(self, start: int, index: int, stop: int, owner: Origin) -> None:
         """Give the gaps from character `start` and span number `index` on to `owner`."""
