@@ -277,6 +277,8 @@ class ParityPair:
                 message["content"] = [{"type": "text", "text": message["content"]}]
             if message.get("content") is None and form.none_content == "empty":
                 message["content"] = ""
+            elif message.get("content") is None and form.none_content == "absent":
+                message.pop("content", None)
             if "tool_calls" in message and form.arguments == "json":
                 message["tool_calls"] = [
                     {

@@ -133,6 +133,15 @@ class ReferenceRenderer:
         template = self._templates
         if not isinstance(template, str):
             template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
+        if any("content" in message and message["content"] is None for message in messages):
+            # Given such a message, it would leave out what is None, which a template may ask for.
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            variables = {**self.tokenizer.special_tokens_map, **options}
+            texts, _ = render_jinja_template(
+                conversations=[list(messages)], chat_template=template, **variables
+            )
+            return str(texts[0])
         text: str = self._speaker.apply_chat_template(
             list(messages), chat_template=template, tokenize=False, **options
         )
