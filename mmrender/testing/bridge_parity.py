@@ -167,7 +167,7 @@ def _draw_case(renderer: Renderer, maker: ConversationMaker, source: random.Rand
 
 
 def _as_sampled(message: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
-    """The message as a model may have sampled it: without images, and without content after its calls."""
+    """The message as a model may have sampled it: no images, no content after calls, reasoning if asked."""
     if message["role"] != "assistant":
         return message
     content = message["content"]
@@ -175,6 +175,9 @@ def _as_sampled(message: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
         content = [part for part in content if part["type"] != "image"]
     if message.get("tool_calls") and not renderer.profile.writes_content_before_results:
         content = None
+    reasoning = renderer.profile.reasoning
+    if reasoning is not None and reasoning.is_open(renderer.profile.generation_prompt):
+        message = {"reasoning_content": "Because.", **message}
     return {**message, "content": content}
 
 
