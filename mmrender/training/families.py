@@ -87,12 +87,12 @@ _PROVED: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma3": ("gemma3_text",),
     "idefics2": ("mistral",),
     "idefics3": ("llama",),
-    "internvl": ("qwen2", "qwen3", "llama"),
-    "llava": ("llama", "mistral", "qwen2"),
-    "llava_next": ("llama", "mistral", "qwen2"),
+    "internvl": ("qwen2",),
+    "llava": ("llama",),
+    "llava_next": ("llama",),
     "llava_onevision": ("qwen2",),
     "mistral3": ("mistral",),
-    "paligemma": ("gemma", "gemma2"),
+    "paligemma": ("gemma",),
     "smolvlm": ("llama",),
 }
 """Model types whose batches are proved, and the language models they are proved with."""
