@@ -625,6 +625,8 @@ def _(at, index):
     place = start + 3
     ids = sample.token_ids.copy()
     ids[place : stop - 1] = sample.token_ids[place + 1 : stop]
+    # Of equal tokens in a row the last one may as well be the one that is lost.
+    place = int(np.flatnonzero(ids != sample.token_ids)[0])
     return Planted(replace(sample, token_ids=ids), token=place)
 
 

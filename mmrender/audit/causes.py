@@ -20,12 +20,15 @@ that was fitted to them."""
 _CERTAIN_DIGITS: Final = 12.0
 """From here on no other kind of change can fit by chance, among the thousand or so that are tried."""
 _AS_WELL: Final = 3.0
+"""Variations explain a sample as well as the best where they leave at most so many times what it leaves."""
 _AT_ONCE: Final = 16
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
 """So many tokens, that much nearer than the one that differs most, were not sampled after another prompt."""
+_LOOSE: Final = 1.5
+"""How many times the difference that another dtype makes may be left, where the sampler may have had one."""
 _SHARE: Final = 0.25
-"""Share of the difference that may be left where arithmetic alone is loose."""
+"""Share of the largest difference above which such a dtype is no matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class _Fit(NamedTuple):
     trial: Trial
     largest: float
     rms: float
+    tokens: int
 
 
 def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Finding:
@@ -68,7 +72,7 @@ def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Fin
         _missing(case)
         or _appended(case)
         or _by_version(case)
-        or _recorded(case)
+        or _recorded(case, noise)
         or _tried(case, noise, budget)
     )
 
@@ -135,7 +139,7 @@ def _by_version(case: Case) -> Finding | None:
     return None
 
 
-def _recorded(case: Case) -> Finding | None:
+def _recorded(case: Case, noise: Noise) -> Finding | None:
     """Look for numbers that the trainer's distribution gives without another forward."""
     positions = case.compared.positions[case.rows]
     sampler, trainer = case.compared.sampler[case.rows], case.compared.trainer[case.rows]
@@ -155,11 +159,14 @@ def _recorded(case: Case) -> Finding | None:
                     digits = _digits(case, covered & departing & rows) - _DIGITS * recorded.fitted
                     if support and not wrong[rows].any() and bare <= support and digits > _DIGITS:
                         known = found.setdefault(recorded.name, {})
-                        if digits > known.get(number, (0.0, recorded))[0]:
-                            known[number] = digits, recorded
+                        left = float(np.abs(recorded.expected - sampler)[covered & rows].max())
+                        if number not in known or left < known[number][0]:
+                            known[number] = left, recorded
         fits = {name: known for name, known in found.items() if len(known) == len(held)}
         if fits:
-            return _recorded_finding(case, fits)
+            left_over = {name: max(left for left, _ in known.values()) for name, known in fits.items()}
+            as_well = max(_AS_WELL * min(left_over.values()), 2 * noise.exact)
+            return _recorded_finding(case, {name: fits[name] for name in fits if left_over[name] <= as_well})
     return None
 
 
@@ -192,6 +199,7 @@ def _completions(case: Case, numbers: list[int]) -> str:
 
 def _tried(case: Case, noise: Noise, budget: int) -> Finding:
     fits: list[_Fit] = []
+    exact: list[_Fit] = []
     tried: dict[str, None] = {}
     count = 0
     certain = _digits(case, case.compared.beyond(case.tolerance)) > _CERTAIN_DIGITS
@@ -207,18 +215,22 @@ def _tried(case: Case, noise: Noise, budget: int) -> Finding:
             count += len(chosen)
             tried |= dict.fromkeys(variation.name for variation, _ in chosen)
             fits += _fitting(case, noise, chosen)
-            if fits and certain:
+            exact = [fit for fit in fits if fit.largest <= case.tolerance]
+            if exact and certain:
                 break
-        if fits and certain:
+        if exact and certain:
             break
+    fits = exact or fits
     if not fits:
         return _unexplained(case, noise, list(tried), count)
-    best = min(fits, key=lambda fit: fit.rms)
-    as_well = max(_AS_WELL * best.rms, 2 * noise.exact)
+    as_well = max(_AS_WELL * min(fit.rms for fit in fits), 2 * noise.exact)
+    # What leaves tokens unexplained, since it does not know them, is no rival of what explains them too.
+    most = max(fit.tokens for fit in fits if fit.rms <= as_well)
     rivals: dict[str, _Fit] = {}
     for fit in sorted(fits, key=lambda fit: fit.rms):
-        if fit.rms <= as_well:
+        if fit.rms <= as_well and fit.tokens == most:
             rivals.setdefault(fit.variation.name, fit)
+    best = next(iter(rivals.values()))
     causes = {fit.variation.cause for fit in rivals.values()}
     evidence = (
         f"largest difference {case.compared.largest:.4g} without that, {best.largest:.4g} with it; "
@@ -274,9 +286,10 @@ def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) ->
             continue
         varied = Comparison.of_sampled(trial.sample or case.sample, values)
         varied = varied if trial.until is None else varied.before(trial.until)
-        loose = varied.largest <= noise.alarm <= _SHARE * case.compared.largest
+        # A sampler of another dtype leaves its arithmetic over; whatever explains that too is preferred.
+        loose = noise.alarm <= _SHARE * case.compared.largest and varied.largest <= _LOOSE * noise.mixed
         if len(varied.positions) and (varied.largest <= case.tolerance or loose):
-            fits.append(_Fit(variation, trial, varied.largest, varied.rms))
+            fits.append(_Fit(variation, trial, varied.largest, varied.rms, len(varied.positions)))
     return fits
 
 

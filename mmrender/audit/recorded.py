@@ -426,9 +426,8 @@ def _restricted(case: Case) -> Iterator[Recorded]:
 
 
 RECORDED_VARIATIONS: Final[tuple[tuple[Reading, ...], ...]] = (
-    (_constant, _forms, _shifted, _of_another),
-    (_rounded, _scaled, _of_distribution),
-    (_fitted, _truncated, _banned),
+    (_constant, _forms, _rounded, _shifted, _of_another),
+    (_scaled, _of_distribution, _fitted, _truncated, _banned),
     (_restricted,),
 )
 """Readings in groups; a later group is tried where none of an earlier one fits."""
