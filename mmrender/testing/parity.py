@@ -41,8 +41,9 @@ RULES = ("default", "parse")
 """Rules for special tokens in content, each checked in every second conversation."""
 
 _SAID_BY_ROLE = ("content", "reasoning_content")
-_WORD = "zq{}qz"
-_WORDS = re.compile(r"zq(\d+)qz")
+_WORD = "zq{}q"
+_WORDS = re.compile(r"zq(\d+)q")
+"""Their last letter makes no other one with a mark that follows, whatever the normalizer."""
 _FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 """NFKC, a normalizer of many tokenizers, makes these characters plain ones again."""
 
