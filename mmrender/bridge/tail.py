@@ -224,8 +224,8 @@ class Tails:
         }
         self.end_ids = frozenset(written.get("end", ()))
         # In history, some templates end a turn in a token that no model stops on.
-        closers = {ids[0] for ids in written.values() if ids} & self._tokenizer.special_ids
-        self._ends = self.profile.stop_ids | closers
+        closers = {ids[0] for ids in written.values() if ids and self.profile.stop_ids.isdisjoint(ids)}
+        self._ends = self.profile.stop_ids | (closers & self._tokenizer.special_ids)
 
     def render(
         self, history: ProbeHistory, following: Sequence[Message] = (), *, unanswered: bool = False
