@@ -368,9 +368,15 @@ class Tails:
             if rest is not None:
                 return rest, tail.start if tail.stop_id is not None else tail.own
         if reasoning is not None and reasoning.is_open(header + written):
-            return self._reasoning_close(reasoning, extension), tail.start
+            return self._reasoning_close(reasoning, extension, written), tail.start
         if tail.stop_id is None:
             return "", tail.own if written.endswith(tail.close) else 0
+        if reasoning is not None and written.rstrip().endswith(reasoning.end):
+            # Nothing but reasoning: what the template writes after its end is still to come, or a part of it.
+            blank = written[len(written.rstrip()) :]
+            _, end, after = self._reasoning_close(reasoning, extension, "").rpartition(reasoning.end)
+            if end and after.startswith(blank):
+                return after[len(blank) :], tail.start
         close = tail.close
         if any(message.role == "tool" for message in extension[:1]):
             # The tail begins after a call; this completion may have been cut off before one.
@@ -411,17 +417,30 @@ class Tails:
         close = self._with_stop(layout, last, limit + 1).close
         return close[len(written) :] if close.startswith(written) else None
 
-    def _reasoning_close(self, reasoning: ReasoningFormat, extension: Sequence[Message]) -> str:
-        """Template text between reasoning without content and its stop token."""
+    def _reasoning_close(self, reasoning: ReasoningFormat, extension: Sequence[Message], written: str) -> str:
+        """Template text between reasoning without content and its stop token.
+
+        White space that ends `written` is left out where the template would write no other.
+        """
         plain_history = _without_calls(extension, self.profile)
+        blank = written[len(written.rstrip()) :]
         silent = plain_history.answering(content="")
-        thinking = with_reasoning(silent.assistant, f"{WORD}T", reasoning.carrier)
-        history = silent.answering(content=thinking.content, reasoning_content=thinking.reasoning_content)
+
+        def thinking(text: str) -> ProbeHistory:
+            turn = with_reasoning(silent.assistant, text, reasoning.carrier)
+            return silent.answering(content=turn.content, reasoning_content=turn.reasoning_content)
+
+        history = thinking(f"{WORD}T")
         for following in (extension, ()):
             # A template may drop reasoning once something follows it.
             close = self._close_after(history, following)
-            if close is not None:
-                return close
+            if close is None:
+                continue
+            if blank and close.startswith(blank):
+                with_blank = self.render(thinking(f"{WORD}T{blank}"), following)
+                if len(with_blank) == len(self.render(history, following)):
+                    return close[len(blank) :]
+            return close
         after_content = self._close_after(plain_history, extension) or ""
         return reasoning.before_end + reasoning.end + reasoning.after_end + after_content
 

@@ -89,7 +89,17 @@ CLOSES = {
         "<think>\nbecause": "\n</think>\n\n<|im_end|>" + NEXT,
         f"<think>\n{CLOSED}": "<|im_end|>" + NEXT,
         "<think>\na\n</think>\n\nb <think> c": "\n</think>\n\n<|im_end|>" + NEXT,
+        "<think>\nbecause\n": "\n</think>\n\n<|im_end|>" + NEXT,
+        "<think>\nbecause\n</think>": "\n\n<|im_end|>" + NEXT,
+        "<think>\nbecause\n</think>\n": "\n<|im_end|>" + NEXT,
+        "<think>\nbecause\n</think>\n\n": "<|im_end|>" + NEXT,
+        "<think>\nbecause\n</think> ": "<|im_end|>" + NEXT,
         "<think>\nbecause<|im_end|>": NEXT,
+    }),
+    "reasoning that the template trims": (CHATML.replace("m.reasoning_content }}", "m.reasoning_content.strip() }}"), {}, USER, {
+        "<think>\nbecause": "\n</think>\n\n<|im_end|>" + NEXT,
+        "<think>\nbecause\n": "</think>\n\n<|im_end|>" + NEXT,
+        "<think>\nbecause \n": "\n</think>\n\n<|im_end|>" + NEXT,
     }),
     "reasoning that the prompt opened": (CHATML, {"thinking": True}, USER, {
         "because": "\n</think>\n\n<|im_end|>" + THINK_NEXT,
