@@ -115,13 +115,8 @@ def _image_order(case: Case) -> Iterator[Trial]:
 def _laid_anew(case: Case, spans: list[MediaSpan], order: list[int]) -> Any:
     """Return the sample with its images, placeholders and all, in another order."""
     sample = case.sample
-    ranges = {span.start: span for span in spans}
-    edits = [
-        (span, spans[index])
-        for span, index in zip(spans, order, strict=True)
-        if ranges[span.start] is not None
-    ]
-    for span, new in reversed(edits):
+    for span, index in reversed(list(zip(spans, order, strict=True))):
+        new = spans[index]
         ids = case.sample.token_ids[new.start : new.stop]
         sample = with_tokens(sample, span.start, span.stop, ids, media=(new.range, new.item))
     return sample
@@ -271,19 +266,16 @@ def _colours(case: Case) -> Iterator[Trial]:
         yield from _over_images(case, f"the sampler read the colours as {name} in {{}}", _changing(change))
 
 
-def _black(item: MediaItem) -> npt.NDArray[np.float64]:
-    """Return the value of black by channel, where the item says how it is normalised; else 0."""
+def _normalised_level(item: MediaItem, level: float) -> npt.NDArray[np.float64]:
+    """Return a level from 0 to 1 by channel, where the item says how it is normalised; else 0."""
     arithmetic = getattr(item, "arithmetic", None)
-    return np.zeros(3) if arithmetic is None else -np.divide(arithmetic.mean, arithmetic.std)
+    return np.zeros(3) if arithmetic is None else np.subtract(level, arithmetic.mean) / arithmetic.std
 
 
 def _blank(case: Case) -> Iterator[Trial]:
     def filled(item: MediaItem, level: float | None) -> MediaItem:
         """Fill with one level from 0 to 1 of all channels, or with normalised 0 for None."""
-        arithmetic = getattr(item, "arithmetic", None)
-        values = np.zeros(3)
-        if level is not None and arithmetic is not None:
-            values = np.subtract(level, arithmetic.mean) / np.array(arithmetic.std)
+        values = np.zeros(3) if level is None else _normalised_level(item, level)
         return ChangedItem(item, _by_channel(np.zeros(3), values))
 
     for name, level in {"zeros in place of pixels": None, "black": 0.0, "white": 1.0, "grey": 0.5}.items():
@@ -297,7 +289,7 @@ def _second_frame(case: Case) -> Iterator[Trial]:
             def make(item: MediaItem, name: str = name, frame: int = frame) -> MediaItem | None:
                 if not isinstance(item, PatchItem) or item.layout.temporal < 2 or item.modality != "image":
                     return None
-                fill = _black(item)[:, None] if name == "black" else np.zeros((3, 1))
+                fill = _normalised_level(item, 0.0)[:, None] if name == "black" else np.zeros((3, 1))
 
                 def change(pixels: Float32Array, _: tuple[int, ...]) -> Float32Array:
                     out = pixels.reshape(len(pixels), 3, item.layout.temporal, -1).copy()
@@ -371,8 +363,10 @@ _FILTERS: Final = {
 }
 
 
-def _source(case: Case, item: PatchItem) -> Image.Image | None:
+def _source(case: Case, item: MediaItem) -> Image.Image | None:
     """Return the image before it was resized, where it is known: as given, or since nothing was resized."""
+    if not isinstance(item, PatchItem) or len(item.frames) != 1:
+        return None
     given = case.sources.get(item.identity)
     if given is not None:
         return load_image(given).image.convert("RGB")
@@ -389,7 +383,7 @@ def _resampled(case: Case) -> Iterator[Trial]:
     for name, method in _FILTERS.items():
 
         def make(item: MediaItem, method: Any = method) -> MediaItem | None:
-            source = _source(case, item) if isinstance(item, PatchItem) and len(item.frames) == 1 else None
+            source = _source(case, item)
             if source is None or not isinstance(item, PatchItem):
                 return None
             height, width = item.frames.shape[-2:]
@@ -406,7 +400,7 @@ def _compressed(case: Case) -> Iterator[Trial]:
     for quality in (95, 90, 85, 80, 75, 50):
 
         def make(item: MediaItem, quality: int = quality) -> MediaItem | None:
-            source = _source(case, item) if isinstance(item, PatchItem) and len(item.frames) == 1 else None
+            source = _source(case, item)
             if source is None or not isinstance(item, PatchItem):
                 return None
             data = io.BytesIO()

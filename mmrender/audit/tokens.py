@@ -124,12 +124,9 @@ def _altered(case: Case) -> Iterator[Trial]:
     for count in (1, 2):
         if len(rest) > count + 2:
             # The last tokens were sampled too, but which is not known.
-            moved = with_sampled(case.sample, place, [*rest[count:], *rest[-count:]])
-            mask = moved.loss_mask.copy()
-            mask[stop - count : stop] = False
             yield Trial(
                 f"completion {number} has {count} token(s) too many from {place} on",
-                replace(moved, loss_mask=mask),
+                with_sampled(case.sample, place, rest[count:], stop=stop),
                 token=place,
                 since=place,
             )
@@ -184,10 +181,7 @@ def _laid(sample: TrainingSample, place: int, stop: int, old: int, new: Sequence
     """Return a completion that ends before `stop`, with `old` tokens at `place` replaced by others."""
     # Numbers were laid to tokens from the front: of more tokens the last were cut off, of fewer not known.
     tokens = [*new, *sample.token_ids[place + old : stop]][: stop - place]
-    changed = with_sampled(sample, place, tokens)
-    mask = changed.loss_mask.copy()
-    mask[place + len(tokens) : stop] = False
-    return replace(changed, loss_mask=mask)
+    return with_sampled(sample, place, tokens, stop=stop)
 
 
 def _cuts(
@@ -310,13 +304,10 @@ def _others_tokens(case: Case) -> Iterator[Trial]:
                 recorded = case.compared.sampler[np.searchsorted(case.compared.positions, start)]
                 if abs(firsts[int(tokens[0])] - recorded) > case.tolerance:
                     continue
-                changed = with_sampled(case.sample, start, tokens)
-                mask = changed.loss_mask.copy()
-                mask[start + len(tokens) : stop] = False
                 yield Trial(
                     f"completion {number} has the log-probabilities of other tokens: those of completion "
                     f"{one} of {peer.sample.sample_id or 'another sample'}",
-                    replace(changed, loss_mask=mask),
+                    with_sampled(case.sample, start, tokens, stop=stop),
                     token=start,
                     since=start,
                 )

@@ -228,11 +228,17 @@ def with_tokens(
     )
 
 
-def with_sampled(sample: TrainingSample, start: int, ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
-    """Return a sample with as many sampled tokens from `start` on replaced by others."""
-    tokens = sample.token_ids.copy()
+def with_sampled(
+    sample: TrainingSample, start: int, ids: Sequence[int] | npt.NDArray[Any], *, stop: int = 0
+) -> TrainingSample:
+    """Return a sample with as many sampled tokens from `start` on replaced by others.
+
+    What was sampled after these and before `stop` is not known, and leaves the loss mask.
+    """
+    tokens, mask = sample.token_ids.copy(), sample.loss_mask.copy()
     tokens[start : start + len(ids)] = ids
-    return replace(sample, token_ids=tokens)
+    mask[start + len(ids) : stop] = False
+    return replace(sample, token_ids=tokens, loss_mask=mask)
 
 
 def scopes(case: Case, *, runs: Iterable[int] | None = None) -> Iterator[tuple[list[tuple[int, int]], str]]:
