@@ -18,7 +18,7 @@ import msgspec
 from mmrender.errors import TemplateError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Part, TextPart, VideoPart
 from mmrender.probing.probes import WORD, probe_call, with_reasoning
-from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+from mmrender.probing.profile import ReasoningFormat, TemplateProfile, close_ids, unstopped_closers
 from mmrender.probing.templates import KnownTemplate
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
@@ -218,14 +218,10 @@ class Tails:
         self._known = known
         self._writer = writer
         self._tokenizer = writer.tokenizer
-        written = {
-            following: [self._tokenizer.added_ids[match.token] for match in self._tokenizer.find(text)]
-            for following, text in self.profile.closes.items()
-        }
-        self.end_ids = frozenset(written.get("end", ()))
+        closes, stop_ids = self.profile.closes, self.profile.stop_ids
+        self.end_ids = frozenset(close_ids(closes, self._tokenizer).get("end", ()))
         # In history, some templates end a turn in a token that no model stops on.
-        closers = {ids[0] for ids in written.values() if ids and self.profile.stop_ids.isdisjoint(ids)}
-        self._ends = self.profile.stop_ids | (closers & self._tokenizer.special_ids)
+        self._ends = stop_ids | unstopped_closers(closes, self._tokenizer, stop_ids)
 
     def render(
         self, history: ProbeHistory, following: Sequence[Message] = (), *, unanswered: bool = False

@@ -183,14 +183,26 @@ def _stop_ids(
 
     Where the last turn closes with one of the model's, other closes hold what stands for it in history.
     """
-    found = {name: tokenizer.find(text) for name, text in closes.items()}
-    written = {
-        name: [tokenizer.added_ids[match.token] for match in matches] for name, matches in found.items()
-    }
-    if model_stop_ids.intersection(written.get("end", [])[:1]):
+    if model_stop_ids.intersection(close_ids(closes, tokenizer).get("end", [])[:1]):
         return model_stop_ids
-    first = {ids[0] for ids in written.values() if ids and model_stop_ids.isdisjoint(ids)}
-    return model_stop_ids | (first & tokenizer.special_ids)
+    return model_stop_ids | unstopped_closers(closes, tokenizer, model_stop_ids)
+
+
+def close_ids(closes: Mapping[str, str], tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """Return the added tokens of each close, by what follows."""
+    return {
+        name: [tokenizer.added_ids[match.token] for match in tokenizer.find(text)]
+        for name, text in closes.items()
+    }
+
+
+def unstopped_closers(
+    closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]
+) -> frozenset[int]:
+    """Return the first token of each close that holds no stop token, if it is special."""
+    written = close_ids(closes, tokenizer).values()
+    first = {ids[0] for ids in written if ids and stop_ids.isdisjoint(ids)}
+    return tokenizer.special_ids & first
 
 
 def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]) -> dict[str, int]:
