@@ -16,8 +16,9 @@ little-endian and unsigned.
 | 40 | 16 bytes | zero |
 | 56 | u64 | XXH3-64 of the 56 bytes before |
 
-A reader follows the headers. A header that does not hold is the start of a torn append: readers ignore it and
-the next writer cuts it off. Each message is compared with its checksum when it is read.
+A reader follows the headers. Where one does not hold, it looks for the next block that does, with a higher
+number: what lies between is damaged, and keeps its numbers. Where none follows, an append was torn: readers
+ignore it and the next writer cuts it off. Each message is compared with its checksum when it is read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from mmcodecs.arrays import Framework
 from mmcodecs.errors import DecodeError, EncodeError, require
@@ -43,11 +46,11 @@ _SUM = struct.Struct("<Q")
 
 
 class _Block(NamedTuple):
-    """Place of a message in the file, and its checksum."""
+    """Place of a message in the file, and its checksum; None where the header is damaged."""
 
     start: int
     stop: int
-    checksum: int
+    checksum: int | None
 
 
 class RecordReader:
@@ -83,9 +86,21 @@ class RecordReader:
         self.copy = copy
         self.verify = verify
         self.limits = limits
-        self._view = _map(Path(path))
-        self._blocks = _sound_blocks(self._view)
+        self._path = Path(path)
+        self._blocks: list[_Block] = []
+        self.torn_bytes = 0
+        self.refresh()
+
+    def refresh(self) -> int:
+        """Take in what was appended since, and return the number of messages; raises as opening does."""
+        self._view = _map(self._path)
+        self._blocks = _follow(self._view, self._blocks)
         self.torn_bytes = self._view.nbytes - _end(self._blocks)
+        return len(self._blocks)
+
+    def checksum(self, number: int) -> int | None:
+        """Return the XXH3-64 that the header of a message gives; None where the header is damaged."""
+        return self._blocks[number].checksum
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -104,6 +119,8 @@ class RecordReader:
             CodecError: The message is damaged.
         """
         block = self._blocks[number]
+        if block.checksum is None:
+            raise DecodeError("the header of a message is damaged", where=f"byte {block.start}")
         content = self._view[block.start : block.stop]
         if self.verify and _checksum(content) != block.checksum:
             raise DecodeError("checksum mismatch in a message", where=f"byte {block.start}")
@@ -136,7 +153,7 @@ class RecordWriter:
         self._file = target.open("r+b")
         try:
             self._lock()
-            blocks = _sound_blocks(_map(target))
+            blocks = _follow(_map(target), [])
         except BaseException:
             self._file.close()
             raise
@@ -215,24 +232,60 @@ def _end(blocks: list[_Block]) -> int:
     return align(blocks[-1].stop) if blocks else 0
 
 
-def _sound_blocks(view: memoryview) -> list[_Block]:
-    """Follow the headers from the start of the file to the first that does not hold."""
-    if view.nbytes >= BLOCK and view[:8] != MAGIC:
-        raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
-    blocks: list[_Block] = []
+def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
+    """Return the messages of a file, those that are known first; a torn tail is left out."""
+    blocks = known.copy()
+    if view.nbytes < _end(blocks):
+        raise DecodeError("the file has become shorter", expected=str(_end(blocks)), got=str(view.nbytes))
     while (at := _end(blocks)) + BLOCK <= view.nbytes:
-        fields = view[at : at + _HEADER.size]
-        magic, version, kind, zero, length, number, checksum, rest = _HEADER.unpack(fields)
-        if magic == MAGIC and version != VERSION:
-            raise DecodeError("unknown version", where=f"byte {at}", expected=str(VERSION), got=str(version))
-        start = at + BLOCK
-        header_holds = _SUM.unpack(view[at + _HEADER.size : start])[0] == _checksum(fields)
-        if (magic, kind, zero, rest, number) != (MAGIC, _MESSAGE, 0, bytes(16), len(blocks)):
+        found = _block(view, at)
+        if found is None:
+            found = _next_block(view, at, len(blocks))
+        elif found[0] != len(blocks) or align(found[1].stop) > view.nbytes:
             break
-        if not header_holds or align(start + length) > view.nbytes:
+        if found is None:
             break
-        blocks.append(_Block(start, start + length, checksum))
+        number, block = found
+        if number > len(blocks):
+            blocks += [_Block(at, block.start - BLOCK, None)] * (number - len(blocks))
+        blocks.append(block)
     # Only the newest appends can be torn: their headers may be on disk before their contents.
-    while blocks and _checksum(view[blocks[-1].start : blocks[-1].stop]) != blocks[-1].checksum:
+    while len(blocks) > len(known) and not _holds(view, blocks[-1]):
         del blocks[-1]
+    if not blocks and view.nbytes >= BLOCK:
+        magic, version, *_ = _HEADER.unpack(view[: _HEADER.size])
+        if magic != MAGIC:
+            raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
+        if version != VERSION:  # of which this release cannot check the header
+            raise DecodeError("unknown version", where="byte 0", expected=str(VERSION), got=str(version))
     return blocks
+
+
+def _block(view: memoryview, at: int) -> tuple[int, _Block] | None:
+    """Return number and place of the message whose header is at `at`; None where no header holds there."""
+    start = at + BLOCK
+    fields = view[at : at + _HEADER.size]
+    magic, version, kind, zero, length, number, checksum, rest = _HEADER.unpack(fields)
+    if magic != MAGIC or _SUM.unpack(view[at + _HEADER.size : start])[0] != _checksum(fields):
+        return None
+    if version != VERSION:
+        raise DecodeError("unknown version", where=f"byte {at}", expected=str(VERSION), got=str(version))
+    if (kind, zero, rest) != (_MESSAGE, 0, bytes(16)):
+        return None
+    return number, _Block(start, start + length, checksum)
+
+
+def _next_block(view: memoryview, at: int, number: int) -> tuple[int, _Block] | None:
+    """Return the first message after the damaged header of message `number` at `at`."""
+    firsts = np.frombuffer(view, np.uint64, view.nbytes // BLOCK * (BLOCK // 8))[:: BLOCK // 8]
+    later = np.flatnonzero(firsts[at // BLOCK + 1 :] == np.frombuffer(MAGIC, np.uint64))
+    for place in ((later + at // BLOCK + 1) * BLOCK).tolist():
+        found = _block(view, place)
+        # A message may hold a file of messages. What is between takes two blocks a message or more.
+        if found and 0 < found[0] - number <= (place - at) // (2 * BLOCK) and _holds(view, found[1]):
+            return found
+    return None
+
+
+def _holds(view: memoryview, block: _Block) -> bool:
+    return align(block.stop) <= view.nbytes and _checksum(view[block.start : block.stop]) == block.checksum

@@ -89,12 +89,10 @@ class TrajectoryReader:
     """The records that a file held when it was opened, by number; each is a list of trajectories.
 
     Pixels and router choices are read-only views of the memory map, which stays open as long as any of them.
+    A damaged record keeps its number, and costs no other.
 
     Args:
         path: The file.
-
-    Attributes:
-        torn_bytes: Length of a record at the end that a crash has torn, 0 in a sound file.
 
     Raises:
         TrajectoryError: The file is of another kind.
@@ -107,7 +105,18 @@ class TrajectoryReader:
             self._file = mmcodecs.RecordReader(path)
         except mmcodecs.CodecError as error:
             raise _unusable(self._path, error) from error
-        self.torn_bytes = self._file.torn_bytes
+
+    @property
+    def torn_bytes(self) -> int:
+        """Length of a record at the end that a crash has torn, 0 in a sound file."""
+        return self._file.torn_bytes
+
+    def refresh(self) -> int:
+        """Take in what was appended since, and return the number of records; raises as opening does."""
+        try:
+            return self._file.refresh()
+        except mmcodecs.CodecError as error:
+            raise _unusable(self._path, error) from error
 
     def __len__(self) -> int:
         return len(self._file)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import mmcodecs
 from codec_values import identical
@@ -150,3 +151,60 @@ def test_a_value_that_cannot_be_kept_and_a_full_disk_leave_the_file_alone(
                 writer.append(np.zeros(1000))
         writer.append(2)
     assert list(RecordReader(path)) == [1, 2]
+
+
+@pytest.mark.parametrize("hit", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
+def test_a_damaged_header_costs_its_own_record_wherever_it_is_hit(path: Path, hit: tuple[int, ...]) -> None:
+    starts = [0, *(len(fill(path, VALUES[: 1 + number])) for number in range(3))]
+    good = fill(path)
+    left = [number for number in range(4) if number not in hit]
+    for offset in range(64):
+        data = bytearray(good)
+        for number in hit:
+            data[starts[number] + offset] ^= 0x10
+        path.write_bytes(data)
+        reader = RecordReader(path)
+        assert (len(reader), reader.torn_bytes) == (4, 0)
+        for number in hit:
+            first = next(one for one in hit if all(between in hit for between in range(one, number)))
+            with pytest.raises(
+                DecodeError, match=f"byte {starts[first]}: the header of a message is damaged"
+            ):
+                reader[number]
+        assert identical([VALUES[number] for number in left], [reader[number] for number in left])
+    # The next writer loses nothing, and gives no number twice.
+    with RecordWriter(path) as writer:
+        assert writer.append("next") == 4
+    assert identical(
+        [*(VALUES[number] for number in left), "next"], [RecordReader(path)[n] for n in (*left, 4)]
+    )
+
+
+def test_a_newer_version_is_named_and_not_cut_off(path: Path) -> None:
+    data = bytearray(fill(path, VALUES[:2]))
+    second = len(fill(path, VALUES[:1]))
+    data[second + 8] = 2
+    data[second + 56 : second + 64] = xxhash.xxh3_64_intdigest(bytes(data[second : second + 56])).to_bytes(
+        8, "little"
+    )
+    path.write_bytes(data)
+    for kind in (RecordReader, RecordWriter):
+        with pytest.raises(DecodeError, match=f"byte {second}: unknown version - expected 1, got 2"):
+            kind(path)
+    assert path.read_bytes() == data
+
+
+def test_a_reader_follows_a_file_that_grows(path: Path) -> None:
+    with RecordWriter(path) as writer:
+        reader = RecordReader(path)
+        for count, value in enumerate(VALUES, 1):
+            writer.append(value)
+            assert reader.refresh() == count
+            assert identical(VALUES[:count], list(reader))
+    whole = path.read_bytes()
+    for length in range(len(fill(path, VALUES[:2])), len(whole), 999):
+        path.write_bytes(whole[:length])
+        reader = RecordReader(path)
+        path.write_bytes(whole)
+        assert reader.refresh() == 4
+        assert identical(VALUES, list(reader))

@@ -105,8 +105,14 @@ def test_a_torn_record_costs_nothing_that_was_appended_before(tmp_path, lost):
             ["a", "c"],
             "[1]: left out, damaged - got ",
         ),
+        (
+            lambda starts, data: flipped(data, starts[1] + 17),
+            ["a", "c"],
+            "the header of a message is damaged",
+        ),
+        (lambda starts, data: flipped(data, starts[0] + 3), ["b", "c"], "the header of a message is damaged"),
     ],
-    ids=["torn", "damaged"],
+    ids=["torn", "damaged", "header", "first header"],
 )
 def test_loading_says_what_is_lost_and_gives_the_rest(tmp_path, spoil, left, message):
     path, starts = tmp_path / "run", []
