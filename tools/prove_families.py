@@ -1,18 +1,30 @@
-"""Prove every family with images of the installed Transformers, and print a table for the docs.
+"""Prove every family with images of the installed Transformers, and write the table of docs/proved.md.
 
     python tools/prove_families.py [MODEL_TYPE ...]
 
-Each family is tried in a process of its own, with the default configuration of its class, made small.
+Each family is tried in a process of its own, with the default configuration of its class, made small. Its row
+is written at once, so that a run may be cut off and be continued with the families that remain.
 """
 
-import os
-import subprocess
+import multiprocessing
+import resource
 import sys
 import warnings
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-_SECONDS = 240
+from mmrender.errors import MMRenderError
+from mmrender.testing.reference import has_reference_backend, import_torchvision
+from mmrender.training import ModelFamily
+from mmrender.training.tensor_list import torch
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "proved.md"
+BEGIN, END = "<!-- written by tools/prove_families.py -->\n", "<!-- end -->\n"
+_HEAD = "| `model_type` | proved | refused |\n|---|---|---|\n"
+_SECONDS = 300
+_MOST_BYTES = 12 << 30
+"""Address space of one family: what its defaults make too large fails by itself."""
+_MOST_CHARACTERS = 260
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 4, "num_hidden_layers": 8}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
@@ -24,31 +36,69 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def main(names: list[str]) -> None:
-    print("| model_type | proved | refused |\n|---|---|---|")
-    for name in names or list(_model_types()):
-        command = [sys.executable, __file__, "--one", name]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=_environment()
-            )
-            lines = done.stdout.splitlines()
-            row = lines[-1] if lines else ""
-            if not row.startswith("|"):
-                row = f"| `{name}` | | ends its process with {done.returncode} |"
-        except subprocess.TimeoutExpired:
-            row = f"| `{name}` | | takes more than {_SECONDS} seconds |"
+    """Try the families that are named, or all, and write their rows."""
+    if has_reference_backend("torch"):
+        import_torchvision()
+    torch.set_num_threads(1)
+    known = model_types()
+    for name in names or known:
+        row = _tried(name)
         print(row, flush=True)
+        PAGE.write_text(with_row(PAGE.read_text("utf-8"), name, row, known), "utf-8")
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _model_types() -> Iterable[str]:
+def model_types() -> list[str]:
+    """Return the families with images that the installed Transformers has."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    names: Iterable[str] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return names
+    return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def with_row(page: str, name: str, row: str, known: list[str]) -> str:
+    """Return the page with this row in the place of its family; rows of unknown families leave."""
+    before, _, rest = page.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    rows = {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
+    rows[name] = row
+    held = "".join(f"{rows[one]}\n" for one in known if one in rows)
+    return before + BEGIN + _HEAD + held + END + after
+
+
+def _tried(name: str) -> str:
+    """Return the row of a family, tried in a forked process, which has all that is imported here."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(name, sending))
+    process.start()
+    sending.close()
+    try:
+        if receiving.poll(_SECONDS):
+            return str(receiving.recv())
+        return f"| `{name}` | | takes more than {_SECONDS} seconds |"
+    except EOFError:
+        process.join()
+        return f"| `{name}` | | ends its process with {process.exitcode} |"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _try(name: str, sending: Any) -> None:
+    warnings.filterwarnings("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    sending.send(_row(name))
+
+
+def _row(name: str) -> str:
+    try:
+        found = ModelFamily.prove(_config(name))
+    except MMRenderError as error:
+        return f"| `{name}` | | {_cell(str(error))} |"
+    except Exception as error:  # noqa: BLE001 - the default configuration may raise anything
+        return f"| `{name}` | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |"
+    proved = [layout for layout in ("right", "left", "packed") if layout not in found.refused]
+    notes = f" (`recurrent_segments` over `{found.recurrent}`)" if found.recurrent else ""
+    return f"| `{name}` | {', '.join(proved)}{notes} | {_cell('; '.join(found.refused.values()))} |"
 
 
 def _config(name: str) -> Any:
@@ -66,30 +116,9 @@ def _config(name: str) -> Any:
     return cls.from_dict(settings)
 
 
-def one(name: str) -> None:
-    warnings.filterwarnings("ignore")
-    from mmrender.errors import MMRenderError
-    from mmrender.training import ModelFamily
-
-    try:
-        found = ModelFamily.prove(_config(name))
-    except MMRenderError as error:
-        print(f"| `{name}` | | {_cell(str(error))} |")
-        return
-    except Exception as error:  # noqa: BLE001 - the default configuration may raise anything
-        print(f"| `{name}` | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |")
-        return
-    proved = [layout for layout in ("right", "left", "packed") if layout not in found.refused]
-    notes = f" (`recurrent_segments` over `{found.recurrent}`)" if found.recurrent else ""
-    print(f"| `{name}` | {', '.join(proved)}{notes} | {_cell('; '.join(found.refused.values()))} |")
-
-
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "/")[:240]
+    return " ".join(text.split()).replace("|", "/")[:_MOST_CHARACTERS]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2])
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])
