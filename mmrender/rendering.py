@@ -173,7 +173,7 @@ class Rendering:
         *,
         fingerprints: Sequence[Hashable | None] | None = None,
         cuts: Sequence[int] = (),
-        after: int = 0,
+        before: Sequence[int] = (),
         earlier: MultiModalData | None = None,
         skipped: int = 0,
         where: str = "messages",
@@ -185,7 +185,7 @@ class Rendering:
             messages: The messages whose media parts fill the placeholders.
             fingerprints: That of each part's source, where the caller has taken them already.
             cuts: Rising character positions whose token index is wanted.
-            after: Number of tokens that the text is appended to.
+            before: Tokens that the text is appended to.
             earlier: Sidecar of those tokens.
             skipped: Number of messages that the template was given before `messages`.
             where: Name of the messages in errors.
@@ -242,9 +242,9 @@ class Rendering:
                         fingerprints=fingerprints,
                     )
                     items = [resolved[index] for index in order]
-        encoded = self.writer.write(layout, items, cuts, begins=not after)
+        encoded = self.writer.write(layout, items, cuts, before=before)
         entries = [
-            (found.shifted(after) if after else found, item)
+            (found.shifted(len(before)) if before else found, item)
             for found, item in zip(encoded.ranges, items, strict=True)
             if item is not None
         ]

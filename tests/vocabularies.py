@@ -86,7 +86,7 @@ def _byte_pairs(normalizer: Any = None, *, prefix: bool = False) -> Engine:
 def _metaspace(scheme: str) -> Engine:
     engine = Engine.from_str(_sentence_pieces())
     engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    engine.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    engine.decoder = _pieces_decoder(prefixed=scheme != "never")
     return engine
 
 
@@ -98,8 +98,14 @@ def _normalized_pieces(*rules: Any, split: bool = False) -> Engine:
     engine = Engine.from_str(json.dumps(definition))
     if split:
         engine.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    engine.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    engine.decoder = _pieces_decoder(prefixed=normalizers.Prepend in map(type, rules))
     return engine
+
+
+def _pieces_decoder(*, prefixed: bool) -> Any:
+    """What turns pieces into text; the blank that was prefixed is stripped, as in Llama's."""
+    strips = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strips])
 
 
 def _unigram(normalizer: Any, scheme: str) -> Engine:

@@ -102,7 +102,7 @@ class Bridge:
         encoded, sidecar = self._rendering.encode(
             layout,
             new_messages,
-            after=len(sampled),
+            before=sampled,
             earlier=previous,
             skipped=_FIRST_NEW,
             where="new_messages",

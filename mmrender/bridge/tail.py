@@ -354,7 +354,10 @@ class Tails:
         self, tail: Tail, extension: Sequence[Message], prompt: Sequence[int], completion: Sequence[int]
     ) -> tuple[str, int]:
         """Text that closes a completion without a stop token, and where the tail goes on from there."""
-        header, written = self.opened(prompt), self._tokenizer.decode(completion)
+        header, written = (
+            self.opened(prompt),
+            self._tokenizer.decode(completion, before=prompt[-_PROMPT_TOKENS:]),
+        )
         reasoning = self.profile.reasoning
         if not header and any(self.profile.generation_prompts):
             # The prompt ends within a turn that it continues.

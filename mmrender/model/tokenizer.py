@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,12 @@ from mmrender.model.files import ModelDir
 
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _WORD_START = "\u2581"
+
+Before: TypeAlias = Literal["nothing", "token", "text"]
+"""What a run follows: nothing, an added token, or text that it continues.
+
+Some tokenizers prefix a space to the first run alone, some to every run, none within a text.
+"""
 
 
 class Run(NamedTuple):
@@ -82,6 +88,7 @@ class Tokenizer:
             token_id for token, token_id in self.added_ids.items() if not is_blank(token)
         )
         """Ids of added tokens other than white space."""
+        self._added = frozenset(added)
         self._flags = {
             token.content: _Flags(token.lstrip, token.rstrip, token.single_word)
             for token in added.values()
@@ -92,8 +99,8 @@ class Tokenizer:
         self._pattern = _longest_of(self.added_ids.keys() - set(self._looked_for_later))
         self._normalized = _finder(normalized, engine.normalizer) if normalized else None
         self._within: LRUCache[str, list[Match]] = LRUCache(1 << 16, size_of=lambda found: 1 + len(found))
-        self._first, self._rest = _without_added(engine, engine.model)
-        self._memo: LRUCache[tuple[bool, bool, str], Run] = LRUCache(
+        self._twins = _without_added(engine, engine.model)
+        self._memo: LRUCache[tuple[Engine, str], Run] = LRUCache(
             memo_tokens, size_of=lambda run: len(run.ids)
         )
 
@@ -139,9 +146,14 @@ class Tokenizer:
         """Text of a token as the vocabulary spells it, or None outside the vocabulary."""
         return self._engine.id_to_token(token_id)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
-        return self._engine.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], *, before: Sequence[int] = ()) -> str:
+        """Text of tokens, special ones included; some decoders strip a space where none are `before`."""
+        text = self._engine.decode([*before, *ids], skip_special_tokens=False)
+        if not before:
+            return text
+        left = self._engine.decode(list(before), skip_special_tokens=False)
+        # Half of a character is written otherwise once it is whole.
+        return text[len(left) :] if text.startswith(left) else self.decode(ids)
 
     @property
     def vocab_size(self) -> int:
@@ -190,29 +202,38 @@ class Tokenizer:
         position = 0
         for match in self.find(text):
             if match.start > position:
-                ids += self.encode_run(text[position : match.start], first=position == 0).ids
+                ids += self.encode_run(text[position : match.start], before="token" if ids else "nothing").ids
             ids.append(self.added_ids[match.token])
             position = match.stop
         if position < len(text):
-            ids += self.encode_run(text[position:], first=position == 0).ids
+            ids += self.encode_run(text[position:], before="token" if ids else "nothing").ids
         return ids
 
-    def encode_run(self, text: str, *, first: bool = False, barred: Collection[int] = frozenset()) -> Run:
+    def before(self, ids: Sequence[int]) -> Before:
+        """Say what a run follows that is appended to these tokens."""
+        if not ids:
+            return "nothing"
+        return "token" if ids[-1] in self._added else "text"
+
+    def encode_run(
+        self, text: str, *, before: Before = "token", barred: Collection[int] = frozenset()
+    ) -> Run:
         """Encode text in which no added token is looked for.
 
         Args:
             text: A run between added tokens.
-            first: Whether the run begins the prompt; some tokenizers prefix a space there.
+            before: What the run follows.
             barred: Ids of added tokens that may not come out; a vocabulary can spell them by its merges or
                 after its normalizer.
 
         Raises:
             TokenizerError: It spells one of `barred` in every way.
         """
-        run = self._encoded(text, first=first, literal=False)
+        run = self._encoded(text, self._twins[before])
         if run.syntax and not run.syntax.isdisjoint(barred):
-            run = self._encoded(text, first=first, literal=True)
-            spelled = (run.syntax & set(barred)) - {self._literal.unknown_id}
+            twins, unknown_id = self._literal
+            run = self._encoded(text, twins[before])
+            spelled = (run.syntax & set(barred)) - {unknown_id}
             if spelled:
                 raise TokenizerError(
                     "the vocabulary spells an added token where it is only text",
@@ -222,12 +243,11 @@ class Tokenizer:
                 )
         return run
 
-    def _encoded(self, text: str, *, first: bool, literal: bool) -> Run:
-        key = (first and self._first is not self._rest, literal, text)
+    def _encoded(self, text: str, twin: Engine) -> Run:
+        key = (twin, text)
         run = self._memo.get(key)
         if run is None:
-            twins = self._literal if literal else self
-            encoding = (twins._first if first else twins._rest).encode(text, add_special_tokens=False)
+            encoding = twin.encode(text, add_special_tokens=False)
             ids = encoding.ids
             starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
             run = Run(ids, starts, self.syntax_ids.intersection(ids))
@@ -235,8 +255,8 @@ class Tokenizer:
         return run
 
     @cached_property
-    def _literal(self) -> "_Literal":
-        return _Literal.of(self._engine, self.syntax_ids)
+    def _literal(self) -> tuple[dict[Before, Engine], int | None]:
+        return _literal(self._engine, self.syntax_ids)
 
     def find(self, text: str, refuse: Callable[[Match], int | None] | None = None) -> list[Match]:
         """Find added tokens as `tokenizers` does, except where they are refused.
@@ -395,71 +415,80 @@ def _finder(added: Sequence[AddedToken], normalizer: Any) -> Engine:
     return finder
 
 
-def _without_added(engine: Engine, model: models.Model) -> tuple[Engine, Engine]:
-    """A tokenizer without added tokens: for the run that begins a prompt, and for any other."""
+def _without_added(engine: Engine, model: models.Model) -> dict[Before, Engine]:
+    """A tokenizer without added tokens, for each place of a run."""
+    parts = {
+        name: None if part is None else json.loads(part.__getstate__())
+        for name, part in (("normalizer", engine.normalizer), ("pre_tokenizer", engine.pre_tokenizer))
+    }
+    twins: dict[Before, Engine] = {"nothing": _with_parts(engine, model)}
+    twins["token"] = twins["text"] = twins["nothing"]
+    for before in ("token", "text"):
+        within = {name: _within(part, before) for name, part in parts.items()}
+        if within != parts:
+            bare = json.loads(Engine(models.BPE()).to_str()) | within
+            twins[before] = _with_parts(Engine.from_str(json.dumps(bare)), model)
+    return twins
+
+
+def _with_parts(engine: Engine, model: models.Model) -> Engine:
+    """An engine with this one's normalizer and pre-tokenizer."""
     # Sharing the model costs nothing; reading the vocabulary again would take a second.
-    first = Engine(model)
+    twin = Engine(model)
     if engine.normalizer is not None:
-        first.normalizer = engine.normalizer
-    if engine.pre_tokenizer is None:
-        return first, first
-    first.pre_tokenizer = engine.pre_tokenizer
-    definition = json.loads(engine.pre_tokenizer.__getstate__())
-    if not _never_prepend(definition):
-        return first, first
-    rest = Engine(model)
-    if engine.normalizer is not None:
-        rest.normalizer = engine.normalizer
-    bare = {**json.loads(Engine(models.BPE()).to_str()), "pre_tokenizer": definition}
-    rest.pre_tokenizer = Engine.from_str(json.dumps(bare)).pre_tokenizer
-    return first, rest
+        twin.normalizer = engine.normalizer
+    if engine.pre_tokenizer is not None:
+        twin.pre_tokenizer = engine.pre_tokenizer
+    return twin
 
 
-def _never_prepend(definition: Any) -> bool:
-    """Change `prepend_scheme: first` to `never`, wherever it is; return whether it was anywhere."""
-    if isinstance(definition, list):
-        return sum(map(_never_prepend, definition)) > 0
-    if not isinstance(definition, dict):
-        return False
-    found = definition.get("prepend_scheme") == "first"
-    if found:
-        definition["prepend_scheme"] = "never"
-    return sum(map(_never_prepend, definition.values())) > 0 or found
+_AT_START = {"prepend_scheme": "never", "add_prefix_space": False, "strip_left": False}
+"""Settings of normalizers and pre-tokenizers that change how a text begins, and what turns them off."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Literal:
-    """Twins whose vocabulary lacks the words of added tokens; unknown characters give `unknown_id`."""
+def _within(part: Any, before: Before, *, leads: bool = True) -> Any:
+    """The definition of a normalizer or pre-tokenizer for a run that does not begin the prompt.
 
-    _first: Engine
-    _rest: Engine
-    unknown_id: int | None
+    What does not lead works on pieces of a run, each with a beginning of its own.
+    """
+    if part is None or (before == "text" and part["type"] == "Prepend"):
+        return None
+    changed = dict(part)
+    for key in ("normalizers", "pretokenizers"):
+        if key in part:
+            ahead = [leads and (key == "normalizers" or not index) for index in range(len(part[key]))]
+            inner = [_within(item, before, leads=at) for item, at in zip(part[key], ahead, strict=True)]
+            changed[key] = [item for item in inner if item is not None]
+    if (before == "text" and leads) or part.get("prepend_scheme") == "first":
+        changed |= {key: off for key, off in _AT_START.items() if key in part}
+    return changed
 
-    @classmethod
-    def of(cls, engine: Engine, lacking: Collection[int]) -> "_Literal":
-        definition = {**json.loads(engine.to_str()), "added_tokens": [], "post_processor": None}
-        model = definition["model"]
-        unknown_id = model.get("unk_id")
-        if isinstance(model["vocab"], list):
-            model["vocab"] = [
-                [_unspelled(token_id) if token_id in lacking else word, score]
-                for token_id, (word, score) in enumerate(model["vocab"])
+
+def _literal(engine: Engine, lacking: Collection[int]) -> tuple[dict[Before, Engine], int | None]:
+    """Twins whose vocabulary lacks the words of added tokens, and what they give for unknown characters."""
+    definition = {**json.loads(engine.to_str()), "added_tokens": [], "post_processor": None}
+    model = definition["model"]
+    unknown_id = model.get("unk_id")
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [
+            [_unspelled(token_id) if token_id in lacking else word, score]
+            for token_id, (word, score) in enumerate(model["vocab"])
+        ]
+    else:
+        names = {
+            word: _unspelled(token_id) for word, token_id in model["vocab"].items() if token_id in lacking
+        }
+        unknown_id = model["vocab"].get(model.get("unk_token"))
+        model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
+        model["vocab"] = {names.get(word, word): token_id for word, token_id in model["vocab"].items()}
+        if "merges" in model:
+            prefix = len(model.get("continuing_subword_prefix") or "")
+            model["merges"] = [
+                (left, right)
+                for left, right in model["merges"]
+                if names.keys().isdisjoint((left, right, left + right[prefix:]))
             ]
-        else:
-            names = {
-                word: _unspelled(token_id) for word, token_id in model["vocab"].items() if token_id in lacking
-            }
-            unknown_id = model["vocab"].get(model.get("unk_token"))
-            model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
-            model["vocab"] = {names.get(word, word): token_id for word, token_id in model["vocab"].items()}
-            if "merges" in model:
-                prefix = len(model.get("continuing_subword_prefix") or "")
-                model["merges"] = [
-                    (left, right)
-                    for left, right in model["merges"]
-                    if names.keys().isdisjoint((left, right, left + right[prefix:]))
-                ]
-        return cls(*_without_added(engine, Engine.from_str(json.dumps(definition)).model), unknown_id)
+    return _without_added(engine, Engine.from_str(json.dumps(definition)).model), unknown_id
 
 
 def _unspelled(token_id: int) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mmrender.errors import PlaceholderError, SpecialTokenError, TokenizerError
 from mmrender.messages import Modality
-from mmrender.model.tokenizer import Match, Run, Tokenizer, is_blank
+from mmrender.model.tokenizer import Before, Match, Run, Tokenizer, is_blank
 from mmrender.spans import Expansion, MediaItem, PlaceholderRange, Repeat, Text
 from mmrender.template.text import Author, Origin, Span, TracedStr, concat, plain
 from mmrender.tokens.rendered import TokenKind, TokenSpan
@@ -177,7 +177,7 @@ class TokenWriter:
         items: Sequence[MediaItem | None],
         cuts: Sequence[int] = (),
         *,
-        begins: bool = True,
+        before: Sequence[int] = (),
     ) -> Encoded:
         """Encode a text.
 
@@ -185,7 +185,7 @@ class TokenWriter:
             layout: The text and its syntax.
             items: The item of each placeholder; None leaves it as one token.
             cuts: Rising character positions whose token index is wanted.
-            begins: Whether the text begins the prompt.
+            before: Tokens that the text is appended to.
 
         Raises:
             TokenizerError: The vocabulary spells an added token where it is only text.
@@ -202,9 +202,9 @@ class TokenWriter:
         places = cuts
         if is_wider:
             layout, places = self._joined(layout, frames, cuts)
-        before, after = self.affixes(text) if begins else ((), ())
-        stream = _TokenStream(self, layout.text, places, begins=begins)
-        stream.out.extend(before, -1, "template")
+        opening, ending = ((), ()) if before else self.affixes(text)
+        stream = _TokenStream(self, layout.text, places, before=self.tokenizer.before(before))
+        stream.out.extend(opening, -1, "template")
         queue = iter(zip(layout.placeholders, frames, strict=True))
         for match in layout.matches:
             if match.token in self.modalities:
@@ -214,7 +214,7 @@ class TokenWriter:
                 stream.special(match)
         stream.take(len(layout.text))
         stream.flush(len(layout.text))
-        stream.out.extend(after, -1, "template")
+        stream.out.extend(ending, -1, "template")
         found_cuts = stream.out.cuts
         stream.out.cuts = {cut: found_cuts[place] for cut, place in zip(cuts, places, strict=True)}
         return stream.out
@@ -378,11 +378,11 @@ class _TokenStream:
         writer: Holds the tokenizer that encodes the runs, and the rules.
         text: The rendered text; `special` and `media` consume it up to their match.
         cuts: Rising character positions whose token index is wanted.
-        begins: Whether the text begins the prompt.
+        before: What the text follows.
     """
 
-    def __init__(self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], *, begins: bool) -> None:
-        self._first = begins
+    def __init__(self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], *, before: Before) -> None:
+        self._before: Before = before
         self._writer = writer
         self._tokenizer = writer.tokenizer
         self._text = plain(text)
@@ -404,13 +404,13 @@ class _TokenStream:
         self.flush(match.own_start)
         message, kind, _ = self._origin(match.own_start, match.own_stop)
         self.out.extend([self._tokenizer.added_ids[match.token]], message, kind)
-        self._position, self._covered, self._first = match.stop, match.own_stop, False
+        self._position, self._covered, self._before = match.stop, match.own_stop, "token"
 
     def media(self, match: Match, core: Expansion, message: int, modality: Modality) -> None:
         """Write the expansion of a placeholder, from its first token through its last."""
         self.take(match.start)
         self.flush(match.own_start)
-        self._position, self._covered, self._first = match.stop, match.own_stop, False
+        self._position, self._covered, self._before = match.stop, match.own_stop, "token"
         start = len(self.out.ids)
         embeds: list[tuple[int, int]] = []
         for piece in core:
@@ -497,7 +497,7 @@ class _TokenStream:
                     self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
                 self.out.extend(run.ids[first:last], edge.message, edge.kind)
             self._pieces, self._length, self._edges = [], 0, []
-            self._guarded, self._first, self._covered = None, False, self._position
+            self._guarded, self._covered = None, self._position
         while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
             wanted = self._cuts[self._next_cut]
             self.out.cuts[wanted] = Cut(len(self.out.ids), wanted >= self._covered)
@@ -507,10 +507,10 @@ class _TokenStream:
         """Encode a run: no added token may come out of guarded content, and nowhere one of media."""
         encode = self._tokenizer.encode_run
         if self._guarded is None:
-            return encode(text, first=self._first, barred=self._writer.media_ids)
-        run = encode(text, first=self._first, barred=self._tokenizer.syntax_ids)
+            return encode(text, before=self._before, barred=self._writer.media_ids)
+        run = encode(text, before=self._before, barred=self._tokenizer.syntax_ids)
         if self._writer.rules[self._guarded.author] == "error":
-            spelled = encode(text, first=self._first).syntax - run.syntax
+            spelled = encode(text, before=self._before).syntax - run.syntax
             if spelled:
                 raise _forbidden(self._tokenizer.token(min(spelled)), self._guarded)
         return run

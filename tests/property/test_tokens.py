@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from mmrender.errors import SpecialTokenError, TokenizerError
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.probing.templates import TemplateSet
+from mmrender.renderer import Renderer
 from mmrender.spans import Repeat, Text
 from mmrender.template.text import Origin, TracedStr, concat
 from mmrender.tokens.encode import DEFAULT_RULES, TokenWriter
@@ -72,6 +74,29 @@ def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is
 
     check()
     assert opened[True] > opened[False] or kind == "prepended"
+
+
+@every_kind
+def test_text_goes_on_from_any_token_of_a_text_as_in_the_whole_text(kind):
+    """No prefix is written within a text: a completion that was cut off is closed there."""
+
+    @settings(max_examples=25)
+    @given(texts(without=[IMAGE]))
+    @example("[INST] hi [/INST] ")
+    @example("<|user|> hi <|end|> hi")
+    def check(text):
+        tokenizer = plain_tokenizer(kind)
+        writer = writer_of(tokenizer, "parse")
+        whole = tokenizer._engine.encode(text, add_special_tokens=False)
+        starts, words = [start for start, _ in whole.offsets], whole.word_ids
+        for at in range(1, len(starts)):
+            # This kind prefixes each word, and what goes on from a token may be no word of its own.
+            is_seam = kind != "byte_level_prefix_space" or words[at] != words[at - 1]
+            if is_seam and starts[at] > max(starts[:at]):
+                rest = writer.lay_out(traced([("template", text[starts[at] :])]))
+                assert writer.write(rest, (), before=whole.ids[:at]).ids == whole.ids[at:]
+
+    check()
 
 
 def traced(pieces):
@@ -254,7 +279,7 @@ def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
         # What is appended to other tokens gets none.
         if "first" not in kind:
             bare = reference(text, add_special_tokens=False).input_ids
-            assert writer.write(layout, (), begins=False).ids == bare
+            assert writer.write(layout, (), before=tokenizer.encode("<s>")).ids == bare
 
     check()
 
@@ -286,6 +311,33 @@ def test_what_the_post_processor_writes_is_never_sampled_and_bridged_only_where_
         whole = written.render_ids([*conversation, *following], add_generation_prompt=True)
         assert bridged.token_ids == whole
         assert whole.count(bos[0]) == 1
+
+
+INSTRUCTED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s> {% endif %}{% endfor %}"
+)
+
+
+@every_kind
+def test_a_completion_that_was_cut_off_is_closed_as_its_content_is(kind):
+    """Where prompts end in text and the turn begins with a blank, as LLaVA's do."""
+    tokenizer = Tokenizer(build(kind))
+    stop = tokenizer.added_ids["</s>"]
+    templates = TemplateSet({"default": INSTRUCTED}, tokenizer, model_stop_ids=[stop])
+    renderer = Renderer(templates, tokenizer)
+    prompt = renderer.render_ids([{"role": "user", "content": "one"}], add_generation_prompt=True)
+    stable = 0
+    for content in ("", "hi", "hi the end", "日本", " ", " hi", "\n"):
+        turns = [("user", "one"), ("assistant", content), ("user", "two")]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        whole = renderer.render_ids(messages, add_generation_prompt=True)
+        if whole[: len(prompt)] == prompt:
+            stable += 1
+            completion = whole[len(prompt) : whole.index(stop)]
+            bridged = renderer.bridge_to_next_turn(prompt, completion, messages[2:])
+            assert bridged.token_ids == whole, content
+    assert stable
 
 
 named = st.sampled_from([*TURNS, "<new>", "<other>"])
