@@ -1,19 +1,36 @@
-"""The one bounded cache, and the one single-flight.
+"""The bounded caches in memory and on disk, and the one single-flight.
 
 `LRUCache` drops the least recently used entries beyond a bound, and computes an entry once however many
-threads ask for it. `AsyncSingleFlight` does the latter for coroutines of one or several event loops.
+threads ask for it. `FileCache` keeps small values between processes. `AsyncSingleFlight` computes once for
+coroutines of one or several event loops.
 """
 
 import asyncio
+import logging
+import os
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+from blake3 import blake3
+
+from mmrender._version import __version__
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+_log = logging.getLogger("mmrender.caching")
+ENVIRONMENT: Final = "MMRENDER_CACHE"
+MOST_FILES: Final = 4096
+_OFF: Final = ("", "0", "off", "no", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +154,88 @@ class LRUCache(Generic[K, V]):
         with self._lock:
             self._running.pop(key).set_result(value)
         return value
+
+
+def cache_folder(name: str) -> Path | None:
+    """Return a folder in the one that `MMRENDER_CACHE` names, or in `mmrender` in the user's cache folder.
+
+    None where `MMRENDER_CACHE` is `off`, or where the user has no home directory.
+    """
+    given = os.environ.get(ENVIRONMENT)
+    if given is not None:
+        return None if given.strip().lower() in _OFF else Path(given).expanduser() / name
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        home = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    # The specification of XDG_CACHE_HOME says to ignore relative paths.
+    return home / "mmrender" / name if home.is_absolute() else None
+
+
+@cache
+def digest_of_code(patterns: tuple[str, ...]) -> str:
+    """Digest of this library's files of these patterns: a version number does not move with every change."""
+    digest = blake3(__version__.encode())
+    root = Path(__file__).parent
+    for file in [file for pattern in patterns for file in sorted(root.glob(pattern))]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest(length=16)
+
+
+class _Entry(msgspec.Struct):
+    digest: str
+    value: msgspec.Raw
+
+
+class FileCache:
+    """Small values as JSON files of one folder, for many processes; the least recently used go first.
+
+    A file that is damaged, or that cannot be read, counts as missing. Without a folder nothing is kept.
+    """
+
+    def __init__(self, folder: Path | None, max_files: int = MOST_FILES) -> None:
+        self.folder = folder
+        self._max_files = max_files
+
+    def get(self, name: str, kind: type[V]) -> V | None:
+        """Return the value of this name and mark it as used, or None."""
+        if self.folder is None:
+            return None
+        file = self.folder / f"{name}.json"
+        try:
+            entry = msgspec.json.decode(file.read_bytes(), type=_Entry)
+            if blake3(entry.value).hexdigest() != entry.digest:
+                raise msgspec.ValidationError("the digest is that of another value")
+            value = msgspec.json.decode(entry.value, type=kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _log.debug("ignored cache entry %s: %s", file.name, error)
+            return None
+        with suppress(OSError):
+            os.utime(file)
+        return value
+
+    def put(self, name: str, value: Any) -> None:
+        """Write a value atomically; a folder that cannot be written to is ignored."""
+        if self.folder is None:
+            return
+        content = msgspec.json.encode(value)
+        entry = _Entry(blake3(content).hexdigest(), msgspec.Raw(content))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                temporary = Path(folder, f"{name}.json")
+                temporary.write_bytes(msgspec.json.encode(entry))
+                temporary.replace(self.folder / temporary.name)
+            files = list(self.folder.glob("*.json"))
+            if len(files) > self._max_files:
+                files.sort(key=lambda found: found.stat().st_mtime)
+                for stale in files[: len(files) - self._max_files * 9 // 10]:
+                    stale.unlink(missing_ok=True)
+        except OSError as error:
+            _log.debug("cannot write cache entry %s: %s", name, error)
 
 
 class AsyncSingleFlight(Generic[K, V]):

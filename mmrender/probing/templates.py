@@ -8,21 +8,16 @@ used entries go first.
 """
 
 import datetime
-import logging
-import os
-import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from blake3 import blake3
 
-from mmrender._version import __version__
-from mmrender.caching import LRUCache
+from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, digest_of_code
 from mmrender.messages import Message
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
@@ -34,36 +29,16 @@ from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
 from mmrender.template.sources import choose_template, load_templates
 from mmrender.template.text import TracedStr, clip, plain
 
-_log = logging.getLogger("mmrender.probing.templates")
-
 Value = TypeVar("Value")
 
-ENVIRONMENT = "MMRENDER_CACHE"
-_OFF = ("", "0", "off", "no", "none")
 _CODE = ("template/*.py", "bridge/*.py", "probing/*.py", "tokens/*.py", "rendering.py", "model/tokenizer.py")
+FOLDER = "profiles"
+"""Where findings are kept, within the folder of `MMRENDER_CACHE`."""
 _MEMORY_ENTRIES = 1024
-_FILES = 4096
 _MOST_GIVEN = 16
 """Templates given by call that stay compiled."""
 _MOST_SETTINGS = 256
 """Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
-
-
-def cache_folder() -> Path | None:
-    """The folder that `MMRENDER_CACHE` names, or `mmrender` in the user's cache folder.
-
-    None where `MMRENDER_CACHE` is `off`, or where the user has no home directory.
-    """
-    given = os.environ.get(ENVIRONMENT)
-    if given is not None:
-        return None if given.strip().lower() in _OFF else Path(given).expanduser() / "profiles"
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        home = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    # The specification of XDG_CACHE_HOME says to ignore relative paths.
-    return home / "mmrender" / "profiles" if home.is_absolute() else None
 
 
 class Findings:
@@ -74,13 +49,12 @@ class Findings:
     """
 
     def __init__(
-        self, folder: Path | None = None, facts: dict[str, Any] | None = None, *, max_files: int = _FILES
+        self, folder: Path | None = None, facts: dict[str, Any] | None = None, *, max_files: int = MOST_FILES
     ) -> None:
         self._memory: LRUCache[Hashable, Any] = LRUCache(_MEMORY_ENTRIES)
-        self._folder = folder if facts is not None else None
-        self._max_files = max_files
+        self._files = FileCache(folder if facts is not None else None, max_files)
         self._digest = ""
-        if self._folder is not None:
+        if self._files.folder is not None:
             content = msgspec.msgpack.encode([code_digest(), facts], order="deterministic")
             self._digest = blake3(content).hexdigest(length=16)
 
@@ -88,57 +62,23 @@ class Findings:
         """Return what is known about something, or find it out and keep it; its `repr` names it on disk."""
 
         def load() -> Value:
-            if self._folder is None:
+            if self._files.folder is None:
                 return find()
-            name = blake3(repr(about).encode("utf-8", "surrogatepass")).hexdigest(length=8)
-            file = self._folder / f"{self._digest}-{name}.json"
-            value = self._read(file, kind)
+            own = blake3(repr(about).encode("utf-8", "surrogatepass")).hexdigest(length=8)
+            name = f"{self._digest}-{own}"
+            value = self._files.get(name, kind)
             if value is None:
                 value = find()
-                self._write(file, value)
+                self._files.put(name, value)
             return value
 
         known: Value = self._memory.get_or_compute(about, load)
         return known
 
-    def _read(self, file: Path, kind: type[Value]) -> Value | None:
-        """Read an entry and mark it as used; None where it is missing or unreadable."""
-        try:
-            value = msgspec.json.decode(file.read_bytes(), type=kind)
-        except FileNotFoundError:
-            return None
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            _log.debug("ignored cache entry %s: %s", file.name, error)
-            return None
-        with suppress(OSError):
-            os.utime(file)
-        return value
 
-    def _write(self, file: Path, value: Any) -> None:
-        """Write an entry atomically; a folder that cannot be written to is ignored."""
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                temporary = Path(folder, file.name)
-                temporary.write_bytes(msgspec.json.encode(value))
-                temporary.replace(file)
-            files = list(file.parent.glob("*.json"))
-            if len(files) > self._max_files:
-                files.sort(key=lambda found: found.stat().st_mtime)
-                for stale in files[: len(files) - self._max_files * 9 // 10]:
-                    stale.unlink(missing_ok=True)
-        except OSError as error:
-            _log.debug("cannot write cache entry %s: %s", file.name, error)
-
-
-@cache
 def code_digest() -> str:
-    """Digest of the code that probes, since a version number alone does not move with every change."""
-    digest = blake3(__version__.encode())
-    root = Path(__file__).parents[1]
-    for file in [file for pattern in _CODE for file in sorted(root.glob(pattern))]:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest(length=16)
+    """Digest of the code that probes."""
+    return digest_of_code(_CODE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +216,7 @@ class TemplateSet:
             limits=limits,
             clock=clock,
             processes=processes,
-            folder=cache_folder() if profile_cache else None,
+            folder=cache_folder(FOLDER) if profile_cache else None,
         )
 
     @cached_property

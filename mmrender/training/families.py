@@ -9,12 +9,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from blake3 import blake3
 
+from mmrender.caching import FileCache, cache_folder, digest_of_code
 from mmrender.errors import BatchError, ModelError
 from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
 
@@ -99,8 +101,20 @@ _PROVED: Final[Mapping[str, tuple[str, ...]]] = {
 _REFUSED: Final[Mapping[str, Mapping[Layout, str]]] = {
     "paligemma": {"packed": "packed prompts see each other, since prompts are seen in both directions"},
 }
-_remembered: dict[bytes, "ModelFamily"] = {}
-"""Families proved in this process, by digest of their configuration."""
+_FOLDER: Final = "proofs"
+_CODE: Final = ("training/*.py", "media/item.py", "media/levels.py", "spans.py")
+_remembered: dict[str, "Proof"] = {}
+"""What was proved in this process, by digest of all that it depends on."""
+_VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Settings that make no difference to the architecture."""
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """The findings about a family that its configuration does not say; see `ModelFamily`."""
+
+    token_types: TokenTypes | None
+    recurrent: str
+    refused: dict[Layout, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +192,16 @@ class ModelFamily:
         text = (settings.get("text_config") or {}).get("model_type")
         if (text is None and family.model_type in _PROVED) or text in _PROVED.get(family.model_type, ()):
             return replace(family, refused=_REFUSED.get(family.model_type, {}))
-        known = _remembered.get(_digest(settings))
+        known = _known(_digest(settings))
         if known is None:
             raise BatchError(
                 "no batch of this family is proved to equal single forwards",
                 where="config.model_type",
                 expected="a family that is proved, such as " + ", ".join(list(_PROVED)[:4]),
                 got=repr(family.model_type) + (f" with {text!r}" if text else ""),
-                remedy="Prove it first: ModelFamily.prove(config), once a process",
+                remedy="Prove it first: ModelFamily.prove(config)",
             )
-        return known
+        return replace(family, **msgspec.structs.asdict(known))
 
     @classmethod
     def prove(cls, model_or_config: Any, *, images: Sequence["MediaItem"] | None = None) -> "ModelFamily":
@@ -195,7 +209,9 @@ class ModelFamily:
 
         The architecture is built small, with random weights, unless a model in float32 is given, which is
         run as it is. Padded (right and left) and packed batches of samples with images and without run in
-        train mode. What passes is remembered in this process by the configuration: `from_config` gives it.
+        train mode. What passes is remembered by the configuration: `from_config` gives it, in this process,
+        and where the architecture was built here, in others with the same releases of Transformers, torch and
+        mmrender, too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
 
         Args:
             model_or_config: A Transformers model, or what `from_config` takes.
@@ -214,9 +230,12 @@ class ModelFamily:
         prove = import_module("mmrender.training.proofs").prove
         config = getattr(model_or_config, "config", model_or_config)
         settings = _settings(config)
-        family: ModelFamily = prove(model_or_config, settings, _draft, images)
-        _remembered[_digest(settings)] = family
-        return family
+        proof, built = prove(model_or_config, settings, _draft, images)
+        digest = _digest(settings)
+        _remembered[digest] = proof
+        if built:  # a model of the caller's may hold code of his own, which no configuration names
+            FileCache(cache_folder(_FOLDER)).put(digest, proof)
+        return replace(_draft(settings), **msgspec.structs.asdict(proof))
 
 
 def _draft(settings: Mapping[str, Any]) -> ModelFamily:
@@ -259,8 +278,33 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
     )
 
 
-def _digest(settings: Mapping[str, Any]) -> bytes:
-    return blake3(json.dumps(settings, sort_keys=True, default=str).encode()).digest()
+def _known(digest: str) -> Proof | None:
+    found = _remembered.get(digest) or FileCache(cache_folder(_FOLDER)).get(digest, Proof)
+    if found is not None:
+        _remembered[digest] = found
+    return found
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    """Return the digest of all that a proof depends on, the same for a file and for what it is read into."""
+    try:
+        from transformers import CONFIG_MAPPING
+
+        if settings["model_type"] in CONFIG_MAPPING:
+            settings = CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings)).to_dict()
+    except Exception:  # noqa: BLE001 - a configuration that Transformers cannot read is taken as it is
+        settings = dict(settings)
+    kept = {name: value for name, value in settings.items() if name not in _VOLATILE}
+    releases = [_release(name) for name in ("transformers", "torch")]
+    facts = [kept, *releases, digest_of_code(_CODE)]
+    return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(length=16)
+
+
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _settings(config: Any) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from mmrender.media.levels import compacted
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
-from mmrender.training.families import Layout, ModelFamily, TokenTypes
+from mmrender.training.families import Layout, ModelFamily, Proof, TokenTypes
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.segments import recurrent_segments
 from mmrender.training.tensor_list import torch
@@ -58,14 +58,12 @@ def prove(
     settings: Mapping[str, Any],
     draft: Callable[[Mapping[str, Any]], ModelFamily],
     images: Sequence[MediaItem] | None,
-) -> ModelFamily:
-    """Return the family of a model or a configuration; see `ModelFamily.prove`."""
+) -> tuple[Proof, bool]:
+    """Return what is proved of a model or a configuration, and whether the model was built here of it."""
     own = hasattr(given, "forward") and next(given.parameters()).dtype == torch.float32
     model = given if own else build_tiny(_transformers_config(given, settings))
     found = _proved(model, _with_inputs(draft(model.config.to_dict()), model), images)
-    # Token ids and the window are those of the whole model, whatever the small one has.
-    whole = draft(settings)
-    return replace(whole, token_types=found.token_types, recurrent=found.recurrent, refused=found.refused)
+    return Proof(found.token_types, found.recurrent, dict(found.refused)), not own
 
 
 def _transformers_config(given: Any, settings: Mapping[str, Any]) -> Any:

@@ -1,5 +1,9 @@
 """Families that batches are not known to serve are proved, or refused with the layout that fails."""
 
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from mmrender.errors import BatchError
-from mmrender.training import ModelFamily, collate
+from mmrender.training import ModelFamily, collate, families
 from mmrender.training.tiny import build_tiny
 from training_cases import sample
 
@@ -118,3 +122,40 @@ def test_a_forward_that_takes_more_than_batches_hold_is_refused() -> None:
         "Asking.forward: the model takes bbox, which batches do not hold. "
         "Train on one sample at a time with the inputs of the model's own processor"
     )
+
+
+def test_a_proof_is_kept_between_processes_and_damage_means_not_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMRENDER_CACHE", str(tmp_path / "cache"))
+    given = recurrent_text()
+    given.save_pretrained(tmp_path / "model")
+    proved = ModelFamily.prove(given)
+    (file,) = (tmp_path / "cache" / "proofs").iterdir()
+    script = "import sys; from mmrender.training import ModelFamily as F; print(F.from_config(sys.argv[1]).recurrent)"
+    command = [sys.executable, "-c", script, str(tmp_path / "model")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "conv\n"
+
+    def known() -> bool:
+        families._remembered.clear()
+        try:
+            return ModelFamily.from_config(given) == proved
+        except BatchError:
+            return False
+
+    assert known()
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert not known(), place
+    file.write_bytes(content)
+    for release in ("transformers", "torch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                families, "version", lambda name, one=release: "0" if name == one else version(name)
+            )
+            assert not known()
+    with monkeypatch.context() as patch:
+        patch.setattr(families, "digest_of_code", lambda _: "other code")
+        assert not known()
+    assert known()

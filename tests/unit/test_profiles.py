@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from mmrender.bridge.proof import TailProver
+from mmrender.caching import cache_folder
 from mmrender.probing import templates
 from mmrender.probing.profile import TemplateProfile, probe_template
-from mmrender.probing.templates import Findings, cache_folder
+from mmrender.probing.templates import Findings
 from mmrender.renderer import Renderer
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
@@ -145,7 +146,7 @@ def test_opting_out(
     load(tiny_model, profile_cache=False).profile  # noqa: B018
     for value in ("off", "0", "", "OFF"):
         monkeypatch.setenv("MMRENDER_CACHE", value)
-        assert cache_folder() is None
+        assert cache_folder("profiles") is None
     load(tiny_model).profile  # noqa: B018
     assert probed == ["profile"] * 2
     assert not folder.exists()
@@ -154,12 +155,12 @@ def test_opting_out(
 def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MMRENDER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "mmrender" / "profiles"
+    assert cache_folder("profiles") == tmp_path / "mmrender" / "profiles"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder() is None
+    assert cache_folder("profiles") is None
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
+    assert cache_folder("profiles") == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
 
 
 def test_folder_that_cannot_be_written_to_is_ignored(
