@@ -8,6 +8,7 @@ text and 100 sampled ones. The cases:
 - rollout: one trajectory of 16 turns;
 - group: 8 rollouts of 16 turns that show the same 16 images;
 - long: one trajectory of 1,000 short turns, an image of the 16 every fourth;
+- long text: the same without images;
 - search: a tree of 200 steps over 8 images, each step starting from a random earlier one.
 
 Three ways to ship each of them, all with images as uint8 planes; float32 patches would be eight times the
@@ -110,7 +111,7 @@ def long(items: list[PatchItem], turns: int) -> Calls:
     for turn in range(turns):
         line = (
             line.shown(items[turn // 4 % len(items)])
-            if turn % 4 == 0
+            if items and turn % 4 == 0
             else Line([*line.prompt, *TEXT], line.entries)
         )
         call, line = line.call(random, 30)
@@ -206,6 +207,7 @@ def main() -> None:
         "rollout, 16 turns": [rollout(items, 0)],
         "group, 8 x 16 turns": [rollout(own[number], number) for number in range(8)],
         "long, 1,000 turns": [long(items, 1000)],
+        "long text, 1,000 turns": [long([], 1000)],
         "search, 200 steps": [search(items[:8], 200)],
     }
     gc.freeze()  # the collector must not walk the prompts of all cases

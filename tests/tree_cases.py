@@ -77,6 +77,8 @@ class Call:
 
     def append_to(self, trajectory: Trajectory, **changes: Any) -> Any:
         fields: dict[str, Any] = {
+            "prompt_ids": self.prompt,
+            "completion_ids": self.completion,
             "logprobs": self.logprobs,
             "multi_modal_data": self.sidecar,
             "messages": self.messages,
@@ -86,7 +88,7 @@ class Call:
             "reward": None if self.number % 3 == 0 else float(self.number),
             "extra": {"number": self.number} if self.number % 2 else None,
         }
-        return trajectory.append(self.prompt, self.completion, **(fields | changes))
+        return trajectory.append(**(fields | changes))
 
 
 _segments = st.lists(

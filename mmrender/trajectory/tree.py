@@ -18,13 +18,14 @@ whose history was summarised starts where the tokens part.
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, last_run, new_rows
 from mmrender.trajectory.prefix import (
     NOTHING_SHARED,
@@ -202,7 +203,7 @@ class Trajectory:
                 self._newest.step._sequence = None
             self._newest = _Newest(step)
         else:
-            newest.extend(step)
+            newest.extend(step, completion_ids)
         return step
 
     def branches(self) -> list[Branch]:
@@ -232,6 +233,7 @@ class Trajectory:
         Raises:
             TrajectoryError: Log probabilities are required and missing.
         """
+        self._settle()
         trained: dict[int, int] = {}
         samples = []
         for branch in self.branches():
@@ -314,6 +316,11 @@ class Trajectory:
             )
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
 
+    def _settle(self) -> None:
+        """Drop what only makes the next call cheap; a rollout that is read out has mostly ended."""
+        if self._newest is not None:
+            self._newest.prompt = []
+
     def _add(self, step: Step) -> None:
         experts, known = step.own_experts, self._experts_form
         if experts is not None:
@@ -333,6 +340,14 @@ class Trajectory:
         self._steps.append(step)
 
 
+class _Shown(NamedTuple):
+    """The media of one modality, in prompt order."""
+
+    hashes: list[str]
+    ranges: list[PlaceholderRange]
+    items: list[MediaItem]
+
+
 class _Newest:
     """The sequence of the newest step in growing buffers, since the next call mostly extends it."""
 
@@ -341,8 +356,9 @@ class _Newest:
         self.messages: list[Any] = []
         self.experts_run: tuple[int, int] | None = None
         self._array: Int32Array | None = None
-        self._list: list[int] = []
-        self._media = MultiModalData({}, {}, {})
+        self.prompt: list[int] = []
+        """The tokens as a list that shares its numbers with the caller's prompts, where those are lists."""
+        self._media: dict[str, _Shown] = {}
 
     def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> _Place | None:
         """Return what a prompt adds to this step, or None if it does not begin with all of it."""
@@ -355,8 +371,8 @@ class _Newest:
         added = check_ids(prompt_ids[length:], f"{where}.prompt_ids", start=length)
         return _Place(self.step, length, added, media)
 
-    def extend(self, step: Step) -> None:
-        """Take in a step that extends this one."""
+    def extend(self, step: Step, completion_ids: Any) -> None:
+        """Take in a step that extends this one, and its sampled tokens as they were given."""
         start, stop = len(self.step), len(step)
         array = self._whole()
         if len(array) < stop or not array.flags.writeable:
@@ -364,14 +380,15 @@ class _Newest:
             grown[:start] = array[:start]
             array = self._array = grown
         array[start:stop] = step.own_ids
+        if self.prompt:
+            given = isinstance(completion_ids, list)
+            self.prompt += completion_ids if given else step.completion_ids.tolist()
         if step.own_experts is not None:
             runs = [] if self.experts_run is None else [self.experts_run]
             self.experts_run = last_run([*runs, (step.own_experts.start, step.own_experts.stop)])
         del self.messages[step.messages_keep :]
         self.messages.extend(step.new_messages)
-        self._media = self._media.merged(
-            MultiModalData.of((span.range, span.item) for span in step.own_media)
-        )
+        self._show(step.own_media)
         self.step._sequence = None
         self.step = step
         step._sequence = array[:stop]
@@ -381,34 +398,51 @@ class _Newest:
         """Return the tokens; what a step is made of is put together when the first prompt extends it."""
         if self._array is None:
             step = self.step
-            self._array, self._media = step.token_ids, step.multi_modal_data
+            self._array = step.token_ids
+            self._show(step.media)
             self.messages, self.experts_run = step.messages, step.experts_run(len(step))
         return self._array
 
-    def _begins(self, prompt_ids: Any, length: int) -> bool:
+    def _show(self, media: Iterable[MediaSpan]) -> None:
+        for span in media:
+            hashes, ranges, items = self._media.setdefault(span.modality, _Shown([], [], []))
+            hashes.append(span.item.identity)
+            ranges.append(span.range)
+            items.append(span.item)
+
+    def _begins(self, prompt_ids: Any, length: int) -> Any:
         own = self.step.own_ids
-        if isinstance(prompt_ids, list):
+        if isinstance(prompt_ids, list | tuple):
+            prompt_ids = list(prompt_ids) if isinstance(prompt_ids, tuple) else prompt_ids
             if prompt_ids[length - len(own) : length] != own.tolist():
                 return False
-            # Lists are compared as lists: a long one costs more to convert than to compare.
-            self._list.extend(self._whole()[len(self._list) : length].tolist())
-            return prompt_ids[:length] == self._list
+            # The list shares its numbers with the prompts that grew out of each other: those compare by
+            # address, and without a slice that would touch each of them.
+            is_new = not self.prompt
+            known = self._whole()[:length].tolist() if is_new else self.prompt
+            del known[length:]
+            known += prompt_ids[length:]
+            is_alike = known == prompt_ids
+            if is_new and is_alike:
+                self.prompt = prompt_ids.copy()
+            return is_alike
+        self.prompt = []
         if isinstance(prompt_ids, np.ndarray) and prompt_ids.ndim == 1 and prompt_ids.dtype.kind in "iu":
             return np.array_equal(prompt_ids[:length], self._whole()[:length])
         return False
 
     def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
         """Return the media after those of this step, or None where they do not begin alike or do not fit."""
-        known, columns = self._media, (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
-        for modality, identities in known.mm_hashes.items():
-            count = len(identities)
+        columns = (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
+        for modality, known in self._media.items():
+            count = len(known.items)
             hashes, ranges, items = ([*column.get(modality, ())[:count]] for column in columns)
-            if (hashes, ranges, len(items)) != (identities, known.mm_placeholders[modality], count) or any(
-                a is not b and a.identity != b.identity
-                for a, b in zip(items, known.mm_items[modality], strict=True)
-            ):
+            if (hashes, ranges, len(items)) != (known.hashes, known.ranges, count):
                 return None
-        counts = {modality: len(identities) for modality, identities in known.mm_hashes.items()}
+            is_same = all(map(is_, items, known.items))
+            if not is_same and [item.identity for item in items] != known.hashes:
+                return None
+        counts = {modality: len(known.items) for modality, known in self._media.items()}
         added: list[Any] = [
             {modality: entries[counts.get(modality, 0) :] for modality, entries in column.items()}
             for column in columns
@@ -436,9 +470,10 @@ def trajectories_to_wire(
         TrajectoryError: A message holds something that cannot be encoded.
         MediaError: The class of a media item has no form on the wire.
     """
-    records = (
-        Record(each.trajectory_id, each.steps, each.reward, each.error, each.extra) for each in trajectories
-    )
+    records = []
+    for each in trajectories:
+        each._settle()
+        records.append(Record(each.trajectory_id, each.steps, each.reward, each.error, each.extra))
     return write_records(records, media_sources=media_sources, share=share)
 
 

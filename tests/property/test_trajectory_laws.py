@@ -2,6 +2,7 @@
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,35 @@ def test_steps_are_what_was_appended(rollout):
         if step.parent is not None:
             assert step.token_ids[: step.keep].tolist() == step.parent.token_ids[: step.keep].tolist()
             assert not any(entry.start < step.keep < entry.stop for entry in step.media)
+
+
+FORMS = {
+    "list": list,
+    "fresh list": lambda ids: np.array(ids, np.int64).tolist(),
+    "array": lambda ids: np.array(ids, np.int64),
+    "tuple": tuple,
+}
+
+
+@given(calls(), st.data())
+@settings(max_examples=100)
+def test_the_form_of_a_prompt_what_is_refused_and_what_is_read_between_change_no_tree(rollout, data):
+    """A list is compared by address with the prompt before it: no form, and nothing between, may matter."""
+    trajectory = Trajectory("t", extra={"env": "grid"})
+    for call in rollout:
+        form = FORMS[data.draw(st.sampled_from(sorted(FORMS)))]
+        between = data.draw(st.sampled_from(["nothing", "refused", "read", "shipped"]))
+        if between == "refused":
+            with pytest.raises(TrajectoryError):
+                call.append_to(trajectory, prompt_ids=[*call.prompt, 7, -1])
+            with pytest.raises(TrajectoryError):
+                call.append_to(trajectory, logprobs=[0.0, *call.logprobs])
+        elif between == "read":
+            trajectory.samples()
+        elif between == "shipped":
+            trajectory.to_frames()
+        call.append_to(trajectory, prompt_ids=form(call.prompt), completion_ids=form(call.completion))
+    assert_same(trajectory, grown(rollout))
 
 
 @given(calls())

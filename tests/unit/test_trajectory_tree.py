@@ -3,6 +3,7 @@
 import copy
 import pickle
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -63,6 +64,22 @@ def test_a_thousand_turns_cost_what_they_add():
         return time.process_time() - started
 
     assert seconds(1000) < 8 * seconds(250) + 0.5
+
+
+def test_a_rollout_that_was_read_out_keeps_its_distinct_bytes():
+    """Besides 2 KiB a step: 4 bytes a token and its log probability, and the growing sequence, 8 at most."""
+    turns, sampled = 40, 2_000
+    tracemalloc.start()
+    trajectory, prompt = Trajectory(), list(range(1_000, 1_500))
+    for turn in range(turns):
+        completion = list(range(turn * sampled + 1_000, (turn + 1) * sampled + 1_000))
+        trajectory.append(prompt, completion, logprobs=[-0.5] * sampled)
+        prompt = [*prompt, *completion]
+    del prompt, completion
+    trajectory.samples()
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < 16 * len(trajectory.steps[-1]) + 2_048 * turns
 
 
 def test_a_prompt_may_be_a_list_an_array_or_a_tuple():
