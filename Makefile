@@ -2,7 +2,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
-FUZZ_MESSAGES ?= 200000
+FUZZ_MESSAGES ?= 300000
 FAULTS ?= 500
 SOAK_SECONDS ?= 600
 
@@ -130,8 +130,8 @@ integration-dynamo: $(MAIN_STAMP) ## drive a real Dynamo, with a worker that run
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)
 
-faults: $(MAIN_STAMP) ## kill senders and receivers at FAULTS random points; nothing may be lost, doubled or unreadable
-	OMP_NUM_THREADS=1 $(BIN)/python tests/shipping_faults.py --runs $(FAULTS)
+faults: $(MAIN_STAMP) ## kill FAULTS senders and receivers over each link; nothing may be lost, doubled or unreadable
+	OMP_NUM_THREADS=1 $(BIN)/python tests/shipping_faults.py --kills $(FAULTS)
 
 fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the property tests with fresh seeds
 	$(BIN)/python tests/codec_fuzz.py --messages $(FUZZ_MESSAGES)

@@ -1,11 +1,12 @@
 """Kill senders and receivers, cut their connections, and see that nothing is lost, doubled or unreadable.
 
-    python tests/shipping_faults.py [--runs 500] [--seed 0] [--transports tcp shm ...]
+    python tests/shipping_faults.py [--kills 500] [--seed 0] [--transports tcp shm ...]
 
-Each run ships messages that share pictures from one process to another. The receiver appends each message to a
-record file, then acknowledges it; the sender notes what was acknowledged. On the way one of them, or both, die by
-SIGKILL several times: at a random moment, or at a chosen step such as halfway through an append. Or a proxy between
-them cuts connections after a random number of bytes. Whoever died is started again and goes on from its file.
+Each run ships messages from one process to another: values that share pictures, and rollouts of which many have the
+same name. The receiver appends each message to a record file, then acknowledges it; the sender notes what was
+acknowledged. On the way one of them, or both, die by SIGKILL several times: at a random moment, or at a chosen step
+such as halfway through an append. Or a proxy between them cuts connections after a random number of bytes. Whoever
+died is started again and goes on from its file. There are runs over each link until so many processes were killed.
 Checked after each death of the receiver and at the end:
 
 - every message whose acknowledgement the sender saw is in the record file;
@@ -16,6 +17,7 @@ Checked after each death of the receiver and at the end:
 import argparse
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import random
 import shutil
@@ -28,6 +30,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +41,7 @@ import numpy as np
 
 import mmcodecs
 from mmrender.shipping import Receiver, Sender
+from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT, tls_contexts
 
 TRANSPORTS = ("unix", "tcp", "tcp+tls", "shm")
@@ -55,8 +60,30 @@ def content(seed: int, number: int) -> tuple[list[tuple[bytes, np.ndarray]], np.
     return pictures, np.arange(number, number + rng.randint(1, 30_000))
 
 
+def message(seed: int, number: int) -> Any:
+    """A value with pictures or, every other time, a rollout of one of three names."""
+    pictures, tokens = content(seed, number)
+    if number % 2:
+        rollout = Trajectory(f"task-{number % 3}")
+        rollout.append([number], tokens, logprobs=np.zeros(len(tokens)))
+        return rollout
+    shared = [mmcodecs.Shared(picture, name) for name, picture in pictures]
+    return {"number": number, "tokens": tokens, "pictures": shared}
+
+
+def record_of(value: Any) -> dict[str, Any]:
+    """What is written of a message."""
+    if not isinstance(value, Trajectory):
+        return dict(value)
+    (step,) = value.steps
+    number = int(step.prompt_ids[0])
+    named = f"task-{number % 3}" == value.trajectory_id
+    return {"number": number, "tokens": step.completion_ids if named else step.prompt_ids, "pictures": []}
+
+
 def is_right(seed: int, number: int, value: Any) -> bool:
     pictures, tokens = content(seed, number)
+    pictures = [] if number % 2 else pictures
     return (
         value["number"] == number
         and np.array_equal(value["tokens"], tokens)
@@ -108,6 +135,7 @@ class Run:
         self.sender_url = self.url
         # Half of the runs give no keys: all messages then are known by sender and number only.
         self.keyed = bool(seed % 2)
+        self.kills = 0
         self.window_messages = self.random.choice([1, 3, 64])
         self.window_bytes = self.random.choice([100_000, 2_000_000, 64 << 20])
 
@@ -140,14 +168,15 @@ class Run:
     async def keep(self, receiver: Receiver, writer: Any, step: tuple[int, str] | None) -> None:
         taken = 0
         async for message in receiver:
-            if not is_right(self.seed, message.value["number"], message.value):
+            record = record_of(message.value)
+            if not is_right(self.seed, record["number"], record):
                 raise SystemExit(f"message {message.id} is not what was sent")
             at = step[1] if step is not None and step[0] == taken else None
             if at == "before append":
                 die()
             if at == "half an append":
                 tear_next_write(writer)
-            writer.append({"id": message.id, **message.value})
+            writer.append({"id": message.id, **record})
             if at == "after append":
                 die()
             message.ack()
@@ -172,9 +201,7 @@ class Run:
                 for number in range(self.count):
                     if str(number) in known:
                         continue
-                    pictures, tokens = content(self.seed, number)
-                    shared = [mmcodecs.Shared(picture, name) for name, picture in pictures]
-                    value = {"number": number, "tokens": tokens, "pictures": shared}
+                    value = message(self.seed, number)
                     delivery = await sender.send(value, id=str(number) if self.keyed else None)
                     waiting.append(asyncio.ensure_future(note(delivery, number)))
                     if self.random.random() < 0.3:
@@ -187,7 +214,7 @@ class Run:
         """Carry out the run, and say which kind it was."""
         # A sender that starts over is another one: without keys its messages would count as new.
         kind = self.random.choice(["sender", "receiver", "receiver", "both"]) if self.keyed else "receiver"
-        if self.transport in ("unix", "tcp", "tcp+tls") and self.random.random() < 0.4:
+        if self.transport in ("unix", "tcp", "tcp+tls") and self.random.random() < 0.25:
             kind = "cut"
         proxy = self.interpose() if kind == "cut" else None
         deaths = 0 if kind == "cut" else self.random.randint(1, 4)
@@ -199,6 +226,7 @@ class Run:
             while deaths:
                 victim = self.random.choice(["sender", "receiver"]) if kind == "both" else kind
                 deaths -= 1
+                self.kills += 1
                 time.sleep(self.random.random() * 0.12)
                 if victim == "sender":
                     kill(sender)
@@ -208,6 +236,7 @@ class Run:
                     self.check()
                     receiver = self.start_receiver(deaths)
             if self.doomed:
+                self.kills += 1
                 kill(receiver)
                 self.check()
                 receiver = self.start_receiver(0)
@@ -348,34 +377,39 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    options = parser.parse_args()
+def survey(kills: int, seed: int, transport: str) -> tuple[int, int, Counter[str]]:
+    """Run over one link until so many processes were killed: how many were, messages, and runs of each kind."""
     kinds: Counter[str] = Counter()
-    messages = 0
-    started = time.monotonic()
-    for seed in range(options.seed, options.seed + options.runs):
-        transport = options.transports[seed % len(options.transports)]
+    killed = messages = 0
+    while killed < kills:
         folder = Path(tempfile.mkdtemp(prefix="mmrender-faults-"))
         try:
             run = Run(seed, transport, folder)
             try:
-                kind = run.play()
+                kinds[run.play()] += 1
             except SystemExit as error:
                 raise SystemExit(f"seed {seed} over {transport}: {error}") from error
-            kinds[f"{transport}, {kind}"] += 1
-            messages += run.count
+            killed, messages, seed = killed + run.kills, messages + run.count, seed + 1
         finally:
             shutil.rmtree(folder)
-    for kind, times in sorted(kinds.items()):
-        print(f"{times:5}  {kind}")
-    took = time.monotonic() - started
-    print(
-        f"{options.runs} runs, {messages} messages, {took:.0f} s: none lost, none twice, every file readable"
-    )
+    return killed, messages, kinds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=500, help="over each link, at least")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    options = parser.parse_args()
+    started = time.monotonic()
+    work = partial(survey, options.kills, options.seed)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(options.transports), context) as pool:
+        for transport, found in zip(options.transports, pool.map(work, options.transports), strict=True):
+            killed, messages, kinds = found
+            runs = ", ".join(f"{times} {kind}" for kind, times in sorted(kinds.items()))
+            print(f"{transport}: {killed} kills, {messages} messages in {kinds.total()} runs ({runs})")
+    print(f"{time.monotonic() - started:.0f} s: none lost, none twice, every file readable")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 
 from mmcodecs.arrays import contiguous, describe, dtype_named, restore
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
-from mmcodecs.values import DEFAULT_LIMITS, Limits, neutral_form, pack
+from mmcodecs.values import DEFAULT_LIMITS, Limits, neutral_form, pack, unpack
 from mmcodecs.wire import as_bytes
 
 TAG: Final = "__torch_tensor__"
@@ -119,7 +119,7 @@ def decode_tagged(
     if view.nbytes > limits.max_bytes:
         raise limit_exceeded("max_bytes", limits.max_bytes, view.nbytes)
     try:
-        tree = msgspec.msgpack.decode(view, ext_hook=_refuse_extension)
+        tree = unpack(view, _refuse_extension)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise DecodeError(f"malformed msgpack: {error}", where="$") from error
     return walk_decode_tensors(tree, to_torch=to_torch, copy=copy, limits=limits)
