@@ -56,6 +56,18 @@ _NO_ROOM: Final = re.compile(
 """SGLang's refusal of prompt and `max_tokens` together."""
 
 
+def require_one_of(where: str, value: object, known: Sequence[str], remedy: str | None = None) -> None:
+    """Require a known value of a backend's setting."""
+    if value not in known:
+        raise InputError(
+            "unknown setting of the backend",
+            where=where,
+            expected=", ".join(map(repr, known)),
+            got=repr(value),
+            remedy=remedy,
+        )
+
+
 class HTTPBackend:
     """Base of the backends of servers."""
 

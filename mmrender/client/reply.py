@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pybase64
 
 from mmrender.client.placeholders import check_prompt_seen
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, TopLogprobs, Usage
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, Prompt, TopLogprobs, Usage
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 
@@ -139,6 +139,7 @@ class ReportedExperts(msgspec.Struct):
 def response_of(
     request: EngineRequest,
     *,
+    adopted: bool = False,
     where: str,
     raw: Mapping[str, Any],
     ids: Sequence[int],
@@ -154,6 +155,8 @@ def response_of(
     request_id: str | None = None,
 ) -> EngineResponse:
     """Check what a server says of one completion; `raw` is its reply, `where` the call in errors.
+
+    `adopted` says that the request's prompt is the server's own, and not what was sent.
 
     `named` says whether each logprob must name its token, `seen` is the prompt that the server used, and
     `experts_shape` layers and experts of a token, for router choices that come without.
@@ -185,6 +188,7 @@ def response_of(
         weight_versions=version_spans(versions, count, where=where) if versions else (),
         request_id=request_id,
         top_logprobs=alternatives(entries, where=where) if request.sampling_params.get("logprobs") else None,
+        prompt=Prompt(list(request.prompt_ids), request.multi_modal_data, None) if adopted else None,
         raw=raw,
     )
 

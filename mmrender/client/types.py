@@ -22,6 +22,10 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 TurnFinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 
+Trust: TypeAlias = Literal["renderer", "server"]
+"""Whose widening of images is the truth, where a server widens them. The server's must equal the renderer's,
+or its tokens and ranges of images are taken as the prompt, which is then `EngineResponse.prompt`."""
+
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """Alternatives `(token_id, logprob)` of each completion token."""
 
@@ -99,6 +103,7 @@ class EngineResponse:
         weight_versions: Which weights sampled which completion tokens; empty where not reported.
         request_id: The engine's own name of the request.
         top_logprobs: Alternatives of each completion token, where asked for.
+        prompt: What the server made of the prompt, where that is taken as the truth and is not what was sent.
         raw: The decoded reply without its large fields.
     """
 
@@ -111,6 +116,7 @@ class EngineResponse:
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     request_id: str | None = None
     top_logprobs: TopLogprobs | None = None
+    prompt: Prompt | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -173,7 +179,7 @@ class Generation:
     """One sampled turn, parsed, ready to be trained on or continued.
 
     Attributes:
-        prompt_ids: The prompt, placeholders widened.
+        prompt_ids: The prompt, placeholders widened; the server's own where the backend trusts it.
         completion_ids: The sampled tokens, with the stop token where the model sampled one.
         logprobs: One finite number for each of `completion_ids`.
         finish_reason: `tool_calls` where a well-formed call ended in a stop; else why sampling ended.
@@ -181,7 +187,8 @@ class Generation:
         parsed: The parsed completion.
         message: The assistant message, ready to be appended to the conversation.
         multi_modal_data: The sidecar of the prompt.
-        prompt_attribution: Attribution of the prompt's tokens; None where only ids were given.
+        prompt_attribution: Attribution of the prompt's tokens; None where only ids were given, or where the
+            prompt is the server's own.
         response: The engine's response.
     """
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, data_urls, sample
-from mmrender.client.placeholders import Ids, check_request, collapse
+from mmrender.client.exchange import HTTPBackend, data_urls, require_one_of, sample
+from mmrender.client.placeholders import Ids, adopt_prompt, check_request, collapse
 from mmrender.client.reply import (
     FailedInEngineError,
     LogprobEntry,
@@ -34,7 +34,7 @@ from mmrender.client.reply import (
 from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport, read_events
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Trust
 from mmrender.client.vllm_images import (
     PIXEL_DTYPES,
     PixelDtype,
@@ -50,7 +50,6 @@ from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
-    InputError,
 )
 from mmrender.spans import MediaSpan
 
@@ -69,6 +68,8 @@ class VLLMBackend(HTTPBackend):
             levels that the server normalises, the others normalised values.
         trust_cache: Leave out images of `hash_only` also where the server does not say how it caches them. A
             wrong answer kills the engine.
+        trust: Whose widening of images is the truth, for `content_parts`; see `Trust`. With `"server"` tokens
+            are reported at the end alone.
         abort_on_cancel: Tell the server to stop where a call is cancelled or times out. Closing the
             connection stops it too, unless a proxy keeps it open.
 
@@ -80,17 +81,14 @@ class VLLMBackend(HTTPBackend):
     images: ImageMode = "features"
     pixels: Literal["ask"] | PixelDtype = "ask"
     trust_cache: bool = False
+    trust: Trust = "renderer"
     abort_on_cancel: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (("images", get_args(ImageMode)), ("pixels", ("ask", *PIXEL_DTYPES))):
-            if getattr(self, name) not in known:
-                raise InputError(
-                    "unknown setting of the backend",
-                    where=f"VLLMBackend.{name}",
-                    expected=", ".join(map(repr, known)),
-                    got=repr(getattr(self, name)),
-                )
+        trusts = get_args(Trust) if self.images == "content_parts" else ("renderer",)
+        require_one_of("VLLMBackend.images", self.images, get_args(ImageMode))
+        require_one_of("VLLMBackend.pixels", self.pixels, ("ask", *PIXEL_DTYPES))
+        require_one_of("VLLMBackend.trust", self.trust, trusts, "A server widens images='content_parts' only")
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
@@ -113,7 +111,13 @@ class VLLMBackend(HTTPBackend):
         urls = await asyncio.to_thread(data_urls, spans)
         parts = [{"type": "image_url", "url": url} for url in urls]
         collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
-        return await send({"token_ids": collapsed, "content_parts": parts, "return_token_ids": True})
+        body = {"token_ids": collapsed, "content_parts": parts, "return_token_ids": True}
+        if self.trust == "renderer":
+            return await send(body)
+        response = await send(body, trust=self.trust, on_tokens=None)
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
 
     async def _by_features(
         self,
@@ -175,12 +179,13 @@ async def sample_tokens(
     prompt: Mapping[str, Any],
     *,
     aborts: bool,
+    trust: Trust = "renderer",
     on_tokens: OnTokens | None = None,
 ) -> EngineResponse:
     """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed where `on_tokens` is given.
 
     `prompt` holds the members of the body for tokens and images. With `aborts` the server is asked to stop
-    where the call is cancelled or times out.
+    where the call is cancelled or times out. `trust` is that of `VLLMBackend`.
     """
     spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")
     params = {"logprobs": 0, **spelled.sampling}  # by default of the sampled token alone
@@ -208,7 +213,7 @@ async def sample_tokens(
             transport,
             GENERATE_PATH,
             body,
-            partial(read_reply, request, widened="content_parts" in prompt),
+            partial(read_reply, request, widened=trust if "content_parts" in prompt else None),
             abort=(ABORT_PATH, {"request_ids": [engine_id]}) if aborts else None,
             read_stream=None if on_tokens is None else _Stream(request, on_tokens, where).read,
         )
@@ -254,8 +259,10 @@ class _Reply(msgspec.Struct):
     mm_placeholders: dict[str, list[Place]] | None = None
 
 
-def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: bool = False) -> EngineResponse:
-    """Read the whole answer; where the server widened the placeholders, its prompt must be ours."""
+def read_reply(
+    request: EngineRequest, decoded: Any, where: str, *, widened: Trust | None = None
+) -> EngineResponse:
+    """Read the whole answer; `widened`: whose prompt is the truth, where the server widened placeholders."""
     reply = convert(decoded, _Reply, where=where)
     if len(reply.choices) != 1:
         raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
@@ -266,8 +273,14 @@ def read_reply(request: EngineRequest, decoded: Any, where: str, *, widened: boo
             where=f"{where} prompt_token_ids",
             expected="a list",
         )
+    sent = request
+    if widened == "server":
+        places = [place for ranges in (reply.mm_placeholders or {}).values() for place in ranges]
+        ranges = sorted((place.offset, place.length) for place in places)
+        request = adopt_prompt(reply.prompt_token_ids or [], sent, ranges, where=where)
     response = response_of(
         request,
+        adopted=request is not sent,
         where=where,
         raw=without_large(decoded),
         ids=choice.token_ids or [],

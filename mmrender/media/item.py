@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
+from blake3 import blake3
 from msgspec import Meta
 from PIL import ExifTags, Image
 
@@ -26,7 +27,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
 from mmrender.messages import Modality
-from mmrender.spans import Count, Expansion, Framework, MediaItem, TensorDtype
+from mmrender.spans import Count, Expansion, Framework, MediaItem, Repeat, TensorDtype
 
 Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 """Hex digest of content and processor settings."""
@@ -231,10 +232,13 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
         identity: Of the item that processing `source` must give; 64 hex digits.
         expected_length: Number of tokens of the placeholder range in the prompt.
         source: The encoded image, or its URL.
+        served: Whether a server processed it, whose item is not known here. The identity is then that of
+            source and expansion, the grid is empty, and processing must give the same expansion alone.
     """
 
     expected_length: Count
     source: bytes | str
+    served: bool = False
 
     @classmethod
     def of(cls, item: MediaItem, source: bytes | str, expected_length: int) -> "ReferenceItem":
@@ -247,6 +251,26 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
             expected_length=expected_length,
             source=source,
             modality=item.modality,
+        )
+
+    @classmethod
+    def of_server(cls, item: MediaItem, expansion: tuple[Repeat, ...]) -> "ReferenceItem":
+        """Return the image of `item` as a server processed it, to this expansion.
+
+        Raises:
+            MediaError: The item cannot be had as an encoded image.
+        """
+        source = item.source if isinstance(item, ReferenceItem) else encoded_image(item).data
+        encoded = source.encode() if isinstance(source, str) else source
+        return cls(
+            identity=blake3(msgspec.json.encode(expansion) + encoded).hexdigest(),
+            size=item.size,
+            grid=(),
+            expansion=expansion,
+            expected_length=sum(piece.count for piece in expansion),
+            source=source,
+            modality=item.modality,
+            served=True,
         )
 
     @property
@@ -283,7 +307,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
         """
         where = f"item {self.identity[:12]}"
         item = processor.process(load_image(self.source, policy, where=where), num_images=num_images)
-        for name in ("identity", "grid", "expansion"):
+        for name in ("expansion",) if self.served else ("identity", "grid", "expansion"):
             expected, got = getattr(self, name), getattr(item, name)
             if expected != got:
                 raise MediaError(

@@ -119,7 +119,8 @@ def _reference(item: _Reference, where: str) -> ReferenceItem:
         source = source.tobytes()  # copied: decoders of images take nothing but bytes
     if not isinstance(source, str | bytes):
         _refuse("a source is malformed", where, "a URL or uint8 [n]", _form_of(source))
-    return ReferenceItem.of(item, source, item.expected_length)
+    found = ReferenceItem.of(item, source, item.expected_length)
+    return msgspec.structs.replace(found, served=item.served)
 
 
 def _decoded(kind: Any, value: Any) -> Any:
