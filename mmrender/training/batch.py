@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
-from mmrender.training.families import ModelFamily
+from mmrender.training.families import ModelFamily, SequenceSplit
 from mmrender.training.segments import (
     Rows,
+    Segment,
     attention_mask,
     check_kept_apart,
     image_block_masks,
@@ -30,7 +30,9 @@ from mmrender.training.segments import (
     row_bounds,
     same_sample,
     token_numbers,
+    varlen_kwargs,
 )
+from mmrender.training.shards import SequenceShard, logprobs_of, take_columns
 from mmrender.training.tensor_list import TensorList, row_places, torch
 from mmrender.trajectory.sample import IGNORE_INDEX
 
@@ -127,13 +129,8 @@ class TrainingBatch:
             `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(sequences + 1,)`, over the rows one after another;
             `max_length_q` and `max_length_k`, the tokens of the longest. Padding counts as a sequence.
         """
-        bounds = [0]
-        for row, segments in enumerate(self.segments):
-            bounds += [row * self.width + bound for bound in row_bounds(segments, self.width)[1:]]
-        offsets = torch.tensor(bounds, dtype=torch.int32, device=self.input_ids.device)
-        longest = max(stop - start for start, stop in pairwise(bounds))
-        lengths = {"max_length_q": longest, "max_length_k": longest}
-        return {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, **lengths}
+        rows = [row_bounds(segments, self.width) for segments in self.segments]
+        return varlen_kwargs(rows, self.input_ids.device)
 
     def staleness(self, order: Mapping[str, int]) -> Any:
         """Return how many updates of the weights each token is behind the newest: int64 `(rows, width)`.
@@ -253,6 +250,68 @@ class TrainingBatch:
             return self
         left = 0 if self.padding_side == "right" else extra
         return replace(self._padded(columns=extra, left=left), segments=_shifted(self.segments, left))
+
+    def spaced(self, multiple: int) -> TrainingBatch:
+        """Return the rows with each sample followed by padding up to a multiple of tokens; a copy."""
+        left = self.padding_side == "left"
+        wide = self.widened(self.width + 1)  # has a column of padding, which empty places are copies of
+        lengths = [[-(-one.length // multiple) * multiple for one in row] for row in self.segments]
+        width = max(multiple, *map(sum, lengths))
+        columns = torch.full((len(self), width), 0 if left else self.width)
+        segments: list[tuple[Segment, ...]] = []
+        for row, own in enumerate(lengths):
+            start = width - sum(own) if left else 0
+            segments.append(())
+            for one, length in zip(wide.segments[row], own, strict=True):
+                columns[row, start : start + one.length] = torch.arange(one.start, one.stop)
+                segments[row] += (replace(one, start=start),)
+                start += length
+            if not own:  # the token of a padding row that is attended to
+                columns[row, -1 if left else 0] = wide.width - 1 if left else 0
+        columns = columns.to(self.input_ids.device)
+        copies = wide._map(lambda tensor, dim: take_columns(tensor, columns, dim))
+        return replace(copies, segments=tuple(segments))
+
+    def shard(self, *, rank: int, world_size: int, layout: SequenceSplit) -> SequenceShard:
+        """Return one rank's tokens of all rows, for context or sequence parallel training.
+
+        Every rank of the group takes its shard of the same batch. Rows are filled up first: to a multiple of
+        the ranks for `"ulysses"`, of twice the ranks for `"ring"`, and packed ones sample by sample.
+
+        Args:
+            rank: The rank in its group, from 0.
+            world_size: Ranks of the group.
+            layout: `"ulysses"`: each rank has one run of tokens, as DeepSpeed's sequence parallelism splits.
+                `"ring"`: the first and the last of 2 * `world_size` parts go to the first rank, and so on
+                inwards, so that causal attention costs all ranks the same. The parts are those of a padded
+                row, as torch's context parallelism and Accelerate's split; and those of each sample in packed
+                rows, as Megatron and ring-flash-attention for variable lengths do.
+
+        Raises:
+            BatchError: The family's rows are not split this way; there is no such rank; or rows are padded on
+                the left and the layout is that of a ring, whose attention would see the padding.
+        """
+        self.family.check_layout(layout)
+        if not 0 <= rank < world_size:
+            raise BatchError(
+                "there is no such rank", where="rank", expected=f"0 to {world_size - 1}", got=str(rank)
+            )
+        if layout == "ulysses":
+            return SequenceShard(
+                self.widened(-(-self.width // world_size) * world_size), rank, world_size, layout
+            )
+        if self.packed:
+            return SequenceShard(self.spaced(2 * world_size), rank, world_size, layout)
+        if self.padding_side == "left":
+            raise BatchError(
+                "attention in a ring knows no padding before the tokens",
+                where="padding_side",
+                expected="'right', or packed rows",
+                got="'left'",
+            )
+        return SequenceShard(
+            self.widened(-(-self.width // (2 * world_size)) * 2 * world_size), rank, world_size, layout
+        )
 
     def trim(self, multiple: int = 1) -> TrainingBatch:
         """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`."""
@@ -403,15 +462,13 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
         BatchError: The logits are not those of this batch.
     """
     batch._check_aligned(logits)
-    scaled = logits[:, :-1].float() / temperature
-    targets = batch.input_ids[:, 1:, None]
-    found = scaled.gather(-1, targets)[..., 0] - scaled.logsumexp(-1)
+    found = logprobs_of(logits[:, :-1], batch.input_ids[:, 1:], temperature)
     # Not a product: what the model says at padding may be infinite or not a number.
     predicted = token_numbers(batch.segments, batch.input_ids) > 0
     return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)
 
 
-def importance_weights(logprobs: Any, batch: TrainingBatch, *, most: float = 2.0) -> Any:
+def importance_weights(logprobs: Any, batch: TrainingBatch | SequenceShard, *, most: float = 2.0) -> Any:
     """Return how much likelier the model finds each sampled token than the sampler did, at most `most`.
 
     The truncated ratio `min(exp(model - sampler), most)` corrects for a sampler that differs from the trainer
@@ -419,7 +476,7 @@ def importance_weights(logprobs: Any, batch: TrainingBatch, *, most: float = 2.0
 
     Args:
         logprobs: `(rows, width)`, such as `token_logprobs` gives.
-        batch: Holds the sampler's.
+        batch: Holds the sampler's; a shard with the model's from `SequenceShard.token_logprobs`.
         most: Where weights are cut.
 
     Returns:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 TokenTypes: TypeAlias = Literal["mm_token_type_ids", "token_type_ids"]
 Layout: TypeAlias = Literal["right", "left", "packed"]
 """How rows are laid out: padded on the right or on the left, or packed."""
+SequenceSplit: TypeAlias = Literal["ring", "ulysses"]
+"""How rows are split along the sequence over ranks; see `TrainingBatch.shard`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,11 @@ _PROVED: Final[Mapping[str, tuple[str, ...]]] = {
     "smolvlm": ("llama",),
 }
 """Model types whose batches are proved, and the language models they are proved with."""
-_REFUSED: Final[Mapping[str, Mapping[Layout, str]]] = {
+_REFUSED: Final[Mapping[str, Mapping[Layout | SequenceSplit, str]]] = {
     "paligemma": {"packed": "packed prompts see each other, since prompts are seen in both directions"},
 }
+_MASKED_PROMPT: Final = "prompts are seen in both directions, by a mask that is not split"
+_MASKED_IMAGES: Final = "images are seen in both directions, by masks that attention in a ring does not take"
 _FOLDER: Final = "proofs"
 _CODE: Final = ("training/*.py", "media/item.py", "media/levels.py", "spans.py")
 _remembered: dict[str, "Proof"] = {}
@@ -114,7 +118,7 @@ class Proof(msgspec.Struct, frozen=True):
 
     token_types: TokenTypes | None
     recurrent: str
-    refused: dict[Layout, str]
+    refused: dict[Layout | SequenceSplit, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class ModelFamily:
         recurrent: Name of the modules that carry a state along the row, so that packed samples are not kept
             apart by an attention mask alone; see `mmrender.training.recurrent_segments`. Empty without any.
         prefix: Whether the tokens of a prompt see each other in both directions, as its token types say.
-        refused: Layouts that batches must not have, and why.
+        refused: Layouts that batches must not have, and splits of their rows, and why.
     """
 
     model_type: str
@@ -147,7 +151,7 @@ class ModelFamily:
     sliding_window: int | None = None
     recurrent: str = ""
     prefix: bool = False
-    refused: Mapping[Layout, str] = field(default_factory=dict)
+    refused: Mapping[Layout | SequenceSplit, str] = field(default_factory=dict)
 
     def rule(self, name: str) -> FieldRule:
         """Return the rule of the field `name`."""
@@ -161,17 +165,18 @@ class ModelFamily:
             if rows.values.shape[0]
         }
 
-    def check_layout(self, layout: Layout) -> None:
-        """Refuse a layout of rows in which batches differ from single forwards.
+    def check_layout(self, layout: Layout | SequenceSplit) -> None:
+        """Refuse a layout or split of rows in which batches differ from single forwards.
 
         Raises:
             BatchError: It is one of `refused`.
         """
         if layout in self.refused:
+            others = get_args(Layout if layout in get_args(Layout) else SequenceSplit)
             raise BatchError(
                 f"{self.model_type} takes no {layout} rows",
                 where="layout",
-                expected=" or ".join(one for one in get_args(Layout) if one not in self.refused),
+                expected=" or ".join(one for one in others if one not in self.refused) or "whole rows",
                 got=self.refused[layout],
             )
 
@@ -191,7 +196,7 @@ class ModelFamily:
         family = _draft(settings)
         text = (settings.get("text_config") or {}).get("model_type")
         if (text is None and family.model_type in _PROVED) or text in _PROVED.get(family.model_type, ()):
-            return replace(family, refused=_REFUSED.get(family.model_type, {}))
+            return replace(family, refused={**family.refused, **_REFUSED.get(family.model_type, {})})
         known = _known(_digest(settings))
         if known is None:
             raise BatchError(
@@ -264,6 +269,11 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
     if model_type.startswith("gemma4") and text.get("use_bidirectional_attention") != "vision":
         blocks = ()
     kinds = text.get("layer_types") or ()
+    refused: dict[Layout | SequenceSplit, str] = {}
+    if model_type in _PREFIX:
+        refused = dict.fromkeys(get_args(SequenceSplit), _MASKED_PROMPT)
+    elif blocks:
+        refused = {"ring": _MASKED_IMAGES}
     return ModelFamily(
         model_type=model_type,
         rules=_RULES.get(model_type, {}),
@@ -273,6 +283,7 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
         image_blocks=blocks,
         sliding_window=int(text.get("sliding_window") or _WINDOW_TOKENS) if blocks else None,
         prefix=model_type in _PREFIX,
+        refused=refused,
         recurrent=_RECURRENT_TYPES.get(model_type)
         or next((name for kind, name in _RECURRENT.items() if kind in kinds), ""),
     )

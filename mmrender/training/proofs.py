@@ -24,7 +24,7 @@ from mmrender.media.levels import compacted
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
-from mmrender.training.families import Layout, ModelFamily, Proof, TokenTypes
+from mmrender.training.families import Layout, ModelFamily, Proof, SequenceSplit, TokenTypes
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.segments import recurrent_segments
 from mmrender.training.tensor_list import torch
@@ -90,7 +90,7 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
         items = list(images or _items(model, draft))
         bench = _Bench(model, draft, _samples(draft, items))
         bench.check_sensitive(items)
-        refused: dict[Layout, str] = {}
+        refused: dict[Layout | SequenceSplit, str] = {}
         family = draft
         for layout in get_args(Layout):
             found = bench.difference(family, layout)
@@ -108,7 +108,7 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
             got="; ".join(dict.fromkeys(refused.values())),
             remedy="Train on one sample at a time with the model's own inputs",
         )
-    return replace(family, refused=refused)
+    return replace(family, refused={**draft.refused, **refused})
 
 
 @dataclass(frozen=True)

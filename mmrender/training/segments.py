@@ -9,10 +9,11 @@ once for each sample, which is exact with either, and costs what the samples cos
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _LAYER: Final = r"(^|\.)layers\.\d+\."
 """Path of a layer within its model, as a pattern."""
+_VARLEN: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Bounds of whole rows, which do not hold for a sequence that is run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,21 @@ def row_bounds(segments: tuple[Segment, ...], width: int) -> list[int]:
     return sorted(bounds)
 
 
+def varlen_kwargs(rows: Sequence[Sequence[int]], device: Any) -> dict[str, Any]:
+    """Return the bounds of all sequences as Transformers' flash attention takes them.
+
+    Args:
+        rows: For each row where its sequences begin, and its width.
+        device: Where the offsets go.
+    """
+    width = rows[0][-1]
+    bounds = [0, *(row * width + bound for row, own in enumerate(rows) for bound in own[1:])]
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    lengths = {"max_length_q": longest, "max_length_k": longest}
+    return {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, **lengths}
+
+
 @contextmanager
 def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
     """Run the model's recurrent layers sample by sample over the rows of `batch`, within the block.
@@ -149,27 +167,40 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
     Raises:
         BatchError: The model's family has recurrent layers, and none is found.
     """
-    layers = []
-    if batch.packed and batch.family.recurrent:
-        named = re.compile(_LAYER + re.escape(batch.family.recurrent) + "$")
-        layers = [one for name, one in model.named_modules() if named.search(name)]
-    if batch.packed and batch.family.recurrent and not layers:
-        raise BatchError(
-            f"the recurrent layers of {batch.family.model_type} are not found",
-            where=type(model).__name__,
-            expected=f"modules named {batch.family.recurrent}",
-            remedy="Use padded batches",
-        )
     bounds = _bounds(batch)
-    lengths = [[stop - start for start, stop in pairwise(row)] for row in bounds]
-    originals = [layer.forward for layer in layers]
+    by_sample = partial(by_segment, rows=bounds)
     token = _ENTERED.set(bounds)
     try:
-        for layer, forward in zip(layers, originals, strict=True):
-            layer.forward = _by_segment(forward, lengths)
-        yield
+        with recurrent_layers(model, batch.family if batch.packed else None, by_sample):
+            yield
     finally:
         _ENTERED.reset(token)
+
+
+@contextmanager
+def recurrent_layers(model: Any, family: ModelFamily | None, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Run what `change` makes of each recurrent layer's forward in its place, within the block.
+
+    Raises:
+        BatchError: The family has recurrent layers, and none is found.
+    """
+    layers = []
+    if family is not None and family.recurrent:
+        named = re.compile(_LAYER + re.escape(family.recurrent) + "$")
+        layers = [one for name, one in model.named_modules() if named.search(name)]
+        if not layers:
+            raise BatchError(
+                f"the recurrent layers of {family.model_type} are not found",
+                where=type(model).__name__,
+                expected=f"modules named {family.recurrent}",
+                remedy="Use padded batches",
+            )
+    originals = [layer.forward for layer in layers]
+    try:
+        for layer, forward in zip(layers, originals, strict=True):
+            layer.forward = change(forward)
+        yield
+    finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)  # the class's own method shows again
 
@@ -190,12 +221,16 @@ def _bounds(batch: TrainingBatch) -> _Bounds:
     return tuple(tuple(row_bounds(segments, batch.width)) for segments in batch.segments)
 
 
-def _by_segment(forward: Any, lengths: list[list[int]]) -> Any:
+def by_segment(forward: Any, rows: Sequence[Sequence[int]]) -> Any:
+    """Return a layer's forward that runs each sequence alone; `rows` are the bounds in each row."""
+    lengths = [[stop - start for start, stop in pairwise(row)] for row in rows]
+
     def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = [
-            torch.cat([forward(part, *args, **kwargs) for part in row.split(own, dim=1)], dim=1)
+        own_kwargs = {name: value for name, value in kwargs.items() if name not in _VARLEN}
+        parts = [
+            torch.cat([forward(part, *args, **own_kwargs) for part in row.split(own, dim=1)], dim=1)
             for row, own in zip(hidden_states.split(1), lengths, strict=True)
         ]
-        return torch.cat(rows)
+        return torch.cat(parts)
 
     return run

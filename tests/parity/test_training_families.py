@@ -34,9 +34,9 @@ def recurrent_text() -> Any:
     ("build", "expected"),
     [
         (lambda: config("qwen3_vl"), ("mm_token_type_ids", "", set())),
-        (lambda: config("gemma3"), ("token_type_ids", "", set())),
-        (lambda: config("gemma4", use_bidirectional_attention="vision"), ("mm_token_type_ids", "", set())),
-        (lambda: config("paligemma"), ("token_type_ids", "", {"packed"})),
+        (lambda: config("gemma3"), ("token_type_ids", "", {"ring"})),
+        (lambda: config("gemma4", use_bidirectional_attention="vision"), ("mm_token_type_ids", "", {"ring"})),
+        (lambda: config("paligemma"), ("token_type_ids", "", {"packed", "ring", "ulysses"})),
         (recurrent_text, (None, "conv", set())),
     ],
     ids=["qwen3_vl", "gemma3", "gemma4", "paligemma", "lfm2"],

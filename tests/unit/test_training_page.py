@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
@@ -19,6 +20,9 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(compile(block, str(PAGE), "exec"), found)
     assert found["batch"].seq_lens == [len(sample) for sample in found["samples"]]
     assert found["ratio"].shape == (6,)
+    shard = found["shard"]
+    ratio = (found["logprobs"] - shard.logprobs)[shard.loss_mask].exp()
+    torch.testing.assert_close(ratio, found["ratio"])
     assert len(found["plan"]) == 1
     assert found["mine"].fields["pixel_values"].values.shape[0] > 0
 
