@@ -2,6 +2,7 @@ from .batch import TrainingBatch as TrainingBatch
 from .batch import token_logprobs as token_logprobs
 from .collate import collate as collate
 from .collator import Collator as Collator
+from .dataset import TrajectoryDataset as TrajectoryDataset
 from .families import ModelFamily as ModelFamily
 from .kwargs import decode_mm_kwargs as decode_mm_kwargs
 from .kwargs import resolve_references as resolve_references

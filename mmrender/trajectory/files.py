@@ -56,8 +56,10 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
     def __len__(self) -> int:
         return len(self._file)
 
-    def append(self, trajectories: Trajectory | Sequence[Trajectory]) -> int:
+    def append(self, trajectories: Trajectory | Sequence[Trajectory], *, id: str | None = None) -> int:
         """Write one trajectory, or a group as one record, and return the number of the record.
+
+        `id` is kept beside it, such as that of the message it came in; see `received_ids`.
 
         Raises:
             TrajectoryError: A message or `extra` holds something that cannot be stored; nothing is written.
@@ -67,6 +69,7 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
         """
         group = [trajectories] if isinstance(trajectories, Trajectory) else trajectories
         wire = trajectories_to_wire(group, media_sources=self._media_sources, share=False)
+        wire |= {} if id is None else {"id": id}
         try:
             return self._file.append(wire)
         except mmcodecs.CodecError as error:
@@ -117,6 +120,10 @@ class TrajectoryReader:
             return self._file.refresh()
         except mmcodecs.CodecError as error:
             raise _unusable(self._path, error) from error
+
+    def checksum(self, number: int) -> int | None:
+        """Return the checksum of a record, by which it is known again; None where its header is damaged."""
+        return self._file.checksum(number)
 
     def __len__(self) -> int:
         return len(self._file)
@@ -181,6 +188,23 @@ def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     for message in messages:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return found
+
+
+def received_ids(path: str | os.PathLike[str]) -> list[str]:
+    """Return the ids that records were appended with; damaged records are left out.
+
+    Contents are not compared with their checksums, so only the heads of records are read.
+    """
+    file = mmcodecs.RecordReader(path, verify=False)
+    ids = []
+    for number in range(len(file)):
+        try:
+            value = file.read(number)
+        except mmcodecs.CodecError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("id"), str):
+            ids.append(value["id"])
+    return ids
 
 
 def _unusable(where: str, error: mmcodecs.CodecError) -> TrajectoryError:

@@ -24,6 +24,12 @@ def test_the_code_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ratio = (found["logprobs"] - shard.logprobs)[shard.loss_mask].exp()
     torch.testing.assert_close(ratio, found["ratio"])
     assert len(found["plan"]) == 1
+    assert len(found["again"]) == len(found["rest"]) == 1
+    assert all(
+        torch.equal(found["again"][0][name], value)
+        for name, value in found["rest"][0].items()
+        if name != "use_cache"
+    )
     assert found["mine"].fields["pixel_values"].values.shape[0] > 0
 
 

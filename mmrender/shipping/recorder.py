@@ -1,0 +1,99 @@
+"""`Recorder`: writes what is shipped to a file of trajectories, for a trainer that reads it from there."""
+
+import os
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, Unpack
+
+from mmrender.errors import ShippingClosedError, ShippingError, TrajectoryError
+from mmrender.shipping.blocking import BlockingReceiver
+from mmrender.shipping.receiver import ReceiverOptions
+from mmrender.trajectory.files import TrajectoryWriter, received_ids
+from mmrender.trajectory.tree import Trajectory
+
+
+class Recorder:
+    """Receives trajectories in a thread, and acknowledges each message once it is written.
+
+    A message is one record, and is written once: records keep the ids of their messages, so one that was
+    written and not acknowledged is known when it comes again, also to the next recorder of the file. Where
+    writing fails, the receiver is closed, senders keep what is not acknowledged, and `close` raises.
+
+    Args:
+        url: Where to listen; see `Receiver`.
+        path: The file, made if it does not exist.
+        sync: Whether a record waits for the disk before it is acknowledged, so that it survives the machine.
+        **options: Those of `Receiver`, without `ack` and `seen`.
+
+    Raises:
+        ShippingError: An option is one of those that are set here, or cannot be used.
+        TrajectoryError: The file is of another kind, or another writer has it open.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(
+        self, url: str, path: str | os.PathLike[str], *, sync: bool = True, **options: Unpack[ReceiverOptions]
+    ) -> None:
+        if taken := {"ack", "seen"} & options.keys():
+            raise ShippingError("a recorder sets this option itself", where=min(taken))
+        self._writer = TrajectoryWriter(path, sync=sync)
+        try:
+            seen = received_ids(path)
+            self._receiver = BlockingReceiver(url, **options | {"ack": "explicit", "seen": seen})
+        except BaseException:
+            self._writer.close()
+            raise
+        self._thread = threading.Thread(target=self._record, name="mmrender-recorder", daemon=True)
+        self._error: Exception | None = None
+
+    @property
+    def url(self) -> str:
+        """The address, with the port that was chosen."""
+        return self._receiver.url
+
+    def __enter__(self) -> Self:
+        try:
+            self._receiver.open()
+        except BaseException:
+            self._receiver.close()
+            self._writer.close()
+            raise
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+
+    def close(self) -> None:
+        """Stop receiving, and close the file; raises what writing raised."""
+        self._receiver.close()
+        self._thread.join()
+        self._writer.close()
+        if self._error is not None:
+            raise self._error
+
+    def _record(self) -> None:
+        try:
+            for message in self._receiver:
+                value = message.value
+                group = value if isinstance(value, list) else [value]
+                if not group or not all(isinstance(one, Trajectory) for one in group):
+                    raise TrajectoryError(
+                        "a message cannot be recorded",
+                        where=f"message {message.id!r} from {message.sender}",
+                        expected="a trajectory, or a list of them",
+                        got=type(value).__name__,
+                    )
+                self._writer.append(group, id=message.id)
+                with suppress(ShippingClosedError):  # the next recorder knows it
+                    message.ack()
+        except Exception as error:  # noqa: BLE001 - raised by `close`
+            self._error = error
+            self._receiver.close()
