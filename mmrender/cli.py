@@ -116,6 +116,7 @@ def parity(
     bridge: Annotated[
         bool, typer.Option("--bridge", help="Compare bridged turns with rendering the whole conversation.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> None:
     """Compare with the reference, Transformers, to the last bit.
 
@@ -143,22 +144,28 @@ def parity(
                 progress=partial(bars.advance, bar),
             )
             reports.append(report)
-    _out.print(_parity_table(reports))
+    if as_json:
+        sys.stdout.write(json.dumps([report.counts() for report in reports], indent=1) + "\n")
+    printed = _log if as_json else _out
+    printed.print(_parity_table(reports))
     for report in reports:
         where = f"{report.model}, {report.image_backend}"
         if (found := report.mismatch) is not None:
             what, *sides = found.difference
             heading = f'{where}, case {found.case} of seed {seed}, rules "{found.rules}": {what} differ'
-            _out.print(f"\n{heading}", style="red", markup=False, soft_wrap=True)
+            printed.print(f"\n{heading}", style="red", markup=False, soft_wrap=True)
             shown = (
                 *sides,
                 json.dumps(found.options, default=repr),
                 json.dumps(found.messages, default=repr),
             )
             for name, value in zip(("ours", "reference", "options", "messages"), shown, strict=True):
-                _out.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
+                printed.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
         elif report.not_compared is not None:
-            _out.print(f"\n{where}: {report.not_compared}", style="red", markup=False, soft_wrap=True)
+            printed.print(f"\n{where}: {report.not_compared}", style="red", markup=False, soft_wrap=True)
+        for reason, count in report.refusals.most_common():
+            line = f"{where}: {count} refused by both: {reason}"
+            printed.print(line, markup=False, highlight=False, soft_wrap=True)
     outcomes = {report.outcome for report in reports}
     raise typer.Exit(1 if "differs" in outcomes else 2 if "not compared" in outcomes else 0)
 
@@ -297,20 +304,32 @@ def audit(
 
 def _parity_table(reports: "list[ParityReport]") -> Table:
     table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    for heading in ("cases", "refused by both", "with words", "unjudged", "tokens", "images", "pixel values"):
+    headings = (
+        "compared",
+        "refused by both",
+        "with words",
+        "unjudged",
+        "tokens",
+        "images",
+        "pixel values",
+        "seconds",
+    )
+    for heading in headings:
         table.add_column(heading, justify="right")
     for report in reports:
         result = report.outcome if report.mismatch is None else f"{report.mismatch.difference.what} differ"
         colour = "green" if report.outcome == "equal" else "red"
         counts = (
-            report.cases,
+            report.compared,
             report.refused,
             report.replaced,
             report.unjudged,
             report.tokens,
             report.images,
+            report.pixel_values,
+            round(report.seconds),
         )
-        shown = [f"{count:,}" for count in (*counts, report.pixel_values)]
+        shown = [f"{count:,}" for count in counts]
         table.add_row(report.model, report.image_backend, f"[{colour}]{result}[/]", *shown)
     return table
 

@@ -288,7 +288,7 @@ def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
     if message.content is not None:
         view["content"] = _content(message.content, index, role, form)
     elif form.none_content != "absent":
-        view["content"] = None if form.none_content == "none" else ""
+        view["content"] = None if form.none_content == "none" else _content("", index, role, form)
     view._owner = _origin(index, role, "scaffold", "")
     if message.reasoning_content is not None:
         origin = _origin(index, role, "reasoning", "reasoning_content")

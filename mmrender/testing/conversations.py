@@ -5,10 +5,10 @@ randomness, so that both test the same language.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from PIL import Image
 
@@ -50,6 +50,12 @@ _ARGUMENTS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+Conversation: TypeAlias = tuple[list[dict[str, Any]], dict[str, Any]]
+"""Messages in Hugging Face form, and options for `render`."""
+
+_UNASKED = 0.08
+"""Share of conversations that grow without asking whether they are accepted."""
+_DRAWS = 8
 _TOOLS = ("zoom", "search", "run_code")
 _ODD_CHARACTERS = " \n\t\r.,:;!<>|[]{}()/\\\"'`_-0aZ\u00e9\u6f22\u0e33\U0001f642\u200d\u0301\uff1c"
 
@@ -58,6 +64,10 @@ _ODD_CHARACTERS = " \n\t\r.,:;!<>|[]{}()/\\\"'`_-0aZ\u00e9\u6f22\u0e33\U0001f642
 class ConversationMaker:
     """Makes conversations that a template takes.
 
+    With `accepts`, a conversation grows by what it accepts: messages or an option that it refuses are drawn
+    again, and left out after some draws. So a template's limits, such as one call in a turn or no image
+    beside a system prompt, are kept without being known. A few conversations are made without asking.
+
     Attributes:
         profile: What the template takes.
         images: Pictures to choose from; none makes text-only conversations.
@@ -65,8 +75,10 @@ class ConversationMaker:
         max_turns: Most rounds of user and assistant.
         tools: Whether to write tool definitions, calls and results.
         odd: Whether to write what few conversations hold: texts as template arguments, an answer to continue,
-            calls without content, and texts of any characters and special tokens in every place.
+            calls without content, messages in unusual order, and texts of any characters and special tokens
+            in every place.
         documents: Whether to write documents as well.
+        accepts: Whether a conversation can be rendered; None asks about none.
     """
 
     profile: TemplateProfile
@@ -76,44 +88,89 @@ class ConversationMaker:
     tools: bool = True
     odd: bool = False
     documents: bool = False
+    accepts: Callable[[Conversation], bool] | None = None
     _call_ids: int = field(default=0, repr=False)
+    _pictured: bool = field(default=True, repr=False)
 
-    def make(self, source: random.Random) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def make(self, source: random.Random) -> Conversation:
         """Return messages in Hugging Face form, and options for `render`."""
-        messages: list[dict[str, Any]] = []
-        if "system" in self.profile.roles and source.random() < 0.5:
-            messages.append({"role": "system", "content": self._content(source, "system")})
-        for _ in range(source.randint(1, self.max_turns)):
-            messages.append({"role": "user", "content": self._content(source, "user")})
+        asks = self.accepts is not None and source.random() >= _UNASKED
+        # Half of the odd are texts alone: pictures take most of the time.
+        self._pictured = not self.odd or source.random() < 0.5
+        conversation = self._grown(([], {}), self._rounds(source), asks)
+        return self._grown(conversation, self._options(source, conversation[0][-1]), asks)
+
+    def _grown(
+        self, conversation: Conversation, steps: Iterable[Callable[[], Conversation]], asks: bool
+    ) -> Conversation:
+        """Return a conversation with what each step adds, drawn until it is accepted."""
+        for step in steps:
+            for _ in range(_DRAWS):
+                messages, options = step()
+                grown = [*conversation[0], *messages], {**conversation[1], **options}
+                if not asks or self.accepts is None or self.accepts(grown):
+                    conversation = grown
+                    break
+            # Where no beginning is accepted, none could be compared.
+            conversation = conversation if conversation[0] else grown
+        return conversation
+
+    def _rounds(self, source: random.Random) -> Iterator[Callable[[], Conversation]]:
+        """Yield what draws the next messages."""
+
+        def draws(messages: Callable[[random.Random], list[dict[str, Any]]]) -> Callable[[], Conversation]:
+            return lambda: (messages(source), {})
+
+        yield draws(self._opening)
+        for turn in range(source.randint(1, self.max_turns)):
+            if turn or (self.odd and source.random() < 0.05):
+                yield draws(self._question)
             if self.tools and "tool" in self.profile.roles and source.random() < 0.4:
                 for _ in range(source.randint(1, 2)):
-                    messages += self._tool_round(source)
-            messages.append(self._assistant(source))
-        if messages[-1]["role"] == "assistant" and source.random() < 0.4:
-            messages.append({"role": "user", "content": self._content(source, "user")})
-        options: dict[str, Any] = {
-            "add_generation_prompt": messages[-1]["role"] != "assistant" and source.random() < 0.8
-        }
-        if self.tools and self.profile.prints_tools and source.random() < 0.5:
-            options["tools"] = [self._tool(source) for _ in range(source.randint(1, 3))]
-        if "add_vision_id" in self.profile.arguments and source.random() < 0.2:
-            options["add_vision_id"] = True
-        if "enable_thinking" in self.profile.arguments and source.random() < 0.3:
-            options["enable_thinking"] = source.random() < 0.5
-        if self.odd:
-            self._add_odd_options(source, options)
-            last = messages[-1]
-            if last["role"] == "assistant" and isinstance(last["content"], str) and source.random() < 0.4:
-                options["continue_final_message"] = True
-        return messages, options
+                    yield draws(self._tool_round)
+                if self.odd and source.random() < 0.2:
+                    continue
+            yield draws(lambda source: [self._assistant(source)])
+        if source.random() < 0.4:
+            yield draws(self._question)
 
-    def _add_odd_options(self, source: random.Random, options: dict[str, Any]) -> None:
+    def _opening(self, source: random.Random) -> list[dict[str, Any]]:
+        role = "developer" if self.odd and source.random() < 0.2 else "system"
+        is_led = role in self.profile.roles and source.random() < 0.5
+        leading = [{"role": role, "content": self._content(source, role)}] if is_led else []
+        return [*leading, *self._question(source)]
+
+    def _question(self, source: random.Random) -> list[dict[str, Any]]:
+        interjected = self.odd and "system" in self.profile.roles and source.random() < 0.05
+        role = "system" if interjected else "user"
+        return [{"role": role, "content": self._content(source, role)}]
+
+    def _options(self, source: random.Random, last: dict[str, Any]) -> Iterator[Callable[[], Conversation]]:
+        """Yield what draws the next option, for messages that end in `last`."""
+
+        def draws(name: str, value: Callable[[], Any]) -> Callable[[], Conversation]:
+            return lambda: ([], {name: value()})
+
+        is_open = last["role"] != "assistant" and source.random() < 0.8
+        yield draws("add_generation_prompt", lambda: is_open)
+        if self.tools and self.profile.prints_tools and source.random() < 0.5:
+            yield draws("tools", lambda: [self._tool(source) for _ in range(source.randint(1, 3))])
+        if "add_vision_id" in self.profile.arguments and source.random() < 0.2:
+            yield draws("add_vision_id", lambda: True)
+        if "enable_thinking" in self.profile.arguments and source.random() < 0.3:
+            yield draws("enable_thinking", lambda: source.random() < 0.5)
+        if not self.odd:
+            return
         for name in self.profile.arguments:
             if source.random() < 0.1:
-                options[name] = source.choice([True, False, self._text(source)])
+                yield draws(name, lambda: source.choice([True, False, self._text(source)]))
         if self.documents and source.random() < 0.2:
-            documents = [(self._text(source), self._text(source)) for _ in range(source.randint(1, 2))]
-            options["documents"] = [{"title": title, "text": text} for title, text in documents]
+            yield draws("documents", lambda: [self._document(source) for _ in range(source.randint(1, 2))])
+        if last["role"] == "assistant" and isinstance(last["content"], str) and source.random() < 0.4:
+            yield draws("continue_final_message", lambda: True)
+
+    def _document(self, source: random.Random) -> dict[str, Any]:
+        return {"title": self._text(source), "text": self._text(source)}
 
     def _assistant(self, source: random.Random) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._content(source, "assistant")}
@@ -153,7 +210,8 @@ class ConversationMaker:
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
     def _content(self, source: random.Random, role: str) -> str | list[dict[str, Any]]:
-        with_images = bool(self.images) and role in self.profile.image_roles and source.random() < 0.3
+        may_hold = self._pictured and bool(self.images) and role in self.profile.image_roles
+        with_images = may_hold and source.random() < 0.3
         text_only = self.profile.form.content == "text" or role == "tool"
         if not with_images and (source.random() < 0.6 or text_only):
             return self._text(source)
@@ -212,7 +270,7 @@ def conversations(
     max_turns: int = 4,
     tools: bool = True,
     odd: bool = False,
-) -> "st.SearchStrategy[tuple[list[dict[str, Any]], dict[str, Any]]]":
+) -> "st.SearchStrategy[Conversation]":
     """Give a Hypothesis strategy of messages and options for `render`, of the kinds that a template takes."""
     from hypothesis import strategies as st
 

@@ -9,9 +9,11 @@ with the token put back, the same text. All else must be equal entirely.
 import json
 import random
 import re
+import time
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -22,11 +24,10 @@ from PIL import Image
 
 from mmrender.errors import MMRenderError
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.resolve import MediaCache
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat
 from mmrender.template.text import Author
-from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images
 from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering
 from mmrender.testing.shrinking import shrink
 from mmrender.tokens.encode import SpecialTokenRule
@@ -86,14 +87,15 @@ class ParityReport:
     """Outcome for one model and one image back end.
 
     Attributes:
-        cases: Conversations compared.
-        refused: How many of them both sides refused.
+        cases: Conversations made: those compared, and those that both sides refused.
+        refusals: How often both sides refused a conversation, by what ours said.
         replaced: How many held special tokens that a rule makes text.
         unjudged: How many of these were compared in text and placeholder ranges alone, since their template
             looks for the token.
         images: Media items compared.
         tokens: Token ids compared.
         pixel_values: Number of pixel values compared, all of which were equal.
+        seconds: How long it took, the opening of both sides included.
         not_compared: Why something that the model takes, such as images, was left out; or None.
         mismatch: The first difference, or None.
     """
@@ -101,14 +103,25 @@ class ParityReport:
     model: str
     image_backend: str
     cases: int = 0
-    refused: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     unjudged: int = 0
     images: int = 0
     tokens: int = 0
     pixel_values: int = 0
+    seconds: float = 0.0
     not_compared: str | None = None
     mismatch: Mismatch | None = None
+
+    @property
+    def refused(self) -> int:
+        """How many conversations both sides refused."""
+        return self.refusals.total()
+
+    @property
+    def compared(self) -> int:
+        """How many conversations were rendered by both sides."""
+        return self.cases - self.refused
 
     @property
     def outcome(self) -> Literal["equal", "differs", "not compared"]:
@@ -116,6 +129,11 @@ class ParityReport:
         if self.mismatch is not None:
             return "differs"
         return "equal" if self.not_compared is None else "not compared"
+
+    def counts(self) -> dict[str, Any]:
+        """Return everything but the mismatch, for JSON."""
+        names = [entry.name for entry in fields(self) if entry.name != "mismatch"]
+        return {"outcome": self.outcome, **{name: getattr(self, name) for name in names}}
 
 
 def check_parity(
@@ -134,6 +152,7 @@ def check_parity(
     reported as not compared.
     """
     report = ParityReport(directory.name, image_backend)
+    began = time.perf_counter()
     try:
         pair = ParityPair(directory, image_backend)
     except MMRenderError as error:
@@ -143,7 +162,9 @@ def check_parity(
     report.not_compared = pair.without_images
     images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
     documents = pair.renderers["default"].templates.find({}, has_tools=False).template.reads_documents
-    maker = ConversationMaker(pair.profile, images, pair.literals, odd=True, documents=documents)
+    maker = ConversationMaker(
+        pair.profile, images, pair.literals, odd=True, documents=documents, accepts=pair.accepts
+    )
     for case in range(cases):
         messages, options = maker.make(source)
         rules = RULES[case % len(RULES)]
@@ -157,6 +178,7 @@ def check_parity(
         report.not_compared = "both sides refuse every conversation"
     elif report.mismatch is None and images and not report.images:
         report.not_compared = "no conversation held an image"
+    report.seconds = time.perf_counter() - began
     return report
 
 
@@ -173,15 +195,15 @@ class ParityPair:
     def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
         # First, since it makes torchvision importable where it can, and our adapter may run on it.
         self.reference = ReferenceRenderer(directory, image_backend)
-        load = partial(
-            Renderer.from_pretrained,
-            directory,
-            image_backend=image_backend,
-            media_cache=MediaCache(),
+        renderer = Renderer.from_pretrained(directory, image_backend=image_backend, memo_bytes=0)
+        parsing = Renderer(
+            renderer.templates,
+            renderer.tokenizer,
+            renderer.media,
+            content_special_tokens="parse",
             memo_bytes=0,
         )
-        self.renderers = {RULES[0]: load(), RULES[1]: load(content_special_tokens="parse")}
-        renderer = self.renderers["default"]
+        self.renderers = {RULES[0]: renderer, RULES[1]: parsing}
         self.profile = renderer.profile
         tokenizer = self.reference.tokenizer
         # Blanks are no syntax, also as SentencePiece spells them.
@@ -215,6 +237,21 @@ class ParityPair:
         if self.reference.processor is None:
             return self.reference.processor_missing
         return None if self.profile.image_roles else "the template writes no placeholder for an image"
+
+    def accepts(self, conversation: Conversation) -> bool:
+        """Whether either side renders a conversation."""
+        messages, options = conversation
+        renderer, given = self.renderers["default"], self._as_template_takes(messages)
+        parts = [part for message in messages for part in message["content"] or ()]
+        # Only where there are images can more go wrong than the template.
+        is_pictured = any(isinstance(part, dict) and part["type"] == "image" for part in parts)
+        sides = (
+            (renderer.render if is_pictured else renderer.render_text, messages),
+            (self.reference.render if is_pictured else self.reference.text, given),
+        )
+        return any(
+            not isinstance(_outcome(partial(render, shown, **options)), Exception) for render, shown in sides
+        )
 
     def smallest(
         self, case: int, rules: str, found: Difference, messages: Messages, options: Options
@@ -251,11 +288,9 @@ class ParityPair:
         if report is not None:
             report.replaced += is_replaced
             report.tokens += len(ours)
-            for item in ours.multi_modal_data.mm_items.get("image", ()):
-                report.images += 1
-                report.pixel_values += item.tensors("float32")["pixel_values"].size
+            report.images += len(ours.multi_modal_data.mm_items.get("image", ()))
         if not is_replaced:
-            return first_difference(renderer, ours, theirs)
+            return first_difference(renderer, ours, theirs, report)
         if ours.text != text:
             return _text_difference(ours.text, text)
         if words.put_back(theirs.text) != text:
@@ -266,7 +301,7 @@ class ParityPair:
         return (
             self._syntax_difference(renderer, words, ours.token_ids, theirs.ids)
             or _range_difference(renderer, ours)
-            or _tensor_difference(ours, theirs)
+            or _tensor_difference(ours, theirs, report)
         )
 
     def _as_template_takes(self, messages: Messages) -> list[dict[str, Any]]:
@@ -274,12 +309,12 @@ class ParityPair:
         form = self.profile.form
         given = [dict(message) for message in messages]
         for message in given:
-            if isinstance(message.get("content"), str) and form.content == "list":
-                message["content"] = [{"type": "text", "text": message["content"]}]
             if message.get("content") is None and form.none_content == "empty":
                 message["content"] = ""
             elif message.get("content") is None and form.none_content == "absent":
                 message.pop("content", None)
+            if isinstance(message.get("content"), str) and form.content == "list":
+                message["content"] = [{"type": "text", "text": message["content"]}]
             if "tool_calls" in message and form.arguments == "json":
                 message["tool_calls"] = [
                     {
@@ -379,20 +414,23 @@ def _refusal(ours: object, theirs: object, report: ParityReport | None) -> Diffe
     ]
     if isinstance(ours, MMRenderError) and isinstance(theirs, Exception):
         if report is not None:
-            report.refused += 1
+            report.refusals[ours.problem] += 1
         return None
     return Difference("acceptance", *sides)
 
 
 def first_difference(
-    renderer: Renderer, ours: RenderedTokens, expected: ReferenceRendering
+    renderer: Renderer,
+    ours: RenderedTokens,
+    expected: ReferenceRendering,
+    report: ParityReport | None = None,
 ) -> Difference | None:
-    """First difference, and both sides of it; None where all is equal."""
+    """First difference, and both sides of it; None where all is equal. `report` counts pixel values."""
     if ours.text != expected.text:
         return _text_difference(ours.text, expected.text)
     if ours.token_ids != expected.ids:
         return _id_difference("token ids", renderer, ours.token_ids, expected.ids)
-    return _range_difference(renderer, ours) or _tensor_difference(ours, expected)
+    return _range_difference(renderer, ours) or _tensor_difference(ours, expected, report)
 
 
 def _text_difference(ours: str, theirs: str, what: str = "text") -> Difference:
@@ -427,12 +465,16 @@ def _first_unequal(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _tensor_difference(rendered: RenderedTokens, expected: ReferenceRendering) -> Difference | None:
+def _tensor_difference(
+    rendered: RenderedTokens, expected: ReferenceRendering, report: ParityReport | None
+) -> Difference | None:
     """Compare the tensors of every item with its part of the reference's batch."""
     items = rendered.multi_modal_data.mm_items.get("image", ())
     if not items:
         return None
     tensors = [item.tensors("float32") for item in items]
+    if report is not None:
+        report.pixel_values += sum(entry["pixel_values"].size for entry in tensors)
     # No item holds the number of images, or what is aligned to the tokens and follows from ids and ranges.
     reference = {
         key: value
@@ -470,6 +512,8 @@ def _parts(ours: Sequence[npt.NDArray[Any]], theirs: npt.NDArray[Any]) -> list[n
         if len(lengths) < len(ours) or sum(lengths) != theirs.shape[axis]:
             continue
         pieces = np.split(theirs, np.cumsum(lengths)[:-1], axis)
+        if all(own.shape == piece.shape for own, piece in zip(ours, pieces, strict=True)):
+            return pieces
         parts = [piece[tuple(map(slice, own.shape))] for own, piece in zip(ours, pieces, strict=True)]
         held = sum(np.count_nonzero(part) for part in parts)
         fits = all(own.shape == part.shape for own, part in zip(ours, parts, strict=True))

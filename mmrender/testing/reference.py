@@ -108,11 +108,6 @@ class ReferenceRenderer:
             raise MissingDependencyError.of_extra("transformers", "hf", "the reference renderer") from error
         logging.set_verbosity_error()  # it warns of every long prompt
         files = ProcessorFiles.read(directory)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        except Exception as error:
-            problem = "Transformers cannot open the tokenizer"
-            raise TokenizerError(problem, where=str(directory), got=str(error)) from error
         self.processor: Any = None
         self.processor_missing: str | None = None
         templates = None
@@ -125,6 +120,14 @@ class ReferenceRenderer:
             if getattr(self.processor, "video_processor", self) is None:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = _NoVideos()
+        try:
+            # It takes as long to load as all else, so the processor's own serves.
+            self.tokenizer = getattr(self.processor, "tokenizer", None) or AutoTokenizer.from_pretrained(
+                directory
+            )
+        except Exception as error:
+            problem = "Transformers cannot open the tokenizer"
+            raise TokenizerError(problem, where=str(directory), got=str(error)) from error
         # Last, the places that Transformers overlooks.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
 
