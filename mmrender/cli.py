@@ -163,6 +163,9 @@ def parity(
                 printed.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
         elif report.not_compared is not None:
             printed.print(f"\n{where}: {report.not_compared}", style="red", markup=False, soft_wrap=True)
+        if report.unjudged:
+            line = f"{where}: {report.unjudged} of a template that looks for a token: text and ranges alone"
+            printed.print(line, markup=False, highlight=False, soft_wrap=True)
         for reason, count in report.refusals.most_common():
             line = f"{where}: {count} refused by both: {reason}"
             printed.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -304,16 +307,7 @@ def audit(
 
 def _parity_table(reports: "list[ParityReport]") -> Table:
     table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    headings = (
-        "compared",
-        "refused by both",
-        "with words",
-        "unjudged",
-        "tokens",
-        "images",
-        "pixel values",
-        "seconds",
-    )
+    headings = ("compared", "refused", "tokens", "images", "pixel values", "seconds")
     for heading in headings:
         table.add_column(heading, justify="right")
     for report in reports:
@@ -322,8 +316,6 @@ def _parity_table(reports: "list[ParityReport]") -> Table:
         counts = (
             report.compared,
             report.refused,
-            report.replaced,
-            report.unjudged,
             report.tokens,
             report.images,
             report.pixel_values,

@@ -92,11 +92,10 @@ class ConversationMaker:
     _call_ids: int = field(default=0, repr=False)
     _pictured: bool = field(default=True, repr=False)
 
-    def make(self, source: random.Random) -> Conversation:
-        """Return messages in Hugging Face form, and options for `render`."""
+    def make(self, source: random.Random, *, pictured: bool = True) -> Conversation:
+        """Return messages in Hugging Face form, and options for `render`; `pictured`: also with images."""
         asks = self.accepts is not None and source.random() >= _UNASKED
-        # Half of the odd are texts alone: pictures take most of the time.
-        self._pictured = not self.odd or source.random() < 0.5
+        self._pictured = pictured
         conversation = self._grown(([], {}), self._rounds(source), asks)
         return self._grown(conversation, self._options(source, conversation[0][-1]), asks)
 

@@ -166,7 +166,8 @@ def check_parity(
         pair.profile, images, pair.literals, odd=True, documents=documents, accepts=pair.accepts
     )
     for case in range(cases):
-        messages, options = maker.make(source)
+        # Two of four hold texts alone, one under each rule: pictures take most of the time.
+        messages, options = maker.make(source, pictured=case % 4 < 2)
         rules = RULES[case % len(RULES)]
         found = pair.difference(rules, messages, options, report)
         report.cases += 1
