@@ -16,6 +16,7 @@ from mmrender.caching import LRUCache
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.content.tools import normalize_documents
+from mmrender.content.values import copy_containers, describe
 from mmrender.errors import InputError, RenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
@@ -27,7 +28,7 @@ from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
-from mmrender.rendering import Rendering, conversation_key, copy_rendered, new_memo
+from mmrender.rendering import Rendering, UnprintedTools, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
 from mmrender.template.chat import GIVEN
 from mmrender.template.limits import TemplateLimits
@@ -70,6 +71,8 @@ class Renderer:
         content_special_tokens: How special tokens in content are encoded, for all roles or by role; roles
             that are not named follow `mmrender.tokens.encode.DEFAULT_RULES`.
         tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
+        unprinted_tools: Whether tools that the template prints nothing of are an error; `"allow"` where the
+            messages tell of them.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
             default the tokenizer's.
@@ -89,6 +92,7 @@ class Renderer:
         *,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
         tool_call_grammar: str | None = None,
+        unprinted_tools: UnprintedTools = "error",
         memo_bytes: int = 128 << 20,
         vocab_size: int | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
@@ -124,6 +128,11 @@ class Renderer:
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         self._tool_call_grammar = tool_call_grammar
+        if unprinted_tools not in ("error", "allow"):
+            raise RenderError(
+                "unprinted_tools is not understood", expected="'error' or 'allow'", got=repr(unprinted_tools)
+            )
+        self._unprinted_tools = unprinted_tools
         self._load: Callable[[], Renderer] | None = None
 
     @classmethod
@@ -139,6 +148,7 @@ class Renderer:
         media_cache: MediaCache | None = None,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
         tool_call_grammar: str | None = None,
+        unprinted_tools: UnprintedTools = "error",
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         template_processes: TemplateProcesses | None = None,
@@ -158,6 +168,7 @@ class Renderer:
             media_cache: Cache of processed items; pass one to share it between renderers.
             content_special_tokens: As for `Renderer`: `"text"`, `"parse"` or `"error"`.
             tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.grammars.GRAMMARS`.
+            unprinted_tools: As for `Renderer`: `"error"` or `"allow"`.
             limits: Bounds on one run of the template.
             clock: Gives the time that the template's `strftime_now` formats.
             template_processes: Child processes with limits, in which the template is compiled and run.
@@ -200,6 +211,7 @@ class Renderer:
             media,
             content_special_tokens=content_special_tokens,
             tool_call_grammar=tool_call_grammar,
+            unprinted_tools=unprinted_tools,
             memo_bytes=memo_bytes,
             vocab_size=model.vocab_size,
             sampling_defaults=model.sampling_defaults,
@@ -252,14 +264,15 @@ class Renderer:
             **template_arguments: The same as keywords.
 
         Raises:
-            InputError: There is no such keyword, and the template reads no such variable.
+            InputError: There is no such keyword, and the template reads no such variable; a variable is given
+                twice; the template prints nothing of `tools` or `documents`.
             MessageError: A message is malformed.
             MediaError: An image cannot be loaded or processed.
             TemplateError: The template refuses or fails.
             PlaceholderError: The template drops an image, or writes one too many.
             SpecialTokenError: Content holds a special token, and its role is set to `error`.
         """
-        template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        template_arguments = _merged(chat_template_kwargs, template_arguments)
         conversation = normalize_messages(messages)
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
@@ -281,7 +294,7 @@ class Renderer:
         template = self._known(
             "render", tools is not None, template_arguments, chat_template, chat_template_kwargs
         )
-        rendered = Rendering(template, self._writer, self.media).render(
+        rendered = Rendering(template, self._writer, self.media, self._unprinted_tools).render(
             conversation,
             tools=None if tools is None else normalize_tools(tools),
             documents=normalize_documents(documents),
@@ -312,9 +325,9 @@ class Renderer:
         **template_arguments: Any,
     ) -> TracedStr:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
-        arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        arguments = _merged(chat_template_kwargs, template_arguments)
         known = self._known("render", tools is not None, arguments, chat_template, chat_template_kwargs)
-        return Rendering(known, self._writer, self.media).text(
+        return Rendering(known, self._writer, self.media, self._unprinted_tools).text(
             normalize_messages(messages),
             tools=None if tools is None else normalize_tools(tools),
             documents=normalize_documents(documents),
@@ -334,6 +347,13 @@ class Renderer:
 
         Those `in_mapping` came as `chat_template_kwargs`.
         """
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise InputError(
+                "a chat template is text",
+                where="chat_template",
+                expected="the name of one of the model's, or Jinja text",
+                got=describe(chat_template),
+            )
         if arguments:
             templates = self.templates
             reads = templates.arguments if chat_template is None else templates.given(chat_template).arguments
@@ -390,7 +410,7 @@ class Renderer:
             MediaError: A new image cannot be loaded or processed.
             PlaceholderError: The template drops a new image.
         """
-        template_arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        template_arguments = _merged(chat_template_kwargs, template_arguments)
         reason = None
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
@@ -399,7 +419,7 @@ class Renderer:
             known = self._known(
                 "bridge", tools is not None, template_arguments, chat_template, chat_template_kwargs
             )
-            rendering = Rendering(known, self._writer, self.media)
+            rendering = Rendering(known, self._writer, self.media, self._unprinted_tools)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
             return bridge.extend(
                 previous_prompt_ids,
@@ -468,7 +488,7 @@ class Renderer:
         # Imported here, since most programs that render never parse.
         from mmrender.parsing.prove import build_parser
 
-        arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        arguments = _merged(chat_template_kwargs, template_arguments)
         known = self._known("parse", has_tools, arguments, chat_template, chat_template_kwargs)
         return self._parsers.get_or_compute(
             known, lambda: build_parser(known, grammar=self._tool_call_grammar)
@@ -488,7 +508,7 @@ class Renderer:
         **template_arguments: Any,
     ) -> TemplateProfile:
         """Return the findings about the template for conversations with or without tools."""
-        arguments = {**(chat_template_kwargs or {}), **template_arguments}
+        arguments = _merged(chat_template_kwargs, template_arguments)
         return self._known("profile", has_tools, arguments, chat_template, chat_template_kwargs).profile
 
     def get_stop_token_ids(self) -> list[int]:
@@ -498,6 +518,24 @@ class Renderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
         return self.tokenizer.decode(token_ids)
+
+
+def _merged(given: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Template variables given in either way, apart from the caller's lists and dicts."""
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InputError(
+            "template variables come in a mapping",
+            where="chat_template_kwargs",
+            expected="a dict by name",
+            got=describe(given),
+        )
+    for name in keywords.keys() & given.keys():
+        raise InputError(
+            "the template variable is given twice", where=name, remedy="Leave it out of chat_template_kwargs"
+        )
+    return {name: copy_containers(value, name) for name, value in {**given, **keywords}.items()}
 
 
 def _unread(

@@ -9,10 +9,10 @@ A conversation is often rendered again unchanged: for another sample of a group,
 same name (a URL, an open file) are never memoised.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 from mmrender.caching import LRUCache
 from mmrender.errors import (
@@ -40,6 +40,8 @@ class Given(TypedDict, total=False):
     documents: Sequence[Mapping[str, Any]] | None
 
 
+UnprintedTools: TypeAlias = Literal["error", "allow"]
+
 _MAX_DEPTH = 32
 _BYTES_PER_TOKEN = 64
 
@@ -52,11 +54,13 @@ class Rendering:
         known: The chat template with its arguments, and the findings about it.
         writer: Turns text into tokens.
         media: Turns media parts into items, or None for a text-only model.
+        unprinted_tools: Whether tools that the template prints nothing of are an error.
     """
 
     known: KnownTemplate
     writer: TokenWriter
     media: MediaResolver | None
+    unprinted_tools: UnprintedTools = "error"
 
     def text(
         self,
@@ -66,16 +70,38 @@ class Rendering:
         continue_final_message: bool | str = False,
         **given: Unpack[Given],
     ) -> TracedStr:
-        """Run the template; each character is attributed."""
+        """Run the template; each character is attributed.
+
+        Raises:
+            InputError: It prints nothing of a tool or a document.
+            TemplateError: It refuses or fails.
+        """
+        run = partial(
+            self._run,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        text = run(**given)
+        if given.get("tools") and self.unprinted_tools == "error":
+            _refuse_unprinted("tools", "tool", text, run, given)
+        if given.get("documents"):
+            _refuse_unprinted("documents", "document", text, run, given)
+        return text
+
+    def _run(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        **given: Unpack[Given],
+    ) -> TracedStr:
         if add_generation_prompt and continue_final_message:
             raise InputError(
                 "a prompt either opens the assistant's turn or continues it",
                 where="continue_final_message",
                 expected="add_generation_prompt=False",
-            )
-        if given.get("documents") and not self.known.template.reads_documents:
-            raise InputError(
-                "the chat template reads no documents", where="documents", remedy="Leave them out"
             )
         try:
             return self.known.render(
@@ -135,7 +161,7 @@ class Rendering:
         if "assistant" in roles:
             # A turn that is to be continued is prompt as far as it goes.
             sampled = messages[:-1] if continue_final_message else messages
-            turns, rewritten = assistant_turns(text, sampled, profile, partial(self.text, **given))
+            turns, rewritten = assistant_turns(text, sampled, profile, partial(self._run, **given))
             if self.writer.affixes(plain(text))[1]:
                 # Each prompt ends in tokens that the conversation does not go on from.
                 turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])
@@ -252,6 +278,35 @@ class Rendering:
             return encoded, earlier
         found = MultiModalData.of(entries)
         return encoded, earlier.merged(found) if earlier.mm_hashes else found
+
+
+def _refuse_unprinted(
+    kind: Literal["tools", "documents"],
+    one: str,
+    text: TracedStr,
+    run: Callable[..., TracedStr],
+    given: Given,
+) -> None:
+    """Raise for the first tool or document that has no part in a text."""
+    values = given[kind] or ()
+    printed = {origin.path for _, _, origin in text.spans if origin.kind == kind}
+    for index in range(len(values)):
+        where = f"{kind}[{index}]"
+        if where in printed:
+            continue
+        try:
+            # The template may have asked about it and written something of its own.
+            others = [value for other, value in enumerate(values) if other != index]
+            is_lost = plain(run(**{**given, kind: others or None})) == plain(text)
+        except TemplateError:
+            is_lost = False
+        if is_lost:
+            remedy = f"Leave the {one} out"
+            if kind == "tools":
+                remedy += (
+                    ', or open the model with unprinted_tools="allow" where the prompt states it elsewhere'
+                )
+            raise InputError(f"the chat template prints nothing of this {one}", where=where, remedy=remedy)
 
 
 class _MediaPlace(NamedTuple):

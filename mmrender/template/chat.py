@@ -268,15 +268,16 @@ def _call(call: ToolCall, index: int, role: Role, path: str, form: ViewForm) -> 
     def origin(field: str) -> Origin:
         return _origin(index, role, "tool_call", f"{path}.{field}")
 
-    arguments: Any = call.arguments
+    arguments = traced(call.arguments, origin("function.arguments"))
     if form.arguments == "json":
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        written = json.dumps(call.arguments, ensure_ascii=False)
+        arguments = TracedStr.whole(written, origin("function.arguments"))
     shown: dict[str, Any] = {"type": "function"}
     if call.id is not None:
         shown["id"] = TracedStr.whole(call.id, origin("id"))
     shown["function"] = {
         "name": TracedStr.whole(call.name, origin("function.name")),
-        "arguments": traced(arguments, origin("function.arguments")),
+        "arguments": arguments,
     }
     return shown
 

@@ -7,6 +7,7 @@ trimmed here. The tag is found by its origin, so no content can forge it.
 
 from typing import Any, NamedTuple
 
+from mmrender.content.values import member
 from mmrender.errors import MessageError, RenderError
 from mmrender.template.text import Origin, TracedStr, plain
 
@@ -43,7 +44,7 @@ class Prefill(NamedTuple):
         value = view.get("reasoning_content" if field in REASONING and field not in view else field)
         # A template may read any name of the reasoning.
         fields = [key for key in REASONING if view.get(key) == value] if field in REASONING else [field]
-        holder, where = view, f"{owner.path}.{field}"
+        holder, where = view, member(owner.path, field)
         if isinstance(value, list):
             holder, fields = next((part for part in reversed(value) if "text" in part), {}), ["text"]
             value = holder.get("text")

@@ -126,7 +126,7 @@ class IsolatedTemplate(ChatTemplate):
 def _pickled(value: Any, where: str) -> bytes:
     try:
         return pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         problem = "this value cannot be sent to the process that runs the chat template"
         raise InputError(problem, where=where, expected="plain values", got=str(error)) from error
 

@@ -15,6 +15,7 @@ and the key in `preprocessor_config.json`.
 from collections.abc import Mapping
 from typing import Any
 
+from mmrender.content.values import describe
 from mmrender.errors import TemplateError, TemplateMissingError
 from mmrender.model.files import ModelDir
 
@@ -107,7 +108,7 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
             remedy="Pass chat_template=<one of these names>",
         )
     raise TemplateMissingError(
-        f"the model has no chat template{'' if name is None else f' named {name!r}'}",
+        f"the model has no chat template{'' if name is None else f' named {describe(name)}'}",
         expected="chat_template.jinja, chat_template.json, or one in the tokenizer or processor config",
         got=f"templates: {have}",
         remedy="Pass chat_template=<Jinja text>",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mmrender.content.values import is_record, record_fields
+from mmrender.content.values import MAX_DEPTH, is_record, record_fields, too_deep
 from mmrender.template.text import Origin, Proxy, TracedStr
 
 
@@ -80,8 +80,12 @@ class TracedList(Proxy, list[Any]):
 _NUMBERS: dict[type, Any] = {bool: TracedBool, int: TracedInt, float: TracedFloat}
 
 
-def traced(value: Any, origin: Origin) -> Any:
-    """Wrap a value, and all that it holds, in proxies of `origin`."""
+def traced(value: Any, origin: Origin, depth: int = MAX_DEPTH) -> Any:
+    """Wrap a value, and all that it holds, in proxies of `origin`.
+
+    Raises:
+        MessageError: It nests deeper than `depth`, as one that holds itself does.
+    """
     kind = type(value)
     if kind is str:
         return TracedStr.whole(value, origin)
@@ -91,16 +95,21 @@ def traced(value: Any, origin: Origin) -> Any:
         return number
     if value is None:
         return TracedNull(origin)
+    if not depth:
+        raise too_deep(origin.path)
+    depth -= 1
     if isinstance(value, Mapping):
         # Keys keep their place in the dict: a traced key hashes and compares as its text.
-        mapping = TracedDict((traced(key, origin), traced(item, origin)) for key, item in value.items())
+        mapping = TracedDict(
+            (traced(key, origin, depth), traced(item, origin, depth)) for key, item in value.items()
+        )
         mapping._origin, mapping._source = origin, value
         return mapping
     if isinstance(value, list | tuple):
-        sequence = TracedList(traced(item, origin) for item in value)
+        sequence = TracedList(traced(item, origin, depth) for item in value)
         sequence._origin, sequence._source = origin, list(value)
         return sequence
-    return traced(_json_value(value, origin.path), origin)
+    return traced(_json_value(value, origin.path), origin, depth)
 
 
 def _json_value(value: Any, where: str) -> Any:

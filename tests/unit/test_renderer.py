@@ -1,13 +1,18 @@
 """What the facade refuses, and what it takes by call."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
 
+import jinja2
 import pytest
 
 from mmrender import Renderer, RendererPool
 from mmrender.errors import (
     InputError,
     MessageError,
+    MMRenderError,
     TemplateMissingError,
     TemplateSyntaxError,
 )
@@ -72,6 +77,121 @@ def test_the_errors_for_arguments_list_what_there_is(printing):
     assert str(caught.value) == (
         "eos_token: 'eos_token' is not for callers to set. Only variables of the chat template's own go here"
     )
+
+
+@dataclass
+class Ring:
+    inner: object = None
+
+
+class Endless(Mapping):
+    def __getitem__(self, key):
+        return self
+
+    def __iter__(self):
+        return iter("a")
+
+    def __len__(self):
+        return 1
+
+
+def bottomless():
+    """Values that hold themselves, or nest deeper than anything can follow."""
+    ring, knot, record, deep = {}, [], Ring(), ()
+    ring["a"], record.inner = ring, record
+    knot.append(knot)
+    for _ in range(100_000):
+        deep = (deep,)
+    return [ring, knot, record, Endless(), deep]
+
+
+def calling(arguments):
+    return [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]},
+    ]
+
+
+def tool(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+NESTED = {
+    "messages[0].note": lambda value: ([{**USER[0], "note": value}], {}),
+    "messages[1].tool_calls[0].arguments": lambda value: (calling({"x": value}), {}),
+    "tools[0]": lambda value: (USER, {"tools": [tool(value)]}),
+    "documents[0]": lambda value: (USER, {"documents": [{"text": value}]}),
+    "persona": lambda value: (USER, {"chat_template_kwargs": {"persona": value}}),
+    "images": lambda value: ([{"role": "user", "content": [{"type": "image"}]}], {"images": [value]}),
+    "chat_template": lambda value: (USER, {"chat_template": value}),
+    "chat_template_kwargs": lambda value: (USER, {"chat_template_kwargs": [value]}),
+    "continue_final_message": lambda value: (USER, {"continue_final_message": "x" * 100_000}),
+}
+
+
+@pytest.mark.parametrize("where", NESTED)
+@pytest.mark.parametrize("memo_bytes", [0, 1 << 20])
+def test_what_holds_itself_is_refused_by_name(where, memo_bytes):
+    renderer = MODELS["everything"].renderer(memo_bytes=memo_bytes)
+    messages, options = NESTED[where](None)
+    for value in bottomless():
+        messages, options = NESTED[where](value)
+        with pytest.raises(MMRenderError) as caught:
+            renderer.render(messages, **options)
+        assert where in caught.value.where or where == "continue_final_message"
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_variable_that_changes_after_the_call_changes_nothing(printing):
+    persona = ["a"]
+    found = printing.render_text(USER, persona=persona)
+    persona.append("b")
+    assert printing.render_text(USER, persona=["a"]) == found
+    assert printing.render_text(USER, persona=persona) != found
+
+
+def test_a_variable_is_given_once(printing):
+    with pytest.raises(InputError, match="persona: the template variable is given twice"):
+        printing.render(USER, persona="a", chat_template_kwargs={"persona": "b"})
+
+
+WRITE = {
+    "all": "{% for t in VALUES or [] %}{{ t | tojson }}{% endfor %}",
+    "none": "",
+    "mentioned": "{# VALUES #}{% set known = VALUES %}",
+    "the first": "{% if VALUES %}{{ VALUES[0].text }}{% endif %}",
+    "their number": "{% if VALUES %}{{ VALUES | length }}{% endif %}",
+    "of one kind": "{% for t in VALUES or [] %}{% if t.text == 'a' %}an a{% endif %}{% endfor %}",
+}
+MESSAGES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("write", WRITE)
+@pytest.mark.parametrize("kind", ["tools", "documents"])
+def test_tools_and_documents_do_not_vanish(kind, write):
+    source = WRITE[write].replace("VALUES", kind) + MESSAGES
+    tokenizer = MODELS["everything"].tokenizer
+    strict, lax = (
+        Renderer(TemplateSet({"default": source}, tokenizer), tokenizer, unprinted_tools=rule)
+        for rule in ("error", "allow")
+    )
+    for texts in product("ab", repeat=2):
+        given = [{"name": text, "text": text} for text in texts]
+        plain = jinja2.Environment().from_string(source.replace("tojson", "string"))
+        whole, *without = [
+            plain.render(messages=USER, **{kind: values}) for values in (given, given[1:], given[:1])
+        ]
+        lost = [f"{kind}[{index}]" for index, text in enumerate(without) if text == whole]
+        for call in ("render", "render_text"):
+            if not lost:
+                getattr(strict, call)(USER, **{kind: given})
+            else:
+                with pytest.raises(InputError, match="the chat template prints nothing of this") as caught:
+                    getattr(strict, call)(USER, **{kind: given})
+                assert caught.value.where in lost
+            if kind == "tools":
+                getattr(lax, call)(USER, tools=given)
+        assert getattr(strict, call)(USER, **{kind: []}) == "hi"
 
 
 def test_a_template_by_call_has_its_own_profile(printing):
