@@ -2,7 +2,8 @@
 
 As in Transformers (`render_jinja_template`), a tag is appended to the text, the template runs, and all from
 the tag on is cut off. A template that trims the text trims the tag's blank, too: then trailing white space is
-trimmed here. The tag is found by its origin, so no content can forge it.
+trimmed here. The tag is found by its origin, so no content can forge it. Some templates (LFM2) know the tag:
+they take it off, and write it themselves.
 """
 
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ class Prefill(NamedTuple):
         """
         body = plain(shown)
         tags = [start for start, _, origin in shown.spans if origin is self.tag]
+        tags = tags or self._written(shown)
         stop = tags[-1] if tags else 0
         own = {origin for _, _, origin in self.text.spans}
         start = min([low for low, _, origin in shown.spans if origin in own], default=stop)
@@ -90,3 +92,12 @@ class Prefill(NamedTuple):
                 )
         kept = shown[:stop]
         return kept if body.startswith(_TAG, stop) else kept.rstrip()
+
+    def _written(self, shown: TracedStr) -> list[int]:
+        """Tags that the template wrote itself, within what it wrote for the message."""
+        found = [
+            plain(shown).rfind(_TAG.strip(), start, stop)
+            for start, stop, origin in shown.spans
+            if origin.message == self.tag.message and not origin.is_content
+        ]
+        return [place for place in found if place >= 0]
