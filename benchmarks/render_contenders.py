@@ -28,6 +28,7 @@ class Ours:
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
         self.cold_renderer = Renderer.from_pretrained(directory, image_backend=backend, memo_bytes=0)
         self.warm_renderer = Renderer.from_pretrained(directory, image_backend=backend)
+        self.encoded_by = self.cold_renderer.tokenizer.choice.settle()
 
     def forget(self) -> None:
         self.cold_renderer.tokenizer._memo.clear()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
+from sys import getsizeof
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer as Engine
 
 from mmrender.caching import LRUCache
 from mmrender.errors import TokenizerError
+from mmrender.model.fast import EngineChoice
 from mmrender.model.files import ModelDir
 
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
@@ -40,13 +42,16 @@ class Run(NamedTuple):
 
     Attributes:
         ids: Its tokens.
-        starts: For each token the index of its first character, int32 of shape `(n,)`.
+        starts: For each token the index of its first character, int32 of shape `(n,)`; None where nobody
+            asked.
         syntax: Ids of added tokens, blank ones aside, that the vocabulary spells in it.
+        nbytes: Memory that it takes, about.
     """
 
     ids: list[int]
-    starts: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32] | None
     syntax: frozenset[int]
+    nbytes: int
 
 
 class Match(NamedTuple):
@@ -74,10 +79,13 @@ class Tokenizer:
 
     Args:
         engine: The model's tokenizer with all of its added tokens.
-        memo_tokens: Bound of the memo of runs, in tokens.
+        memo_bytes: Bound of the memo of runs.
+
+    Attributes:
+        choice: Which engine encodes runs, and why.
     """
 
-    def __init__(self, engine: Engine, *, memo_tokens: int = 1_000_000) -> None:
+    def __init__(self, engine: Engine, *, memo_bytes: int = 48 << 20) -> None:
         self._engine = engine
         engine.no_padding()
         engine.no_truncation()
@@ -98,15 +106,14 @@ class Tokenizer:
         self._looked_for_later = [token.content for token in normalized]
         self._pattern = _longest_of(self.added_ids.keys() - set(self._looked_for_later))
         self._normalized = _finder(normalized, engine.normalizer) if normalized else None
-        self._within: LRUCache[str, list[Match]] = LRUCache(1 << 16, size_of=lambda found: 1 + len(found))
+        self._within: LRUCache[str, _Found] = LRUCache(8 << 20, size_of=lambda found: found.nbytes)
         self._twins = _without_added(engine, engine.model)
-        self._memo: LRUCache[tuple[Engine, str], Run] = LRUCache(
-            memo_tokens, size_of=lambda run: len(run.ids)
-        )
+        self.choice = EngineChoice(self._twins["token"], self.added_ids)
+        self._memo: LRUCache[tuple[Engine, str], Run] = LRUCache(memo_bytes, size_of=lambda run: run.nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The memo is filled anew where it arrives.
-        return partial(type(self), memo_tokens=self._memo.max_size), (self._engine,)
+        return partial(type(self), memo_bytes=self._memo.max_size), (self._engine,)
 
     @classmethod
     def load(cls, model: ModelDir) -> "Tokenizer":
@@ -216,7 +223,12 @@ class Tokenizer:
         return "token" if ids[-1] in self._added else "text"
 
     def encode_run(
-        self, text: str, *, before: Before = "token", barred: Collection[int] = frozenset()
+        self,
+        text: str,
+        *,
+        before: Before = "token",
+        barred: Collection[int] = frozenset(),
+        placed: bool = False,
     ) -> Run:
         """Encode text in which no added token is looked for.
 
@@ -225,14 +237,15 @@ class Tokenizer:
             before: What the run follows.
             barred: Ids of added tokens that may not come out; a vocabulary can spell them by its merges or
                 after its normalizer.
+            placed: Whether `starts` are wanted.
 
         Raises:
             TokenizerError: It spells one of `barred` in every way.
         """
-        run = self._encoded(text, self._twins[before])
+        run = self._encoded(text, self._twins[before], placed)
         if run.syntax and not run.syntax.isdisjoint(barred):
             twins, unknown_id = self._literal
-            run = self._encoded(text, twins[before])
+            run = self._encoded(text, twins[before], placed)
             spelled = (run.syntax & set(barred)) - {unknown_id}
             if spelled:
                 raise TokenizerError(
@@ -243,14 +256,22 @@ class Tokenizer:
                 )
         return run
 
-    def _encoded(self, text: str, twin: Engine) -> Run:
+    def _encoded(self, text: str, twin: Engine, placed: bool) -> Run:
         key = (twin, text)
         run = self._memo.get(key)
-        if run is None:
-            encoding = twin.encode(text, add_special_tokens=False)
-            ids = encoding.ids
-            starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
-            run = Run(ids, starts, self.syntax_ids.intersection(ids))
+        if run is None or (placed and run.starts is None):
+            ids, starts = None, None
+            fast = self.choice.fast
+            if fast is not None and twin is self._twins["token"]:
+                ids = fast.ids(text)
+                starts = fast.starts(text, ids) if placed and ids is not None else None
+            if ids is None or (placed and starts is None):
+                self.choice.spend(len(text))
+                encoding = twin.encode(text, add_special_tokens=False)
+                ids = encoding.ids
+                starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
+            nbytes = _RUN_BYTES + _TOKEN_BYTES * len(ids) + getsizeof(text)
+            run = Run(ids, starts, self.syntax_ids.intersection(ids), nbytes)
             self._memo.put(key, run)
         return run
 
@@ -338,19 +359,32 @@ class Tokenizer:
 
     def _in_normalized(self, text: str) -> list[Match]:
         """Find the added tokens that `tokenizers` looks for in normalized text."""
-        found = self._within.get(text)
-        if found is None and self._normalized is not None:
-            encoding = self._normalized.encode(text, add_special_tokens=False)
-            found = []
-            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-                if token_id:
-                    token = self._looked_for_later[token_id - 1]
-                    own = text.find(token, start, stop)
-                    own, end = (start, stop) if own < 0 else (own, own + len(token))
-                    found.append(Match(start, stop, token, own, end))
-            self._within.put(text, found)
-        return found or []
+        known = self._within.get(text)
+        if known is not None or self._normalized is None:
+            return known.matches if known is not None else []
+        encoding = self._normalized.encode(text, add_special_tokens=False)
+        found = []
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id:
+                token = self._looked_for_later[token_id - 1]
+                own = text.find(token, start, stop)
+                own, end = (start, stop) if own < 0 else (own, own + len(token))
+                found.append(Match(start, stop, token, own, end))
+        self._within.put(text, _Found(found, _RUN_BYTES * (1 + len(found)) + getsizeof(text)))
+        return found
 
+
+class _Found(NamedTuple):
+    """Added tokens found in a text, and the memory that it all takes, about."""
+
+    matches: list[Match]
+    nbytes: int
+
+
+_RUN_BYTES = 400
+"""Memory of an entry of a memo without its text and tokens."""
+_TOKEN_BYTES = 40
+"""Memory of a token: its number, a pointer to it, and its start."""
 
 _PROBE = (
     "Hello world",

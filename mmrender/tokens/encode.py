@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
 from mmrender.errors import PlaceholderError, SpecialTokenError, TokenizerError
 from mmrender.messages import Modality
 from mmrender.model.tokenizer import Before, Match, Run, Tokenizer, is_blank
@@ -484,18 +482,11 @@ class _TokenStream:
     def flush(self, position: int) -> None:
         """Encode the collected run; answer the wanted positions up to `position`, where a token begins."""
         if self._length:
-            run = self._encoded("".join(self._pieces))
-            base, edges = len(self.out.ids), self._edges
-            if len(edges) == 1:
-                firsts = [0]
+            text, edges = "".join(self._pieces), self._edges
+            if len(edges) == 1 and edges[0].cut < 0:
+                self.out.extend(self._encoded(text).ids, edges[0].message, edges[0].kind)
             else:
-                firsts = np.searchsorted(run.starts, [edge.offset for edge in edges]).tolist()
-            lasts = [*firsts[1:], len(run.ids)]
-            for edge, first, last in zip(edges, firsts, lasts, strict=True):
-                if edge.cut >= 0:
-                    begin = int(run.starts[first]) if first < len(run.ids) else self._length
-                    self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
-                self.out.extend(run.ids[first:last], edge.message, edge.kind)
+                self._lay(self._encoded(text, placed=True), edges)
             self._pieces, self._length, self._edges = [], 0, []
             self._guarded, self._covered = None, self._position
         while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
@@ -503,12 +494,24 @@ class _TokenStream:
             self.out.cuts[wanted] = Cut(len(self.out.ids), wanted >= self._covered)
             self._next_cut += 1
 
-    def _encoded(self, text: str) -> Run:
+    def _lay(self, run: Run, edges: Sequence[_Edge]) -> None:
+        """Append a run whose origin changes within it."""
+        base, starts = len(self.out.ids), run.starts
+        if starts is None:
+            raise TokenizerError("a run was encoded without the places of its tokens")
+        firsts = starts.searchsorted([edge.offset for edge in edges]).tolist()
+        for edge, first, last in zip(edges, firsts, [*firsts[1:], len(run.ids)], strict=True):
+            if edge.cut >= 0:
+                begin = int(starts[first]) if first < len(run.ids) else self._length
+                self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
+            self.out.extend(run.ids[first:last], edge.message, edge.kind)
+
+    def _encoded(self, text: str, *, placed: bool = False) -> Run:
         """Encode a run: no added token may come out of guarded content, and nowhere one of media."""
         encode = self._tokenizer.encode_run
         if self._guarded is None:
-            return encode(text, before=self._before, barred=self._writer.media_ids)
-        run = encode(text, before=self._before, barred=self._tokenizer.syntax_ids)
+            return encode(text, before=self._before, barred=self._writer.media_ids, placed=placed)
+        run = encode(text, before=self._before, barred=self._tokenizer.syntax_ids, placed=placed)
         if self._writer.rules[self._guarded.author] == "error":
             spelled = encode(text, before=self._before).syntax - run.syntax
             if spelled:

@@ -72,6 +72,7 @@ def _tokenizer(renderer: Renderer, directory: Path | None) -> dict[str, Any]:
     found = {
         "vocabulary": tokenizer.vocab_size,
         "added tokens": len(tokenizer.added_ids),
+        "encoded by": tokenizer.choice.settle(),
         "runs between added tokens are independent": True if beside is None else f"no: not beside {beside!r}",
         "beginning of a prompt": _found(lambda: _beginning(renderer)),
         "stop tokens": {
