@@ -102,6 +102,9 @@ SPECS: dict[str, Spec] = {
     "reasoning_dropped": Spec((*CHATML, "<image>"), ("<|im_end|>",), "<image>", _pads("<image>")),
     "reasoning_optional": Spec((*CHATML, "<image>"), ("<|im_end|>",), "<image>", _pads("<image>")),
     "json_arguments": Spec(("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>", "<|end|>", "<image>"), ("<|end|>",), "<image>", _pads("<image>"), json_arguments=True),
+    "channels": Spec(("<|start|>", "<|message|>", "<|more|>", "<|end|>"), ("<|end|>",), flat=True),
+    "end_of_text": Spec(("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<|endoftext|>"), ("<|end|>", "<|endoftext|>"), variables={"eos_token": "<|endoftext|>"}, flat=True),
+    "spoken_reasoning": Spec(CHATML, ("<|im_end|>",), flat=True),
     "everything": Spec((*CHATML, "<image>"), ("<|im_end|>",), "<image>", _pads("<image>")),
     "generation": Spec(("<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<image>"), ("</s>",), "<image>", _pads("<image>"), BOS),
 }  # fmt: skip

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from mmrender.bridge.histories import Reads
+from mmrender.bridge.histories import MediaCount, Reads, shape_of, skeleton
 from mmrender.bridge.proof import Proof, TailProver
-from mmrender.bridge.tail import MediaCount, NotBridged, ReasoningState, Tails, shape_of, skeleton
+from mmrender.bridge.tail import NotBridged, ReasoningState, Tails
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
 from mmrender.messages import Message, Role
 from mmrender.rendering import Rendering
@@ -141,13 +141,14 @@ class Bridge:
         media: MediaCount,
     ) -> Layout:
         """What closes the completion, and the tail after it."""
-        tail = self._tails.find(skeleton(messages, self._profile, media), messages)
+        history = skeleton(messages, self._profile, media)
+        tail = self._tails.find(history, messages)
         if completion and completion[-1] in self._profile.stop_ids:
             # Where the close is the next turn's opener, only that opener can replace it.
-            keep = tail.is_opener and completion[-1] != tail.stop_id
-            close, start = "", tail.start if keep else tail.stop
+            keep = tail.end.is_opener and completion[-1] != tail.end.token_id
+            close, start = "", tail.end.start if keep else tail.end.stop
         else:
-            close, start = self._tails.closing(tail, messages, prompt, completion)
+            close, start = self._tails.closing(tail, history, messages, prompt, completion)
         if not close and not start:
             return tail.layout
         rest = tail.layout.text[start:]
@@ -192,12 +193,11 @@ class Bridge:
         ended = completion[-1] if completion else None
         sampled = completion[:-1] if ended in self._profile.stop_ids else completion
         ended_alike = len(sampled) < len(completion) and (
-            ended == proof.stop_id or ended in self._tails.end_ids
+            ended == proof.stop_id or ended in self._profile.end_ids
         )
         state: ReasoningState = "none"
         if any(objection.reasoning for objection in proof.objections):
-            turn = self._tails.opened(prompt) + self._writer.tokenizer.decode(sampled)
-            state = self._tails.reasoning_state(turn)
+            state = self._tails.reasoning_state(self._tails.turn_text(prompt, sampled).text)
         for objection in proof.objections:
             if objection.stands(prompt, sampled, ended_alike=ended_alike, roles=roles, reasoning=state):
                 raise NotBridged(objection.reason)

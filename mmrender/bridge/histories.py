@@ -1,6 +1,6 @@
-"""Histories that a bridge's tail must not depend on.
+"""Histories that an extension may follow: the skeleton, which is the shortest, and others for its proof.
 
-A proof renders the extension after a skeleton, the shortest history, and after histories that differ from it
+A proof renders the extension after the skeleton, and after histories that differ from it
 in a single respect each. It holds for every extension of the same shape: all of it that can decide what a
 template looks at. Texts count only in so far as the template tests them, so the texts that it looks for are
 read from its source.
@@ -9,13 +9,21 @@ read from its source.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import nodes
 
-from mmrender.bridge.tail import MediaCount, ProbeHistory, skeleton
-from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
+from mmrender.messages import (
+    UNKNOWN_SOURCE,
+    ImagePart,
+    Message,
+    Part,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    VideoPart,
+)
 from mmrender.probing.probes import (
     WORD,
     assistant,
@@ -26,6 +34,101 @@ from mmrender.probing.probes import (
     with_reasoning,
 )
 from mmrender.probing.profile import TemplateProfile
+
+
+class MediaCount(NamedTuple):
+    """Number of images and videos in a conversation."""
+
+    images: int = 0
+    videos: int = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return as many parts without a source."""
+        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
+
+
+NO_MEDIA = MediaCount()
+
+
+@dataclass(frozen=True)
+class ProbeHistory:
+    """A conversation up to and including the assistant turn that an extension follows.
+
+    Attributes:
+        user: The last user message.
+        assistant: The turn that the extension follows.
+        system: Messages before the first turn.
+        earlier: Turns before the last user message.
+        rounds: Tool rounds between it and the assistant's turn.
+        tools: Tool definitions, or None.
+        documents: Documents, or None.
+    """
+
+    user: Message
+    assistant: Message
+    system: tuple[Message, ...] = ()
+    earlier: tuple[Message, ...] = ()
+    rounds: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    documents: tuple[Mapping[str, Any], ...] | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation."""
+        return (*self.system, *self.earlier, self.user, *self.rounds, self.assistant)
+
+    def answering(self, **fields: Any) -> "ProbeHistory":
+        """The history with other fields in the assistant's turn."""
+        return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
+
+
+def skeleton(
+    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount = NO_MEDIA
+) -> ProbeHistory:
+    """The shortest history: one user turn with the conversation's media, one assistant turn.
+
+    The assistant calls the tools that the extension answers: one for each tool message that it begins with,
+    under the name and id that the answer states.
+    """
+    calls = []
+    for index, message in enumerate(extension):
+        if message.role != "tool":
+            break
+        call = probe_call(index, name=message.name or "probe")
+        calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
+    text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
+    content: Any = f"{WORD}U" if media == NO_MEDIA else (*media.parts, TextPart(f"{WORD}U"))
+    asked = Message(role="user", content=content)
+    return ProbeHistory(asked, Message(role="assistant", content=text, tool_calls=tuple(calls)))
+
+
+def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
+    """Shape that extensions with one proof share; more than three alike in a row count as three."""
+    shapes = []
+    for message in messages:
+        content, kinds = message.content, None
+        text = content if isinstance(content, str) else ""
+        if isinstance(content, tuple):
+            kinds = _without_repeats([type(part).__name__ for part in content], 2)
+            text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
+        found = tuple([mark for mark in marks if mark in text])
+        unnamed = message.name is None, message.tool_call_id is None
+        shapes.append(
+            (message.role, content is None, kinds, not text.strip(), found, *unnamed, *message.extra)
+        )
+    return _without_repeats(shapes, 3)
+
+
+def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
+    """The items, at most `most` equal ones in a row."""
+    return tuple(
+        [
+            item
+            for index, item in enumerate(items)
+            if index < most or any(other != item for other in items[index - most : index])
+        ]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

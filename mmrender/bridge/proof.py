@@ -16,17 +16,17 @@ from typing import Literal
 
 import msgspec
 
-from mmrender.bridge.histories import Reads, Variation, media_placements, variations
-from mmrender.bridge.tail import (
+from mmrender.bridge.histories import (
     NO_MEDIA,
     MediaCount,
-    NotBridged,
-    NotPrinted,
     ProbeHistory,
-    ReasoningState,
-    Tails,
+    Reads,
+    Variation,
+    media_placements,
     skeleton,
+    variations,
 )
+from mmrender.bridge.tail import NotBridged, NotPrinted, ReasoningState, Tails
 from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role, TextPart
 from mmrender.spans import common_prefix
@@ -141,7 +141,7 @@ class TailProver:
             return Proof((Objection(reason),), None)
         except NotBridged as refusal:
             return Proof((Objection(str(refusal)),), None)
-        stop_id = self._expected.stop_id
+        stop_id = self._expected.end.token_id
         probes = () if self._media is not None else _MEDIA_PROBES
         if any(
             self._follows(skeleton(self._extension, self._tails.profile, count)) == "another tail"
@@ -225,7 +225,7 @@ class TailProver:
     def _follows(self, history: ProbeHistory) -> Literal["the same", "another tail", "another stop"] | None:
         """Text after this history, from the stop token on; None where the template refuses it."""
         expected = self._expected
-        wanted = expected.text[expected.start :]
+        wanted = expected.text[expected.end.start :]
         try:
             tail = self._tails.find(history, self._extension)
         except TemplateError:
@@ -235,11 +235,11 @@ class TailProver:
             return "the same" if text.endswith(wanted) else "another tail"
         except NotBridged:
             return "another tail"
-        if tail.text[tail.start :] == wanted:
+        if tail.text[tail.end.start :] == wanted:
             return "the same"
         # A stop token that opens the next turn says nothing of how this one ended.
-        usual = None if expected.is_opener else expected.stop_id
-        ended = tail.closer_id if tail.stop_id is None else tail.stop_id
+        usual = None if expected.end.is_opener else expected.end.token_id
+        ended = tail.end.closer_id if tail.end.token_id is None else tail.end.token_id
         return "another stop" if ended not in (None, usual) and usual is not None else "another tail"
 
     def _dropped(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from mmrender.parsing.grammars import Field, Grammar, Pattern, Section
 from mmrender.parsing.literals import CutShort, Reader, read_json
 from mmrender.parsing.schema import ToolSchemas, typed
-from mmrender.parsing.text import TokenText, readable
+from mmrender.tokens.spelling import TokenText, readable
 
 CallStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed", "missing_name", "unknown_tool", "malformed"]
 

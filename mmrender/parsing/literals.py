@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mmrender.parsing.text import TokenText, readable
+from mmrender.tokens.spelling import TokenText, readable
 
 _MAX_DEPTH = 100
 _SPACE = re.compile(r"\s*")

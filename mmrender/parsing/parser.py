@@ -13,13 +13,11 @@ from mmrender.messages import Message, ToolCall
 from mmrender.parsing.calls import Block, CallScanner, CallStatus
 from mmrender.parsing.grammars import Grammar
 from mmrender.parsing.schema import ToolSchemas, tool_schemas
-from mmrender.parsing.text import TokenSpeller, TokenText, readable
 from mmrender.probing.probes import Carrier, with_reasoning
-from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+from mmrender.probing.profile import ReasoningFormat
 from mmrender.spans import common_prefix
-
-_PROMPT_TOKENS = 64
-"""More than any generation prompt has."""
+from mmrender.tokens.spelling import TokenText, readable
+from mmrender.tokens.turns import Opening, TurnReader, read_opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +123,12 @@ class Piece(NamedTuple):
             edge = by_part.get(self.before) or edges.get(("empty", self.after), Edge())
         if text == edge.alone:
             return ""
-        text = text[common_prefix(text, edge.prefix) :]
+        shared = common_prefix(text, edge.prefix)
+        if shared < min(len(text), len(edge.prefix)):
+            # Other words than the template's are content, unless the text breaks off within them.
+            shared = min(shared, len(text) - len(text.lstrip()))
+        text = text[shared:]
         return text[: len(text) - common_prefix(text[::-1], edge.suffix[::-1])]
-
-
-class Opening(NamedTuple):
-    """Whether a prompt ends inside reasoning, and the text still missing before the reasoning begins."""
-
-    inside: bool = False
-    missing: str = ""
 
 
 class Reasoning(NamedTuple):
@@ -152,15 +147,6 @@ class Reasoning(NamedTuple):
     before: int = 0
     rest: int = 0
     seen: bool = False
-
-
-def read_opening(format_: ReasoningFormat | None, prompt: TokenText) -> Opening:
-    """Read where a prompt leaves the model, from its text since the assistant's turn began."""
-    begin = -1 if format_ is None else prompt.find_last(format_.begin)
-    if format_ is None or begin < 0 or prompt.find_last(format_.end) > begin:
-        return Opening()
-    written, expected = prompt.text[begin + len(format_.begin) :], format_.after_begin
-    return Opening(inside=True, missing=expected[len(written) :] if expected.startswith(written) else "")
 
 
 def read_reasoning(
@@ -189,7 +175,7 @@ def read_reasoning(
     elif opening.inside:
         end = source.find(format_.end, start, length)
     elif end < 0:
-        return Reasoning()
+        return Reasoning(rest=length) if source.breaks_off_in(format_.begin) else Reasoning()
     if end < 0:
         return Reasoning(text[start:], closed=False, before=before, rest=length, seen=True)
     thought = text[start:end].removesuffix(format_.before_end)
@@ -273,20 +259,12 @@ class GrammarChoice:
 class ResponseParser:
     """Reads completions of one model; without a grammar all is content. Safe to use from many threads."""
 
-    def __init__(
-        self, speller: TokenSpeller, profile: TemplateProfile, choice: GrammarChoice, edges: Edges
-    ) -> None:
-        self.profile = profile
+    def __init__(self, turns: TurnReader, choice: GrammarChoice, edges: Edges) -> None:
+        self.profile = turns.profile
         self.choice = choice
         self.edges = edges
-        self._speller, tokenizer = speller, speller.tokenizer
-        self._prompt_ids = tokenizer.encode(profile.generation_prompt)
-        # The token that begins an assistant's turn: the first that its generation prompt writes.
-        header = profile.generation_prompt
-        if profile.reasoning is not None:
-            header = header.partition(profile.reasoning.begin)[0]
-        first = next(iter(tokenizer.find(header)), None)
-        self._begin_id = None if first is None else tokenizer.added_ids[first.token]
+        self._turns = turns
+        self._prompt_ids = turns.speller.tokenizer.encode(self.profile.generation_prompt)
 
     def parse(
         self,
@@ -312,7 +290,7 @@ class ResponseParser:
         length = len(ids)
         while length and ids[length - 1] in self.profile.stop_ids:
             length -= 1
-        source = TokenText(ids[:length], self._speller)
+        source = self._turns.text_of(ids[:length])
         format_ = self.profile.reasoning
         parts = split(source, self.choice.grammar, format_, self._opening(prompt_ids), schemas)
         reasoning = parts.reasoning.text
@@ -342,6 +320,4 @@ class ResponseParser:
         if self.profile.reasoning is None:
             return Opening()
         ids = self._prompt_ids if prompt_ids is None else prompt_ids
-        begins = (index for index in range(len(ids) - 1, -1, -1) if ids[index] == self._begin_id)
-        start = max(next(begins, len(ids) - _PROMPT_TOKENS), 0)
-        return read_opening(self.profile.reasoning, TokenText(ids[start:], self._speller))
+        return read_opening(self.profile.reasoning, self._turns.text_of(self._turns.begun(ids)))

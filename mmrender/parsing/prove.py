@@ -22,13 +22,12 @@ from mmrender.parsing.parser import (
     Outcome,
     ParsedResponse,
     ResponseParser,
-    read_opening,
     split,
 )
 from mmrender.parsing.schema import KINDS
-from mmrender.parsing.text import TokenSpeller, TokenText
 from mmrender.probing.probes import WORD, assistant, tool_definition, user, with_reasoning
 from mmrender.probing.templates import KnownTemplate
+from mmrender.tokens.turns import TurnReader, read_opening
 
 _ARGUMENTS: dict[str, Any] = {
     "text": "two lines,\n\"quoted\" and 'single', ünïcode 日本 \\ </b>",
@@ -87,7 +86,7 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
     """
     prover = GrammarProver(known)
     choice = prover.choose(grammar)
-    return ResponseParser(prover.speller, known.profile, choice, prover.edges(choice.grammar))
+    return ResponseParser(prover.turns, choice, prover.edges(choice.grammar))
 
 
 class GrammarProver:
@@ -96,7 +95,7 @@ class GrammarProver:
     def __init__(self, known: KnownTemplate) -> None:
         self._probes = known.probes
         self._profile = known.profile
-        self.speller = TokenSpeller(known.tokenizer)
+        self.turns = TurnReader(known.profile, known.tokenizer)
         # The richest definitions that the template takes: some fail on a type, others without tools.
         taken = (tools for tools in (_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
         self._tools = next(taken, None)
@@ -110,8 +109,8 @@ class GrammarProver:
         for probe in self._probed(grammar, _LEARN):
             if probe.text is None or (grammar is None and probe.message.tool_calls):
                 continue
-            opening = read_opening(format_, TokenText(probe.prompt_ids, self.speller))
-            source = TokenText(probe.token_ids, self.speller)
+            opening = read_opening(format_, self.turns.text_of(probe.prompt_ids))
+            source = self.turns.text_of(probe.token_ids)
             for piece in split(source, grammar, format_, opening).pieces:
                 place = (piece.before, piece.after)
                 edge = found.get(place, Edge())
@@ -150,7 +149,7 @@ class GrammarProver:
         id_format = (grammar.id_format if grammar is not None else None) or "call{index:05}"
         key = (id_format, texts.content)
         if key not in self._rendered:
-            encode = self.speller.tokenizer.encode
+            encode = self.turns.speller.tokenizer.encode
             self._rendered[key] = probes = []
             for message in self._messages(id_format, texts):
                 turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
@@ -178,7 +177,7 @@ class GrammarProver:
         unexplained = _unexplained(grammar, edges)
         if unexplained is not None:
             return f"beside calls the template writes {unexplained!r}, which is not part of the grammar"
-        parser = ResponseParser(self.speller, self._profile, GrammarChoice("named", grammar), edges)
+        parser = ResponseParser(self.turns, GrammarChoice("named", grammar), edges)
         read = 0
         for probe in self._probed(grammar, _PROVE):
             if probe.text is None:

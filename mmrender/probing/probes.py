@@ -147,7 +147,7 @@ class Probes:
         if without is None or with_prompt is None:
             return None
         body, prompted = plain(without), plain(with_prompt)
-        return prompted[len(body) :] if prompted.startswith(body) else inserted(body, prompted)
+        return prompted[len(body) :] if prompted.startswith(body) else self.inserted(body, prompted)
 
     def turn(
         self,
@@ -169,13 +169,10 @@ class Probes:
         if body is None or prompted is None or full is None:
             return None
         text = plain(full)
-        start = common_prefix(body, prompted)
+        start = self._token_start(prompted, common_prefix(body, prompted))
         if not text.startswith(prompted[:start]):
             return None
-        begin = start + common_prefix(prompted[start:], text[start:])
-        for match in self.tokenizer.find(prompted):
-            # The header is never cut inside an added token.
-            begin = match.start if start <= match.start < begin < match.stop else begin
+        begin = self._token_start(prompted, common_prefix(prompted, text))
         ends = [stop for _, stop, origin in full.spans if origin.message == 1 and origin.is_content]
         last = max([begin, *ends])
         stops = [self.tokenizer.token(token_id) for token_id in stop_ids]
@@ -222,9 +219,26 @@ class Probes:
             if text is None:
                 return None
             shown.append(plain(text))
-        added = inserted(*shown)
+        added = self.inserted(*shown)
         # A template that does not expect parts prints their Python form, which is not a placeholder.
         return "" if "'type'" in added else added
+
+    def inserted(self, without: str, with_more: str) -> str:
+        """The part of `with_more` between the beginning and the end that it shares with `without`.
+
+        No added token is cut.
+        """
+        start = self._token_start(with_more, common_prefix(without, with_more))
+        rest, old = with_more[start:], without[start:]
+        stop = len(rest) - common_prefix(old[::-1], rest[::-1])
+        # The rest of an added token that begins in the part belongs to it.
+        inside = (match for match in self.tokenizer.find(rest) if match.own_start < stop < match.own_stop)
+        return rest[: next((match.own_stop for match in inside), stop)]
+
+    def _token_start(self, text: str, position: int) -> int:
+        """The beginning of the added token that a character lies within, else the character."""
+        inside = (match for match in self.tokenizer.find(text) if match.own_start < position < match.own_stop)
+        return next((match.own_start for match in inside), position)
 
 
 def messages_around(role: Role) -> tuple[list[Message], Message, list[Message]]:
@@ -238,10 +252,3 @@ def messages_around(role: Role) -> tuple[list[Message], Message, list[Message]]:
             return [], user(), []
         case _:
             return [], Message(role=role, content=f"{WORD}S"), [user()]
-
-
-def inserted(without: str, with_more: str) -> str:
-    """The part of `with_more` between the beginning and the end that it shares with `without`."""
-    start = common_prefix(without, with_more)
-    rest, old = with_more[start:], without[start:]
-    return rest[: len(rest) - common_prefix(old[::-1], rest[::-1])]

@@ -6,7 +6,7 @@ written, which roles may hold images, and whether everything that it prints is a
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import get_args
@@ -77,6 +77,8 @@ class TemplateProfile:
             `user`, `tool`.
         stop_ids: Tokens that end the assistant's turn: those of the model's files, and those that the
             template writes at its end.
+        end_ids: Added tokens that close a turn which nothing follows.
+        closer_ids: Special tokens that close a turn in history, on which no model stops.
         prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it; None
             where no probe showed an answer.
         image_roles: Roles in which an image part writes something, and never less than one per part.
@@ -97,6 +99,8 @@ class TemplateProfile:
     closes: Mapping[str, str]
     openers: Mapping[str, int]
     stop_ids: frozenset[int]
+    end_ids: frozenset[int]
+    closer_ids: frozenset[int]
     prefix_stable: bool | None
     image_roles: tuple[Role, ...]
     roles: tuple[Role, ...]
@@ -122,7 +126,9 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
     with_both = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT]) or ""
     closes = _closes(probes)
-    stop_ids = _stop_ids(closes, probes.tokenizer, frozenset(model_stop_ids))
+    written = _close_ids(closes, probes.tokenizer)
+    special_ids = probes.tokenizer.special_ids
+    stop_ids = _stop_ids(written, special_ids, frozenset(model_stop_ids))
     prompts = _generation_prompts(probes)
     tools = [tool_definition(f"{WORD}F")]
     around = {role: messages_around(role) for role in get_args(Role)}
@@ -133,6 +139,8 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         closes=closes,
         openers=_openers(closes, probes.tokenizer, stop_ids),
         stop_ids=stop_ids,
+        end_ids=frozenset(written.get("end", ())),
+        closer_ids=_unstopped_closers(written, special_ids, stop_ids),
         prefix_stable=_is_prefix_stable(probes),
         image_roles=tuple(role for role in _IMAGE_ROLES if takes_parts and probes.added_by_image(role)),
         roles=tuple(
@@ -177,32 +185,30 @@ def _closes(probes: Probes) -> dict[str, str]:
 
 
 def _stop_ids(
-    closes: Mapping[str, str], tokenizer: Tokenizer, model_stop_ids: frozenset[int]
+    written: Mapping[str, Sequence[int]], special_ids: frozenset[int], model_stop_ids: frozenset[int]
 ) -> frozenset[int]:
     """The model's stop tokens, and the first token of a close that holds none of these, if it is special.
 
     Where the last turn closes with one of the model's, other closes hold what stands for it in history.
     """
-    if model_stop_ids.intersection(close_ids(closes, tokenizer).get("end", [])[:1]):
+    if model_stop_ids.intersection(written.get("end", ())[:1]):
         return model_stop_ids
-    return model_stop_ids | unstopped_closers(closes, tokenizer, model_stop_ids)
+    return model_stop_ids | _unstopped_closers(written, special_ids, model_stop_ids)
 
 
-def close_ids(closes: Mapping[str, str], tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """Return the added tokens of each close, by what follows."""
+def _close_ids(closes: Mapping[str, str], tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """The added tokens of each close, by what follows."""
     return {
         name: [tokenizer.added_ids[match.token] for match in tokenizer.find(text)]
         for name, text in closes.items()
     }
 
 
-def unstopped_closers(
-    closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]
+def _unstopped_closers(
+    written: Mapping[str, Sequence[int]], special_ids: frozenset[int], stop_ids: frozenset[int]
 ) -> frozenset[int]:
-    """Return the first token of each close that holds no stop token, if it is special."""
-    written = close_ids(closes, tokenizer).values()
-    first = {ids[0] for ids in written if ids and stop_ids.isdisjoint(ids)}
-    return tokenizer.special_ids & first
+    """The first token of each close that holds no stop token, if it is special."""
+    return special_ids & {ids[0] for ids in written.values() if ids and stop_ids.isdisjoint(ids)}
 
 
 def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]) -> dict[str, int]:
@@ -269,6 +275,11 @@ def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None
         begin, end = _last_delimiter(probes, before.rstrip()), _first_delimiter(probes, after)
         if begin is None or end is None:
             continue
+        answer = probes.turn(assistant(content, tool_calls=calls))
+        ahead = "" if answer is None else answer.text.partition(content)[0]
+        if turn is not None and ahead.rfind(begin) > ahead.rfind(end):
+            # Content follows the same delimiter: what leads up to it tells them apart.
+            begin = turn.text.partition(thought)[0].rstrip()
         return ReasoningFormat(
             begin,
             end,

@@ -1,9 +1,10 @@
 """Bridges against full renderings, on generated turns, tool cycles, images and cut-off completions.
 
 A case is one assistant turn and what follows it; its reference is the rendering of the whole conversation.
-The reference is *stable* where it begins with the prompt and the completion, token for token: then a bridge
-must equal it. Elsewhere the template writes the turn differently from what was sampled, and what a bridge
-appends is compared with the end of the rendering, from the first new message on.
+The reference is *stable* where it begins with the prompt and the completion: then a bridge must equal it,
+token for token, or in its text where the end of the prompt merges with the answer and only the text begins
+so. Elsewhere the template writes the turn differently from what was sampled, and what a bridge appends is
+compared with the end of the rendering, from the first new message on.
 """
 
 import random
@@ -28,10 +29,17 @@ _ATTEMPTS = 20
 """Most conversations drawn for each case; a template may refuse some."""
 
 
+Stability = Literal["tokens", "text", "none"]
+
+
 class BridgeCase(NamedTuple):
-    """One assistant turn, how its completion ended, what follows it, and the rendering of all of it."""
+    """One assistant turn, how its completion ended, what follows it, and the rendering of all of it.
+
+    `stability`: what of the rendering begins with the prompt and the completion.
+    """
 
     ending: Ending
+    stability: Stability
     prompt: RenderedTokens
     completion: Sequence[int]
     extension: Sequence[MessageLike]
@@ -42,11 +50,6 @@ class BridgeCase(NamedTuple):
     def sampled(self) -> list[int]:
         """Token ids that a bridge begins with."""
         return [*self.prompt.token_ids, *self.completion]
-
-    @property
-    def is_stable(self) -> bool:
-        """Whether the rendering begins with the prompt and the completion."""
-        return self.full.token_ids[: len(self.sampled)] == self.sampled
 
 
 class BridgeMismatch(NamedTuple):
@@ -65,6 +68,7 @@ class BridgeReport:
     Attributes:
         model: Its name.
         stable: Number of cases with a stable reference.
+        in_text: Number of those that are stable in their text alone.
         unstable: Number of the others.
         declined: Number of stable cases without a bridge, by the reason given.
         declined_unstable: The same for the others.
@@ -73,6 +77,7 @@ class BridgeReport:
 
     model: str
     stable: int = 0
+    in_text: int = 0
     unstable: int = 0
     declined: Counter[str] = field(default_factory=Counter)
     declined_unstable: Counter[str] = field(default_factory=Counter)
@@ -81,7 +86,7 @@ class BridgeReport:
     @property
     def equal(self) -> int:
         """Number of stable cases in which the bridge equals the rendering."""
-        different = sum(mismatch.case.is_stable for mismatch in self.mismatches)
+        different = sum(mismatch.case.stability != "none" for mismatch in self.mismatches)
         return self.stable - different - self.declined.total()
 
 
@@ -118,12 +123,13 @@ def check_bridge(
             previous_roles=case.prompt.roles,
             **case.options,
         )
-        stable = case.is_stable
+        stable = case.stability != "none"
         report.stable += stable
+        report.in_text += case.stability == "text"
         report.unstable += not stable
         if bridge is None:
             (report.declined if stable else report.declined_unstable)[renderer.why_not_bridged or ""] += 1
-        elif (difference := _difference(bridge, case, stable=stable)) is not None:
+        elif (difference := _difference(bridge, case)) is not None:
             report.mismatches.append(BridgeMismatch(case, *difference))
         progress()
     return report
@@ -151,28 +157,38 @@ def _draw_case(renderer: Renderer, maker: ConversationMaker, source: random.Rand
         sampled = [_sampled(rendered, index) for rendered in (full, alone)]
         # Without its stop token, a turn may end in a token that the next message has a part in.
         completion = next((turn for turn in sampled if turn and turn[-1] in stops), None)
-        completion = completion or [*renderer.tokenizer.encode("Fine."), *stops[:1]]
+        completion = completion or sampled[-1] or _written(renderer, full, index)
+        ends_in_call = False
         if ending == "another stop token":
-            completion = [*completion[:-1], source.choice(stops)]
+            stop = len(completion) - (completion[-1] in stops)
+            completion = [*completion[:stop], source.choice(stops)]
         if ending == "cut off":
             completion = completion[: source.randint(0, len(completion) - 1)]
             read = renderer.parse_response(completion, prompt_ids=prompt.token_ids, **options)
+            # After a call, only the model can say whether another one follows.
+            ends_in_call = any(call.span[1] == len(completion) for call in read.tool_calls)
             # No tool ran, since the turn did not end.
             extension = [message for message in extension if message["role"] != "tool"] or [_FOLLOWING]
             conversation: list[MessageLike] = [*messages[:index], read.to_message(), *extension]
             full = renderer.render(conversation, **options, add_generation_prompt=True)
     except MMRenderError:
         return None
-    return BridgeCase(ending, prompt, completion, extension, options, full)
+    whole = [*prompt.token_ids, *completion]
+    stability: Stability = "none"
+    if not ends_in_call and full.token_ids[: len(whole)] == whole:
+        stability = "tokens"
+    elif not ends_in_call and full.decode().startswith(renderer.decode(whole)):
+        stability = "text"
+    return BridgeCase(ending, stability, prompt, completion, extension, options, full)
 
 
 def _as_sampled(message: dict[str, Any], renderer: Renderer) -> dict[str, Any]:
-    """The message as a model may have sampled it: no images, no content after calls, reasoning if asked."""
+    """The message as a model may have sampled it: text alone, not after calls, reasoning if asked."""
     if message["role"] != "assistant":
         return message
     content = message["content"]
     if isinstance(content, list):
-        content = [part for part in content if part["type"] != "image"]
+        content = "".join([part["text"] for part in content if part["type"] == "text"])
     if message.get("tool_calls") and not renderer.profile.writes_content_before_results:
         content = None
     reasoning = renderer.profile.reasoning
@@ -186,13 +202,28 @@ def _sampled(rendered: RenderedTokens, message: int) -> list[int]:
     return rendered.token_ids[spans[0].start : spans[-1].stop] if spans else []
 
 
-def _difference(bridge: RenderedTokens, case: BridgeCase, *, stable: bool) -> tuple[str, str, str] | None:
+def _written(renderer: Renderer, rendered: RenderedTokens, message: int) -> list[int]:
+    """Tokens of a turn that merges with its prompt, as a model writes them; of any answer elsewhere."""
+    ids, stops = rendered.token_ids, renderer.get_stop_token_ids()
+    start = next((span.start for span in rendered.spans if span.message == message), len(ids))
+    stop = next((at for at in range(start, len(ids)) if ids[at] in stops), len(ids))
+    # White space before a turn may be that of its message, too.
+    header, text = renderer.profile.generation_prompt, renderer.decode(ids[start:stop]).lstrip()
+    said = text.removeprefix(header) if text.startswith(header) else "Fine."
+    return [*renderer.tokenizer.encode(said), *(ids[stop : stop + 1] or stops[:1])]
+
+
+def _difference(bridge: RenderedTokens, case: BridgeCase) -> tuple[str, str, str] | None:
     """What differs, and both sides; None where nothing does."""
     full, base = case.full, len(case.sampled)
     if bridge.token_ids[:base] != case.sampled:
         return "sampled tokens", str(bridge.token_ids[:base]), str(case.sampled)
     ours, theirs = bridge.multi_modal_data, full.multi_modal_data
-    if stable:
+    if case.stability == "text":
+        text, reference = bridge.decode(), full.decode()
+        start = common_prefix(text, reference)
+        return None if text == reference else ("texts", text[start:], reference[start:])
+    if case.stability == "tokens":
         if bridge.token_ids != full.token_ids:
             start = common_prefix(bridge.token_ids, full.token_ids)
             return "tokens", bridge.decode(start), full.decode(start)

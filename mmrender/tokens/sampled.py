@@ -15,6 +15,7 @@ from mmrender.probing.profile import TemplateProfile
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Encoded
 from mmrender.tokens.rendered import TokenSpan
+from mmrender.tokens.turns import turn_stop
 
 
 class Turn(NamedTuple):
@@ -83,23 +84,6 @@ def mark_sampled(
         else:
             misaligned.append(turn.message)
     return tuple(_overlaid(encoded.spans, ranges)), misaligned
-
-
-def turn_stop(
-    ids: Sequence[int], spans: Sequence[TokenSpan], message: int, start: int, stop_ids: Collection[int]
-) -> int:
-    """Return the index after the first stop token that a turn has from `start` on, else after its tokens.
-
-    A stop token that opens the next turn follows right after the turn's own tokens.
-    """
-    end, begun = start, False
-    for span in spans:
-        if span.message == message:
-            end, begun = span.stop, True
-        elif begun and span.message >= 0:
-            break
-    places = range(start, min(end + 1, len(ids)))
-    return next((place + 1 for place in places if ids[place] in stop_ids), end)
 
 
 def _overlaid(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]) -> list[TokenSpan]:

@@ -21,7 +21,7 @@ from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
 from mmrender.spans import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
-from mmrender.tokens.sampled import turn_stop
+from mmrender.tokens.turns import turn_stop
 from mmrender.trajectory.sample import TrainingSample
 
 if TYPE_CHECKING:

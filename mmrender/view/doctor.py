@@ -54,7 +54,8 @@ def _template(renderer: Renderer) -> dict[str, Any]:
     profile = renderer.profile
     found = asdict(profile)
     form = found.pop("form")
-    del found["stop_ids"], found["openers"]
+    for ids in ("stop_ids", "end_ids", "closer_ids", "openers"):
+        del found[ids]
     reasons = dict.fromkeys(("prints_tools", "prints_tool_calls"), "the template refuses the probe")
     reasons["prefix_stable"] = "no probe showed an answer"
     found |= {key: f"{UNKNOWN}: {why}" for key, why in reasons.items() if found[key] is None}

@@ -17,6 +17,7 @@ from transformers.utils import chat_template_utils
 from mmrender.errors import MessageError, MMRenderError, PlaceholderError, RenderError, TemplateError
 from mmrender.spans import Repeat
 from mmrender.testing.conversations import conversations, sample_images
+from mmrender.tokens.rendered import CONTENT_KINDS
 from small_models import MODELS, NOW, TEMPLATES
 
 NAMES = sorted(MODELS)
@@ -413,6 +414,61 @@ def test_a_turn_that_was_continued_is_bridged_as_one_that_was_sampled(name, ends
 
 
 @every_model
+def test_reasoning_that_was_continued_is_closed_as_reasoning_that_was_sampled(name):
+    """Wherever the prompt leaves off within a block, also where no token delimits it."""
+    renderer, encode = renderer_of(name), MODELS[name].tokenizer.encode
+    format_ = renderer.profile.reasoning
+    if format_ is None or format_.carrier != "reasoning_content":
+        return
+    question, following = ([{"role": "user", "content": text}] for text in ("one", "three"))
+    thought = {"role": "assistant", "content": "", "reasoning_content": "It is"}
+    prompt = renderer.render_ids(question, add_generation_prompt=True)
+    # A prompt that goes on longer than any generation prompt.
+    long = {**thought, "reasoning_content": "It is a cow, or so. " * 40 + "It is"}
+    opened = (
+        "" if format_.is_open(renderer.profile.generation_prompt) else format_.begin + format_.after_begin
+    )
+    starts = [(prompt, encode(f"{opened}It is"))]
+    for message in (thought, long):
+        try:
+            text = renderer.render_ids([*question, message], continue_final_message="reasoning_content")
+        except MMRenderError:
+            continue
+        starts.append((text, []))
+    for end, closed in ((" a cow.", False), ("", False), (f" a cow.{format_.before_end}{format_.end}", True)):
+        tails = set()
+        for ids, begun in starts:
+            completion = [*begun, *encode(end)]
+            bridge = renderer.bridge_to_next_turn(ids, completion, following)
+            assert bridge is not None
+            tails.add(bridge.decode(len(ids) + len(completion)))
+        assert len(tails) == 1
+        assert (format_.end in tails.pop().partition("three")[0]) == (not closed)
+
+
+@every_model
+def test_what_breaks_off_before_the_content_holds_none(name):
+    """A completion that ends within what the template writes before content, or before reasoning."""
+    renderer = renderer_of(name)
+    question = [{"role": "user", "content": "one"}]
+    prompt = renderer.render_ids(question, add_generation_prompt=True)
+    for fields in ({}, {"reasoning_content": "Hm"}):
+        full = renderer.render([*question, {"role": "assistant", "content": "\u6f22", **fields}])
+        content = next(span for span in full.spans if span.message == 1 and span.kind in CONTENT_KINDS)
+        if full.token_ids[: len(prompt)] != prompt:
+            continue
+        if fields and name == "spoken_reasoning":
+            continue  # the beginning of a word in brackets may be that of any answer
+        for stop in range(len(prompt), content.start + 1):
+            parsed = renderer.parse_response(full.token_ids[len(prompt) : stop], prompt_ids=prompt)
+            assert (parsed.content, (parsed.reasoning_content or "").strip(), parsed.tool_calls) == (
+                "",
+                "",
+                (),
+            )
+
+
+@every_model
 def test_turns_are_owned_by_their_messages(name):
     """Every special token of a plain conversation belongs to a turn; none but the first and the prompt's to none."""
     messages = [
@@ -428,5 +484,7 @@ def test_turns_are_owned_by_their_messages(name):
     assert owners == sorted(owners)
     assert set(owners) == {0, 1, 2, 3, 4}
     first = next(span.start for span in ours.spans if span.message >= 0)
-    assert all(span.message >= 0 for span in ours.spans if span.start >= first)
-    assert np.array_equal(np.unique(ours.message_indices[first:]), np.arange(5))
+    # What ends a text that nothing follows belongs to no message.
+    spans = ours.spans[:-1] if name == "end_of_text" else ours.spans
+    assert all(span.message >= 0 for span in spans if span.start >= first)
+    assert np.array_equal(np.unique(ours.message_indices[first : spans[-1].stop]), np.arange(5))

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing.text import TokenSpeller, TokenText
+from mmrender.tokens.spelling import TokenSpeller, TokenText
 from parsing_cases import byte_level, sentence_piece
 
 

@@ -148,6 +148,18 @@ class TokenText:
         """Whether a delimiter begins at a character, by the rule of `find`."""
         return self.text.startswith(delimiter, position, stop) and self._is_spelled(delimiter, position)
 
+    def breaks_off_in(self, delimiter: str) -> bool:
+        """Whether the text is the beginning of a delimiter that holds added tokens, up to any of these."""
+        within, length = self._speller.added_within(delimiter), len(self.text)
+        return (
+            bool(within)
+            and delimiter.startswith(self.text)
+            and all(
+                match.own_start >= length or self._added.get(match.own_start) == match.token
+                for match in within
+            )
+        )
+
     def _is_spelled(self, delimiter: str, position: int) -> bool:
         within = self._speller.added_within(delimiter)
         return all(self._added.get(position + match.own_start) == match.token for match in within)
