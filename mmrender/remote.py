@@ -9,7 +9,7 @@ import asyncio
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 import blake3
@@ -18,6 +18,7 @@ import pybase64
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.generation import as_transport
 from mmrender.client.server_facts import model_cards
+from mmrender.client.transport import Server
 from mmrender.client.vllm_images import ServedImage, render_image
 from mmrender.errors import (
     EngineError,
@@ -105,7 +106,7 @@ class VLLMRenderer:
 
     def __init__(
         self,
-        client: Any,
+        client: Server,
         model_name: str,
         *,
         base_model: str | None = None,

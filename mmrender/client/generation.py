@@ -18,7 +18,7 @@ from mmrender.caching import LRUCache
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.sampling import complete_sampling
 from mmrender.client.server_facts import prompt_limit
-from mmrender.client.transport import Transport, TransportConfig
+from mmrender.client.transport import Server, Transport, TransportConfig
 from mmrender.client.types import (
     EngineRequest,
     Generation,
@@ -49,7 +49,7 @@ _ENGINES: Final = {"vllm_generate": "vllm", "sglang_generate": "sglang", "dynamo
 
 async def generate(
     *,
-    client: Any = None,
+    client: Server | None = None,
     renderer: RendererProtocol,
     messages: Sequence[Any] | None = None,
     model: str,
@@ -236,7 +236,7 @@ _shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)
 _SDK_HEADERS: Final = ("accept", "authorization", "content-type", "user-agent", "x-stainless-")
 
 
-def as_transport(client: Any) -> Transport:
+def as_transport(client: Server | None) -> Transport:
     """Return the transport to a server; equal configurations share one and its connections.
 
     Args:
@@ -260,8 +260,8 @@ def as_transport(client: Any) -> Transport:
             expected="a base URL, a transport, or an object with base_url and api_key",
             got=type(client).__name__,
         )
-    config = client
-    if not isinstance(client, TransportConfig):
+    config = client if isinstance(client, TransportConfig) else None
+    if config is None:
         key, headers = getattr(client, "api_key", None), getattr(client, "default_headers", None)
         config = TransportConfig(
             server_root(str(url)),

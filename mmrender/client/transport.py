@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
@@ -90,6 +90,19 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Close connections that belong to the running event loop."""
         ...
+
+
+class NamedServer(Protocol):
+    """An object with a server's base URL: a `Transport`, a `TransportConfig`, an `openai.AsyncOpenAI`."""
+
+    @property
+    def base_url(self) -> object:
+        """Root of the server, as text or as an object that prints as such."""
+        ...
+
+
+Server: TypeAlias = str | NamedServer
+"""A server: its base URL, or an object that has it."""
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:

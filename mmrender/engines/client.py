@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from mmrender.client.placeholders import known_tokens
-from mmrender.client.transport import RetryPolicy
+from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
@@ -273,7 +273,8 @@ class InferenceEngineClient(InferenceEngineInterface):
 
         Raises:
             EngineStateError: It is not paused.
-            EngineError: No engine resumes. The client stays paused.
+            EngineUnavailableError: No engine resumes. Requests then fail, those that waited too; each asks
+                the engines again, and so does `check_health`.
         """
         await self._pool.resume()
 
@@ -358,17 +359,17 @@ class _ClientBackend:
     """An `InferenceEngineClient` as a backend; a request's `X-Session-ID` header is its session."""
 
     engines: InferenceEngineClient
-    transport: Any = field(default_factory=_NoServer)  # beside which the prompt limit is kept
+    transport: _NoServer = field(default_factory=_NoServer)  # beside which the prompt limit is kept
     name: str = "engines"
 
     async def generate(
-        self, request: EngineRequest, transport: Any = None, *, on_tokens: OnTokens | None = None
+        self, request: EngineRequest, transport: Transport | None = None, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion on one of the engines."""
         session = request.extra_headers.get(SESSION_HEADER)
         return await self.engines.complete(request, session_id=session, on_tokens=on_tokens)
 
-    async def resolve_max_prompt_len(self, model: str, transport: Any = None) -> int | None:
+    async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int | None:
         """Return the most tokens that every engine takes; asked again while no engine says."""
         limit = await self.engines.max_prompt_len()
         if limit is None:

@@ -12,7 +12,7 @@ from mmrender.client.generation import BackendName, as_transport, resolve_backen
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.reply import decode_as
 from mmrender.client.server_facts import prompt_limit
-from mmrender.client.transport import Transport, read_events
+from mmrender.client.transport import Server, Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.interface import (
     Control,
@@ -62,11 +62,11 @@ class HTTPEngine(InferenceEngineInterface):
     def __init__(
         self,
         backend: RendererBackend | BackendName,
-        server: Any,
+        server: Server,
         *,
         model: str,
         name: str | None = None,
-        control: Any = None,
+        control: Server | None = None,
         renderer: RendererProtocol | None = None,
         routes: RouteTable | None = None,
         tp_size: int = 1,
@@ -254,7 +254,7 @@ class HTTPEngine(InferenceEngineInterface):
             await transport.aclose()
 
 
-def _own_transport(server: Any) -> Transport:
+def _own_transport(server: Server) -> Transport:
     """Return the given transport, or a new one: those of `as_transport` are shared, and not ours to close."""
     transport = as_transport(server)
     if transport is not server:

@@ -297,6 +297,11 @@ class ReplicaPool:
 
     async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
         """Choose a replica by session, else one that knows the work, else by load."""
+        if self.targets is not self.replicas and not self.healthy():
+            # A router would pass requests on to engines that are paused, or that have other weights.
+            await asyncio.gather(*map(self.look_at, self.replicas))
+            if not self.healthy():
+                raise self.unavailable()
         up = [each for each in self.targets if each.down is None]
         if len(up) < len(self.targets):
             now = time.monotonic()
@@ -416,18 +421,19 @@ class ReplicaPool:
                 raise error
 
     async def resume(self) -> None:
-        """Resume the engines that were paused; one that does not resume is down, unless none is left."""
+        """Resume the engines that were paused; one that does not resume is down."""
         self._move("paused", "resuming", "the client is not paused")
         try:
             failed = await failures(self._halted, lambda engine: engine.resume_generation())
-            if failed and not set(self.healthy()) - dict(failed).keys():
-                raise failed[0][1]
         except BaseException:
             self._move("resuming", "paused")
             raise
         for replica, error in failed:
-            self.take_down(replica, str(error))
+            self.take_down(replica, f"it did not resume: {error}")
+        # Also where none resumed: what waits then fails, where it would wait for ever.
         self._move("resuming", "open")
+        if failed and not self.healthy():
+            raise self.unavailable() from failed[0][1]
 
     # --- weights ---
 
@@ -468,7 +474,8 @@ class ReplicaPool:
 
     def unavailable(self) -> EngineUnavailableError:
         """Build the error of a pool whose engines are all down."""
-        reasons = "; ".join(f"{each.name}: {each.down}" for each in self.targets)
+        down = dict.fromkeys(each for each in (*self.targets, *self.replicas) if each.down is not None)
+        reasons = "; ".join(f"{each.name}: {each.down}" for each in down)
         return EngineUnavailableError(
             "no healthy engine is left", got=reasons, remedy="Start one, and check that its URL is right"
         )

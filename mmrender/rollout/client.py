@@ -16,6 +16,7 @@ import numpy as np
 
 from mmrender.bridge.bridge import History
 from mmrender.client.generation import BackendName, generate, render_prompt, resolve_backend
+from mmrender.client.transport import Server
 from mmrender.client.types import Generation, RendererBackend
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.messages import to_openai
@@ -132,7 +133,7 @@ class RendererClient:
     def __init__(
         self,
         renderer: RendererProtocol,
-        client: Any = None,
+        client: Server | InferenceEngineClient | None = None,
         *,
         model: str = "",
         backend: RendererBackend | BackendName | None = None,
@@ -149,9 +150,11 @@ class RendererClient:
                 "unknown policy", where="overlong", expected=", ".join(policies), got=repr(overlong)
             )
         self.renderer = renderer
-        self.client = client
+        self.client: Server | None = None
         if isinstance(client, InferenceEngineClient):
-            self.client, backend = None, client.as_backend()
+            backend = client.as_backend()
+        else:
+            self.client = client
         self.model = model
         self.backend = resolve_backend(backend, None, model)
         self.overlong = overlong

@@ -415,24 +415,32 @@ async def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
         await client.pause_generation("keep")
         await client.resume_generation()
     assert (client.is_paused, well.paused) == (False, None)
-    assert client.replicas[0].down == "the server answered 500"
+    down = client.replicas[0].down
+    assert down == ("" if "pause" in faults else "it did not resume: ") + "the server answered 500"
     await client.generate(batch([[2, 5]]))
     engine.deaf = frozenset()
     await client.check_health()
     assert (engine.paused, client.replicas[0].down) == (None, None)
 
 
+@pytest.mark.parametrize("has_router", [False, True])
 @in_loop
-async def test_where_no_engine_resumes_the_client_stays_paused():
-    engine = Deaf("resume")
-    client = client_of(engine)
+async def test_where_no_engine_resumes_requests_fail_until_one_does(has_router):
+    engine, router = Deaf("resume"), ScriptedEngine("router")
+    client = client_of(engine, router=router if has_router else None)
     await client.pause_generation("keep")
-    with pytest.raises(EngineStatusError) as caught:
+    waiting = asyncio.ensure_future(client.generate(batch([[2, 5]])))
+    with pytest.raises(EngineUnavailableError) as caught:
         await client.resume_generation()
-    assert caught.value.__notes__ == ["engine deaf"]
-    assert client.is_paused
+    said = "no healthy engine is left - got deaf: it did not resume: the server answered 500"
+    assert str(caught.value).startswith(said)
+    assert caught.value.__cause__.__notes__ == ["engine deaf"]
+    for request in (waiting, client.generate(batch([[2, 5]]))):
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineUnavailableError, match=r"no healthy.*: the server answered 500"):
+                await request
     engine.deaf = frozenset()
-    await client.resume_generation()
+    await client.generate(batch([[2, 5]]))
     assert (engine.paused, client.is_paused) == (None, False)
 
 
