@@ -17,7 +17,10 @@ Each carries `where` (a path such as `$.steps[3].pixels`, or the part of the mes
 
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, Self
+from typing import Any, Final, Self
+
+_LONGEST_PART: Final = 1000
+"""Characters of one part of a printed message; the attributes hold all."""
 
 
 class DetailedError(Exception):
@@ -48,9 +51,10 @@ class DetailedError(Exception):
         super().__init__(problem)
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        problem = _excerpt(self.problem)
+        text = f"{self.where}: {problem}" if self.where else problem
         pairs = (("expected", self.expected), ("got", self.got))
-        if parts := [f"{name} {value}" for name, value in pairs if value is not None]:
+        if parts := [f"{name} {_excerpt(value)}" for name, value in pairs if value is not None]:
             text += f" - {', '.join(parts)}"
         return f"{text}. {self.remedy}" if self.remedy else text
 
@@ -63,6 +67,11 @@ class DetailedError(Exception):
         if self.where is None:
             self.where = where
         return self
+
+
+def _excerpt(text: str) -> str:
+    """Cut what came from outside, which may be of any length."""
+    return text if len(text) <= _LONGEST_PART else f"{text[:_LONGEST_PART]}... ({len(text):,} characters)"
 
 
 class CodecError(DetailedError, ValueError):

@@ -8,6 +8,7 @@ A reply is foreign: whatever a server answers gives an `EngineResponse` that can
 import io
 import math
 import re
+import tokenize
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -394,7 +395,7 @@ def _expert_rows(data: str | ReportedExperts, shape: tuple[int, int] | None, whe
         needed = math.prod(sizes) * dtype.itemsize
         if len(raw) != needed:
             raise ValueError(f"{len(raw)} bytes for {needed} of {dtype.name} {list(sizes)}")
-    except (ValueError, TypeError, AttributeError, EOFError) as error:
+    except (ValueError, TypeError, AttributeError, EOFError, tokenize.TokenError) as error:
         raise EngineReplyError(
             "the routed experts of the reply are malformed",
             where=where,

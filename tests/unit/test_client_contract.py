@@ -1,21 +1,17 @@
 """What holds for every engine: how a backend asks, reads, refuses and stops. Engine specifics have files of their own."""
 
 import asyncio
-import copy
 import pickle
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 
+from client_engines import ENGINES, IDS, LOGPROBS, Engine, asked
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from mmrender.client import dynamo, exchange, vllm
-from mmrender.client.dynamo import DynamoBackend
-from mmrender.client.sglang import SGLangBackend
-from mmrender.client.types import EngineRequest, RendererBackend, Usage
+from mmrender.client import exchange
+from mmrender.client.types import RendererBackend, Usage
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import (
     EngineConnectionError,
@@ -29,127 +25,10 @@ from mmrender.errors import (
 )
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 
-PROMPT, IDS, LOGPROBS, END = [10, 11, 12], [50, 51, 52], [-1.5, -0.25, 0.0], 52
-Reply = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One engine: `reply` builds its good answer, `change` names the places of what can be wrong in it."""
-
-    backend: Any
-    path: str
-    reply: Callable[[list[Any], list[Any]], Reply]
-    change: dict[str, Callable[[Reply, Any], None]]
-    limit: tuple[str, Reply, int]
-    malformed_limits: tuple[Any, ...]
-    abort: tuple[str, Reply] | None
-
-    @property
-    def route(self) -> str:
-        return f"POST {self.path}"
-
-    def answer(self) -> Reply:
-        return copy.deepcopy(self.reply(list(IDS), list(LOGPROBS)))
-
-
-def vllm_reply(ids: list[Any], logprobs: list[Any]) -> Reply:
-    content = [{"token_id": token, "logprob": value} for token, value in zip(ids, logprobs, strict=False)]
-    choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": {"content": content}}
-    return {"request_id": "r", "usage": {"prompt_tokens": 3}, "choices": [choice]}
-
-
-def sglang_reply(ids: list[Any], logprobs: list[Any]) -> Reply:
-    pairs = [[value, token, None] for token, value in zip(ids, logprobs, strict=False)]
-    meta = {"id": "r", "finish_reason": {"type": "stop", "matched": 52}, "output_token_logprobs": pairs}
-    return {"output_ids": ids, "prompt_token_ids": PROMPT, "meta_info": meta}
-
-
-def dynamo_reply(ids: list[Any], logprobs: list[Any]) -> Reply:
-    data = {"completion_token_ids": ids, "completion_logprobs": logprobs, "prompt_token_ids": PROMPT}
-    choice = {"index": 0, "finish_reason": "stop"}
-    return {"id": "r", "usage": {"prompt_tokens": 3}, "choices": [choice], "nvext": {"engine_data": data}}
-
-
-def at(*path: Any) -> Callable[[Reply, Any], None]:
-    def put(reply: Reply, value: Any) -> None:
-        node: Any = reply
-        for key in path[:-1]:
-            node = node[key]
-        node[path[-1]] = value
-
-    return put
-
-
-ENGINES = {
-    "vllm": Engine(
-        VLLMBackend(),
-        vllm.GENERATE_PATH,
-        vllm_reply,
-        {
-            "reason": at("choices", 0, "finish_reason"),
-            "ids": at("choices", 0, "token_ids"),
-            "token": at("choices", 0, "token_ids", 1),
-            "logprob": at("choices", 0, "logprobs", "content", 1, "logprob"),
-            "named": at("choices", 0, "logprobs", "content", 1, "token_id"),
-            "usage": at("usage"),
-            "prompt": lambda reply, value: at("usage")(reply, {"prompt_tokens": len(value) + 1}),
-        },
-        ("/v1/models", {"data": [{"id": "m", "max_model_len": 2048}]}, 2047),
-        ({}, [], "text", {"data": 1}, {"data": [{}]}, {"data": [{"id": "m", "parent": [1]}]}),
-        (vllm.ABORT_PATH, {"request_ids": ["generate-tokens-mine"]}),
-    ),
-    "sglang": Engine(
-        SGLangBackend(),
-        "/generate",
-        sglang_reply,
-        {
-            "reason": at("meta_info", "finish_reason", "type"),
-            "ids": at("output_ids"),
-            "token": at("output_ids", 1),
-            "logprob": at("meta_info", "output_token_logprobs", 1, 0),
-            "named": at("meta_info", "output_token_logprobs", 1, 1),
-            "usage": at("meta_info"),
-            "prompt": at("prompt_token_ids"),
-        },
-        ("/server_info", {"max_req_input_len": 2042}, 2041),
-        ([], "text", {"max_req_input_len": "long"}),
-        ("/abort_request", {"rid": "mine"}),
-    ),
-    "dynamo": Engine(
-        DynamoBackend(),
-        dynamo.CHAT_PATH,
-        dynamo_reply,
-        {
-            "reason": at("choices", 0, "finish_reason"),
-            "ids": at("nvext", "engine_data", "completion_token_ids"),
-            "token": at("nvext", "engine_data", "completion_token_ids", 1),
-            "logprob": at("nvext", "engine_data", "completion_logprobs", 1),
-            "usage": at("usage"),
-            "prompt": at("nvext", "engine_data", "prompt_token_ids"),
-        },
-        ("/v1/models", {"data": [{"id": "m", "context_window": 2048}]}, 2047),
-        ({}, [], "text", {"data": [{}]}, {"data": [{"id": "m", "context_window": []}]}),
-        None,
-    ),
-}
-
 
 @pytest.fixture(params=ENGINES)
 def engine(request: Any) -> Engine:
     return ENGINES[request.param]
-
-
-def asked(**fields: Any) -> EngineRequest:
-    values: dict[str, Any] = {
-        "model": "m",
-        "prompt_ids": PROMPT,
-        "sampling_params": {"max_tokens": 4},
-        "request_id": "mine",
-        "vocab_size": 1024,
-        "eos_token_ids": [END],
-    }
-    return EngineRequest(**{**values, **fields})
 
 
 def ask(engine: Engine, answer: Any = None, **fields: Any) -> Any:
@@ -195,68 +74,8 @@ def test_engines_that_do_not_stream_tell_of_all_tokens_at_the_end(name: str) -> 
     assert told == [(IDS, LOGPROBS, "stop")]
 
 
-HOSTILE: dict[str, tuple[str, Any]] = {
-    "no logprob": ("logprob", None),
-    "sentinel": ("logprob", -9999.0),
-    "least float": ("logprob", -3.4028234663852886e38),
-    "probability": ("logprob", 0.7),
-    "boolean": ("logprob", True),
-    "text": ("logprob", "-1"),
-    "boolean token": ("token", True),
-    "negative token": ("token", -1),
-    "token outside": ("token", 1024),
-    "token as text": ("token", "51"),
-    "another token": ("named", 7),
-    "fewer tokens": ("ids", IDS[:2]),
-    "more than asked for": ("ids", [50, 51, 52, 53, 54]),
-    "tokens as an object": ("ids", {"50": 1}),
-    "unknown reason": ("reason", "tired"),
-    "reason as a list": ("reason", ["stop"]),
-    "usage": ("usage", [1]),
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_members(engine: Engine, name: str) -> None:
-    place, value = HOSTILE[name]
-    if place not in engine.change:
-        pytest.skip("the engine has no such member")
-    answer = engine.answer()
-    engine.change[place](answer, value)
-    problem = refused(engine, EngineReplyError, answer)
-    assert ": " in problem  # it names the place
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        [],
-        17,
-        "text",
-        {},
-        {"choices": []},
-        {"choices": [{}, {}]},
-        {"choices": [1]},
-        {"meta_info": 1},
-        b"<html>",
-        b"",
-        b"\xff",
-        b"[" * 200_000,
-        b'{"choices":' * 100_000,
-    ],
-)
-def test_bodies_that_are_no_completion(engine: Engine, body: Any) -> None:
-    refused(engine, EngineReplyError, body)
-
-
 def test_a_body_beyond_what_the_request_can_bring_is_not_read(engine: Engine) -> None:
     assert "the server's reply is too long" in refused(engine, EngineReplyError, b" " * (5 << 20))
-
-
-def test_more_tokens_than_asked_for(engine: Engine) -> None:
-    answer = engine.reply([50] * 5, [-1.0] * 5)
-    problem = refused(engine, EngineReplyError, answer)
-    assert "sampled more tokens than were asked for - expected at most 4, got 5" in problem
 
 
 def test_another_prompt_is_a_mismatch(engine: Engine) -> None:
