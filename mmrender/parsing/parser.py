@@ -124,9 +124,9 @@ class Piece(NamedTuple):
         if text == edge.alone:
             return ""
         shared = common_prefix(text, edge.prefix)
-        if shared < min(len(text), len(edge.prefix)):
+        if shared < min(len(text), len(edge.prefix)) and not edge.prefix.isspace():
             # Other words than the template's are content, unless the text breaks off within them.
-            shared = min(shared, len(text) - len(text.lstrip()))
+            shared = 0
         text = text[shared:]
         return text[: len(text) - common_prefix(text[::-1], edge.suffix[::-1])]
 

@@ -108,6 +108,24 @@ def test_reasoning_that_the_template_reads_from_content_parts() -> None:
     assert parse(case, "[THINK]Hm.[/THINK]Yes.").to_message() == message
 
 
+@pytest.mark.parametrize("thinks", ["<|channel|>analysis", " to=self", "self"])
+@pytest.mark.parametrize("says", ["<|channel|>final", " to=user", "user"])
+def test_the_same_token_opens_reasoning_and_content(thinks: str, says: str) -> None:
+    """What sets the two apart comes before it."""
+    again = "<|close|><|turn|>assistant\\n"
+    body = f"""{{%- if m.reasoning_content %}}{{{{- '{thinks}<|message|>' + m.reasoning_content }}}}
+    {{{{- '{again}' }}}}{{%- endif %}}{{{{- '{says}<|message|>' + (m.content or '') }}}}"""
+    case = case_with(body, ["<|channel|>", "<|message|>", "<|close|>"])
+    again = again.replace("\\n", "\n")
+    for content in ("Yes.", "", " to=no"):
+        assert read(parse(case, f"{says}<|message|>{content}")) == (None, True, content)
+        text = f"{thinks}<|message|>Hm.{again}{says}<|message|>{content}"
+        assert read(parse(case, text)) == ("Hm.", True, content)
+    assert read(parse(case, f"{thinks}<|message|>Hm.")) == ("Hm.", False, "")
+    other = f"{thinks[:4]}me<|message|>Yes."
+    assert read(parse(case, other)) == (None, True, other)
+
+
 def test_reasoning_that_the_template_prints_beside_calls_only() -> None:
     body = BODIES["gemma"].replace("if m.reasoning_content", "if m.tool_calls and m.reasoning_content")
     case = case_with(body, ADDED["gemma"])
