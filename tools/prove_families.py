@@ -11,11 +11,12 @@ import resource
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mmrender.errors import MMRenderError
 from mmrender.testing.reference import has_reference_backend, import_torchvision
 from mmrender.training import ModelFamily
+from mmrender.training.families import Layout, SequenceSplit
 from mmrender.training.tensor_list import torch
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "proved.md"
@@ -96,7 +97,7 @@ def _row(name: str) -> str:
         return f"| `{name}` | | {_cell(str(error))} |"
     except Exception as error:  # noqa: BLE001 - the default configuration may raise anything
         return f"| `{name}` | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |"
-    proved = [layout for layout in ("right", "left", "packed") if layout not in found.refused]
+    proved = [one for one in (*get_args(Layout), *get_args(SequenceSplit)) if one not in found.refused]
     notes = f" (`recurrent_segments` over `{found.recurrent}`)" if found.recurrent else ""
     return f"| `{name}` | {', '.join(proved)}{notes} | {_cell('; '.join(found.refused.values()))} |"
 

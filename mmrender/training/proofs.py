@@ -2,16 +2,17 @@
 
 A family is proved on its own architecture, built small with random weights, or on a model of the caller's.
 Samples with images and without are run one by one, as the model numbers and masks them itself, and then in
-batches that are padded on the right, padded on the left, and packed. A layout whose logits differ is refused,
-with the module where they part. A model whose logits do not depend on the text or the images before them
-proves nothing, and is refused as well.
+batches that are padded on the right, padded on the left, and packed, and with rows split over ranks, all in
+one process. A layout or split whose logits differ is refused, with the module where they part. A model whose
+logits do not depend on the text or the images before them proves nothing, and is refused as well.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -27,6 +28,7 @@ from mmrender.training.collate import collate
 from mmrender.training.families import Layout, ModelFamily, Proof, SequenceSplit, TokenTypes
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.segments import recurrent_segments
+from mmrender.training.shards import AllRanks
 from mmrender.training.tensor_list import torch
 from mmrender.training.tiny import build_tiny
 from mmrender.trajectory.sample import TrainingSample
@@ -50,6 +52,9 @@ _NEUTRAL: Final = re.compile(
     "feature_attention_mask|chunk_sample_lengths|cross_attention_states|(image|pixel|patch|num|tile)_?(?!.*mask).*"
 )
 """Parameters of a forward that a batch may leave out: outputs, caches and other modalities."""
+_SPLIT_ROWS: Final[tuple[Layout, ...]] = ("packed", "right", "left")
+"""Which rows are split for a proof: the first of these that the model takes."""
+_RANKS: Final = 2
 _CONVOLVED: Final = re.compile(r"layers\.\d+\.(\w+)$")
 
 
@@ -101,7 +106,13 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
                     family, found = other, None
             if found is not None:
                 refused[layout] = found.text
-    if len(refused) == len(get_args(Layout)):
+        taken = [layout for layout in get_args(Layout) if layout not in refused]
+        for split in get_args(SequenceSplit) if taken else ():
+            layout = next(one for one in _SPLIT_ROWS if one in taken)
+            found = None if split in draft.refused else bench.difference(family, layout, split)
+            if found is not None:
+                refused[split] = found.text
+    if not taken:
         raise BatchError(
             f"batches for {draft.model_type} differ from single forwards in every layout",
             where="config.model_type",
@@ -117,6 +128,17 @@ class _Difference:
 
     text: str
     module: str = ""
+
+
+@dataclass(frozen=True)
+class _Together:
+    """A forward over a batch: the block it runs in, and the shape and order of its tokens within layers."""
+
+    batch: TrainingBatch
+    block: Callable[[], AbstractContextManager[None]]
+    inputs: Callable[[], dict[str, Any]]
+    shape: list[int]
+    ordered: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -158,37 +180,59 @@ class _Bench:
                     expected=f"a change of {_SEEN} standard deviations or more",
                 )
 
-    def difference(self, family: ModelFamily, layout: Layout) -> _Difference | None:
-        """Return where a layout parts from single forwards, or None."""
+    @cached_property
+    def singles(self) -> dict[str, Any]:
+        """Logits of each sample alone, by its name."""
+        return {one.sample_id: self.alone(one) for one in self.samples}
+
+    def together(self, family: ModelFamily, layout: Layout, split: SequenceSplit | None) -> _Together:
+        """Return a forward over the samples in one batch."""
+        batch = collate(self.samples, replace(family, refused={}), pad_token_id=0, **_ROWS[layout])
+        if split is None:
+            block = partial(recurrent_segments, self.model, batch)
+            shape = [len(batch), batch.width]
+            return _Together(batch, block, batch.model_inputs, shape, lambda values: values)
+        shard = batch.shard(rank=0, world_size=_RANKS, layout=split)
+        ranks = AllRanks(shard.whole, 0, _RANKS, split)
+        block = partial(ranks.cut, self.model)
+        return _Together(ranks.whole, block, ranks.model_inputs, [*ranks.columns.shape], ranks.ordered)
+
+    def difference(
+        self, family: ModelFamily, layout: Layout, split: SequenceSplit | None = None
+    ) -> _Difference | None:
+        """Return where a layout, or a split of its rows, parts from single forwards, or None."""
+        kind_of_rows = split or layout
         try:
-            batch = collate(self.samples, replace(family, refused={}), pad_token_id=0, **_ROWS[layout])
-            with recurrent_segments(self.model, batch):
-                together = batch.split(self.model(**batch.model_inputs()).logits)
+            forward = self.together(family, layout, split)
+            with forward.block():
+                logits = forward.ordered(self.model(**forward.inputs()).logits)
+            batch, together = forward.batch, forward.batch.split(logits)
             order = {
                 segment.sample_id: logits for segment, logits in zip(_places(batch), together, strict=True)
             }
-            apart = {one.sample_id: self.alone(one) for one in self.samples}
+            apart = self.singles
         except MMRenderError as error:
             return _Difference(str(error))
         except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
-            return _Difference(f"{layout} rows: {type(error).__name__}: {error}"[:200])
+            return _Difference(f"{kind_of_rows} rows: {type(error).__name__}: {error}"[:200])
         off = {name: _largest(logits, order[name]) for name, logits in apart.items()}
         name = max(off, key=lambda one: off[one])
         if off[name] <= _TOLERANCE:
             return None
         sample = next(one for one in self.samples if one.sample_id == name)
-        path, kind = self._first_part(batch, sample)
+        path, kind = self._first_part(forward, sample)
         found = _CONVOLVED.search(path)
-        text = f"{layout} rows part from single forwards in {path or 'no single module'}"
+        text = f"{kind_of_rows} rows part from single forwards in {path or 'no single module'}"
         text = f"{text} ({kind})" if kind else text
         return _Difference(f"{text}, by {off[name]:.2g} deviations", found[1] if found else "")
 
-    def _first_part(self, batch: TrainingBatch, sample: TrainingSample) -> tuple[str, str]:
+    def _first_part(self, forward: _Together, sample: TrainingSample) -> tuple[str, str]:
         """Return name and class of the first module that makes of equal states different ones."""
         with _recorded(self.model) as single:
             self.alone(sample)
-        with _recorded(self.model) as whole, recurrent_segments(self.model, batch):
-            self.model(**batch.model_inputs())
+        batch = forward.batch
+        with _recorded(self.model) as whole, forward.block():
+            self.model(**forward.inputs())
         row, segment = next(
             (row, one)
             for row, segments in enumerate(batch.segments)
@@ -196,10 +240,9 @@ class _Bench:
             if one.sample_id == sample.sample_id
         )
         for path, (kind, *states) in whole.items():
-            shape = [len(batch), batch.width]
-            if path not in single or any(state is None or [*state.shape[:2]] != shape for state in states):
+            if path not in single or any(one is None or [*one.shape[:2]] != forward.shape for one in states):
                 continue
-            own = [state[row, segment.start : segment.stop] for state in states]
+            own = [forward.ordered(state)[row, segment.start : segment.stop] for state in states]
             expected = [None if state is None else state[0] for state in single[path][1:]]
             if any(one is None or one.shape != own[0].shape for one in (*expected, *own)):
                 continue  # states have one shape, unlike what is computed of positions

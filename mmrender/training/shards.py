@@ -16,12 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from mmrender.errors import BatchError
-from mmrender.training.segments import by_segment, recurrent_layers, row_bounds, token_numbers, varlen_kwargs
+from mmrender.training.segments import attention_mask as attention_mask_of
+from mmrender.training.segments import (
+    by_segment,
+    recurrent_layers,
+    row_bounds,
+    same_sample,
+    token_numbers,
+    varlen_kwargs,
+)
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import IGNORE_INDEX
 
@@ -29,10 +37,12 @@ if TYPE_CHECKING:
     from mmrender.training.batch import TrainingBatch
     from mmrender.training.families import SequenceSplit
 
-_ALIGNED: Final = ("inputs_embeds", "per_layer_inputs", "position_ids", "visual_pos_masks")
+_ALIGNED: Final = ("input_ids", "inputs_embeds", "per_layer_inputs", "position_ids", "visual_pos_masks")
 """What a language model takes for each token; the rows' dimension follows from the shape."""
 _AT_IMAGES: Final = "deepstack_visual_embeds"
 """What it takes for each feature token of the rows, in order: a list of tensors."""
+_LOSS: Final = ("shift_labels", "num_items_in_batch")
+"""What passes through it to the loss of Transformers; a shard has the labels of its own tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +152,8 @@ class SequenceShard:
 
         The language model's attention must be one that is parallel along the sequence, such as that of
         ring-flash-attention, DeepSpeed or torch. It is given `flash_attention_kwargs`; the vision tower is
-        not. Recurrent layers run over whole rows, sample by sample, on every rank.
+        not. Recurrent layers run over whole rows, sample by sample, on every rank; where activations are
+        recomputed, the backward pass must happen inside the block too.
 
         Args:
             model: Of Transformers, or a wrapper that holds one.
@@ -150,9 +161,10 @@ class SequenceShard:
 
         Raises:
             BatchError: There is no language model to cut before, its attention sees this rank's tokens only,
-                or it takes something that cannot be cut; recurrent layers are without a group.
+                or it takes something that cannot be cut; recurrent layers are without a group, or the shard
+                is that of another rank of it.
         """
-        decoder = _decoder(model)
+        decoder = decoder_of(model)
         attention = getattr(getattr(decoder, "config", None), "_attn_implementation", None)
         if self.world_size > 1 and attention == "eager":
             raise BatchError(
@@ -162,19 +174,27 @@ class SequenceShard:
                 remedy='Choose it with model.set_attn_implementation({"text_config": ...})',
             )
         family = self.whole.family
-        if family.recurrent and group is None and self.world_size > 1:
+        if group is not None:
+            own = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+            if own != (self.rank, self.world_size):
+                raise BatchError(
+                    "the shard is another rank's",
+                    where="group",
+                    expected=f"rank {self.rank} of {self.world_size}",
+                    got=f"rank {own[0]} of {own[1]}",
+                )
+        elif family.recurrent and self.world_size > 1:
             raise BatchError(
                 f"the recurrent layers of {family.model_type} carry a state along the row, over all ranks",
                 where="group",
                 expected="the process group of the ranks, which gathers the row for them",
                 got="None",
             )
-        handle = decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
-        try:
-            with recurrent_layers(model, family, lambda forward: self._over_rows(forward, group)):
-                yield
-        finally:
-            handle.remove()
+        with (
+            self._cut_before(decoder),
+            recurrent_layers(model, family, partial(self._over_rows, group=group)),
+        ):
+            yield
 
     def token_logprobs(self, logits: Any, *, temperature: float = 1.0) -> Any:
         """Return the log-probability of the token after each one: float32 `(rows, tokens)`.
@@ -237,6 +257,14 @@ class SequenceShard:
             columns.append(torch.cat(own))
         return torch.stack(columns).to(self.whole.input_ids.device)
 
+    @contextmanager
+    def _cut_before(self, decoder: Any) -> Iterator[None]:
+        handle = decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _cut_inputs(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -258,7 +286,7 @@ class SequenceShard:
             return take_columns(value, self.columns, rows)
         held = [*value.values()] if isinstance(value, Mapping) else value
         held = held if isinstance(held, list | tuple) else [held]
-        whole = name == _AT_IMAGES or (name == "attention_mask" and isinstance(value, Mapping))
+        whole = name in (_AT_IMAGES, *_LOSS) or (name == "attention_mask" and isinstance(value, Mapping))
         if not whole and any(isinstance(one, torch.Tensor) for one in held):
             raise self._uncut(module, name)
         return value
@@ -277,10 +305,72 @@ class SequenceShard:
         by_sample = by_segment(forward, bounds)
 
         def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-            parts = [hidden_states] if self.world_size == 1 else _Gather.apply(hidden_states, group)
-            return self.take(by_sample(self.merge(parts), *args, **kwargs))
+            return self.take(by_sample(self.merge(self._parts(hidden_states, group)), *args, **kwargs))
 
         return run
+
+    def _parts(self, values: Any, group: Any) -> Sequence[Any]:
+        """Return what each rank holds of a tensor whose own part is given."""
+        if self.world_size == 1:
+            return [values]
+        parts: tuple[Any, ...] = _Gather.apply(values, group)
+        return parts
+
+
+class AllRanks(SequenceShard):
+    """The shards of all ranks in one process, each in rows of its own: `(ranks * rows, tokens)`.
+
+    Attention and recurrent layers see whole rows, and whatever else takes from other tokens sees those of one
+    rank only, as in training. So one forward shows whether a model can be split.
+    """
+
+    @cached_property
+    def columns(self) -> Any:
+        """Columns of `whole` in the rows of the first rank, then in those of the second, and so on."""
+        return torch.cat([self._columns_of(rank) for rank in range(self.world_size)])
+
+    def ordered(self, values: Any) -> Any:
+        """Return a tensor `(ranks * rows, tokens, ...)` in the order of `whole`."""
+        return self.merge(self._parts(values, None))
+
+    @contextmanager
+    def cut(self, model: Any, *, group: Any = None) -> Iterator[None]:
+        """Cut what the model's language model takes for each rank; attention is one that sees whole rows."""
+        from transformers import AttentionInterface
+
+        decoder, name = decoder_of(model), f"{__name__}.AllRanks"
+        before = decoder.config._attn_implementation
+        AttentionInterface.register(name, self._attention)
+        decoder.config._attn_implementation = name
+        try:
+            over_rows = partial(self._over_rows, group=group)
+            with self._cut_before(decoder), recurrent_layers(model, self.whole.family, over_rows):
+                yield
+        finally:
+            decoder.config._attn_implementation = before
+
+    def _parts(self, values: Any, group: Any) -> Sequence[Any]:
+        parts: Sequence[Any] = values.chunk(self.world_size)
+        return parts
+
+    def _attention(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> tuple[Any, None]:
+        """Plain attention over whole rows; takes `(ranks * rows, heads, tokens, size)`."""
+        queries, keys, values = (self.ordered(one.transpose(1, 2)) for one in (query, key, value))
+        groups = queries.shape[2] // keys.shape[2]
+        keys, values = (one.repeat_interleave(groups, dim=2) for one in (keys, values))
+        scaling = options.get("scaling") or query.shape[-1] ** -0.5
+        scores = torch.einsum("rqhd,rkhd->rhqk", queries, keys) * scaling
+        if attention_mask is None:
+            places = torch.arange(self.whole.width, device=query.device)
+            distance = places[:, None] - places
+            seen = same_sample(self.whole.segments, self.whole.input_ids) & (distance >= 0)
+            if options.get("sliding_window") is not None:
+                seen &= distance < options["sliding_window"]
+            attention_mask = attention_mask_of(seen, scores.dtype)
+        weights = (scores + attention_mask).softmax(-1, dtype=torch.float32).to(values.dtype)
+        return self.take(torch.einsum("rhqk,rkhd->rqhd", weights, values)), None
 
 
 def take_columns(values: Any, columns: Any, dim: int) -> Any:
@@ -288,11 +378,11 @@ def take_columns(values: Any, columns: Any, dim: int) -> Any:
 
     Args:
         values: `(..., rows, width, ...)`.
-        columns: int64 `(rows, n)`.
+        columns: int64 `(rows, n)`; or more, for all rows several times over.
         dim: Dimension of the rows.
     """
     columns = columns.to(values.device)
-    rows = torch.arange(len(columns), device=values.device)[:, None]
+    rows = torch.arange(len(columns), device=values.device)[:, None] % values.shape[dim]
     return values[(slice(None),) * dim + (rows, columns)]
 
 
@@ -319,7 +409,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
         return summed[torch.distributed.get_rank(ctx.group)], None
 
 
-def _decoder(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
     """Return the language model within a model of Transformers, or within a wrapper of one."""
     for module in model.modules():
         found = module.get_decoder() if hasattr(module, "get_decoder") else None

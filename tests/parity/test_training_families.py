@@ -81,6 +81,24 @@ def test_a_model_of_the_callers_is_left_as_it_was() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+class Following(torch.nn.Module):
+    """What only rows with padding at their ends allow: each token takes something of the one before it."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_split_of_rows_that_differs_is_refused_with_the_module_at_fault() -> None:
+    model = own_model()
+    model.model.norm = torch.nn.Sequential(model.model.norm, Following())
+    refused = ModelFamily.prove(model).refused
+    assert refused.keys() == {"left", "packed", "ring", "ulysses"}
+    for split in ("ring", "ulysses"):
+        assert refused[split].startswith(
+            f"{split} rows part from single forwards in model.norm.1 (Following), by "
+        )
+
+
 def test_what_is_refused_in_every_layout_is_an_error() -> None:
     model = own_model()
     model.model.norm = torch.nn.Sequential(model.model.norm, Mixing())

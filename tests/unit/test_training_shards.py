@@ -245,7 +245,7 @@ def test_what_cannot_be_cut_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
             model(**kwargs)
 
     expected = (
-        "which is not split over ranks - expected inputs_embeds, per_layer_inputs, position_ids, "
+        "which is not split over ranks - expected input_ids, inputs_embeds, per_layer_inputs, position_ids, "
         "visual_pos_masks, deepstack_visual_embeds. Train this model without context or sequence parallelism"
     )
     for kwargs, name in (
