@@ -197,7 +197,7 @@ class Renderer:
             profile_cache=profile_cache,
         )
         processor = load_processor(
-            model.path,
+            model,
             image_backend=image_backend,
             trust_remote_code=trust_remote_code,
             template=templates.find({}, has_tools=False),

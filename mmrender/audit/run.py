@@ -226,7 +226,7 @@ def audit_files(
         samples += [sample for trajectory in trajectories for sample in trajectory.samples()]
     directory = find_model(model)
     if any(isinstance(item, ReferenceItem) for item in _items_of(samples)):
-        processor = load_processor(directory.path, image_backend=image_backend)
+        processor = load_processor(directory, image_backend=image_backend)
         if processor is None:
             raise ModelError(
                 "the trajectories hold images by reference, and the model has no image processor",

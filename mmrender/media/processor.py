@@ -115,13 +115,13 @@ class ProcessorFiles:
     processor: Mapping[str, Any]
 
     @classmethod
-    def read(cls, directory: Path) -> "ProcessorFiles":
+    def read(cls, directory: Path | ModelDir) -> "ProcessorFiles":
         """Read the files that exist; a nested `image_processor` comes before a file of its own.
 
         Raises:
             ModelError: A file is not a JSON object.
         """
-        model = ModelDir(directory)
+        model = directory if isinstance(directory, ModelDir) else ModelDir(directory)
         processor = model.read_json("processor_config.json")
         image = processor.get("image_processor")
         if not isinstance(image, dict):

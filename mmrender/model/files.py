@@ -6,7 +6,7 @@ Special tokens, stop tokens and the vocabulary size are read here. No weights ar
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ _SAMPLING = {
 
 @dataclass(frozen=True)
 class ModelDir:
-    """A directory in hub layout."""
+    """A directory in hub layout; each JSON file is read once."""
 
     path: Path
+    _read: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def read_text(self, name: str) -> str | None:
         """Read a file; None if there is no such file.
@@ -51,15 +52,16 @@ class ModelDir:
         Raises:
             ModelError: The file is not a JSON object.
         """
+        if name in self._read:
+            return self._read[name]
         text = self.read_text(name)
-        if text is None:
-            return {}
         try:
-            value = json.loads(text)
+            value = {} if text is None else json.loads(text)
         except ValueError as error:
             raise self._unreadable(name, "JSON", str(error)) from error
         if not isinstance(value, dict):
             raise self._unreadable(name, "a JSON object", type(value).__name__)
+        self._read[name] = value
         return value
 
     def _unreadable(self, name: str, expected: str, got: str) -> ModelError:

@@ -17,6 +17,7 @@ from itertools import groupby
 from sys import getsizeof
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, models
@@ -500,7 +501,7 @@ def _within(part: Any, before: Before, *, leads: bool = True) -> Any:
 
 def _literal(engine: Engine, lacking: Collection[int]) -> tuple[dict[Before, Engine], int | None]:
     """Twins whose vocabulary lacks the words of added tokens, and what they give for unknown characters."""
-    definition = {**json.loads(engine.to_str()), "added_tokens": [], "post_processor": None}
+    definition = {**msgspec.json.decode(engine.to_str()), "added_tokens": [], "post_processor": None}
     model = definition["model"]
     unknown_id = model.get("unk_id")
     if isinstance(model["vocab"], list):
@@ -522,7 +523,7 @@ def _literal(engine: Engine, lacking: Collection[int]) -> tuple[dict[Before, Eng
                 for left, right in model["merges"]
                 if names.keys().isdisjoint((left, right, left + right[prefix:]))
             ]
-    return _without_added(engine, Engine.from_str(json.dumps(definition)).model), unknown_id
+    return _without_added(engine, Engine.from_buffer(msgspec.json.encode(definition)).model), unknown_id
 
 
 def _unspelled(token_id: int) -> str:

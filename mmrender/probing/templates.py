@@ -183,7 +183,9 @@ class TemplateSet:
         self.special_tokens = dict(special_tokens or {})
         kind = ChatTemplate if processes is None else partial(IsolatedTemplate, processes=processes)
         self._compile = partial(kind, special_tokens=self.special_tokens, limits=limits, clock=clock)
-        self._templates = {name: self._compile(sources[name], name=name) for name in self._names.values()}
+        self._templates = {
+            name: self._compile(sources[name], name=name) for name in set(self._names.values())
+        }
         self._given: LRUCache[str, ChatTemplate] = LRUCache(_MOST_GIVEN)
         self._folder = folder
         self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
@@ -253,8 +255,7 @@ class TemplateSet:
         """
         name = self._names[has_tools] if chat_template is None else chat_template
         template = self._templates[name] if chat_template is None else self.given(chat_template)
-        reads = template.arguments
-        read = {key: value for key, value in arguments.items() if key in reads} if arguments else {}
+        read = {key: value for key, value in arguments.items() if key in template.arguments}
         try:
             encoded = msgspec.msgpack.encode(sorted(read.items())) if read else b""
         except (TypeError, OverflowError, UnicodeEncodeError, RecursionError):

@@ -13,6 +13,7 @@ from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
 from mmrender.media.processor import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.model.files import ModelDir
 from mmrender.probing.templates import KnownTemplate
 
 NATIVE = (PatchProcessor,)
@@ -20,7 +21,7 @@ NATIVE = (PatchProcessor,)
 
 
 def load_processor(
-    directory: Path,
+    directory: Path | ModelDir,
     *,
     image_backend: ImageBackend = "torch",
     trust_remote_code: bool = False,
@@ -76,5 +77,5 @@ def load_processor(
                 return deferred.load()
         return deferred
     except (MissingDependencyError, ProcessorError, MediaError) as error:
-        error.at(str(directory))
+        error.at(str(files.directory))
         raise
