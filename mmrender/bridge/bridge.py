@@ -8,12 +8,13 @@ does, the bridge is refused with a reason.
 
 import re
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from mmrender.bridge.histories import MediaCount, Reads, shape_of, skeleton
-from mmrender.bridge.proof import Proof, TailProver
+from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of
+from mmrender.bridge.proof import Objection, Proof, TailProver
 from mmrender.bridge.tail import NotBridged, ReasoningState, Tails
 from mmrender.errors import InputError, SpecialTokenError, TemplateError
 from mmrender.messages import Message, Role
@@ -31,8 +32,12 @@ History: TypeAlias = Literal["sampled", "template"]
 """`sampled` keeps earlier turns as they were sampled; `template` gives no bridge where the template would now
 write them differently."""
 
-_FIRST_NEW = 2
-"""Index of the first new message in a skeleton."""
+_SHORTEST = 2
+"""Number of messages of the shortest skeleton."""
+_MOST_ADOPTED = 2
+"""Most variations that a skeleton holds."""
+_OPENING_TOKENS = 64
+"""More than any template writes between the generation prompt and content."""
 
 
 class Bridge:
@@ -88,13 +93,15 @@ class Bridge:
         if not prompt:
             raise NotBridged("the previous prompt is empty")
         previous.spans(len(prompt), where="previous_multi_modal_data")
+        first = _SHORTEST
         try:
-            media = self._proved(prompt, completion, new_messages, previous, history=history, roles=roles)
-            layout = self._appended(prompt, completion, new_messages, media)
+            proved = self._proved(prompt, completion, new_messages, previous, history=history, roles=roles)
+            first = len(proved.messages)
+            layout = self._appended(prompt, completion, new_messages, proved)
         except SpecialTokenError as error:
             found = re.match(r"messages\[(\d+)\]", error.where or "")
             if found is not None and error.where is not None:
-                error.where = f"new_messages[{int(found.group(1)) - _FIRST_NEW}]{error.where[found.end() :]}"
+                error.where = f"new_messages[{int(found.group(1)) - first}]{error.where[found.end() :]}"
             raise
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error
@@ -104,7 +111,7 @@ class Bridge:
             new_messages,
             before=sampled,
             earlier=previous,
-            skipped=_FIRST_NEW,
+            skipped=first,
             where="new_messages",
         )
         base = len(sampled)
@@ -112,7 +119,7 @@ class Bridge:
         if completion:
             spans.append(TokenSpan(len(prompt), base, -1, "completion", True))
         spans += [
-            TokenSpan(start + base, stop + base, max(message - _FIRST_NEW, -1), kind, False)
+            TokenSpan(start + base, stop + base, max(message - first, -1), kind, False)
             for start, stop, message, kind, _ in encoded.spans
         ]
         return RenderedTokens(
@@ -138,10 +145,9 @@ class Bridge:
         prompt: Sequence[int],
         completion: Sequence[int],
         messages: Sequence[Message],
-        media: MediaCount,
+        history: ProbeHistory,
     ) -> Layout:
         """What closes the completion, and the tail after it."""
-        history = skeleton(messages, self._profile, media)
         tail = self._tails.find(history, messages)
         if completion and completion[-1] in self._profile.stop_ids:
             # Where the close is the next turn's opener, only that opener can replace it.
@@ -163,8 +169,8 @@ class Bridge:
         *,
         history: History,
         roles: Collection[Role] | None,
-    ) -> MediaCount:
-        """The media that the skeleton has to hold, once it is proved that nothing else matters.
+    ) -> ProbeHistory:
+        """The history whose tail is taken, once it is proved that nothing else matters.
 
         Raises:
             NotBridged: Something else does.
@@ -172,36 +178,70 @@ class Bridge:
         after = self._writer.affixes("")[1]
         if after and prompt[-len(after) :] == [*after]:
             raise NotBridged("the tokenizer's post-processor ends every prompt, and this one would go on")
-        media, findings = MediaCount(), self._rendering.known.findings
-
-        def prove(media: MediaCount | None = None) -> Proof:
-            prover = TailProver(self._tails, self._reads, messages, media)
-            return prover.prove(against_rewriting=history == "template")
-
-        key: tuple[Any, ...] = ("bridge", self._setting, shape_of(messages, self._reads.marks), history)
-        proof = findings.get_or_find(key, Proof, prove)
-        if proof.counts_media:
-            hashes = previous.mm_hashes
-            media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
-            if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
-                raise NotBridged(
-                    "the template counts media, and previous_multi_modal_data lacks those of the prompt"
-                )
-            # Not every count can be tried: more than two media of a kind count as two.
-            key = (*key, min(media.images, 2), min(media.videos, 2))
-            proof = findings.get_or_find(key, Proof, lambda: prove(media))
+        findings = self._rendering.known.findings
+        media: MediaCount | None = None
+        base: tuple[int, ...] = ()
+        shape = shape_of(messages, self._reads.marks)
         ended = completion[-1] if completion else None
         sampled = completion[:-1] if ended in self._profile.stop_ids else completion
+        while True:
+            prover = TailProver(self._tails, self._reads, messages, media, base)
+            # Not every count can be tried: more than two media of a kind count as two.
+            counts = media and (min(media.images, 2), min(media.videos, 2))
+            key = ("bridge", self._setting, shape, history, counts, base)
+            prove = partial(prover.prove, against_rewriting=history == "template")
+            proof = findings.get_or_find(key, Proof, prove)
+            if proof.counts_media:
+                media = self._count(prompt, previous)
+                continue
+            objection = self._standing(proof, prompt, completion, sampled, roles)
+            if objection is None:
+                return prover.skeleton
+            if len(base) == _MOST_ADOPTED or not objection.is_shown(ended, roles):
+                raise NotBridged(objection.reason)
+            base = (*base, objection.variation)
+
+    def _count(self, prompt: Sequence[int], previous: MultiModalData) -> MediaCount:
+        """The media of the prompt."""
+        hashes = previous.mm_hashes
+        media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
+        if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
+            raise NotBridged(
+                "the template counts media, and previous_multi_modal_data lacks those of the prompt"
+            )
+        return media
+
+    def _standing(
+        self,
+        proof: Proof,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        sampled: Sequence[int],
+        roles: Collection[Role] | None,
+    ) -> Objection | None:
+        """The first objection that this conversation does not rule out."""
+        if not proof.objections:
+            return None
         ended_alike = len(sampled) < len(completion) and (
-            ended == proof.stop_id or ended in self._profile.end_ids
+            completion[-1] == proof.stop_id or completion[-1] in self._profile.end_ids
         )
         state: ReasoningState = "none"
         if any(objection.reasoning for objection in proof.objections):
             state = self._tails.reasoning_state(self._tails.turn_text(prompt, sampled).text)
-        for objection in proof.objections:
-            if objection.stands(prompt, sampled, ended_alike=ended_alike, roles=roles, reasoning=state):
-                raise NotBridged(objection.reason)
-        return media
+        turn = None
+        if any(objection.opening for objection in proof.objections) and self._tails.is_fresh(prompt):
+            turn = self._tails.turns.text_of(sampled[:_OPENING_TOKENS]).text
+        stands = partial(
+            Objection.stands,
+            prompt=prompt,
+            completion=sampled,
+            is_cut_off=len(sampled) == len(completion),
+            ended_alike=ended_alike,
+            roles=roles,
+            reasoning=state,
+            turn=turn,
+        )
+        return next(filter(stands, proof.objections), None)
 
 
 def _as_list(ids: TokenIds, where: str) -> Sequence[int]:

@@ -5,13 +5,13 @@ at once. A template that looks back writes another tail, and what it looks at is
 that still shows the difference.
 
 A history counts only if the completion could have followed it: one whose turn ends in another stop token than
-the one that was sampled is not evidence.
+the one that was sampled is not evidence. And where the stop token that was sampled, or the roles of the
+conversation, show that it is of such a kind, that history takes the skeleton's place, with its own proof.
 """
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -51,6 +51,10 @@ class Objection:
         is_silent: Whether the template prints no content of the turn, where it prints the skeleton's.
         roles: Roles that the skeleton lacks.
         reasoning: States of the turn's reasoning in which it stands; none: in all.
+        opening: Text that such a turn does not begin with, and the skeleton's does.
+        variation: Index of the variation that makes it, if all histories with its stop token, or its roles,
+            have its tail; else -1.
+        stop_id: The stop token of its turn.
     """
 
     reason: str
@@ -60,27 +64,35 @@ class Objection:
     is_silent: bool = False
     roles: tuple[Role, ...] = ()
     reasoning: tuple[ReasoningState, ...] = ()
+    opening: str = ""
+    variation: int = -1
+    stop_id: int | None = None
 
     def stands(
         self,
         prompt: Sequence[int],
         completion: Sequence[int],
         *,
+        is_cut_off: bool,
         ended_alike: bool,
         roles: Collection[Role] | None,
         reasoning: ReasoningState,
+        turn: str | None,
     ) -> bool:
         """Whether the prompt, the completion and the roles of the conversation leave such a history open.
 
         Args:
             prompt: Its tokens.
             completion: Its tokens, without a stop token.
-            ended_alike: Whether the completion ended in a stop token of the skeleton's turn.
+            is_cut_off: Whether the completion lacked one.
+            ended_alike: Whether it ended in a stop token of the skeleton's turn.
             roles: Roles of the conversation, or None where they are not known.
             reasoning: State of the completion's reasoning.
+            turn: The beginning of its text; None if the prompt ends within a turn.
         """
         return not (
-            (self.reasoning and reasoning not in self.reasoning)
+            (self.opening and turn is not None and self._begins(turn, is_cut_off=is_cut_off))
+            or (self.reasoning and reasoning not in self.reasoning)
             or (self.other_stop and ended_alike)
             or (self.is_silent and completion)
             or (roles is not None and not set(self.roles) <= set(roles))
@@ -88,10 +100,22 @@ class Objection:
             or (self.in_prompt and not any(token in prompt for token in self.in_prompt))
         )
 
+    def _begins(self, turn: str, *, is_cut_off: bool) -> bool:
+        """Whether a turn has the skeleton's beginning, or is cut off within it and goes on so."""
+        return turn.startswith(self.opening) or (is_cut_off and self.opening.startswith(turn))
+
+    def is_shown(self, ended: int | None, roles: Collection[Role] | None) -> bool:
+        """Whether the completion's last token or the conversation's roles show that this is the history."""
+        if self.variation < 0:
+            return False
+        if self.other_stop:
+            return ended is not None and ended == self.stop_id
+        return roles is not None and bool(self.roles) and set(self.roles) <= set(roles)
+
     @property
     def is_open(self) -> bool:
         """Whether no conversation rules such a history out."""
-        evidence = (self.in_prompt, self.in_turn, self.roles, self.reasoning)
+        evidence = (self.in_prompt, self.in_turn, self.roles, self.reasoning, self.opening)
         return not (self.other_stop or self.is_silent or any(evidence))
 
 
@@ -119,16 +143,23 @@ class TailProver:
         reads: What the template's source says that it reads.
         extension: The new messages.
         media: What the skeleton holds; None where it is not known that the tail depends on it.
+        base: Indexes of variations that the skeleton holds.
     """
 
     def __init__(
-        self, tails: Tails, reads: Reads, extension: Sequence[Message], media: MediaCount | None
+        self,
+        tails: Tails,
+        reads: Reads,
+        extension: Sequence[Message],
+        media: MediaCount | None,
+        base: Sequence[int] = (),
     ) -> None:
         self._tails = tails
         self._reads = reads
         self._extension = extension
         self._media = media
-        self._history = skeleton(extension, tails.profile, media or NO_MEDIA)
+        self._base = tuple(base)
+        self._history = self._skeleton(media or NO_MEDIA)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
         """Prove it; `against_rewriting`: earlier turns must stay as the template wrote them, too."""
@@ -143,31 +174,58 @@ class TailProver:
             return Proof((Objection(str(refusal)),), None)
         stop_id = self._expected.end.token_id
         probes = () if self._media is not None else _MEDIA_PROBES
-        if any(
-            self._follows(skeleton(self._extension, self._tails.profile, count)) == "another tail"
-            for count in probes
-        ):
+        if any(self._follows(self._skeleton(count)) == "another tail" for count in probes):
             return Proof((), stop_id, counts_media=True)
         objections: tuple[Objection, ...] = tuple(map(Objection, self._dropped()))
-        objections = objections or tuple(self._objections())
+        objections = objections or self._objections()
         if against_rewriting:
             objections += tuple(dict.fromkeys(self._rewriting()))
         return Proof(objections, stop_id)
 
-    def _objections(self) -> Iterator[Objection]:
+    @property
+    def skeleton(self) -> ProbeHistory:
+        """The history whose tail is taken."""
+        return self._history
+
+    def _skeleton(self, media: MediaCount) -> ProbeHistory:
+        history = skeleton(self._extension, self._tails.profile, media)
+        if self._base:
+            known = self._variations()
+            for index in self._base:
+                history = known[index].of(history)
+        return history
+
+    def _variations(self) -> list[Variation]:
+        """Every variation; the indexes of all but media are those of any number of media."""
+        found = variations(self._extension, self._tails.profile)
+        return [*found, *self._reads.variations(), *media_placements(self._media)]
+
+    def _objections(self) -> tuple[Objection, ...]:
         """Histories after which the tail is another; none further after one that nothing rules out."""
         taken: list[Variation] = []
-        others = filter(self._is_possible, chain(media_placements(self._media), self._reads.variations()))
-        for variation in chain(self._varied(), others):
+        found: list[Objection] = []
+        seen: list[tuple[set[Role], int | None, str | None]] = []
+        for index, variation in enumerate(self._variations()):
+            if not self._is_possible(variation):
+                continue
             history = variation.of(self._history)
             follows = self._follows(history)
+            if follows is None:
+                continue
+            stop_id, text = self._rest(history)
+            seen.append((self._new_roles(history), stop_id, text))
             if follows in ("another tail", "another stop"):
                 objection = self._objection([variation], history, other_stop=follows == "another stop")
-                yield objection
+                objection = replace(objection, variation=index, stop_id=stop_id)
+                found.append(objection)
                 if objection.is_open:
-                    return
+                    return tuple(found)
             if follows == "the same" and variation.combines:
                 taken.append(variation)
+        found = [
+            objection if _is_decided(objection, seen) else replace(objection, variation=-1)
+            for objection in found
+        ]
         # Many at once, for templates that look at two things together.
         source = random.Random(0)  # noqa: S311 - the same combinations every time
         for _ in range(_COMBINATIONS):
@@ -176,8 +234,9 @@ class TailProver:
                 for variation in list(chosen):
                     fewer = [other for other in chosen if other is not variation]
                     chosen = fewer if self._notices(fewer) else chosen
-                yield self._objection(chosen, self._changed(chosen))
+                found.append(self._objection(chosen, self._changed(chosen)))
                 taken = [variation for variation in taken if variation not in chosen]
+        return tuple(found)
 
     def _objection(
         self, chosen: Sequence[Variation], history: ProbeHistory, *, other_stop: bool = False
@@ -187,16 +246,28 @@ class TailProver:
         calls = [msgspec.structs.replace(call, arguments={}) for call in history.assistant.tool_calls]
         found = self._tails.written(history.answering(tool_calls=tuple(calls)), self._extension)
         usual = self._tails.written(self._history, self._extension)
-        roles = {message.role for message in history.messages}
-        roles -= {message.role for message in self._history.messages}
         return Objection(
             f"what the template writes for this extension depends on {names}",
             other_stop,
             in_prompt=tuple(sorted(found.prompt - usual.prompt)),
             in_turn=tuple(sorted(found.turn - usual.turn)),
             is_silent=usual.prints_content and not found.prints_content,
-            roles=tuple(sorted(roles)),
+            roles=tuple(sorted(self._new_roles(history))),
+            opening="" if found.text.startswith(usual.opening) else usual.opening,
         )
+
+    def _new_roles(self, history: ProbeHistory) -> set[Role]:
+        """Roles that the skeleton lacks."""
+        known = {message.role for message in self._history.messages}
+        return {message.role for message in history.messages} - known
+
+    def _rest(self, history: ProbeHistory) -> tuple[int | None, str | None]:
+        """The stop token of a history's turn, and the text from it on; None where that is not known."""
+        try:
+            tail = self._tails.find(history, self._extension)
+        except (TemplateError, NotBridged):
+            return None, None
+        return tail.end.token_id, tail.text[tail.end.start :]
 
     def _changed(self, chosen: Iterable[Variation]) -> ProbeHistory:
         changed = self._history
@@ -286,3 +357,14 @@ def _holds_text(message: Message) -> bool:
     content = message.content
     parts = [TextPart(content)] if isinstance(content, str) else content or ()
     return any(isinstance(part, TextPart) and part.text.strip() for part in parts)
+
+
+def _is_decided(objection: Objection, seen: Sequence[tuple[set[Role], int | None, str | None]]) -> bool:
+    """Whether every history seen with the objection's stop token, or with its roles, has its tail."""
+    roles = set(objection.roles)
+    texts = {
+        text
+        for new, stop_id, text in seen
+        if (stop_id == objection.stop_id if objection.other_stop else roles and roles <= new)
+    }
+    return len(texts) == 1 and None not in texts

@@ -86,11 +86,15 @@ class Written(NamedTuple):
         prompt: Added tokens before the assistant's turn.
         turn: Those of the turn, without stop tokens.
         prints_content: Whether any content of the turn is printed.
+        text: The turn after its generation prompt; empty where the template writes that otherwise.
+        opening: What of it comes before all content.
     """
 
     prompt: frozenset[int]
     turn: frozenset[int]
     prints_content: bool
+    text: str
+    opening: str
 
 
 class Tails:
@@ -141,16 +145,20 @@ class Tails:
     def written(self, history: ProbeHistory, following: Sequence[Message]) -> "Written":
         """What the template writes for a history, and for the turn that ends it once something follows."""
         last = len(history.messages) - 1
-        prompt = self._syntax(self.render(history, unanswered=True))
+        prompt = self.render(history, unanswered=True)
         text = self.render(history, following)
         edges = [
             [start for start, _, origin in text.spans if origin.message >= at] for at in (last, last + 1)
         ]
         begin, end = (min(starts, default=len(text)) for starts in edges)
         turn = text[begin:end]
-        printed = any(origin.message == last and origin.is_content for _, _, origin in turn.spans)
+        contents = [start for start, _, o in turn.spans if o.message == last and o.is_content]
+        said = end if not contents else begin + contents[0]
+        asked = len(prompt) if plain(text).startswith(plain(prompt)) else end
         # The template may write another stop token than was sampled.
-        return Written(prompt, self._syntax(turn) - self.profile.stop_ids, printed)
+        syntax = self._syntax(turn) - self.profile.stop_ids
+        opened = plain(text[asked:end]), plain(text[asked : max(said, asked)])
+        return Written(self._syntax(prompt), syntax, bool(contents), *opened)
 
     def _syntax(self, text: TracedStr) -> frozenset[int]:
         matches = self._writer.lay_out(text).matches
@@ -202,7 +210,7 @@ class Tails:
         written, reasoning = self.turns.text_of(completion).text, self.profile.reasoning
         turn = self.turn_text(prompt, completion)
         history = history.answering(content=f"{WORD}A", tool_calls=())
-        if self.turns.generation_prompt(prompt) or not any(self.profile.generation_prompts):
+        if self.is_fresh(prompt):
             rest = self._rest_of_nothing(written, history, extension)
             if rest is not None:
                 return rest, tail.rest
@@ -221,6 +229,10 @@ class Tails:
             # The tail begins after a call; this completion may have been cut off before one.
             close = self._close_after(history, extension) or ""
         return "" if written.endswith(close) else close, tail.end.start
+
+    def is_fresh(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends where a turn begins, rather than within a turn that it continues."""
+        return bool(self.turns.generation_prompt(prompt)) or not any(self.profile.generation_prompts)
 
     def turn_text(self, prompt: Sequence[int], completion: Sequence[int]) -> TokenText:
         """The text of a turn, its generation prompt included."""

@@ -217,6 +217,54 @@ def test_stated_roles_rule_histories_out(tiny_model: Path) -> None:
     assert reason(renderer, extension, previous_roles=("system", "user")) == why
 
 
+FIRST_RESULT = "{% if m.role == 'tool' and not ns.seen %}first{% set ns.seen = 1 %}{% endif %}"
+STARTED = "{% set ns = namespace(seen=0) %}"
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_stated_roles_choose_the_history(tiny_model: Path, rounds: int) -> None:
+    """A template that writes the first result of a conversation in its own way."""
+    renderer = load(tiny_model, template(before=STARTED, head=FIRST_RESULT))
+    calling = {
+        "role": "assistant",
+        "content": "Hm.",
+        "tool_calls": [{"function": {"name": "zoom", "arguments": {}}}],
+    }
+    before = [HI, *[calling, *TOOL, HELLO, *USER] * rounds]
+    prompt = renderer.render(before, add_generation_prompt=True)
+    full = renderer.render_ids([*before, calling, *TOOL], add_generation_prompt=True)
+    completion = renderer.tokenizer.encode("Hm.<tool_call>zoom</tool_call><|im_end|>")
+    given = (prompt.token_ids, completion, TOOL)
+    bridge = renderer.bridge_to_next_turn(*given, previous_roles=prompt.roles)
+    assert bridge is not None, renderer.why_not_bridged
+    assert bridge.token_ids == full
+    # Without a call in it, the prompt's tokens show as much.
+    assert (renderer.bridge_to_next_turn(*given) is None) == (rounds > 0)
+    # Where results are counted, their role says too little.
+    counting = load(tiny_model, COUNTEREXAMPLES["tool-results-so-far"][0])
+    counted = counting.bridge_to_next_turn(*given, previous_roles=prompt.roles)
+    assert (counted is None) == (rounds > 0)
+
+
+def test_the_stop_token_that_was_sampled_chooses_the_history(tiny_model: Path) -> None:
+    """A call has a stop token of its own, and says so to a user who answers instead of a tool."""
+    head = IF_USER.replace("@", "{{ '(no result)' if loop.previtem and loop.previtem.tool_calls }}")
+    renderer = load(
+        tiny_model,
+        template(head=head).replace("<|im_end|>", "{{ '<|endoftext|>' if m.tool_calls else '<|im_end|>' }}"),
+    )
+    prompt = renderer.render_ids([HI], add_generation_prompt=True)
+    for completion, written in {
+        "Hm.<tool_call>zoom</tool_call><|endoftext|>": "(no result)And now?",
+        "Hm.<|im_end|>": "And now?",
+    }.items():
+        sampled = renderer.tokenizer.encode(completion)
+        bridge = renderer.bridge_to_next_turn(prompt, sampled, USER)
+        assert bridge is not None, renderer.why_not_bridged
+        expected = f"\n<|im_start|>user\n{written}<|im_end|>\n<|im_start|>assistant\n"
+        assert bridge.decode(len(prompt) + len(sampled)) == expected
+
+
 def test_without_a_peculiarity_there_is_a_bridge(tiny_model: Path) -> None:
     renderer = load(tiny_model, template())
     assert [reason(renderer, extension) for extension in (USER, TOOL, NAMED_TOOL)] == [None] * 3
