@@ -17,6 +17,7 @@ from mmrender.errors import MMRenderError
 from mmrender.testing.reference import has_reference_backend, import_torchvision
 from mmrender.training import ModelFamily
 from mmrender.training.families import Layout, SequenceSplit
+from mmrender.training.families import Layout, SequenceSplit
 from mmrender.training.tensor_list import torch
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "proved.md"
@@ -26,14 +27,45 @@ _SECONDS = 300
 _MOST_BYTES = 12 << 30
 """Address space of one family: what its defaults make too large fails by itself."""
 _MOST_CHARACTERS = 260
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 _CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 4, "num_hidden_layers": 8}
+_IMAGE_TOKEN = 1000
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {"900": 16}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("full_attention", "sliding_attention")
+            }
+        }
+    },
+    "cosmos3_omni": {"text_config": {"rope_parameters": _MROPE | {"mrope_interleaved": True}}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 11]}},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": _MROPE | {"mrope_section": [22, 22, 20]}}},
     "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}},
     "gemma4_unified": {"text_config": {"use_bidirectional_attention": "vision"}},
+    "glmga": {"text_config": {"rope_parameters": _MROPE}},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _MROPE | {"mrope_section": [16] * 4}}},
+    "llama4": {"vision_config": {"hidden_size": 1408}},
     "lfm2_vl": {"text_config": _CONVOLUTIONS},
     "lfm3_vl": {"text_config": _CONVOLUTIONS},
+    "paddleocr_vl": {"text_config": {"rope_parameters": _MROPE}},
+    "step3p7": {"text_config": {"sliding_window": 512}},
 }
 """Settings of released models where the defaults of a class contradict each other or lack a kind of layer."""
+
+
+_LACKING = {
+    "chameleon": "vocabulary_map",
+    "diffusion_gemma": "num_experts",
+    "emu3": "vocabulary_map",
+    "granite4_vision": "deepstack_layer_map",
+    "molmo2": "the id of its image token",
+    "perception_lm": "vision_config.model_args",
+    "qwen4_exp": "the sizes of its sparse attention",
+}
+"""What the default configuration of a class leaves out, where nothing else stands in the way."""
 
 
 def main(names: list[str]) -> None:
@@ -94,12 +126,16 @@ def _row(name: str) -> str:
     try:
         found = ModelFamily.prove(_config(name))
     except MMRenderError as error:
-        return f"| `{name}` | | {_cell(str(error))} |"
+        lacking = _LACKING.get(name)
+        reason = f"cannot be built tiny: the defaults of its class lack {lacking}" if lacking else str(error)
+        return f"| `{name}` | | {_cell(reason)} |"
     except Exception as error:  # noqa: BLE001 - the default configuration may raise anything
         return f"| `{name}` | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |"
     proved = [one for one in (*get_args(Layout), *get_args(SequenceSplit)) if one not in found.refused]
-    notes = f" (`recurrent_segments` over `{found.recurrent}`)" if found.recurrent else ""
-    return f"| `{name}` | {', '.join(proved)}{notes} | {_cell('; '.join(found.refused.values()))} |"
+    named = found.recurrent.replace("|", "`, `")
+    notes = f" (`recurrent_segments` over `{named}`)" if named else ""
+    refused = "; ".join(f"{one}: {reason}" for one, reason in found.refused.items())
+    return f"| `{name}` | {', '.join(proved)}{notes} | {_cell(refused)} |"
 
 
 def _config(name: str) -> Any:
@@ -111,8 +147,11 @@ def _config(name: str) -> Any:
         key: part() for key, part in parts.items() if "vision" in key and getattr(cls(), key, None) is None
     }
     settings = cls(**missing).to_dict()
+    for key in ("image_token_id", "image_token_index"):
+        if settings.get(key, 0) is None:  # a tokenizer's, which every released model names
+            settings[key] = _IMAGE_TOKEN
     for key, own in _SETTINGS.get(name, {}).items():
-        settings[key] = {**settings[key], **own}
+        settings[key] = {**settings[key], **own} if isinstance(settings[key], dict) else own
         settings[key].pop("full_attn_idxs", None)
     return cls.from_dict(settings)
 

@@ -23,7 +23,8 @@ from mmrender.trajectory.truncate import truncate
 if TYPE_CHECKING:
     from mmrender.protocols import RendererProtocol
 
-_COLUMNS: Final = ("messages", "prompt", "completion", "tools", "images", "videos", "chat_template_kwargs")
+_PASSED: Final = ("tools", "images", "videos", "extra")
+_COLUMNS: Final = ("messages", "prompt", "completion", *_PASSED, "chat_template_kwargs")
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Collator:
 
     An example is a `TrainingSample`; a list of messages; or a mapping as TRL's data sets hold them, with
     `messages`, or with `prompt` and `completion`, both lists of messages, of which the second is trained on.
-    Columns `tools`, `images`, `videos` and `chat_template_kwargs` are read, too, and may be None. It can be
-    pickled if its renderer was made by `Renderer.from_pretrained`, so workers of a `DataLoader` may call it.
+    Columns `tools`, `images`, `videos`, `chat_template_kwargs` and `extra`, which travels into the batch, are
+    read, too, and may be None. It can be pickled if its renderer was made by `Renderer.from_pretrained`, so
+    workers of a `DataLoader` may call it.
 
     Attributes:
         family: What the model takes.
@@ -131,7 +133,7 @@ class Collator:
                 expected="lists of messages",
                 got=f"columns {', '.join(map(repr, columns))}",
             )
-        given = {name: columns[name] for name in ("tools", "images", "videos") if columns.get(name)}
+        given = {name: columns[name] for name in _PASSED if columns.get(name)}
         split = {"completion_start": len(prompt)} if prompt else {}
         arguments = columns.get("chat_template_kwargs") or {}
         return build_training_sample(

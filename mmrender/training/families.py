@@ -58,12 +58,13 @@ _RULES: Final[Mapping[str, Mapping[str, FieldRule]]] = {
     "idefics3": {"pixel_values": _PER_ROW, "pixel_attention_mask": _PER_ROW},
     "smolvlm": {"pixel_values": _PER_ROW, "pixel_attention_mask": _PER_ROW},
     "llava": _TILES,
-    "mistral3": _TILES,
+    **dict.fromkeys(("mistral3", "mistral_large4", "lighton_ocr"), _TILES),
     "llava_next": _TILES,
     "llava_onevision": {**_TILES, "batch_num_images": FieldRule("counts")},
 }
 _TOKEN_TYPES: Final[Mapping[str, TokenTypes]] = {
     "gemma3": "token_type_ids",
+    "gemma3n": "token_type_ids",
     "shieldgemma2": "token_type_ids",
     "paligemma": "token_type_ids",
 }
@@ -136,8 +137,9 @@ class ModelFamily:
         image_blocks: Kinds of layers in which the tokens of an image see each other in both directions.
         sliding_window: How far back tokens see in layers with a window; None for families whose own masks
             serve packed rows.
-        recurrent: Name of the modules that carry a state along the row, so that packed samples are not kept
-            apart by an attention mask alone; see `mmrender.training.recurrent_segments`. Empty without any.
+        recurrent: Name of the modules that carry a state along the row, several with `|` between, so that
+            packed samples are not kept apart by an attention mask alone; see
+            `mmrender.training.recurrent_segments`. Empty without any.
         prefix: Whether the tokens of a prompt see each other in both directions, as its token types say.
         refused: Layouts that batches must not have, and splits of their rows, and why.
     """

@@ -55,7 +55,7 @@ _NEUTRAL: Final = re.compile(
 _SPLIT_ROWS: Final[tuple[Layout, ...]] = ("packed", "right", "left")
 """Which rows are split for a proof: the first of these that the model takes."""
 _RANKS: Final = 2
-_CONVOLVED: Final = re.compile(r"layers\.\d+\.(\w+)$")
+_WITHIN_LAYER: Final = re.compile(r"layers\.\d+\.([\w.]+)$")
 
 
 def prove(
@@ -99,10 +99,14 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
         family = draft
         for layout in get_args(Layout):
             found = bench.difference(family, layout)
-            if found is not None and layout == "packed" and found.module and not family.recurrent:
+            names: list[str] = [] if not family.recurrent else family.recurrent.split("|")
+            mixing = found
+            while mixing is not None and layout == "packed" and mixing.module not in ("", *names):
                 # What mixes samples along the row may be run sample by sample, if that is all it needs.
-                other = replace(family, recurrent=found.module)
-                if bench.difference(other, layout) is None:
+                names.append(mixing.module)
+                other = replace(family, recurrent="|".join(names))
+                mixing = bench.difference(other, layout)
+                if mixing is None:
                     family, found = other, None
             if found is not None:
                 refused[layout] = found.text
@@ -221,7 +225,7 @@ class _Bench:
             return None
         sample = next(one for one in self.samples if one.sample_id == name)
         path, kind = self._first_part(forward, sample)
-        found = _CONVOLVED.search(path)
+        found = _WITHIN_LAYER.search(path)
         text = f"{kind_of_rows} rows part from single forwards in {path or 'no single module'}"
         text = f"{text} ({kind})" if kind else text
         return _Difference(f"{text}, by {off[name]:.2g} deviations", found[1] if found else "")
@@ -329,6 +333,11 @@ def _check_inputs(draft: ModelFamily, model: Any, given: Sequence[str]) -> None:
 
 def _items(model: Any, draft: ModelFamily) -> list[MediaItem]:
     """Make items of random pixels by the image processor that Transformers has for the family."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise BatchError(
+            "the model is an encoder with a decoder, and batches hold one sequence for each sample",
+            where=type(model).__name__,
+        )
     if "image" not in draft.feature_token_ids:
         if getattr(model.config, "vision_config", None) is not None:
             problem = "the configuration does not name the token of images"
@@ -343,7 +352,11 @@ def _items(model: Any, draft: ModelFamily) -> list[MediaItem]:
         arrays = {}
         try:
             output = processor([[pixels]], return_tensors="pt")
-            tensors = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+            tensors = {
+                name: value.float() if value.is_floating_point() else value
+                for name, value in output.items()
+                if isinstance(value, torch.Tensor)
+            }
             takes = inspect.signature(model.forward).parameters
             tensors = {name: value for name, value in tensors.items() if name in takes}
             count = _feature_count(model, tensors)
@@ -370,9 +383,8 @@ def _items(model: Any, draft: ModelFamily) -> list[MediaItem]:
 
 def _counted_together(model: Any, draft: ModelFamily, items: list[ProcessedItem]) -> list[ProcessedItem]:
     """Return two items as they are in one sample: some families cut an image only where it is alone."""
-    found = model.get_image_features(**collate_mm_kwargs([_sample(draft, items, seed=0)], draft))
-    parts = getattr(found, "pooler_output", found)
-    if not isinstance(parts, list | tuple) or len(parts) != len(items):
+    parts = _image_features(model, **collate_mm_kwargs([_sample(draft, items, seed=0)], draft))
+    if len(parts) != len(items):
         return items
     expansions = [(Repeat("<image>", part.numel() // part.shape[-1]),) for part in parts]
     return [
@@ -419,7 +431,9 @@ def _fitted(processor: Any, vision: Any) -> Any:
         value = getattr(vision, theirs, None)
         if isinstance(getattr(processor, own, None), int) and isinstance(value, int):
             setattr(processor, own, value)
-    if getattr(processor, "max_image_size", None) and isinstance(getattr(vision, "image_size", None), int):
+    if isinstance(getattr(processor, "max_image_size", None), Mapping) and isinstance(
+        getattr(vision, "image_size", None), int
+    ):
         processor.max_image_size = {"longest_edge": vision.image_size}
         processor.size = {"longest_edge": 2 * vision.image_size}
     side = getattr(vision, "image_size", None)
@@ -433,11 +447,17 @@ def _fitted(processor: Any, vision: Any) -> Any:
     return processor
 
 
+def _image_features(model: Any, **tensors: Any) -> list[Any]:
+    """Return what the model makes of images, in one tensor or several; the last axis is that of features."""
+    owner = model if hasattr(model, "get_image_features") else model.base_model
+    found = owner.get_image_features(**tensors)
+    pooled = getattr(found, "pooler_output", None)
+    found = getattr(found, "last_hidden_state", found) if pooled is None else pooled
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
 def _feature_count(model: Any, tensors: Mapping[str, Any]) -> int:
-    found = model.get_image_features(**tensors)
-    found = getattr(found, "pooler_output", found)
-    parts = found if isinstance(found, list | tuple) else [found]
-    return sum(part.numel() // part.shape[-1] for part in parts)
+    return sum(part.numel() // part.shape[-1] for part in _image_features(model, **tensors))
 
 
 def _sample(family: ModelFamily, items: Sequence[MediaItem], *, seed: int, text: int = 9) -> TrainingSample:

@@ -63,6 +63,7 @@ def build_training_sample(
     images: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
     sample_id: str = "",
+    extra: Mapping[str, Any] | None = None,
     **template_arguments: Any,
 ) -> TrainingSample:
     """Render a conversation and mark which of its tokens to train on.
@@ -86,6 +87,7 @@ def build_training_sample(
         images: Sources for the image parts that have none; `videos` likewise.
         videos: See `images`.
         sample_id: Names the sample in errors and batches.
+        extra: Data of the caller's, such as a group id, which travels into the batch.
         **template_arguments: Further template variables, and `documents` and `chat_template` of
             `Renderer.render`.
 
@@ -148,6 +150,7 @@ def build_training_sample(
         rewritten=rewritten,
         rendered=rendered,
         sample_id=sample_id,
+        extra=dict(extra or {}),
     )
 
 

@@ -181,13 +181,17 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
 def recurrent_layers(model: Any, family: ModelFamily | None, change: Callable[[Any], Any]) -> Iterator[None]:
     """Run what `change` makes of each recurrent layer's forward in its place, within the block.
 
+    Layers of the language model only: a vision tower may have modules of the same name, and no samples.
+
     Raises:
         BatchError: The family has recurrent layers, and none is found.
     """
     layers = []
     if family is not None and family.recurrent:
-        named = re.compile(_LAYER + re.escape(family.recurrent) + "$")
-        layers = [one for name, one in model.named_modules() if named.search(name)]
+        named = re.compile(f"{_LAYER}({'|'.join(map(re.escape, family.recurrent.split('|')))})$")
+        owner = next((one for one in model.modules() if hasattr(one, "get_decoder")), None)
+        decoder = model if owner is None else owner.get_decoder()
+        layers = [one for name, one in decoder.named_modules() if named.search(name)]
         if not layers:
             raise BatchError(
                 f"the recurrent layers of {family.model_type} are not found",
@@ -223,13 +227,27 @@ def _bounds(batch: TrainingBatch) -> _Bounds:
 
 def by_segment(forward: Any, rows: Sequence[Sequence[int]]) -> Any:
     """Return a layer's forward that runs each sequence alone; `rows` are the bounds in each row."""
-    lengths = [[stop - start for start, stop in pairwise(row)] for row in rows]
 
     def run(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         own_kwargs = {name: value for name, value in kwargs.items() if name not in _VARLEN}
+        shape = hidden_states.shape[:2]
+
+        def cut(value: Any, row: int, start: int, stop: int) -> Any:
+            aligned = isinstance(value, torch.Tensor) and value.shape[:2] == shape
+            return value[row : row + 1, start:stop] if aligned else value
+
         parts = [
-            torch.cat([forward(part, *args, **own_kwargs) for part in row.split(own, dim=1)], dim=1)
-            for row, own in zip(hidden_states.split(1), lengths, strict=True)
+            torch.cat(
+                [
+                    forward(
+                        *(cut(one, row, start, stop) for one in (hidden_states, *args)),
+                        **{name: cut(one, row, start, stop) for name, one in own_kwargs.items()},
+                    )
+                    for start, stop in pairwise(bounds)
+                ],
+                dim=1,
+            )
+            for row, bounds in enumerate(rows)
         ]
         return torch.cat(parts)
 

@@ -22,6 +22,7 @@ _SIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(
         ("hidden_size", "d_model", "embed_dim", "embedding_dim", "dim", "n_embd", "width"), _WIDTH
     ),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), _WIDTH),
     **dict.fromkeys(("out_hidden_size", "projection_dim", "mm_hidden_size", "text_hidden_size"), _WIDTH),
     **dict.fromkeys(("projector_hidden_size", "projection_hidden_size", "connector_hidden_size"), _WIDTH),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 48),
@@ -39,7 +40,7 @@ _SIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 16),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 8),
     "hidden_size_per_layer_input": 8,
     "mm_tokens_per_image": 4,
     "position_embedding_size": 128,
@@ -47,9 +48,15 @@ _SIZES: Final[Mapping[str, int]] = {
     "max_position_embeddings": 8192,
 }
 """Settings that are sizes, and their small values; width is heads times the size of a head."""
-_INDEXES: Final[Mapping[str, list[int]]] = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
-_MROPE_SECTION: Final = [4, 2, 2]
-"""Of half the size of a head: time, height and width."""
+_INDEXES: Final[Mapping[str, list[int]]] = {
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "vision_feature_layer": [1, 0],
+    "vision_feature_layers": [1, 0],
+}
+_NAMED: Final = frozenset({"timm_wrapper", "gemma3n_vision"})
+"""Parts whose sizes follow from the name of an architecture of timm."""
+_HALF_HEAD: Final = 8
 
 
 def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +68,10 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         # Sizes that images are cut in are multiples of the side of one tile.
         pinpoints = small["image_grid_pinpoints"]
         small["image_grid_pinpoints"] = [[side * after // before for side in one] for one in pinpoints]
+    vision = settings.get("vision_config") or {}
+    merged = vision.get("hidden_size", 0) * vision.get("merge_size", 0) ** 2
+    if merged and settings.get("out_hidden_size") == merged:
+        small["out_hidden_size"] = _WIDTH * vision["merge_size"] ** 2
     return small
 
 
@@ -97,12 +108,15 @@ def build_tiny(config: Any) -> Any:
 
 
 def _shrunk(settings: Mapping[Any, Any], mrope: bool) -> dict[Any, Any]:
+    if settings.get("model_type") in _NAMED:
+        return dict(settings)
     kept = _kept_layers(settings)
     out: dict[Any, Any] = {}
     for key, value in settings.items():
-        is_count = isinstance(value, int) and not isinstance(value, bool)
+        # What a model has none of, it has none of when it is small.
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if isinstance(value, Mapping):
-            numbered = bool(value) and all(str(one).isdigit() for one in value)
+            numbered = bool(kept) and bool(value) and all(str(one).isdigit() for one in value)
             own = {str(new): value[old] for new, old in enumerate(kept) for old in _same(value, old)}
             out[key] = _shrunk(own if numbered else value, mrope)
         elif isinstance(value, list) and kept and len(value) == _layer_count(settings):
@@ -117,13 +131,34 @@ def _shrunk(settings: Mapping[Any, Any], mrope: bool) -> dict[Any, Any]:
             out[key] = 0.0 if isinstance(value, float | int) and not isinstance(value, bool) else value
         else:
             out[key] = value
+    _keep_relations(settings, out)
+    if "mrope_section" in out or (out.get("rope_type") == "default" and mrope):
+        out |= {"mrope_section": _sections(out.get("mrope_section")), "partial_rotary_factor": 1.0}
+    return out
+
+
+def _keep_relations(settings: Mapping[Any, Any], out: dict[Any, Any]) -> None:
+    """Change small sizes that must fit each other as the whole ones do."""
+    rope, rest = settings.get("qk_rope_head_dim"), settings.get("qk_nope_head_dim")
+    if isinstance(rope, int) and isinstance(rest, int) and "head_dim" in out:
+        # Some families say how wide a head is in all, others how wide its rotated part is.
+        rotated = out["qk_rope_head_dim"]
+        out["head_dim"] = rotated if settings["head_dim"] == rope else rotated + out["qk_nope_head_dim"]
     patch, image = out.get("patch_size"), out.get("image_size")
     if isinstance(patch, int) and isinstance(image, int | list):
         side = _PATCHES * patch
         out["image_size"] = side if isinstance(image, int) else [side] * len(image)
-    if "mrope_section" in out or (out.get("rope_type") == "default" and mrope):
-        out |= {"mrope_section": _MROPE_SECTION, "partial_rotary_factor": 1.0}
-    return out
+    ratio = settings.get("pixel_shuffle_ratio")
+    if ratio and settings.get("intermediate_size") == settings["hidden_size"] / ratio**2:
+        out["intermediate_size"] = int(_WIDTH / ratio**2)
+
+
+def _sections(whole: Any) -> list[int]:
+    """Return the parts of half of a small head that positions on each axis rotate."""
+    whole = whole or [2, 1, 1]
+    parts = [_HALF_HEAD * one // sum(whole) for one in whole]
+    left = _HALF_HEAD - sum(parts)
+    return [part + (axis < left) for axis, part in enumerate(parts)]
 
 
 _LAYER_COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers")

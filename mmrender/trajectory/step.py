@@ -222,11 +222,13 @@ class Branch:
         trajectory_id: Of the trajectory.
         index: Position in `Trajectory.branches()`.
         tip: The last step.
+        extra: That of the trajectory, such as a group id.
     """
 
     trajectory_id: str
     index: int
     tip: Step
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tip)
@@ -251,6 +253,8 @@ class Branch:
     ) -> TrainingSample:
         """Return the sequence as a sample that trains on every token that was sampled.
 
+        Its `extra` is that of the trajectory, with `trajectory_id` and `steps`, the numbers of the steps.
+
         Args:
             trained: By step, up to which position its tokens are trained on already; these are masked out,
                 and the dict is brought up to date. None trains on all.
@@ -266,7 +270,9 @@ class Branch:
             (start, stop), done = part.sampled, trained.get(part.step.index, 0)
             mask[max(start, done) : stop] = True
             trained[part.step.index] = max(stop, done)
-        return _sample(self.tip, parts, mask, f"{self.trajectory_id}/{self.index}", require_logprobs)
+        sample = _sample(self.tip, parts, mask, f"{self.trajectory_id}/{self.index}", require_logprobs)
+        own = {"trajectory_id": self.trajectory_id, **sample.extra}
+        return replace(sample, extra={**self.extra, **own})
 
 
 def step_sample(step: Step, trajectory_id: str = "", *, require_logprobs: bool = True) -> TrainingSample:

@@ -17,7 +17,7 @@ whose history was summarised starts where the tokens part.
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -217,13 +217,10 @@ class Trajectory:
             if step.parent is not None and step.keep == len(step.parent)
         }
         tips = [step for step in self._steps if step.index not in extended]
-        return [Branch(self.trajectory_id, index, tip) for index, tip in enumerate(tips)]
+        return [Branch(self.trajectory_id, index, tip, self.extra) for index, tip in enumerate(tips)]
 
     def samples(self, *, once: bool = True, require_logprobs: bool = True) -> list[TrainingSample]:
         """Return one sample for each branch that has something to train on.
-
-        The `extra` of the trajectory, such as a group id, travels in that of each sample, beside
-        `trajectory_id` and `steps`, the numbers of the branch's steps.
 
         Args:
             once: Train on each sampled token in the first branch that holds it only. Otherwise tokens that
@@ -234,14 +231,11 @@ class Trajectory:
             TrajectoryError: Log probabilities are required and missing.
         """
         self._settle()
-        trained: dict[int, int] = {}
-        samples = []
-        for branch in self.branches():
-            sample = branch.sample(trained=trained if once else None, require_logprobs=require_logprobs)
-            if sample.loss_mask.any():
-                own = {"trajectory_id": self.trajectory_id, **sample.extra}
-                samples.append(replace(sample, extra={**self.extra, **own}))
-        return samples
+        trained: dict[int, int] | None = {} if once else None
+        samples = [
+            branch.sample(trained=trained, require_logprobs=require_logprobs) for branch in self.branches()
+        ]
+        return [sample for sample in samples if sample.loss_mask.any()]
 
     def to_frames(self, *, media_sources: MediaSources = "drop") -> list[bytearray | memoryview]:
         """Return the trajectory as frames for a transport that sends several parts; pixels are not copied.

@@ -26,6 +26,10 @@ def config(name: str, **text: Any) -> Any:
     return type(given).from_dict(settings)
 
 
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 4, "num_hidden_layers": 8}
+INKLING = "self_attn.k_sconv|self_attn.v_sconv|post_attention_convolution|post_mlp_convolution"
+
+
 def recurrent_text() -> Any:
     return CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
 
@@ -38,8 +42,13 @@ def recurrent_text() -> Any:
         (lambda: config("gemma4", use_bidirectional_attention="vision"), ("mm_token_type_ids", "", {"ring"})),
         (lambda: config("paligemma"), ("token_type_ids", "", {"packed", "ring", "ulysses"})),
         (recurrent_text, (None, "conv", set())),
+        (
+            lambda: config("lfm3_vl", **CONVOLUTIONS),
+            (None, "conv", set()),
+        ),  # the vision tower has such layers, too
+        (CONFIG_MAPPING["inkling2"], (None, INKLING, set())),
     ],
-    ids=["qwen3_vl", "gemma3", "gemma4", "paligemma", "lfm2"],
+    ids=["qwen3_vl", "gemma3", "gemma4", "paligemma", "lfm2", "lfm3_vl", "inkling2"],
 )
 def test_what_a_family_needs_is_found_and_what_fails_is_refused(build: Any, expected: Any) -> None:
     given = build()

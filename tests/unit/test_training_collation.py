@@ -1,9 +1,11 @@
 """Building batches: what is refused and by which name, dtypes, memory, router choices, dummies."""
 
 import math
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.training import (
     ModelFamily,
     TrainingBatch,
+    TrajectoryDataset,
     collate,
     collate_micro_batch,
     first_fit_decreasing,
@@ -31,6 +34,7 @@ from mmrender.training.collate import usable
 from mmrender.training.fields import collate_fields
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.packing import MicroBatch, compute_cost
+from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import (
@@ -99,15 +103,41 @@ def test_recorded_conversations_are_batched_without_logprobs() -> None:
         batch_of(recorded, sample(name="b"))
 
 
-def test_weight_versions_and_extra_travel_with_the_sample() -> None:
-    versions = (WeightVersionSpan("step-7", 8, 12),)
-    one = replace(sample([ITEM], name="a"), weight_versions=versions, extra={"group": 3})
-    batch = batch_of(sample(name="b"), one, rows=[[0, 1]])
-    received = mmcodecs.decode(mmcodecs.encode(batch), framework="torch", type=TrainingBatch)
-    for held in (batch, batch.select([0]), TrainingBatch.cat([batch, batch]).rows(1, 2), received):
-        segment = held.segments[0][1]
-        assert (segment.start, segment.length, segment.weight_versions) == (4, 12, versions)
-        assert segment.extra == {"group": 3}
+def test_weight_versions_and_extra_reach_the_batch_by_every_path(tmp_path: Path) -> None:
+    """From a branch or all of them, shipped, from a file; in rows of either kind, cut, joined and sent."""
+    own, placeholder = item_tokens(ITEM)
+    trajectory = Trajectory("t", extra={"group": 3})
+    trajectory.append(
+        [5, 6, *own, 7],
+        [40, 41],
+        logprobs=[-1, -1],
+        multi_modal_data=MultiModalData.of([(placeholder.shifted(2), ITEM)]),
+        weight_versions=[WeightVersionSpan("step-7", 0, 1), WeightVersionSpan("step-8", 1, 2)],
+    )
+    start = 3 + len(own)
+    versions = (("step-7", start, start + 1), ("step-8", start + 1, start + 2))
+    save_trajectories(tmp_path / "run", [trajectory])
+    (loaded,) = load_trajectories(tmp_path / "run")
+    for held in (
+        trajectory,
+        pickle.loads(pickle.dumps(trajectory)),
+        Trajectory.from_bytes(trajectory.to_bytes()),
+        loaded,
+    ):
+        for one in (held.samples()[0], held.branches()[0].sample(), *TrajectoryDataset(tmp_path / "run")):
+            for options in ({}, {"padding_side": "left", "multiple": 8}, {"rows": [[0, 1]]}):
+                batch = batch_of(replace(one, sample_id="first"), one, **options)
+                sent = mmcodecs.decode(mmcodecs.encode(batch), framework="torch", type=TrainingBatch)
+                parts = (
+                    batch.select([len(batch) - 1]),
+                    TrainingBatch.cat([batch, batch]),
+                    sent,
+                    *batch.chunk(2),
+                )
+                for part in (batch, *parts, *batch.micro_batches(100), pickle.loads(pickle.dumps(batch))):
+                    for segment in (segment for row in part.segments for segment in row):
+                        assert segment.extra == {"group": 3, "trajectory_id": "t", "steps": (0,)}
+                        assert segment.weight_versions == versions
 
 
 def test_a_sampled_placeholder_costs_its_own_sample() -> None:

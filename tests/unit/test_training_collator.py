@@ -60,6 +60,8 @@ def test_examples_become_what_their_samples_become(collator: Collator, packed: b
     batch = collate(samples, own.family, pad_token_id=0, rows=rows, multiple=8)
     assert_equal(own(CONVERSATIONS), batch.model_inputs() | {"labels": batch.labels()})
     assert_equal(own(samples), own(CONVERSATIONS))
+    (segment,) = own.batch([{**CONVERSATIONS[0], "extra": {"group": 3}}]).segments[0]
+    assert segment.extra == {"group": 3}
 
 
 def test_workers_of_a_data_loader_collate_alike(collator: Collator) -> None:
