@@ -17,7 +17,6 @@ from mmrender.errors import MMRenderError
 from mmrender.testing.reference import has_reference_backend, import_torchvision
 from mmrender.training import ModelFamily
 from mmrender.training.families import Layout, SequenceSplit
-from mmrender.training.families import Layout, SequenceSplit
 from mmrender.training.tensor_list import torch
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "proved.md"
