@@ -23,11 +23,13 @@ EngineName: TypeAlias = Literal["vllm", "sglang", "dynamo"]
 Spelling: TypeAlias = str | Callable[[Any], Mapping[str, Any]] | None
 """An engine's name for a parameter, or a function of the value that gives members; None: unknown to it."""
 
-_Count = Annotated[int, Meta(ge=0)]
-_Positive = Annotated[int, Meta(ge=1)]
+_MOST: Final = 2**31 - 1  # what every engine can hold
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+_Positive = Annotated[int, Meta(ge=1, le=_MOST)]
+_CountOrAll = Annotated[int, Meta(ge=-1, le=_MOST)]
 _Text = Annotated[str, Meta(min_length=1)]
 _Texts = list[_Text]
-_Digits = Annotated[str, Meta(pattern="^[0-9]+$")]
+_Digits = Annotated[str, Meta(pattern="^[0-9]+$", max_length=10)]
 _AboveZero = Annotated[float, Meta(gt=0)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -107,7 +109,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "temperature": Parameter(Annotated[float, Meta(ge=0, le=2)], "temperature", "temperature"),
     "top_p": Parameter(Annotated[float, Meta(gt=0, le=1)], "top_p", "top_p"),
     # All tokens: 0 or -1 for vLLM, only -1 for SGLang.
-    "top_k": Parameter(Annotated[int, Meta(ge=-1)], lambda value: {"top_k": value or -1}, "top_k"),
+    "top_k": Parameter(_CountOrAll, lambda value: {"top_k": value or -1}, "top_k"),
     "min_p": Parameter(Annotated[float, Meta(ge=0, le=1)], "min_p", "min_p"),
     "presence_penalty": Parameter(_Penalty, "presence_penalty", "presence_penalty"),
     "frequency_penalty": Parameter(_Penalty, "frequency_penalty", "frequency_penalty"),
@@ -120,12 +122,12 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "include_stop_str_in_output": Parameter(bool, "no_stop_trim", "include_stop_str_in_output"),
     "ignore_eos": Parameter(bool, "ignore_eos", "ignore_eos"),
     "logprobs": Parameter(
-        Annotated[int, Meta(ge=-1)],
+        _CountOrAll,
         lambda value: {"return_logprob": True, "top_logprobs_num": value},
         lambda value: {"logprobs": True, "top_logprobs": value},
         top_level=True,
     ),
-    "prompt_logprobs": Parameter(Annotated[int, Meta(ge=-1)], dynamo="prompt_logprobs"),
+    "prompt_logprobs": Parameter(_CountOrAll, dynamo="prompt_logprobs"),
     "prompt_logprob_start": Parameter(_Count),
     "prompt_logprob_token_ids": Parameter(list[list[int]]),
     "logprob_token_ids": Parameter(list[_Count]),

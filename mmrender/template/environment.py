@@ -54,8 +54,8 @@ _HIDDEN = frozenset({"encode", "expandtabs", "from_bytes", "maketrans", "to_byte
 """Methods that would lose provenance."""
 
 _TEXTS = frozenset({str, TracedStr})
-_TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust"})
-"""Methods of plain text that may bring traced text in, so they are run as those of traced text."""
+_TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust", "zfill"})
+"""Methods of plain text that may bring traced text in, or make it long; run as those of traced text."""
 
 CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
 """Clock of `strftime_now` in the rendering of this context."""

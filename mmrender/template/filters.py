@@ -75,12 +75,13 @@ def _tainting(filter_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _TAINTING = (
-    *("center", "e", "escape", "filesizeformat", "forceescape", "indent", "pprint", "title", "truncate"),
+    *("e", "escape", "filesizeformat", "forceescape", "indent", "pprint", "title", "truncate"),
     *("urlencode", "wordwrap"),
 )
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "capitalize": lambda s: text_of(s).capitalize(),
+    "center": lambda value, width=80: text_of(value).center(single(width)),
     "format": _formatted,
     "join": _join,
     "lower": lambda s: text_of(s).lower(),

@@ -93,3 +93,68 @@ def test_no_prompt_makes_the_endpoint_fail(server, prompt, more):
 def test_no_bytes_make_the_endpoint_fail(server, path, body, method):
     assert status_of(server, path, body, method) < 500
     assert status_of(server, "/health", None, "GET") == 200
+
+
+# --- a table, with the status of each ---
+
+SAID = [{"role": "user", "content": "hi"}]
+IMAGE_URLS = (
+    "file:///etc/passwd", "/etc/passwd", "http://127.0.0.1/a.png", "http://169.254.169.254/", "ftp://a.test/a", "data:,",
+    "data:image/png;base64,AAAA", "data:image/png;base64,!", "data:text/html,<p>", "", "\x00", "http://[::1", 7, None, {},
+)  # fmt: skip
+REFUSED: dict[str, tuple[object, ...]] = {
+    "messages": (
+        None, 7, "hi", {}, [], [None], ["hi"], [[]], [{}], [{"role": 7, "content": "a"}],
+        [{"role": "", "content": "a"}], [{"role": "user", "content": 7}], [{"role": "user", "content": {"a": 1}}],
+        [{"role": "user", "content": [{}]}], [{"role": "user", "content": [{"type": "x"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": 7}]}],
+        [{"role": "user", "content": "\ud800"}], [{"role": "assistant", "content": "a", "tool_calls": 7}],
+        [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        *([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}] for url in IMAGE_URLS),
+        *([{"role": "user", "content": [{"type": "image", "image": url}]}] for url in IMAGE_URLS[:4]),
+    ),
+    "max_tokens": (0, -1, "3", 1.5, True, [], {}),
+    "n": (0, -1, "2", 1.5, True, [], 10**9, 2**70),
+    "temperature": (-1, "1", [], {}, True, 1e999),
+    "top_p": (0, -1, 2, "1", [], True),
+    "top_k": (-7, 1.5, "1", [], True),
+    "seed": ("1", 1.5, [], True),
+    "stop": (7, {}, [7], [None], [[]], ""),
+    "logprobs": ("yes", [], 7, {}),
+    "top_logprobs": (-1, "2", 1.5, 10**9, []),
+    "stream": ("yes", 7, []),
+    "tools": (7, "f", {}, [7], [{}], [{"type": "function"}], [{"type": "function", "function": 7}]),
+    "documents": (5, "a", {}, [5]),
+    "chat_template_kwargs": (7, "a", [], {"tools": []}, {"self": 1}, {"messages": []}, {"documents": 5}, {"nobody_reads": 1}),
+    "logit_bias": (7, [], {"a": 1}, {"1": "x"}, {"-1": 1}),
+    "stop_token_ids": (7, "a", [-1], ["a"], [1.5]),
+    "min_tokens": (-1, "a", 10**9, 1.5),
+    "response_format": (7, "json", [], {"type": "x"}, {"type": "json_schema"}),
+    "surprise": (1,),
+}  # fmt: skip
+
+
+def test_each_of_a_table_of_hostile_requests_has_its_status(server):
+    asked = [(field, value) for field, values in REFUSED.items() for value in values]
+    found = {}
+    for field, value in asked:
+        body = json.dumps({"model": "m", "messages": SAID, "max_tokens": 3, field: value})
+        found[f"{field}: {value!r}"[:100]] = status_of(server, CHAT, body)
+    others = {
+        "another model": (404, CHAT, json.dumps({"model": "x", "messages": SAID}), "POST"),
+        "no such path": (404, "/v1/chat", "{}", "POST"),
+        "another method": (405, CHAT, None, "GET"),
+        "too large": (
+            413,
+            CHAT,
+            json.dumps({"model": "m", "messages": [{"role": "user", "content": "a" * 70_000}]}),
+            "POST",
+        ),
+        "deep": (400, CHAT, DEEP, "POST"),
+        "no JSON": (400, CHAT, "{", "POST"),
+        "a list": (400, CHAT, "[]", "POST"),
+    }
+    assert len(found) + len(others) >= 120
+    for name, (status, path, body, method) in others.items():
+        assert (name, status_of(server, path, body, method)) == (name, status)
+    assert {name: status for name, status in found.items() if status != 400} == {}

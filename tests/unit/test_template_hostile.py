@@ -4,8 +4,9 @@ They run as templates that are not trusted do: in child processes with limits. T
 those of the operating system stop the rest, and would end a child that did anything else.
 """
 
+import os
 import re
-import time
+import resource
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from mmrender.messages import Message, ToolCall
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
 
-SECONDS = 30
-"""What one attack may take on a loaded machine; two seconds is the limit of a run, one that of a process."""
+SECONDS, MEMORY = 2, 256 << 20
+"""What one attack may take: two seconds are the limit of a run; a process has one, rounded up."""
 
 MESSAGES = [
     Message(role="user", content="content " * 50),
@@ -65,6 +66,11 @@ SECURITY = {
     "call of text": "{{ 'x'() }}",
 }
 
+MANY = "{% for a in range(99999) %}{{ %s }}{% endfor %}"
+NESTED = (
+    "{% set ns = namespace(v=(1,), w=(1,)) %}{% for i in range(60) %}"
+    "{% set ns.v = (ns.v, ns.v) %}{% set ns.w = (ns.w, ns.w) %}{% endfor %}"
+)
 TWICE = "{% set ns = namespace(v=%s) %}{% for i in range(60) %}{% set ns.v = %s %}{% endfor %}"
 
 
@@ -93,6 +99,19 @@ LIMIT = {
     "text *": "{{ 'x' * 10**10 }}",
     "content *": "{{ messages[0].content * 10**8 }}",
     "ljust": "{{ 'x'.ljust(10**10) }}",
+    "rjust": "{{ 'x'.rjust(10**10) }}",
+    "zfill": "{{ '1'.zfill(10**10) }}",
+    "center": "{{ 'x'|center(10**10) }}",
+    "join over many": "{{ range(99999)|map('string')|join('x' * 90000) }}",
+    "replace by long": "{{ ('a' * 100000)|replace('a', 'b' * 100000) }}",
+    "many groups": MANY.replace("%s", "range(99999)|groupby('real')|list|length"),
+    "many sorts": MANY.replace("%s", "range(99999)|sort|length"),
+    "many unique": MANY.replace("%s", "range(99999)|unique|list|length"),
+    "many sums": MANY.replace("%s", "range(99999)|sum"),
+    "many memberships": MANY.replace("%s", "-1 in range(99999)|list"),
+    "many wraps": MANY.replace("%s", "('x ' * 100000)|wordwrap(1)|length"),
+    "squares": doubled("3", "ns.v * ns.v"),
+    "doubling split": doubled("'a'", "(ns.v ~ ns.v).split('b')|first"),
 }  # fmt: skip
 
 # Stopped by the operating system, or by Python.
@@ -106,6 +125,19 @@ OUTSIDE = {
     "deep list": "{% set ns = namespace(v=1) %}{% for i in range(90000) %}{% set ns.v = [ns.v] %}{% endfor %}{{ ns.v }}",
     "kept slices": "{% set ns = namespace(v=[]) %}{% set t = 'x' * 1000000 %}{% for i in range(99999) %}{% set ns.v = [ns.v, t[i:]] %}{% endfor %}",
     "kept lists": "{% set ns = namespace(v=[]) %}{% for i in range(99999) %}{% set ns.v = [ns.v, range(99999)|list] %}{% endfor %}",
+    "tuples in a dict": NESTED + "{{ ns.v in {} }}",
+    "tuples compared": NESTED + "{{ ns.v == ns.w }}",
+    "tuples grouped": NESTED + "{{ [{'a': ns.v}, {'a': ns.w}]|groupby('a')|list|length }}",
+    "tuples written": NESTED + "{{ '{}'.format(ns.v) }}",
+    "bytes": "{{ 'a'.encode().ljust(3000000000) }}",
+    "bytes of numbers": "{{ (1).to_bytes(3000000000, 'big') }}",
+    "% precision": "{{ '%.10000000000f' % 1 }}",
+    "tabs": "{{ '\t'.expandtabs(10**10) }}",
+    "format width": "{{ '{:10000000000}'.format(1) }}",
+    "format width within": "{{ '{:{w}}'.format(1, w=10**10) }}",
+    "format filter": "{{ '%10000000000d'|format(1) }}",
+    "indent": "{{ ('x\n' * 100000)|indent(100000) }}",
+    "batch filled up": "{{ range(10)|batch(10**9, 'x')|list }}",
     "many centers": "{{ range(99999)|map('center', 4000000)|list|length }}",
 }  # fmt: skip
 
@@ -134,19 +166,34 @@ HARMLESS = {
 
 @pytest.fixture(scope="module")
 def processes():
-    with TemplateProcesses(memory_bytes=256 << 20, cpu_seconds=1) as processes:
+    with TemplateProcesses(memory_bytes=MEMORY, cpu_seconds=1) as processes:
         yield processes
 
 
+def spent():
+    """Processor time and the most memory of this process, or of all that it waited for."""
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return os.getpid(), found.ru_utime + found.ru_stime, found.ru_maxrss << 10
+
+
 def attack(processes, source):
-    """The text that a template writes, or its error, in time."""
-    started = time.perf_counter()
+    """The text that a template writes, or its error, within the bounds of time and memory."""
+    process, started, base = processes.ask(spent)
+    child = processes._executor._processes[process]
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
-        return IsolatedTemplate(source, processes=processes).render(MESSAGES)
+        found = IsolatedTemplate(source, processes=processes).render(MESSAGES)
     except TemplateError as error:
-        return error
-    finally:
-        assert time.perf_counter() - started < SECONDS
+        found = error
+    if isinstance(found, TemplateError) and "was ended" in str(found):
+        child.join()
+        now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds, peak = now.ru_utime + now.ru_stime - ended.ru_utime - ended.ru_stime, now.ru_maxrss << 10
+    else:
+        _, seconds, peak = processes.ask(spent)
+    assert seconds - started < SECONDS + 0.2
+    assert peak - base < MEMORY + (32 << 20)
+    return found
 
 
 @pytest.mark.parametrize("name", SECURITY)
@@ -165,6 +212,9 @@ TOO_MUCH = [
     *[(source, {"TemplateSyntaxError", "TemplateLimitError"}) for source in SYNTAX.values()],
     *[(source, None) for source in OUTSIDE.values()],
 ]
+
+
+assert len(TOO_MUCH) >= 60
 
 
 @pytest.mark.parametrize(("source", "kinds"), TOO_MUCH, ids=[*LIMIT, *SYNTAX, *OUTSIDE])
