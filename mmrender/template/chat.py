@@ -107,6 +107,7 @@ class ChatTemplate:
     def _compile(self) -> None:
         problem = f"the chat template {self.name!r} does not compile"
         try:
+            self.source.encode()
             self._template = self._environment.compile_template(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateSyntaxError(
@@ -117,6 +118,8 @@ class ChatTemplate:
             ) from error
         except RecursionError as error:
             raise TemplateSyntaxError(problem, got="too deep a nesting") from error
+        except UnicodeEncodeError as error:
+            raise TemplateSyntaxError(problem, expected="text in UTF-8", got=str(error)) from error
 
     def syntax_tree(self) -> nodes.Template:
         """The parsed source."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mmrender.content.values import MAX_DEPTH, is_record, record_fields, too_deep
+from mmrender.content.values import MAX_DEPTH, as_text, is_record, record_fields, too_deep
 from mmrender.template.text import Origin, Proxy, TracedStr
 
 
@@ -84,11 +84,11 @@ def traced(value: Any, origin: Origin, depth: int = MAX_DEPTH) -> Any:
     """Wrap a value, and all that it holds, in proxies of `origin`.
 
     Raises:
-        MessageError: It nests deeper than `depth`, as one that holds itself does.
+        MessageError: It nests deeper than `depth`, as what holds itself does, or its text is no UTF-8.
     """
     kind = type(value)
     if kind is str:
-        return TracedStr.whole(value, origin)
+        return TracedStr.whole(value if value.isascii() else as_text(value, origin.path), origin)
     if kind in _NUMBERS:
         number = _NUMBERS[kind](value)
         number._origin = origin
