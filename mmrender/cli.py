@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 try:
     import typer
     from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError as error:
@@ -126,7 +125,7 @@ def parity(
     from mmrender.testing.parity import check_parity
 
     if bridge:
-        return _bridge_parity(models, cases, seed)
+        return _bridge_parity(models, cases, seed, "pil" if image_backend == "both" else image_backend)
 
     backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
     pictures = load_pictures(images) if images is not None else []
@@ -173,33 +172,34 @@ def parity(
     raise typer.Exit(1 if "differs" in outcomes else 2 if "not compared" in outcomes else 0)
 
 
-def _bridge_parity(models: list[Path], cases: int, seed: int) -> None:
-    """Print how bridges compare with rendering the whole conversation; exit 1 where one is wrong."""
+def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str) -> None:
+    """Print how bridges compare with full renderings, as Markdown; exit 1 where one is wrong."""
     from mmrender.testing.bridge_parity import check_bridge
 
-    counts = ("stable", "equal", "declined", "unstable", "declined", "wrong")
-    table = Table("model", show_edge=False, pad_edge=False)
-    for heading in counts:
-        table.add_column(heading, justify="right")
-    table.add_column("why declined")
+    def print_row(*cells: object) -> None:
+        _out.print(f"| {' | '.join(map(str, cells))} |", markup=False, highlight=False, soft_wrap=True)
+
+    print_row(
+        "model", "stable", "in text", "equal", "declined", "unstable", "declined", "wrong", "why declined"
+    )
+    print_row("---", *["--:"] * 7, "---")
     mismatches = []
     for model in models:
         with _log.status(f"bridging {model.name}"):
-            report = check_bridge(_load(str(model), "pil"), model.name, cases=cases, seed=seed)
-        reasons = [
-            f"{count} {why}" for why, count in (report.declined + report.declined_unstable).most_common()
-        ]
-        numbers = (
+            report = check_bridge(_load(str(model), image_backend), model.name, cases=cases, seed=seed)
+        reasons = (report.declined + report.declined_unstable).most_common()
+        print_row(
+            report.model,
             report.stable,
+            report.in_text,
             report.equal,
             report.declined.total(),
             report.unstable,
             report.declined_unstable.total(),
             len(report.mismatches),
+            "; ".join(f"{count} {why}" for why, count in reasons),
         )
-        table.add_row(report.model, *(f"{number:,}" for number in numbers), escape("\n".join(reasons)))
         mismatches += [(report.model, mismatch) for mismatch in report.mismatches]
-    _out.print(table)
     for model_name, found in mismatches[:3]:
         heading = f"{model_name}, a completion {found.case.ending}: {found.what} differ"
         _out.print(f"\n[red]{heading}[/]")

@@ -23,6 +23,7 @@ from mmrender.spans import MultiModalData
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
+from mmrender.tokens.turns import PROMPT_TOKENS
 
 __all__ = ["Bridge", "History", "NotBridged", "TokenIds"]
 
@@ -36,8 +37,6 @@ _SHORTEST = 2
 """Number of messages of the shortest skeleton."""
 _MOST_ADOPTED = 2
 """Most variations that a skeleton holds."""
-_OPENING_TOKENS = 64
-"""More than any template writes between the generation prompt and content."""
 
 
 class Bridge:
@@ -230,7 +229,7 @@ class Bridge:
             state = self._tails.reasoning_state(self._tails.turn_text(prompt, sampled).text)
         turn = None
         if any(objection.opening for objection in proof.objections) and self._tails.is_fresh(prompt):
-            turn = self._tails.turns.text_of(sampled[:_OPENING_TOKENS]).text
+            turn = self._tails.turns.text_of(sampled[:PROMPT_TOKENS]).text
         stands = partial(
             Objection.stands,
             prompt=prompt,

@@ -253,7 +253,7 @@ class TailProver:
             in_turn=tuple(sorted(found.turn - usual.turn)),
             is_silent=usual.prints_content and not found.prints_content,
             roles=tuple(sorted(self._new_roles(history))),
-            opening="" if found.text.startswith(usual.opening) else usual.opening,
+            opening=usual.opening if found.text and not found.text.startswith(usual.opening) else "",
         )
 
     def _new_roles(self, history: ProbeHistory) -> set[Role]:

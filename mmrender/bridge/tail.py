@@ -7,17 +7,18 @@ writes there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from mmrender.bridge.histories import ProbeHistory
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.probing.probes import WORD, with_reasoning
+from mmrender.probing.probes import CALLING, RESULT, WORD, user, with_reasoning
 from mmrender.probing.templates import KnownTemplate
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 from mmrender.tokens.spelling import TokenText
-from mmrender.tokens.turns import TurnEnd, TurnReader, read_opening
+from mmrender.tokens.turns import PROMPT_TOKENS, TurnEnd, TurnReader, read_opening
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -86,14 +87,14 @@ class Written(NamedTuple):
         prompt: Added tokens before the assistant's turn.
         turn: Those of the turn, without stop tokens.
         prints_content: Whether any content of the turn is printed.
-        text: The turn after its generation prompt; empty where the template writes that otherwise.
+        text: The turn after its generation prompt; None where the template rewrites what it was asked with.
         opening: What of it comes before all content.
     """
 
     prompt: frozenset[int]
     turn: frozenset[int]
     prints_content: bool
-    text: str
+    text: str | None
     opening: str
 
 
@@ -154,11 +155,13 @@ class Tails:
         turn = text[begin:end]
         contents = [start for start, _, o in turn.spans if o.message == last and o.is_content]
         said = end if not contents else begin + contents[0]
-        asked = len(prompt) if plain(text).startswith(plain(prompt)) else end
+        asked = len(prompt) if plain(text).startswith(plain(prompt)) else -1
         # The template may write another stop token than was sampled.
         syntax = self._syntax(turn) - self.profile.stop_ids
-        opened = plain(text[asked:end]), plain(text[asked : max(said, asked)])
-        return Written(self._syntax(prompt), syntax, bool(contents), *opened)
+        if asked < 0:
+            return Written(self._syntax(prompt), syntax, bool(contents), None, "")
+        opening = plain(text[asked : max(said, asked)])
+        return Written(self._syntax(prompt), syntax, bool(contents), plain(text[asked:end]), opening)
 
     def _syntax(self, text: TracedStr) -> frozenset[int]:
         matches = self._writer.lay_out(text).matches
@@ -232,7 +235,22 @@ class Tails:
 
     def is_fresh(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends where a turn begins, rather than within a turn that it continues."""
-        return bool(self.turns.generation_prompt(prompt)) or not any(self.profile.generation_prompts)
+        if any(self.profile.generation_prompts):
+            return bool(self.turns.generation_prompt(prompt))
+        text = self.turns.text_of(prompt[-PROMPT_TOKENS:]).text
+        return any(text.endswith(asked) for asked in self._asked)
+
+    @cached_property
+    def _asked(self) -> list[str]:
+        """What the template writes between a question, or a tool's result, and an answer."""
+        found = []
+        for messages in ([user()], [user(), CALLING, RESULT]):
+            try:
+                text = self._known.render(messages, add_generation_prompt=True)
+            except TemplateError:
+                continue
+            found.append(plain(text[max([stop for _, stop, o in text.spans if o.is_content], default=0) :]))
+        return found
 
     def turn_text(self, prompt: Sequence[int], completion: Sequence[int]) -> TokenText:
         """The text of a turn, its generation prompt included."""

@@ -15,7 +15,7 @@ from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import TokenSpan
 from mmrender.tokens.spelling import TokenSpeller, TokenText
 
-_PROMPT_TOKENS = 64
+PROMPT_TOKENS = 64
 """More than any generation prompt has."""
 
 
@@ -63,7 +63,7 @@ class TurnReader:
 
     def generation_prompt(self, prompt_ids: Sequence[int]) -> str:
         """The generation prompt that a prompt ends in; empty where it ends in none."""
-        before = self.text_of(prompt_ids[-_PROMPT_TOKENS:]).text
+        before = self.text_of(prompt_ids[-PROMPT_TOKENS:]).text
         opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
         return max(opened, key=len, default="")
 
@@ -80,7 +80,7 @@ class TurnReader:
                 return prompt_ids[index:]
             if self._begin_id is None and prompt_ids[index] in self.profile.stop_ids:
                 return prompt_ids[index + 1 :]
-        return prompt_ids if self._begin_id is None else prompt_ids[-_PROMPT_TOKENS:]
+        return prompt_ids if self._begin_id is None else prompt_ids[-PROMPT_TOKENS:]
 
     # In a text
 

@@ -52,6 +52,10 @@ LISTS_ONLY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content if p.type == 'text' %}{{ p.text }}"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NO_GENERATION_PROMPT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.content }}|{% endif %}{% endfor %}"
+)
 CALL_OR_CONTENT = (
     "{% for m in messages %}{% if m.tool_calls and m.content %}{{ raise_exception('not both') }}{% endif %}"
     + CHATML.removeprefix("{% for m in messages %}").replace("{{ m.content }}", "{{ m.content or '' }}")
@@ -159,6 +163,28 @@ def test_close_of_a_completion(tiny_model: Path, name: str) -> None:
         base = len(prompt) + len(sampled)
         assert bridge.token_ids[:base] == prompt + sampled
         assert bridge.decode(base) == written, completion
+
+
+def test_a_turn_is_continued_where_nothing_but_its_place_opens_it(tiny_model: Path) -> None:
+    """The blank before content is not written again, since the prompt does not end in a question."""
+    renderer = load(tiny_model, NO_GENERATION_PROMPT)
+    asked = [{"role": "user", "content": "Hi"}]
+    fresh = renderer.render_ids(asked, add_generation_prompt=True)
+    begun = renderer.render_ids(
+        [*asked, {"role": "assistant", "content": "It is"}], continue_final_message=True
+    )
+    for prompt, completion, written in (
+        (fresh, "", " <|im_end|>"),
+        (fresh, " ", "<|im_end|>"),
+        (fresh, " It is", "<|im_end|>"),
+        (begun, "", "<|im_end|>"),
+        (begun, " a cow", "<|im_end|>"),
+        (begun, "<|im_end|>", ""),
+    ):
+        sampled = renderer.tokenizer.encode(completion)
+        bridge = renderer.bridge_to_next_turn(prompt, sampled, USER)
+        assert bridge is not None, renderer.why_not_bridged
+        assert bridge.decode(len(prompt) + len(sampled)) == f"{written}<|im_start|>And now?|"
 
 
 def test_system_message_and_names_in_the_extension(chatml: Renderer) -> None:

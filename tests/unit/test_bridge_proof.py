@@ -210,6 +210,17 @@ def test_tokens_that_only_some_arguments_write_rule_no_call_out(tiny_model: Path
         assert reason(renderer, extension, says=says) is not None
 
 
+def test_a_history_whose_prompt_is_rewritten_is_not_ruled_out_by_how_a_turn_begins(tiny_model: Path) -> None:
+    source, extension, why = COUNTEREXAMPLES["system-in-last-user"]
+    renderer = load(
+        tiny_model, source.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\n ", 1)
+    )
+    prompt = renderer.render_ids([HI], add_generation_prompt=True)
+    for completion in (" Hello", " Hello<|im_end|>"):
+        assert renderer.bridge_to_next_turn(prompt, renderer.tokenizer.encode(completion), extension) is None
+        assert renderer.why_not_bridged == why
+
+
 def test_stated_roles_rule_histories_out(tiny_model: Path) -> None:
     source, extension, why = COUNTEREXAMPLES["system-in-last-user"]
     renderer = load(tiny_model, source)
