@@ -1,24 +1,26 @@
 """Why sampler and trainer part: variations are tried, and one that alone explains the numbers is named."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from mmrender.audit.recorded import RECORDED_VARIATIONS, Recorded
+from mmrender.audit.recorded import RECORDED_VARIATIONS, Recorded, View, views
 from mmrender.audit.report import Cause, Comparison, Finding, described
 from mmrender.audit.trial import Case, Trial, Variation
 from mmrender.audit.variations import GROUPS
 from mmrender.errors import MMRenderError
 
-DEFAULT_BUDGET: Final = 600
+DEFAULT_BUDGET: Final = 1500
 """Forward passes for one sample at most."""
 _DIGITS: Final = 5.0
 """Decimal digits by which numbers must agree before they are taken for more than chance, and for each number
 that was fitted to them."""
 _CERTAIN_DIGITS: Final = 12.0
 """From here on no other kind of change can fit by chance, among the thousand or so that are tried."""
+_CHANCE: Final = 1.3
+"""So many digits must be left of a fit for each change that was tried: one in twenty by chance."""
 _AS_WELL: Final = 3.0
 """Variations explain a sample as well as the best where they leave at most so many times what it leaves."""
 _AT_ONCE: Final = 16
@@ -29,6 +31,8 @@ _LOOSE: Final = 1.5
 """How many times the difference that another dtype makes may be left, where the sampler may have had one."""
 _SHARE: Final = 0.25
 """Share of the largest difference above which such a dtype is no matter."""
+_LIKENESS: Final = 1 / 30
+"""Share of the differences that a cause may leave: one that is only like it leaves more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,14 @@ class Noise:
         mixed: Largest difference between two forwards that differ in dtype too.
         tolerance: What a variation must get below where the arithmetic is the same.
         alarm: What a sample must be above to be reported.
+        near: Share of tokens that another dtype leaves as they are.
     """
 
     exact: float
     mixed: float
     tolerance: float
     alarm: float
+    near: float = 1.0
 
 
 class _Fit(NamedTuple):
@@ -68,13 +74,16 @@ def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Fin
         noise: What arithmetic alone does.
         budget: Forward passes at most.
     """
-    return (
-        _missing(case)
-        or _appended(case)
-        or _by_version(case)
-        or _recorded(case, noise)
-        or _tried(case, noise, budget)
-    )
+    shown = _missing(case) or _appended(case) or _by_version(case) or _recorded(case, noise)
+    if shown is None and _may_be_loose(case, noise):
+        # Of a sampler with another dtype the numbers are as near as its arithmetic leaves them.
+        shown = _recorded(replace(case, tolerance=_LOOSE * noise.mixed), noise)
+    return shown or _tried(case, noise, budget)
+
+
+def _may_be_loose(case: Case, noise: Noise) -> bool:
+    """Whether the sampler may have had another dtype, and more differs than that makes."""
+    return noise.mixed > noise.tolerance and noise.alarm <= _SHARE * case.compared.largest
 
 
 def _missing(case: Case) -> Finding | None:
@@ -141,33 +150,44 @@ def _by_version(case: Case) -> Finding | None:
 
 def _recorded(case: Case, noise: Noise) -> Finding | None:
     """Look for numbers that the trainer's distribution gives without another forward."""
-    positions = case.compared.positions[case.rows]
-    sampler, trainer = case.compared.sampler[case.rows], case.compared.trainer[case.rows]
-    departing = ~(np.abs(trainer - sampler) <= case.tolerance)
-    runs = [(number, *case.runs[number]) for number in case.departing_runs]
-    held = [(number, (positions >= start) & (positions < stop)) for number, start, stop in runs]
-    held = [(number, rows) for number, rows in held if rows.any()]
+    held = views(case)
     for group in RECORDED_VARIATIONS:
         found: dict[str, dict[int, tuple[float, Recorded]]] = {}
-        for reading in group:
-            for recorded in reading(case):
-                covered = ~np.isnan(recorded.expected)
-                wrong = ~(np.abs(recorded.expected - sampler) <= case.tolerance) & covered
-                for number, rows in held:
-                    support = int((covered & departing & rows).sum())
-                    bare = int((~covered & rows).sum())
-                    digits = _digits(case, covered & departing & rows) - _DIGITS * recorded.fitted
-                    if support and not wrong[rows].any() and bare <= support and digits > _DIGITS:
-                        known = found.setdefault(recorded.name, {})
-                        left = float(np.abs(recorded.expected - sampler)[covered & rows].max())
-                        if number not in known or left < known[number][0]:
-                            known[number] = left, recorded
-        fits = {name: known for name, known in found.items() if len(known) == len(held)}
+        for view in held:
+            for reading in group:
+                for recorded in reading(view):
+                    left = _left_over(view, recorded, noise)
+                    known = found.setdefault(recorded.name, {})
+                    if left is not None and (view.number not in known or left < known[view.number][0]):
+                        known[view.number] = left, recorded
+        fits = {name: known for name, known in found.items() if len(known) == len(held) > 0}
         if fits:
             left_over = {name: max(left for left, _ in known.values()) for name, known in fits.items()}
             as_well = max(_AS_WELL * min(left_over.values()), 2 * noise.exact)
             return _recorded_finding(case, {name: fits[name] for name in fits if left_over[name] <= as_well})
     return None
+
+
+def _left_over(view: View, recorded: Recorded, noise: Noise) -> float | None:
+    """Return the largest difference that a reading leaves; None where it does not fit, or chance does."""
+    covered = ~np.isnan(recorded.expected)
+    support = covered & view.departing
+    with np.errstate(invalid="ignore"):
+        left = np.abs(recorded.expected - view.sampler)
+        before = np.abs(view.trainer - view.sampler)[support]
+    if (~(left <= view.case.tolerance) & covered).any() or not 0 < support.sum() >= (~covered).sum():
+        return None
+    before_rms, left_rms = (float(np.sqrt(np.mean(np.square(of)))) for of in (before, left[support]))
+    if not _is_explained(before_rms, left_rms, view.case, noise) and np.isfinite(before_rms):
+        return None
+    digits = _digits(view.case, int(support.sum())) - _DIGITS * recorded.fitted
+    return float(left[covered].max()) if digits > _DIGITS else None
+
+
+def _is_explained(before: float, after: float, case: Case, noise: Noise) -> bool:
+    """Whether so little is left of the differences, root mean squares both, that it is no mere likeness."""
+    likeness = _SHARE if case.tolerance > noise.tolerance else _LIKENESS
+    return after <= max(2 * noise.exact, likeness * before)
 
 
 def _recorded_finding(case: Case, fits: dict[str, dict[int, tuple[float, Recorded]]]) -> Finding:
@@ -199,10 +219,10 @@ def _completions(case: Case, numbers: list[int]) -> str:
 
 def _tried(case: Case, noise: Noise, budget: int) -> Finding:
     fits: list[_Fit] = []
-    exact: list[_Fit] = []
     tried: dict[str, None] = {}
     count = 0
-    certain = _digits(case, case.compared.beyond(case.tolerance)) > _CERTAIN_DIGITS
+    departing = int(case.compared.beyond(case.tolerance).sum())
+    certain = _digits(case, departing) > _CERTAIN_DIGITS
     # What is as small as another dtype makes it is looked for among the computations first.
     for group in GROUPS if case.compared.largest > noise.alarm else GROUPS[::-1]:
         trials = (
@@ -215,12 +235,12 @@ def _tried(case: Case, noise: Noise, budget: int) -> Finding:
             count += len(chosen)
             tried |= dict.fromkeys(variation.name for variation, _ in chosen)
             fits += _fitting(case, noise, chosen)
-            exact = [fit for fit in fits if fit.largest <= case.tolerance]
-            if exact and certain:
+            if certain and any(fit.largest <= case.tolerance for fit in fits):
                 break
-        if exact and certain:
+        if certain and any(fit.largest <= case.tolerance for fit in fits):
             break
-    fits = exact or fits
+    fits = [fit for fit in fits if _is_more_than_chance(case, fit, departing, count)]
+    fits = [fit for fit in fits if fit.largest <= case.tolerance] or fits
     if not fits:
         return _unexplained(case, noise, list(tried), count)
     as_well = max(_AS_WELL * min(fit.rms for fit in fits), 2 * noise.exact)
@@ -247,6 +267,16 @@ def _tried(case: Case, noise: Noise, budget: int) -> Finding:
     )
 
 
+def _is_more_than_chance(case: Case, fit: _Fit, departing: int, count: int) -> bool:
+    """Whether so many changes would not explain so many tokens by chance."""
+    if fit.variation.name == "final token":
+        return fit.largest <= case.tolerance  # few candidates, each of which was looked up
+    # Of one number more digits than these may agree by chance in what was computed alike.
+    departing = min(departing, fit.tokens)
+    each = float(np.log10(max(case.compared.rms / max(fit.rms, case.tolerance / 10), 1.0)))
+    return each * (departing - fit.trial.fitted) - float(np.log10(max(count, 1))) > _CHANCE
+
+
 def _may_explain(case: Case, trial: Trial) -> bool:
     """Whether a change begins where it may explain the first token that departs.
 
@@ -263,10 +293,10 @@ def _may_explain(case: Case, trial: Trial) -> bool:
     )
 
 
-def _digits(case: Case, departing: Any) -> float:
-    """Return how many decimal digits of the sampler's numbers it takes to explain these tokens by chance."""
+def _digits(case: Case, departing: int) -> float:
+    """Return how many digits of the sampler's numbers it takes to explain so many tokens by chance."""
     spread = max(float(np.std(case.compared.trainer)), 0.25)
-    return float(np.sum(departing)) * float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
+    return departing * float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
 
 
 def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) -> list[_Fit]:
@@ -287,8 +317,9 @@ def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) ->
         varied = Comparison.of_sampled(trial.sample or case.sample, values)
         varied = varied if trial.until is None else varied.before(trial.until)
         # A sampler of another dtype leaves its arithmetic over; whatever explains that too is preferred.
-        loose = noise.alarm <= _SHARE * case.compared.largest and varied.largest <= _LOOSE * noise.mixed
-        if len(varied.positions) and (varied.largest <= case.tolerance or loose):
+        loose = _may_be_loose(case, noise) and varied.largest <= _LOOSE * noise.mixed
+        near = varied.largest <= case.tolerance and _is_explained(case.compared.rms, varied.rms, case, noise)
+        if len(varied.positions) and (near or loose):
             fits.append(_Fit(variation, trial, varied.largest, varied.rms, len(varied.positions)))
     return fits
 

@@ -1,7 +1,8 @@
 """Variations of what the sampler saw: another image, another order, other pixels, or none."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from typing import Any, Final, TypeAlias
@@ -11,17 +12,26 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmrender.audit.report import Float32Array, described
-from mmrender.audit.trial import Case, ChangedItem, PixelChange, Trial, Variation, with_items, with_tokens
+from mmrender.audit.report import Cause, described
+from mmrender.audit.trial import Case, ChangedItem, Edit, Trial, Variation, edited, part, plain, with_items
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.load import load_image
-from mmrender.spans import MediaItem, MediaSpan, PlaceholderRange, Repeat, feature_count
+from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, Repeat, feature_count
+from mmrender.trajectory.sample import TrainingSample
 
 Channels: TypeAlias = tuple[float, ...]
-PlaneChange: TypeAlias = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-"""New planes `(..., 3, height, width)` from old ones, levels or values."""
+Array: TypeAlias = npt.NDArray[Any]
+PlaneChange: TypeAlias = Callable[[Array], Array]
+Rule: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
+ItemChange: TypeAlias = Callable[[Case, MediaItem], MediaItem | None]
+"""The item that the sampler may have had in place of one; None where this cannot be."""
 _MOST_PAIRS: Final = 15
 _MOST_OTHERS: Final = 24
+_MOST_PLACES: Final = 16
+_ORIENTATION: Final = 274
+_DTYPES: Final = ("bfloat16", "float16", "float8_e4m3fn")
+_GROUNDS: Final = (0, 114, 127, 128, 255)
+_SHARES: Final = (0.5, 2 / 3, 0.75, 0.8, 0.875, 0.9, 0.95)
 
 NORMALISATIONS: Final[Mapping[str, tuple[Channels, Channels]]] = {
     "CLIP's": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
@@ -39,24 +49,383 @@ def shift_text(by: int) -> str:
     return f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'}"
 
 
-def _over_images(
-    case: Case, statement: str, make: Callable[[MediaItem], MediaItem | None]
-) -> Iterator[Trial]:
-    """Yield trials that change one image that is suspect, and one that changes all, where there are several.
-
-    `statement` has a `{}` for what is changed.
-    """
+def _over_images(case: Case, text: str, change: ItemChange) -> Iterator[Trial]:
+    """Yield trials that change one suspect, and one that changes all images, where there are several."""
     spans = [span for span in case.sample.media_spans if span.modality == "image"]
-    changed = {span.start: item for span in spans if (item := make(span.item)) is not None}
-    for span in case.suspects:
-        if span.start in changed:
-            sample = with_items(case.sample, [(span, changed[span.start])])
-            yield Trial(statement.format(described(span)), sample, image=span.position, since=span.start)
-    if len(changed) > 1:
-        sample = with_items(
-            case.sample, [(span, changed[span.start]) for span in spans if span.start in changed]
+    changed = {span.start: item for span in spans if (item := change(case, span.item)) is not None}
+    chosen = [[span] for span in case.suspects if span.start in changed]
+    chosen += [[span for span in spans if span.start in changed]] if len(changed) > 1 else []
+    for some in chosen:
+        which = described(some[0]) if len(some) == 1 else "every image"
+        sample = with_items(case.sample, [(span, changed[span.start]) for span in some])
+        statement = f"the sampler saw {text} in {which}"
+        yield Trial(statement, sample, image=some[0].position, since=some[0].start)
+
+
+def _values(change: Callable[[Array, tuple[int, ...]], Array]) -> ItemChange:
+    """Return a change of normalised pixels, given the grid."""
+    return lambda _, item: ChangedItem(item, change)
+
+
+def _channels(change: Callable[[Array], Array]) -> ItemChange:
+    """Return a change of normalised pixels as `(n, 3, values)`."""
+
+    def by_channel(pixels: Array, _: tuple[int, ...]) -> Array:
+        shape = (len(pixels), 3, -1) if pixels.ndim == 2 else (-1, 3, pixels.shape[-1] * pixels.shape[-2])
+        return change(pixels.reshape(shape)).reshape(pixels.shape)
+
+    return _values(by_channel)
+
+
+def _patches(change: Callable[[Array, tuple[int, ...], PatchLayout], Array]) -> ItemChange:
+    """Return a change of flat patches, given grid and layout."""
+
+    def make(_: Case, item: MediaItem) -> MediaItem | None:
+        if not isinstance(item, PatchItem):
+            return None
+        return ChangedItem(item, lambda pixels, grid: change(pixels, grid, item.layout).reshape(pixels.shape))
+
+    return make
+
+
+def _planes(change: Callable[[Array], Array]) -> ItemChange:
+    """Return a change of planes `(..., 3, height, width)`, levels where there are, which may be turned."""
+
+    def make(_: Case, item: MediaItem) -> MediaItem | None:
+        if isinstance(item, PatchItem):
+            return _renewed(item, change(item.frames))
+        shape = item.tensors()["pixel_values"].shape
+        square = len(shape) > 2 and shape[-1] == shape[-2]
+        return ChangedItem(item, lambda pixels, _: change(pixels)) if square else None
+
+    return make
+
+
+def _images(change: Callable[[Image.Image], Image.Image | None], *, stored: bool = False) -> ItemChange:
+    """Return a change of the image before it was resized, as it is `stored`, or upright and opaque."""
+
+    def make(case: Case, item: MediaItem) -> MediaItem | None:
+        source = _source(case, item, stored=stored)
+        if not isinstance(item, PatchItem) or source is None or (image := change(source)) is None:
+            return None
+        size: tuple[int, ...] = item.frames.shape[:-3:-1]
+        if (image.width < image.height) != (item.size[1] < item.size[0]) and image.size == item.size:
+            size = size[::-1]  # turned
+        return _renewed(item, _levels(image.convert("RGB"), size))
+
+    return make
+
+
+def _levels(image: Image.Image, size: tuple[int, ...], method: Any = Image.Resampling.BICUBIC) -> Array:
+    width, height = size
+    resized = image if image.size == (width, height) else image.resize((width, height), method)
+    return np.asarray(resized).transpose(2, 0, 1)[None]
+
+
+def _renewed(item: PatchItem, frames: Array) -> PatchItem:
+    frames = np.ascontiguousarray(frames)
+    grid = (item.grid[0], *(side // item.layout.patch for side in frames.shape[-2:]))
+    tokens = grid[0] * grid[1] * grid[2] // item.layout.merge**2
+    expansion = tuple(
+        msgspec.structs.replace(piece, count=tokens) if isinstance(piece, Repeat) and piece.embeds else piece
+        for piece in item.expansion
+    )
+    # No real item has this identity, so it is taken for no other one.
+    identity = f"{id(frames):064x}"
+    return msgspec.structs.replace(item, frames=frames, grid=grid, identity=identity, expansion=expansion)
+
+
+def _source(case: Case, item: MediaItem, *, stored: bool = False) -> Image.Image | None:
+    """Return the image before it was resized, where it is known: as given, or since nothing was resized."""
+    if not isinstance(item, PatchItem) or len(item.frames) != 1:
+        return None
+    given = case.sources.get(item.identity)
+    if stored:
+        try:
+            return given if given is None or isinstance(given, Image.Image) else Image.open(io.BytesIO(given))
+        except (OSError, TypeError):
+            return None  # of another form than bytes, which only `load_image` reads
+    if given is not None:
+        return load_image(given).image.convert("RGB")
+    if tuple(item.frames.shape[-2:]) != tuple(item.size):
+        return None
+    return Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB")
+
+
+def _rows_lower(pixels: Array, grid: tuple[int, ...], by: int) -> Array:
+    # Patches come in merged squares, row of squares by row of squares: one such row is two of patches.
+    flat = pixels.ndim == 2 and len(grid) == 3
+    return np.roll(pixels, by * 2 * grid[2], 0) if flat else np.roll(pixels, by, pixels.ndim - 2)
+
+
+def _in_squares(
+    order: tuple[int, ...], merged: bool, pixels: Array, grid: tuple[int, ...], layout: PatchLayout
+) -> Array:
+    """Return patches in another order of axes: those of squares and within them, or of plain rows."""
+    (steps, height, width), merge = grid, layout.merge
+    inner = (steps, height // merge, width // merge, merge, merge, -1)
+    plain_rows = (steps, height // merge, merge, width // merge, merge, -1)
+    return pixels.reshape(inner if merged else plain_rows).transpose(order)
+
+
+def _within(order: tuple[int, ...], pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
+    """Return patches whose values, by channel, frame, row and column, come in another order of axes."""
+    return pixels.reshape(-1, 3, layout.temporal, layout.patch, layout.patch).transpose(order)
+
+
+def _normalised(rule: Rule) -> ItemChange:
+    """Return another rule of normalisation; an item that tells none has 0.5 and 0.5."""
+
+    def make(case: Case, item: MediaItem) -> MediaItem | None:
+        arithmetic: Any = getattr(item, "arithmetic", None)
+        own = NORMALISATIONS["mean and deviation 0.5"]
+        mean, std = own if arithmetic is None else (arithmetic.mean, arithmetic.std)
+        scale, offset = (np.asarray(one)[:, None] for one in rule(np.array(mean), np.array(std)))
+        return _channels(lambda own: own * scale + offset)(case, item)
+
+    return make
+
+
+def _reordered(order: tuple[int, ...], values: Array) -> Array:
+    return values[:, order]
+
+
+def _filled(level: float | None) -> ItemChange:
+    """Return an image of one level from 0 to 1, or of normalised 0 for None."""
+
+    def make(case: Case, item: MediaItem) -> MediaItem | None:
+        arithmetic: Any = getattr(item, "arithmetic", None)
+        known = level is not None and arithmetic is not None
+        values = np.subtract(level or 0, arithmetic.mean) / arithmetic.std if known else np.zeros(3)
+        return _channels(lambda own: np.zeros_like(own) + values[:, None])(case, item)
+
+    return make
+
+
+def _frame(frame: int, fill: str) -> ItemChange:
+    """Return one frame of each patch filled with something else."""
+
+    def make(case: Case, item: MediaItem) -> MediaItem | None:
+        if not isinstance(item, PatchItem) or item.layout.temporal < 2 or item.modality != "image":
+            return None
+        black = -np.asarray(item.arithmetic.mean) / item.arithmetic.std
+
+        def change(pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
+            out = pixels.reshape(len(pixels), 3, layout.temporal, -1).copy()
+            filled = {"zeros": 0.0, "black": black[:, None], "half of it": out[:, :, frame] / 2}
+            out[:, :, frame] = filled[fill]
+            return out
+
+        return _patches(change)(case, item)
+
+    return make
+
+
+def _resampled(method: Any) -> ItemChange:
+    def make(case: Case, item: MediaItem) -> MediaItem | None:
+        source = _source(case, item)
+        if source is None or not isinstance(item, PatchItem) or source.size == item.frames.shape[:-3:-1]:
+            return None
+        return _renewed(item, _levels(source, item.frames.shape[:-3:-1], method))
+
+    return make
+
+
+def _jpeg(image: Image.Image, quality: int, sampling: int) -> Image.Image:
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=quality, subsampling=sampling)
+    return Image.open(data).convert("RGB")
+
+
+def _stored(image: Image.Image) -> Image.Image | None:
+    return image if image.getexif().get(_ORIENTATION, 1) != 1 else None
+
+
+def _over(image: Image.Image, level: int | None) -> Image.Image | None:
+    """Return a transparent image over one level, or without its transparency for None."""
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return None
+    image = image.convert("RGBA")
+    ground = Image.new("RGBA", image.size, (level or 0,) * 3 + (255,))
+    return image if level is None else Image.alpha_composite(ground, image)
+
+
+def _squared(image: Image.Image, level: int) -> Image.Image:
+    """Return an image in the middle of a square of one level."""
+    side = max(image.size)
+    out = Image.new("RGB", (side, side), (level,) * 3)
+    out.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return out
+
+
+def _cropped(image: Image.Image, share: float) -> Image.Image:
+    """Return the middle of an image: a square for 0, else that share of each side."""
+    width, height = (share * image.width, share * image.height) if share else (min(image.size),) * 2
+    left, top = (image.width - round(width)) // 2, (image.height - round(height)) // 2
+    return image.crop((left, top, left + round(width), top + round(height)))
+
+
+def _moved(axis: int, by: int, planes: Array) -> Array:
+    """Return planes moved by so many pixels, the edge repeated."""
+    places = np.arange(planes.shape[axis]) - by
+    return planes.take(places.clip(0, len(places) - 1), axis)
+
+
+def _bits(planes: Array, bits: int) -> Array:
+    """Return levels of so many bits; normalised values as they are."""
+    return planes >> (8 - bits) << (8 - bits) if planes.dtype == np.uint8 else planes
+
+
+def _grey(planes: Array) -> Array:
+    shade = np.einsum("...chw,c->...hw", planes, np.array([0.299, 0.587, 0.114]))[..., None, :, :]
+    return np.asarray(np.repeat(np.round(shade), 3, -3).astype(planes.dtype))
+
+
+def _cast(values: Array, _: tuple[int, ...], dtype: str) -> Array:
+    import torch
+
+    own = torch.from_numpy(np.ascontiguousarray(values))
+    return np.asarray(own.to(getattr(torch, dtype)).float().numpy())
+
+
+def _to_steps(values: Array, _: tuple[int, ...], steps: int) -> Array:
+    return np.asarray(np.round(values * steps) / steps)
+
+
+def _rolled(values: Array, _: tuple[int, ...], by: int) -> Array:
+    return np.roll(values, by, 0 if values.ndim == 2 else values.ndim - 1)
+
+
+def _instead(mean: Channels, std: Channels) -> Rule:
+    """Return what makes values of another rule those of this one."""
+    return lambda own, deviation: (deviation / np.array(std), (own - np.array(mean)) / np.array(std))
+
+
+_ONES: Final = np.ones(3)
+_RULES: Final[Mapping[str, Rule]] = {
+    **{f"by another rule ({name})": _instead(*rule) for name, rule in NORMALISATIONS.items()},
+    "with blue's mean for red": lambda mean, std: (std / std[::-1], (mean - mean[::-1]) / std[::-1]),
+    # A server that normalises raw bytes scales by 1/255 first, whatever it is given.
+    "twice, rescaling included,": lambda mean, std: (1 / (255 * std), -mean / std),
+    "twice": lambda mean, std: (1 / std, -mean / std),
+    "without being rescaled from 0 to 255": lambda mean, std: (255 * _ONES, 254 * mean / std),
+    "after being rescaled twice": lambda mean, std: (_ONES / 255, mean / std * (1 / 255 - 1)),
+    "without the mean": lambda mean, std: (_ONES, mean / std),
+    "without the deviation": lambda mean, std: (std, 0 * _ONES),
+    "to the opposite sign": lambda mean, std: (-_ONES, 0 * _ONES),
+    "to half of their values": lambda mean, std: (_ONES / 2, 0 * _ONES),
+    "to twice their values": lambda mean, std: (2 * _ONES, 0 * _ONES),
+}
+"""Factor and offset by channel that make other values of the trainer's, given its mean and deviation."""
+_ORDERS: Final = {"BGR": (2, 1, 0), "GBR": (1, 2, 0), "BRG": (2, 0, 1), "RBG": (0, 2, 1), "GRB": (1, 0, 2)}
+_PLAIN: Final = ("red", "green", "blue")
+_TURNS: Final[Mapping[str, PlaneChange]] = {
+    "mirrored": lambda planes: planes[..., ::-1],
+    "upside down": lambda planes: planes[..., ::-1, :],
+    "turned by half": lambda planes: planes[..., ::-1, ::-1],
+    "turned to the left": lambda planes: np.rot90(planes, 1, (-2, -1)),
+    "turned to the right": lambda planes: np.rot90(planes, -1, (-2, -1)),
+    "with rows for columns": lambda planes: planes.swapaxes(-1, -2),
+    "with rows for columns, turned by half": lambda planes: planes[..., ::-1, ::-1].swapaxes(-1, -2),
+}
+_SQUARES: Final[Mapping[str, tuple[tuple[int, ...], bool]]] = {
+    "in plain rows, not in merged squares": ((0, 1, 3, 2, 4, 5), True),
+    "in columns of squares": ((0, 2, 1, 3, 4, 5), True),
+    "column by column within squares": ((0, 1, 2, 4, 3, 5), True),
+    "in plain columns": ((0, 2, 4, 1, 3, 5), True),
+    "merged into squares twice": ((0, 1, 3, 2, 4, 5), False),
+}
+_INNER: Final = {
+    "with frames before channels": (0, 2, 1, 3, 4),
+    "with channels last": (0, 2, 3, 4, 1),
+    "each turned over its diagonal": (0, 1, 2, 4, 3),
+}
+_LEVELS: Final = {"zeros in place of pixels": None, "black": 0.0, "white": 1.0, "grey": 0.5}
+_SIDES: Final = {"to the right": (-1, 1), "to the left": (-1, -1), "lower": (-2, 1), "higher": (-2, -1)}
+_FILTERS: Final = ("NEAREST", "BILINEAR", "BICUBIC", "LANCZOS", "BOX", "HAMMING")
+
+_ROWS: Final[Mapping[str, Mapping[str, ItemChange]]] = {
+    "patches moved": {
+        **{f"every patch {shift_text(by)}": _values(partial(_rolled, by=by)) for by in (1, -1, 2, -2, 4, -4)},
+        "patches one row lower": _values(partial(_rows_lower, by=1)),
+        "patches one row higher": _values(partial(_rows_lower, by=-1)),
+    },
+    "patch order": {
+        **{f"patches {text}": _patches(partial(_in_squares, *how)) for text, how in _SQUARES.items()},
+        **{f"patches {text}": _patches(partial(_within, order)) for text, order in _INNER.items()},
+        "patches in reverse order": _values(lambda own, _: own[::-1]),
+    },
+    "colours": {
+        **{
+            f"colours read as {name}": _channels(partial(_reordered, order))
+            for name, order in _ORDERS.items()
+        },
+        **{
+            f"{name} for all colours": _channels(partial(_reordered, (at,) * 3))
+            for at, name in enumerate(_PLAIN)
+        },
+        "shades of grey": _planes(_grey),
+        "levels inverted": _planes(lambda own: 255 - own if own.dtype == np.uint8 else -own),
+    },
+    "normalisation": {f"pixels normalised {text}": _normalised(rule) for text, rule in _RULES.items()},
+    "pixel values": {
+        **{f"values rounded to {name}": _values(partial(_cast, dtype=name)) for name in _DTYPES},
+        **{f"levels of {bits} bits": _planes(partial(_bits, bits=bits)) for bits in range(1, 8)},
+        **{f"values rounded to 1/{2**n}": _values(partial(_to_steps, steps=2**n)) for n in range(8)},
+    },
+    "blank image": {name: _filled(level) for name, level in _LEVELS.items()},
+    "temporal frame": {
+        f"{fill} in the {name} frame of each patch": _frame(frame, fill)
+        for fill in ("zeros", "black", "half of it")
+        for frame, name in enumerate(("first", "second"))
+    },
+    "turned image": {
+        **{f"pixels {name}": _planes(turn) for name, turn in _TURNS.items()},
+        "pixels as they are stored, not upright,": _images(_stored, stored=True),
+    },
+    "framing": {
+        **{f"pixels moved by one {way}": _planes(partial(_moved, *by)) for way, by in _SIDES.items()},
+        **{
+            f"a square of level {fill} around it": _images(partial(_squared, level=fill)) for fill in _GROUNDS
+        },
+        "its middle square only": _images(partial(_cropped, share=0.0)),
+        **{f"{share:.3g} of each side only": _images(partial(_cropped, share=share)) for share in _SHARES},
+    },
+    "background": {
+        "no heed paid to its transparency": _images(partial(_over, level=None), stored=True),
+        **{
+            f"level {level} behind it": _images(partial(_over, level=level), stored=True)
+            for level in _GROUNDS
+        },
+    },
+    "resampling": {
+        f"pixels resized by another filter ({name.lower()})": _resampled(Image.Resampling[name])
+        for name in _FILTERS
+    },
+    "compression": {
+        f"a JPEG of it (quality {quality}, chroma {name})": _images(
+            partial(_jpeg, quality=quality, sampling=at)
         )
-        yield Trial(statement.format("every image"), sample, image=spans[0].position, since=spans[0].start)
+        for name, at in {"4:2:0": 2, "4:4:4": 0}.items()
+        for quality in (95, 90, 85, 80, 75, 60, 50)
+    },
+}
+"""Other pixels of an image: what the sampler saw, and how it is made, by variation."""
+
+
+def _rows_of(name: str, case: Case) -> Iterator[Trial]:
+    for text, change in _ROWS[name].items():
+        yield from _over_images(case, text, change)
+
+
+def _exchanged_grid(case: Case) -> Iterator[Trial]:
+    def make(_: Case, item: MediaItem) -> MediaItem | None:
+        if not isinstance(item, PatchItem) or item.grid[1] == item.grid[2]:
+            return None
+        steps, height, width = item.grid
+        return ChangedItem(item, lambda pixels, _: pixels, grid=(steps, width, height))
+
+    yield from _over_images(case, "a grid with height and width exchanged", make)
 
 
 def _other_images(case: Case) -> Iterator[Trial]:
@@ -81,374 +450,58 @@ def _other_images(case: Case) -> Iterator[Trial]:
 
 def _image_order(case: Case) -> Iterator[Trial]:
     spans = [span for span in case.sample.media_spans if span.modality == "image"]
-
-    def ordered(order: list[int]) -> Any:
-        # Ranges keep their places where the images have as many tokens; else all placeholders are laid anew.
-        items = [spans[index].item for index in order]
-        sizes = [feature_count(span.item.expansion) for span in spans]
-        if [feature_count(item.expansion) for item in items] == sizes:
-            return with_items(case.sample, list(zip(spans, items, strict=True)))
-        return _laid_anew(case, spans, order)
-
+    places = list(range(len(spans)))
     orders = {
-        f"images {one} and {two}": [
-            two if index == one else one if index == two else index for index in range(len(spans))
+        f"images {one} and {two} in exchanged places": [
+            two if place == one else one if place == two else place for place in places
         ]
-        for one, two in list(combinations(range(len(spans)), 2))[:_MOST_PAIRS]
+        for one, two in list(combinations(places, 2))[:_MOST_PAIRS]
     }
     if len(spans) > 2:
-        orders["the order of all images"] = list(range(len(spans)))[::-1]
+        orders["all images in reverse order"] = places[::-1]
         for by in (1, -1):
-            orders[f"images, each moved {shift_text(by)},"] = np.roll(range(len(spans)), by).tolist()
-    for name, order in orders.items():
+            orders[f"images, each moved {shift_text(by)}"] = np.roll(places, by).tolist()
+    if len(spans) > 1:
+        orders |= {f"image {place} in the place of each": [place] * len(spans) for place in places}
+    for text, order in orders.items():
         if [spans[index].item.identity for index in order] == [span.item.identity for span in spans]:
             continue
         first = next(index for index, other in enumerate(order) if index != other)
-        yield Trial(
-            f"the sampler saw {name} in exchanged places",
-            ordered(order),
-            image=spans[first].position,
-            since=spans[first].start,
-        )
-
-
-def _laid_anew(case: Case, spans: list[MediaSpan], order: list[int]) -> Any:
-    """Return the sample with its images, placeholders and all, in another order."""
-    sample = case.sample
-    for span, index in reversed(list(zip(spans, order, strict=True))):
-        new = spans[index]
-        ids = case.sample.token_ids[new.start : new.stop]
-        sample = with_tokens(sample, span.start, span.stop, ids, media=(new.range, new.item))
-    return sample
-
-
-def _moved_patches(case: Case) -> Iterator[Trial]:
-    def moved(pixels: Float32Array, _: tuple[int, ...], by: int) -> Float32Array:
-        return np.roll(pixels, by, 0 if pixels.ndim == 2 else pixels.ndim - 1)
-
-    def lowered(pixels: Float32Array, grid: tuple[int, ...], by: int) -> Float32Array:
-        # Patches come in merged squares, row of squares by row of squares: one such row is two of patches.
-        flat = pixels.ndim == 2 and len(grid) == 3
-        return np.roll(pixels, by * 2 * grid[2], 0) if flat else np.roll(pixels, by, pixels.ndim - 2)
-
-    changes: list[tuple[str, PixelChange]] = [
-        (f"every patch {shift_text(by)}", partial(moved, by=by)) for by in (1, -1, 2, -2, 4, -4)
-    ]
-    changes += [
-        (f"the image one row of patches {way}", partial(lowered, by=by))
-        for by, way in ((1, "lower"), (-1, "higher"))
-    ]
-    for text, change in changes:
-        yield from _over_images(case, f"the sampler saw {text} in {{}}", _changing(change))
-
-
-def _changing(change: PixelChange) -> Callable[[MediaItem], MediaItem]:
-    return lambda item: ChangedItem(item, change)
-
-
-def _patch_order(case: Case) -> Iterator[Trial]:
-    """Yield patches in plain rows, in columns, and with their values in another order."""
-    for text, reorder in _PATCH_ORDERS.items():
-
-        def make(item: MediaItem, reorder: Any = reorder) -> MediaItem | None:
-            if not isinstance(item, PatchItem):
-                return None
-            return ChangedItem(item, lambda pixels, grid: reorder(pixels, grid, item.layout))
-
-        yield from _over_images(case, f"the sampler's patches came {text} in {{}}", make)
-
-
-def _as_rows(pixels: Float32Array, grid: tuple[int, ...], layout: PatchLayout) -> Float32Array:
-    """Return patches that come in merged squares in plain rows instead."""
-    steps, height, width = grid
-    merge = layout.merge
-    squares = pixels.reshape(steps, height // merge, width // merge, merge, merge, -1)
-    return squares.transpose(0, 1, 3, 2, 4, 5).reshape(pixels.shape)
-
-
-def _as_columns(pixels: Float32Array, grid: tuple[int, ...], layout: PatchLayout) -> Float32Array:
-    """Return patches whose merged squares come column by column."""
-    steps, height, width = grid
-    merge = layout.merge
-    squares = pixels.reshape(steps, height // merge, width // merge, merge * merge, -1)
-    return squares.transpose(0, 2, 1, 3, 4).reshape(pixels.shape)
-
-
-def _inner(
-    axes: tuple[int, ...], pixels: Float32Array, _: tuple[int, ...], layout: PatchLayout
-) -> Float32Array:
-    """Return patches whose values, by channel, frame, row and column, come in another order of axes."""
-    shaped = pixels.reshape(len(pixels), 3, layout.temporal, layout.patch, layout.patch)
-    return shaped.transpose(0, *(axis + 1 for axis in axes)).reshape(pixels.shape)
-
-
-def _as_squares(pixels: Float32Array, grid: tuple[int, ...], layout: PatchLayout) -> Float32Array:
-    """Return patches, taken for plain rows, in merged squares: merged twice."""
-    steps, height, width = grid
-    merge = layout.merge
-    rows = pixels.reshape(steps, height // merge, merge, width // merge, merge, -1)
-    return rows.transpose(0, 1, 3, 2, 4, 5).reshape(pixels.shape)
-
-
-_PATCH_ORDERS: Final[Mapping[str, Any]] = {
-    "in plain rows, not in merged squares,": _as_rows,
-    "in columns": _as_columns,
-    "merged into squares twice": _as_squares,
-    "with frames before channels": partial(_inner, (1, 0, 2, 3)),
-    "with channels last": partial(_inner, (1, 2, 3, 0)),
-    "each turned over its diagonal": partial(_inner, (0, 1, 3, 2)),
-}
-
-
-def _normalised(case: Case) -> Iterator[Trial]:
-    for text, values in _RULES.items():
-        # What an item does not say of its own rule is tried too.
-        for used in (None, *NORMALISATIONS.values()):
-
-            def make(item: MediaItem, values: Any = values, used: Any = used) -> MediaItem | None:
-                arithmetic: Any = getattr(item, "arithmetic", None)
-                if (arithmetic is None) == (used is None):
-                    return None
-                mean, std = used or (arithmetic.mean, arithmetic.std)
-                scale, offset = values(np.array(mean), np.array(std))
-                return ChangedItem(item, _by_channel(scale, offset))
-
-            yield from _over_images(case, f"the sampler's pixels were {text} in {{}}", make)
-
-
-def _instead(mean: Channels, std: Channels) -> Callable[..., tuple[Any, Any]]:
-    """Return what makes values of another rule those of this one."""
-    return lambda own, deviation: (deviation / np.array(std), (own - np.array(mean)) / np.array(std))
-
-
-_RULES: Final[Mapping[str, Callable[..., tuple[Any, Any]]]] = {
-    **{f"normalised by another rule ({name})": _instead(*rule) for name, rule in NORMALISATIONS.items()},
-    "normalised with blue's mean and deviation for red": lambda mean, std: (
-        std / std[::-1],
-        (mean - mean[::-1]) / std[::-1],
-    ),
-    # A server that normalises raw bytes scales by 1/255 first, whatever it is given.
-    "normalised twice, rescaling included,": lambda mean, std: (1 / (255 * std), -mean / std),
-    "normalised twice": lambda mean, std: (1 / std, -mean / std),
-    "not rescaled from 0 to 255 before they were normalised": lambda mean, std: (
-        255 * np.ones(3),
-        254 * mean / std,
-    ),
-    "rescaled twice before they were normalised": lambda mean, std: (
-        np.ones(3) / 255,
-        mean / std * (1 / 255 - 1),
-    ),
-}
-"""Factor and offset by channel that make other values of the trainer's, given its mean and deviation."""
-
-
-def _by_channel(scale: npt.NDArray[np.float64], offset: npt.NDArray[np.float64]) -> PixelChange:
-    """Return `pixels * scale + offset` along the colour axis: of flattened patches, or of planes."""
-
-    def change(pixels: Float32Array, _: tuple[int, ...]) -> Float32Array:
-        if pixels.ndim == 2:
-            by_channel = pixels.reshape(len(pixels), 3, -1)
-            return (by_channel * scale[:, None] + offset[:, None]).reshape(pixels.shape).astype(np.float32)
-        return (pixels * scale[:, None, None] + offset[:, None, None]).astype(np.float32)
-
-    return change
-
-
-def _colours(case: Case) -> Iterator[Trial]:
-    orders = {"BGR": (2, 1, 0), "GBR": (1, 2, 0), "BRG": (2, 0, 1), "RBG": (0, 2, 1), "GRB": (1, 0, 2)}
-    for name, order in orders.items():
-
-        def change(pixels: Float32Array, _: tuple[int, ...], order: tuple[int, ...] = order) -> Float32Array:
-            if pixels.ndim == 2:
-                return pixels.reshape(len(pixels), 3, -1)[:, order].reshape(pixels.shape)
-            return pixels[..., order, :, :]
-
-        yield from _over_images(case, f"the sampler read the colours as {name} in {{}}", _changing(change))
-
-
-def _normalised_level(item: MediaItem, level: float) -> npt.NDArray[np.float64]:
-    """Return a level from 0 to 1 by channel, where the item says how it is normalised; else 0."""
-    arithmetic = getattr(item, "arithmetic", None)
-    return np.zeros(3) if arithmetic is None else np.subtract(level, arithmetic.mean) / arithmetic.std
-
-
-def _blank(case: Case) -> Iterator[Trial]:
-    def filled(item: MediaItem, level: float | None) -> MediaItem:
-        """Fill with one level from 0 to 1 of all channels, or with normalised 0 for None."""
-        values = np.zeros(3) if level is None else _normalised_level(item, level)
-        return ChangedItem(item, _by_channel(np.zeros(3), values))
-
-    for name, level in {"zeros in place of pixels": None, "black": 0.0, "white": 1.0, "grey": 0.5}.items():
-        yield from _over_images(case, f"the sampler saw {name} in {{}}", partial(filled, level=level))
-
-
-def _second_frame(case: Case) -> Iterator[Trial]:
-    for name in ("zeros", "black", "half of it"):
-        for frame in (1, 0):
-
-            def make(item: MediaItem, name: str = name, frame: int = frame) -> MediaItem | None:
-                if not isinstance(item, PatchItem) or item.layout.temporal < 2 or item.modality != "image":
-                    return None
-                fill = _normalised_level(item, 0.0)[:, None] if name == "black" else np.zeros((3, 1))
-
-                def change(pixels: Float32Array, _: tuple[int, ...]) -> Float32Array:
-                    out = pixels.reshape(len(pixels), 3, item.layout.temporal, -1).copy()
-                    out[:, :, frame] = out[:, :, frame] / 2 if name == "half of it" else fill
-                    return out.reshape(pixels.shape)
-
-                return ChangedItem(item, change)
-
-            which = "second" if frame else "first"
-            yield from _over_images(
-                case, f"the sampler's {which} frame of each patch held {name} in {{}}", make
-            )
-
-
-def _turned(case: Case) -> Iterator[Trial]:
-    turns: dict[str, PlaneChange] = {
-        "mirrored": lambda planes: planes[..., ::-1],
-        "upside down": lambda planes: planes[..., ::-1, :],
-        "turned by half": lambda planes: planes[..., ::-1, ::-1],
-        "turned to the left": lambda planes: np.rot90(planes, 1, (-2, -1)),
-        "turned to the right": lambda planes: np.rot90(planes, -1, (-2, -1)),
-        "with rows for columns": lambda planes: planes.swapaxes(-1, -2),
-    }
-    for name, turn in turns.items():
-        yield from _over_images(case, f"the sampler saw {{}} {name}", partial(_with_planes, change=turn))
-
-
-def _with_planes(item: MediaItem, change: PlaneChange) -> MediaItem | None:
-    """Return an item of changed planes, which may have height and width exchanged."""
-    if not isinstance(item, PatchItem):
-        return ChangedItem(item, lambda pixels, _: change(pixels)) if _is_planar(item) else None
-    frames = np.ascontiguousarray(change(item.frames))
-    patch = item.layout.patch
-    grid = (item.grid[0], frames.shape[-2] // patch, frames.shape[-1] // patch)
-    return _renewed(item, frames, grid)
-
-
-def _is_planar(item: MediaItem) -> bool:
-    """Whether the item's pixels come as square planes."""
-    shape = item.tensors()["pixel_values"].shape
-    return len(shape) > 2 and shape[-1] == shape[-2]
-
-
-def _renewed(item: PatchItem, frames: npt.NDArray[np.uint8], grid: tuple[int, int, int]) -> PatchItem:
-    # No real item has this identity, so it is taken for no other one.
-    identity = f"{id(frames):064x}"
-    tokens = grid[0] * grid[1] * grid[2] // item.layout.merge**2
-    expansion = tuple(
-        msgspec.structs.replace(piece, count=tokens) if isinstance(piece, Repeat) and piece.embeds else piece
-        for piece in item.expansion
-    )
-    return msgspec.structs.replace(item, frames=frames, grid=grid, identity=identity, expansion=expansion)
-
-
-def _exchanged_grid(case: Case) -> Iterator[Trial]:
-    def make(item: MediaItem) -> MediaItem | None:
-        if not isinstance(item, PatchItem) or item.grid[1] == item.grid[2]:
-            return None
-        steps, height, width = item.grid
-        return ChangedItem(item, lambda pixels, _: pixels, grid=(steps, width, height))
-
-    yield from _over_images(case, "the sampler's grid had height and width exchanged in {}", make)
-
-
-_FILTERS: Final = {
-    "bilinear": Image.Resampling.BILINEAR,
-    "Lanczos": Image.Resampling.LANCZOS,
-    "nearest": Image.Resampling.NEAREST,
-    "box": Image.Resampling.BOX,
-    "Hamming": Image.Resampling.HAMMING,
-}
-
-
-def _source(case: Case, item: MediaItem) -> Image.Image | None:
-    """Return the image before it was resized, where it is known: as given, or since nothing was resized."""
-    if not isinstance(item, PatchItem) or len(item.frames) != 1:
-        return None
-    given = case.sources.get(item.identity)
-    if given is not None:
-        return load_image(given).image.convert("RGB")
-    if tuple(item.frames.shape[-2:]) != tuple(item.size):
-        return None
-    return Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB")
-
-
-def _planes(image: Image.Image) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))[None]
-
-
-def _resampled(case: Case) -> Iterator[Trial]:
-    for name, method in _FILTERS.items():
-
-        def make(item: MediaItem, method: Any = method) -> MediaItem | None:
-            source = _source(case, item)
-            if source is None or not isinstance(item, PatchItem):
-                return None
-            height, width = item.frames.shape[-2:]
-            if source.size == (width, height):
-                return None
-            return _renewed(item, _planes(source.resize((width, height), method)), item.grid)
-
-        yield from _over_images(
-            case, f"the sampler's image was resized by another filter ({name}) in {{}}", make
-        )
-
-
-def _compressed(case: Case) -> Iterator[Trial]:
-    for quality in (95, 90, 85, 80, 75, 50):
-
-        def make(item: MediaItem, quality: int = quality) -> MediaItem | None:
-            source = _source(case, item)
-            if source is None or not isinstance(item, PatchItem):
-                return None
-            data = io.BytesIO()
-            source.save(data, "JPEG", quality=quality)
-            height, width = item.frames.shape[-2:]
-            again = Image.open(data).convert("RGB")
-            if again.size != (width, height):
-                again = again.resize((width, height), Image.Resampling.BICUBIC)
-            return _renewed(item, _planes(again), item.grid)
-
-        text = f"the sampler's image was encoded as JPEG once more (quality {quality}) in {{}}"
-        yield from _over_images(case, text, make)
+        others = [part(case.sample, spans[at].start, spans[at].stop) for at in order]
+        shown = [(span.start, span.stop, other) for span, other in zip(spans, others, strict=True)]
+        sample = edited(case.sample, shown)
+        yield Trial(f"the sampler saw {text}", sample, image=spans[first].position, since=spans[first].start)
 
 
 def _budget(case: Case) -> Iterator[Trial]:
     """Yield images of fewer or more pixels, and of as many placeholder tokens as these make."""
     spans = case.sample.media_spans
-    held = [span for span in spans if isinstance(span.item, PatchItem) and len(span.item.frames) == 1]
+    # Rows and separators between features are written by rules that only the processor knows.
+    held = [
+        span
+        for span in spans
+        if isinstance(span.item, PatchItem)
+        and len(span.item.frames) == 1
+        and feature_count(span.item.expansion) == span.stop - span.start
+    ]
     for scope in ([held] if len(held) > 1 else []) + [[span] for span in case.suspects if span in held]:
-        for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0):
-            sample, changed = case.sample, False
-            for span in reversed(scope):
-                item: Any = span.item
-                grid = _grid_of(item, share)
-                if grid == item.grid:
-                    continue
-                # Without the source this is what it would be of an image that was not resized.
-                source = _source(case, item) or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB")
-                size = (grid[2] * item.layout.patch, grid[1] * item.layout.patch)
-                new = _renewed(item, _planes(source.resize(size, Image.Resampling.BICUBIC)), grid)
-                count = feature_count(new.expansion)
-                feature = int(sample.token_ids[span.start])
-                if feature_count(item.expansion) != span.stop - span.start:
-                    continue  # rows and separators are written by rules that only the processor knows
-                place = PlaceholderRange(span.start, count)
-                sample = with_tokens(sample, span.start, span.stop, [feature] * count, media=(place, new))
-                changed = True
-            if changed:
-                which = described(scope[0]) if len(scope) == 1 else "every image"
-                yield Trial(
-                    f"the sampler's budget of pixels was another ({share:g} of the trainer's) in {which}",
-                    sample,
-                    image=scope[0].position,
-                    since=scope[0].start,
-                )
+        seen: set[Any] = set()
+        for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0, *np.geomspace(1 / 16, 8, 29)):
+            grids = [_grid_of(span.item, share) for span in scope]
+            if str(grids) in seen or grids == [span.item.grid for span in scope]:
+                continue
+            seen.add(str(grids))
+            new = [(s.start, s.stop, _resized(case, s, grid)) for s, grid in zip(scope, grids, strict=True)]
+            which = described(scope[0]) if len(scope) == 1 else "every image"
+            yield Trial(
+                f"the sampler's budget of pixels was another ({share:.3g} of the trainer's) in {which}",
+                edited(case.sample, new),
+                image=scope[0].position,
+                since=scope[0].start,
+            )
 
 
-def _grid_of(item: PatchItem, share: float) -> tuple[int, int, int]:
+def _grid_of(item: Any, share: float) -> tuple[int, int, int]:
     """Return the grid of an image with about this share of the pixels."""
     merge = item.layout.merge
     steps, height, width = item.grid
@@ -456,82 +509,85 @@ def _grid_of(item: PatchItem, share: float) -> tuple[int, int, int]:
     return steps, sides[0], sides[1]
 
 
+def _resized(case: Case, span: MediaSpan, grid: tuple[int, int, int]) -> TrainingSample:
+    """Return the placeholders of an image of another size, with its item."""
+    item: Any = span.item
+    # Without the source this is what it would be of an image that was not resized.
+    source = _source(case, item) or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB")
+    new = _renewed(item, _levels(source, (grid[2] * item.layout.patch, grid[1] * item.layout.patch)))
+    count = feature_count(new.expansion)
+    ids = plain([int(case.sample.token_ids[span.start])] * count)
+    return replace(ids, multi_modal_data=MultiModalData.of([(PlaceholderRange(0, count), new)]))
+
+
 def _unseen(case: Case) -> Iterator[Trial]:
     spans = case.sample.media_spans
-    if not spans:
-        return
     keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
     def without(inputs: dict[str, Any]) -> None:
         for key in keys:
             inputs.pop(key, None)
 
-    yield Trial(
-        "the sampler was given no image: it read the placeholder tokens as text",
-        inputs=without,
-        image=spans[0].position,
-        since=spans[0].start,
-    )
-    for span in case.suspects:
-
-        def hidden(inputs: dict[str, Any], span: MediaSpan = span) -> None:
-            inputs["attention_mask"] = inputs["attention_mask"].clone()
+    def hidden(hidden: Iterable[MediaSpan], inputs: dict[str, Any]) -> None:
+        inputs["attention_mask"] = inputs["attention_mask"].clone()
+        for span in hidden:
             inputs["attention_mask"][:, span.start : span.stop] = 0
 
-        yield Trial(
-            f"the sampler did not attend to {described(span)}",
-            inputs=hidden,
-            image=span.position,
-            since=span.start,
-        )
+    if spans:
+        text = "the sampler was given no image: it read the placeholder tokens as text"
+        yield Trial(text, inputs=without, image=spans[0].position, since=spans[0].start)
+    for some in [[span] for span in case.suspects] + ([spans] if len(spans) > 1 else []):
+        which = described(some[0]) if len(some) == 1 else "any image"
+        text = f"the sampler did not attend to {which}"
+        yield Trial(text, inputs=partial(hidden, some), image=some[0].position, since=some[0].start)
 
 
-def _dropped(case: Case) -> Iterator[Trial]:
+def _placed(case: Case) -> Iterator[Trial]:
+    """Yield prompts that lack an image, have it twice, or have it in another place."""
+    sample = case.sample
+    stops = [0, *(stop for _, stop in case.runs)]
     for span in case.suspects:
-        for margin in (0, 1):
-            start, stop = span.start - margin, span.stop + margin
-            if start < 0 or case.sample.loss_mask[start:stop].any():
+        for margin, beside in ((0, ""), (1, ", and the tokens beside it,")):
+            start, stop, name = span.start - margin, span.stop + margin, described(span) + beside
+            if start < 0 or stop > len(sample) or sample.loss_mask[start:stop].any():
                 continue
-            more = ", and the tokens beside it" if margin else ""
-            yield Trial(
-                f"the sampler's prompt lacked the placeholder of {described(span)}{more}",
-                with_tokens(case.sample, start, stop, []),
-                image=span.position,
-                since=span.start,
-            )
+            block = part(sample, start, stop)
+            edits: dict[str, list[Edit]] = {f"lacked the placeholder of {name}": [(start, stop, [])]}
+            edits[f"had {name} twice"] = [(stop, stop, block)]
+            low = max(end for end in stops if end <= start)
+            high = min([first for first, _ in case.runs if first >= stop], default=stop)
+            before, after = [*range(low, start)][-_MOST_PLACES:], [*range(stop + 1, high + 1)][:_MOST_PLACES]
+            for place in before:
+                edits[f"had {name} before token {place}"] = [(place, place, block), (start, stop, [])]
+            for place in after:
+                edits[f"had {name} before token {place}"] = [(start, stop, []), (place, place, block)]
+            for text, made in edits.items():
+                changed = edited(sample, made)
+                since = made[0][0]
+                yield Trial(f"the sampler's prompt {text}", changed, image=span.position, since=since)
 
 
-IMAGE_VARIATIONS: Final[tuple[Variation, ...]] = (
-    Variation("stale image", "pixels", "another item under this one's hash", _other_images),
-    Variation("image order", "pixels", "two images, or all, in exchanged places", _image_order),
-    Variation("patches moved", "pixels", "patches a place or a row off", _moved_patches),
-    Variation(
-        "patch order",
-        "pixels",
-        "patches in plain rows or columns, or their values in another order",
-        _patch_order,
-    ),
-    Variation("colours", "pixels", "BGR or another order of channels", _colours),
-    Variation(
-        "normalisation", "pixels", "another mean and deviation, none, twice, not rescaled", _normalised
-    ),
-    Variation("blank image", "pixels", "zeros, black, white or grey in place of pixels", _blank),
-    Variation("temporal frame", "pixels", "one frame of each patch zero, black or halved", _second_frame),
-    Variation("turned image", "pixels", "mirrored, upside down, turned, rows for columns", _turned),
-    Variation("grid", "positions", "height and width of the grid exchanged", _exchanged_grid),
-    Variation(
-        "resampling",
-        "pixels",
-        "resized by another filter; needs the source, or an image not resized",
-        _resampled,
-    ),
-    Variation(
-        "compression",
-        "pixels",
-        "encoded as JPEG once more; needs the source, or an image not resized",
-        _compressed,
-    ),
-    Variation("pixel budget", "pixels", "fewer or more pixels and placeholder tokens", _budget),
-    Variation("image unseen", "pixels", "placeholders read as text, or not attended to", _unseen),
-    Variation("image dropped", "ids", "a placeholder that the sampler's prompt lacked", _dropped),
+_ABOUT: Final[Mapping[str, tuple[Cause, str, Callable[[Case], Iterator[Trial]] | None]]] = {
+    "stale image": ("pixels", "another item under this one's hash", _other_images),
+    "image order": ("pixels", "images in exchanged places, or one for all", _image_order),
+    "patches moved": ("pixels", "patches a place or a row off", None),
+    "patch order": ("pixels", "patches in rows, columns or reverse, or their values so", None),
+    "colours": ("pixels", "BGR or another order of channels, grey, one channel, inverted", None),
+    "normalisation": ("pixels", "another mean and deviation, none, twice, not rescaled, half", None),
+    "pixel values": ("pixels", "values rounded, levels of fewer bits", None),
+    "blank image": ("pixels", "zeros, black, white or grey in place of pixels", None),
+    "temporal frame": ("pixels", "one frame of each patch zero, black or halved", None),
+    "turned image": ("pixels", "mirrored, upside down, turned, rows for columns, as stored", None),
+    "grid": ("positions", "height and width of the grid exchanged", _exchanged_grid),
+    "framing": ("pixels", "a pixel off, cropped or letterboxed; the latter need the source", None),
+    "background": ("pixels", "another level under transparent pixels; needs the source", None),
+    "resampling": ("pixels", "resized by another filter; needs the source", None),
+    "compression": ("pixels", "encoded as JPEG once more; needs the source, or an image not resized", None),
+    "pixel budget": ("pixels", "fewer or more pixels and placeholder tokens", _budget),
+    "image unseen": ("pixels", "placeholders read as text, or not attended to", _unseen),
+    "image placed": ("ids", "an image that the prompt lacked, had twice or in another place", _placed),
+}  # fmt: skip
+IMAGE_VARIATIONS: Final[tuple[Variation, ...]] = tuple(
+    Variation(name, cause, about, trials or partial(_rows_of, name))
+    for name, (cause, about, trials) in _ABOUT.items()
 )

@@ -1,21 +1,30 @@
 """Variations of the numbers that were recorded: read off the trainer's own distribution, without a forward.
 
-Each gives the numbers that would have been recorded, for each token of the case's rows. What fits does so in
-whole completions; others must agree as they are.
+Each gives the numbers that would have been recorded in one completion. What fits does so in whole
+completions; others must agree as they are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.report import Cause, Float32Array, sampled_runs
-from mmrender.audit.trial import Case
+from mmrender.audit.trial import Case, least
 
 _MOST_SHIFT: Final = 8
 _CERTAIN: Final = -1e-6
-_GRID: Final = 24
+_MOST_FITTED: Final = 32
+_CAUSES: Final[Mapping[str, Cause]] = {
+    "rounded": "precision",
+    "another's prompt": "ids",
+    **dict.fromkeys(("missing or restricted", "restricted", "temperature", "penalty"), "sampling"),
+    **dict.fromkeys(("capped logits", "top_p", "top_k", "min_p", "logit bias", "vocabulary"), "sampling"),
+}
+"""Kinds of cause of those variations that are not about `logprobs`."""
 
 
 class Recorded(NamedTuple):
@@ -23,411 +32,431 @@ class Recorded(NamedTuple):
 
     Attributes:
         name: Of the variation.
-        cause: Of the variation.
         statement: With `{}` for the completions that they fit.
-        expected: float32 of shape `(m,)`, aligned to the case's rows; NaN where nothing is expected.
-        fitted: How many numbers were fitted to the sampler's.
+        expected: float32 of shape `(m,)`, aligned to the view's tokens; NaN where nothing is expected.
+        fitted: How many numbers were fitted to the sampler's; below 0 where these are remarkable themselves.
     """
 
     name: str
-    cause: Cause
     statement: str
     expected: Float32Array
     fitted: int = 0
 
-
-Reading: TypeAlias = Callable[[Case], Iterator[Recorded]]
-
-
-def _rows_runs(case: Case) -> list[npt.NDArray[np.intp]]:
-    """Return, for each completion that departs, which of the case's rows it has."""
-    positions = case.compared.positions[case.rows]
-    bounds = [case.runs[number] for number in case.departing_runs]
-    held = [np.flatnonzero((positions >= start) & (positions < stop)) for start, stop in bounds]
-    return [rows for rows in held if len(rows)]
+    @property
+    def cause(self) -> Cause:
+        """The kind of cause."""
+        return _CAUSES.get(self.name, "logprobs")
 
 
-def _own(case: Case) -> tuple[Float32Array, Float32Array]:
-    """Return the sampler's and the trainer's numbers of the case's rows."""
-    return case.compared.sampler[case.rows], case.compared.trainer[case.rows]
+@dataclass(frozen=True)
+class View:
+    """One completion that departs.
+
+    Attributes:
+        case: Its sample.
+        number: Index of the completion.
+        rows: Its tokens, as indices into the case's `rows`.
+    """
+
+    case: Case
+    number: int
+    rows: npt.NDArray[np.intp]
+
+    @cached_property
+    def places(self) -> npt.NDArray[np.int32]:
+        """Indices of its tokens in the sample: `(m,)`."""
+        return self.case.compared.positions[self.case.rows[self.rows]]
+
+    @cached_property
+    def sampler(self) -> Float32Array:
+        """The numbers that were recorded: `(m,)`."""
+        return self.case.compared.sampler[self.case.rows[self.rows]]
+
+    @cached_property
+    def trainer(self) -> Float32Array:
+        """The trainer's log-probabilities: `(m,)`."""
+        return self.case.compared.trainer[self.case.rows[self.rows]]
+
+    @cached_property
+    def departing(self) -> npt.NDArray[np.bool_]:
+        """Which of the tokens depart: `(m,)`."""
+        departing: npt.NDArray[np.bool_] = ~(np.abs(self.trainer - self.sampler) <= self.case.tolerance)
+        return departing
+
+    @cached_property
+    def logits(self) -> Any:
+        """The logits that predicted its tokens: float32 `(m, vocabulary)`."""
+        return self.case.logits[self.rows]
+
+    @cached_property
+    def tokens(self) -> Any:
+        """Its tokens as an index of logits: `(m, 1)`."""
+        import torch
+
+        ids = self.case.sample.token_ids[self.places].astype(np.int64)
+        return torch.from_numpy(ids).to(self.logits.device)[:, None]
+
+    @cached_property
+    def target(self) -> Any:
+        """The numbers that were recorded, as a tensor: `(m,)`."""
+        import torch
+
+        return torch.from_numpy(self.sampler.copy()).to(self.logits.device)
+
+    def counts(self, rows: Any, everywhere: bool) -> Any:
+        """Return how often each token came before, in the completion or everywhere: `(rows, vocabulary)`."""
+        import torch
+
+        ids, size = self.case.sample.token_ids, self.logits.shape[1]
+        start = 0 if everywhere else self.case.runs[self.number][0]
+        found = [np.bincount(ids[start:place], minlength=size)[:size] for place in self.places[rows].tolist()]
+        return torch.from_numpy(np.stack(found)).to(self.logits.device)
 
 
-def _forms(case: Case) -> Iterator[Recorded]:
-    """Yield the log-probability in another form."""
-    _, trainer = _own(case)
-    forms: dict[str, npt.NDArray[Any]] = {
-        "probabilities were recorded, not their logarithms,": np.exp(trainer),
-        "logarithms to the base 2 were recorded": trainer / np.log(2),
-        "logarithms to the base 10 were recorded": trainer / np.log(10),
-        "log-probabilities were recorded with the opposite sign": -trainer,
-        "inverse probabilities were recorded": np.exp(-trainer),
-    }
-    for text, expected in forms.items():
-        yield Recorded("form", "logprobs", text + " in {}", expected.astype(np.float32))
-    sums, means, totals, reverse = (np.full(len(trainer), np.nan, np.float32) for _ in range(4))
-    for rows in _rows_runs(case):
-        sums[rows], means[rows] = np.cumsum(trainer[rows]), trainer[rows].mean()
-        totals[rows], reverse[rows] = trainer[rows].sum(), trainer[rows][::-1]
-    yield Recorded("summed", "logprobs", "running sums of log-probabilities were recorded in {}", sums)
-    yield Recorded(
-        "summed", "logprobs", "each token was given the mean log-probability of its completion in {}", means
-    )
-    yield Recorded(
-        "summed",
-        "logprobs",
-        "each token was given the log-probability of all of its completion in {}",
-        totals,
-    )
-    yield Recorded("shifted numbers", "logprobs", "the log-probabilities are in reverse order in {}", reverse)
+def views(case: Case) -> list[View]:
+    """Return the completions of a case that depart."""
+    places = case.compared.positions[case.rows]
+    held = [(number, *case.runs[number]) for number in case.departing_runs]
+    found = [
+        View(case, number, np.flatnonzero((places >= start) & (places < stop)))
+        for number, start, stop in held
+    ]
+    return [view for view in found if len(view.rows)]
 
 
-def _constant(case: Case) -> Iterator[Recorded]:
+Reading: TypeAlias = Callable[[View], Iterator[Recorded]]
+
+
+def _significant(values: Float32Array, digits: int) -> Float32Array:
+    scale = 10.0 ** (np.floor(np.log10(np.maximum(np.abs(values), 1e-30))) - digits + 1)
+    return np.asarray(np.round(values / scale) * scale, np.float32)
+
+
+def _running_mean(own: Any) -> Any:
+    return np.cumsum(own) / np.arange(1, len(own) + 1)
+
+
+def _to_step(own: Any, step: float, rule: Callable[[Any], Any]) -> Any:
+    # A number on a step is not cut to the one below it by the last bit.
+    return rule(own / step + (1e-6 if rule is np.trunc else 0)) * step
+
+
+_STEPS: Final = (1, 0.5, 0.25, 0.125, 0.0625, 0.1, 0.05, 0.01, 0.005)
+_FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], Any]]]] = {
+    "form": {
+        "probabilities were recorded, not their logarithms,": np.exp,
+        "probabilities in percent were recorded": lambda own: 100 * np.exp(own),
+        "inverse probabilities were recorded": lambda own: np.exp(-own),
+        "log-odds were recorded": lambda own: own - np.log(-np.expm1(np.minimum(own, -1e-9))),
+        "log-probabilities were recorded with the opposite sign": np.negative,
+        "logarithms to the base 2 were recorded": lambda own: own / np.log(2),
+        "logarithms to the base 2, the opposite sign,": lambda own: -own / np.log(2),
+        "logarithms to the base 10 were recorded": lambda own: own / np.log(10),
+        "logarithms to the base 10, the opposite sign,": lambda own: -own / np.log(10),
+    },
+    "summed": {
+        "running sums of log-probabilities were recorded": np.cumsum,
+        "sums of the log-probabilities left were recorded": lambda own: np.cumsum(own[::-1])[::-1],
+        "running means of log-probabilities were recorded": _running_mean,
+        "each token was given its completion's mean": lambda own: np.full_like(own, own.mean()),
+        "each token was given its completion's log-probability": lambda own: np.full_like(own, own.sum()),
+    },
+    "shifted numbers": {
+        "the log-probabilities are in reverse order": lambda own: own[::-1],
+        "the log-probabilities are sorted, the least first,": np.sort,
+        "the log-probabilities are sorted, the largest first,": lambda own: np.sort(own)[::-1],
+    },
+    "rounded": {
+        **{f"multiples of {n:g} were recorded": partial(_to_step, step=n, rule=np.round) for n in _STEPS},
+        **{
+            f"multiples of {n:g}, cut, were recorded": partial(_to_step, step=n, rule=np.trunc)
+            for n in _STEPS
+        },
+        **{f"{count} digits were recorded": partial(_significant, digits=count) for count in (1, 2, 3)},
+    },
+}
+"""Other numbers made of the log-probabilities of a completion: statement and rule, by variation."""
+
+
+def _forms(view: View) -> Iterator[Recorded]:
+    for name, rules in _FORMS.items():
+        for text, rule in rules.items():
+            yield Recorded(name, text + " in {}", np.asarray(rule(view.trainer), np.float32))
+
+
+def _constant(view: View) -> Iterator[Recorded]:
     """Yield the same number in place of many."""
-    sampler, trainer = _own(case)
-    departing = ~(np.abs(trainer - sampler) <= case.tolerance)
-    if departing.sum() < 2 or len(set(sampler[departing].tolist())) != 1:
+    case, sampler, departing = view.case, view.sampler, view.departing
+    values = set(sampler[departing].tolist())
+    if len(values) != 1 or (value := values.pop()) != value:
         return
-    value = float(sampler[departing][0])
-    expected = np.where(departing, np.float32(value), trainer)
-    low = trainer[departing].max() < value - case.tolerance
-    if value and low:
+    expected, count = np.where(departing, np.float32(value), view.trainer), int(departing.sum())
+    text = f"{value:g} was recorded in place of {count} log-probabilities in {{}}"
+    if (case.compared.sampler == np.float32(value)).all():
+        yield Recorded("missing", text, expected)
+    elif value == 0:
+        text += ": they are missing, or the sampler had one token to choose from"
+        yield Recorded("missing or restricted", text, expected, -1)
+    elif count > 1 and view.trainer[departing].max() < value - case.tolerance:
         yield Recorded(
-            "clipped",
-            "logprobs",
-            f"log-probabilities below {value:g} were recorded as that in {{}}",
-            expected,
+            "clipped", f"log-probabilities below {value:g} were recorded as that in {{}}", expected
         )
-    elif (sampler == np.float32(value)).all() or departing.sum() >= 4:
-        text = f"{value:g} was recorded in place of {int(departing.sum())} log-probabilities in {{}}"
-        if value == 0 and len(case.departing_runs) < len(case.runs):
-            text += ": they are missing, or the sampler had one token to choose from"
-            yield Recorded("missing or restricted", "sampling", text, expected)
-        else:
-            yield Recorded("missing", "logprobs", text, expected)
+    elif count > 3:
+        yield Recorded("missing", text, expected)
 
 
-def _rounded(case: Case) -> Iterator[Recorded]:
-    sampler, trainer = _own(case)
-    for digits in (0, 1, 2, 3):
-        if np.allclose(sampler, np.round(sampler, digits), atol=1e-6):
-            near = np.abs(sampler - trainer) <= 0.5001 * 10.0**-digits + case.tolerance
-            expected = np.where(near, sampler, np.float32(np.nan))
-            if near.all():
-                text = f"log-probabilities were rounded to {digits} decimal(s) in {{}}"
-                yield Recorded("rounded", "logprobs", text, expected)
-            return
-    bits = np.ascontiguousarray(sampler).view(np.uint32)
+def _low_precision(view: View) -> Iterator[Recorded]:
+    """Yield numbers that have the digits of a shorter dtype only."""
+    bits = np.ascontiguousarray(view.sampler).view(np.uint32)
     for name, zero, unit in (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11)):
-        near = np.abs(sampler - trainer) <= 8 * unit * np.maximum(1, np.abs(trainer)) + case.tolerance
-        if not (bits & ((1 << zero) - 1)).any() and near.all():
+        bound = 8 * unit * np.maximum(1, np.abs(view.trainer)) + view.case.tolerance
+        if not (bits & ((1 << zero) - 1)).any() and (np.abs(view.sampler - view.trainer) <= bound).all():
             text = f"log-probabilities were computed or recorded in {name} in {{}}"
-            yield Recorded("rounded", "precision", text, sampler.copy())
+            yield Recorded("rounded", text, view.sampler.copy())
             return
 
 
-def _shifted(case: Case) -> Iterator[Recorded]:
-    """Yield log-probabilities that are a few places off, within each completion."""
-    _, trainer = _own(case)
-    whole = case.compared.trainer
-    for by in sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs):
-        if not by:
-            continue
-        expected = np.full(len(trainer), np.nan, np.float32)
-        for rows in _rows_runs(case):
-            if len(rows) > abs(by) + 1:
-                source = trainer[rows]
-                moved = np.full(len(rows), np.nan, np.float32)
-                moved[max(by, 0) : len(rows) + min(by, 0)] = source[max(-by, 0) : len(rows) - max(by, 0)]
-                expected[rows] = moved
-        where = "later" if by > 0 else "earlier"
-        text = f"the log-probabilities of {{}} are {abs(by)} place(s) {where} than their tokens"
-        yield Recorded("shifted numbers", "logprobs", text, expected)
-        across = np.full(len(whole), np.nan, np.float32)
-        across[max(by, 0) : len(whole) + min(by, 0)] = whole[max(-by, 0) : len(whole) - max(by, 0)]
-        if len(case.runs) > 1:
-            text = f"the log-probabilities are {abs(by)} place(s) {where} than their tokens from {{}} on"
-            yield Recorded("shifted numbers", "logprobs", text, across[case.rows])
+def _shifted(view: View) -> Iterator[Recorded]:
+    """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
+    compared, own = view.case.compared, view.case.rows[view.rows]
+    for by in sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)[1:]:
+        where = f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens"
+        source = np.arange(len(own)) - by
+        inside = (source >= 0) & (source < len(own))
+        expected = np.where(inside, view.trainer[source.clip(0, len(own) - 1)], np.float32(np.nan))
+        yield Recorded("shifted numbers", f"the log-probabilities of {{}} are {where}", expected)
+        source = own - by
+        inside = (source >= 0) & (source < len(compared.trainer))
+        whole = compared.trainer[source.clip(0, len(compared.trainer) - 1)]
+        text = f"the log-probabilities are {where} from {{}} on"
+        yield Recorded("shifted numbers", text, np.where(inside, whole, np.float32(np.nan)))
+        if abs(by) < 3:
+            source = (view.places - by).clip(0, len(view.case.everything) - 1)
+            text = f"the log-probabilities of {{}} are {where}, those of the prompt among them"
+            yield Recorded("shifted numbers", text, view.case.everything[source])
 
 
-def _of_another(case: Case) -> Iterator[Recorded]:
+def _reordered(view: View) -> Iterator[Recorded]:
+    """Yield the completion's own numbers in the order that fits best."""
+    expected = np.empty_like(view.trainer)
+    expected[np.argsort(view.sampler, kind="stable")] = np.sort(view.trainer)
+    yield Recorded("shifted numbers", "the log-probabilities are in another order in {}", expected)
+
+
+def _of_another(view: View) -> Iterator[Recorded]:
     """Yield the numbers of another completion, of this sample or of another one."""
-    _, trainer = _own(case)
-    positions = case.compared.positions
-    own = {
-        number: case.compared.trainer[(positions >= start) & (positions < stop)]
-        for number, (start, stop) in enumerate(case.runs)
-    }
-    for number, rows in zip(case.departing_runs, _rows_runs(case), strict=False):
-
-        def laid(values: Float32Array, rows: npt.NDArray[np.intp] = rows) -> Float32Array:
-            expected = np.full(len(trainer), np.nan, np.float32)
-            count = min(len(rows), len(values))
-            expected[rows[:count]] = values[:count]
-            return expected
-
-        for other, values in own.items():
-            if other != number:
-                text = f"{{}} has the log-probabilities of completion {other}"
-                yield Recorded("another's numbers", "logprobs", text, laid(values))
-        for peer in case.peers:
-            name = peer.sample.sample_id or "another sample"
-            for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
-                values = peer.trainer[(peer.positions >= start) & (peer.positions < stop)]
-                text = f"{{}} has the log-probabilities of completion {other} of {name}"
-                if np.array_equal(
-                    case.sample.token_ids[slice(*case.runs[number])], peer.sample.token_ids[start:stop]
-                ):
-                    # Of the same tokens after another prompt.
-                    text = f"{{}} was sampled after the prompt of completion {other} of {name}"
-                    yield Recorded("another's prompt", "ids", text, laid(values))
-                else:
-                    yield Recorded("another's numbers", "logprobs", text, laid(values))
+    case = view.case
+    own = case.sample.token_ids[slice(*case.runs[view.number])]
+    for peer in [case.compared, *case.peers]:
+        of = "" if peer is case.compared else f" of {peer.sample.sample_id or 'another sample'}"
+        for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
+            if peer is case.compared and other == view.number:
+                continue
+            held = (peer.positions >= start) & (peer.positions < stop)
+            values = peer.trainer[held][: len(view.rows)]
+            expected = np.full(len(view.rows), np.nan, np.float32)
+            expected[: len(values)] = values
+            if np.array_equal(own, peer.sample.token_ids[start:stop]):
+                text = f"{{}} was sampled after the prompt of completion {other}{of}"
+                yield Recorded("another's prompt", text, expected)
+            else:
+                text = f"{{}} has the log-probabilities of completion {other}{of}"
+                yield Recorded("another's numbers", text, expected)
 
 
-def _scaled(case: Case) -> Iterator[Recorded]:
-    sampler, trainer = _own(case)
-    departing = np.abs(trainer - sampler) > case.tolerance
-    usable = departing & np.isfinite(sampler) & (trainer < -case.tolerance)
+def _scaled(view: View) -> Iterator[Recorded]:
+    usable = view.departing & np.isfinite(view.sampler) & (view.trainer < -view.case.tolerance)
     if usable.sum() < 3:
         return
-    factor = float(np.median(sampler[usable] / trainer[usable]))
-    yield Recorded(
-        "scaled",
-        "logprobs",
-        f"log-probabilities were multiplied by {factor:.4g} in {{}}",
-        (trainer * factor).astype(np.float32),
-        1,
-    )
-    offset = float(np.median(sampler[usable] - trainer[usable]))
-    yield Recorded(
-        "scaled",
-        "logprobs",
-        f"{offset:+.4g} was added to log-probabilities in {{}}",
-        (trainer + offset).astype(np.float32),
-        1,
-    )
+    factor = float(np.median(view.sampler[usable] / view.trainer[usable]))
+    text = f"log-probabilities were multiplied by {factor:.4g} in {{}}"
+    yield Recorded("scaled", text, (view.trainer * factor).astype(np.float32), 1)
+    offset = float(np.median(view.sampler[usable] - view.trainer[usable]))
+    text = f"{offset:+.4g} was added to log-probabilities in {{}}"
+    yield Recorded("scaled", text, (view.trainer + offset).astype(np.float32), 1)
 
 
-def _of_distribution(case: Case) -> Iterator[Recorded]:
+def _of_distribution(view: View) -> Iterator[Recorded]:
     """Yield other numbers that the same distribution has at each token."""
     import torch
 
-    logits, tokens = case.logits, _tokens(case)
+    logits = view.logits
     logprobs = logits.log_softmax(-1)
     entropy = torch.special.entr(logprobs.exp()).sum(-1)
-    own = logits.gather(1, tokens)[:, 0]
     forms = {
         "the likeliest token's log-probability was recorded, not the sampled one's,": logprobs.max(-1).values,
         "the least likely token's log-probability was recorded": logprobs.min(-1).values,
-        "logits were recorded, which are not normalised,": own,
+        "logits were recorded, which are not normalised,": logits.gather(1, view.tokens)[:, 0],
         "entropies were recorded": entropy,
         "negative entropies were recorded": -entropy,
     }
     for text, values in forms.items():
-        yield Recorded("other number", "logprobs", text + " in {}", values.cpu().numpy())
+        yield Recorded("other number", text + " in {}", values.cpu().numpy())
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = logits.to(dtype).float().log_softmax(-1).gather(1, view.tokens)[:, 0]
+        text = f"logits were rounded to {str(dtype).removeprefix('torch.')} before their softmax in {{}}"
+        yield Recorded("rounded", text, rounded.cpu().numpy())
 
 
-def _tokens(case: Case) -> Any:
-    import torch
-
-    positions = case.compared.positions[case.rows]
-    ids = case.sample.token_ids[positions].astype(np.int64)
-    return torch.from_numpy(ids).to(case.logits.device)[:, None]
-
-
-def _fitted(case: Case) -> Iterator[Recorded]:
+def _fitted(view: View) -> Iterator[Recorded]:
     """Yield the distribution after a step of the sampler with one number, the best of a search."""
-    import torch
-
-    sampler, trainer = _own(case)
-    departing = np.flatnonzero(~(np.abs(trainer - sampler) <= case.tolerance) & np.isfinite(sampler))
+    departing = np.flatnonzero(view.departing & np.isfinite(view.sampler))
     if len(departing) < 3:
         return
-    tokens, counts = _tokens(case), _counts(case)
-    chosen = departing[:: max(1, len(departing) // 32)]
-    target = torch.from_numpy(sampler.copy()).to(case.logits.device)
+    chosen = departing[:: max(1, len(departing) // _MOST_FITTED)]
+    before = float(np.abs(view.sampler - view.trainer)[chosen].mean())
 
-    def after(rule: Any, value: float, rows: Any) -> Any:
-        changed = rule(case.logits[rows], value, counts(rows))
-        return (changed.gather(1, tokens[rows]) - changed.logsumexp(-1, keepdim=True))[:, 0]
+    def after(step: _Step, value: float, rows: Any, counts: Any) -> Any:
+        changed = step.rule(view.logits[rows], value, counts)
+        return (changed.gather(1, view.tokens[rows]) - changed.logsumexp(-1, keepdim=True))[:, 0]
 
-    for name, text, rule, low, high in _RULES:
+    for step in _SAMPLER_STEPS:
+        counts = view.counts(chosen, step.everywhere)
 
-        def loss(at: float, rule: Any = rule, low: float = low, high: float = high) -> float:
-            value = float(np.exp(at)) if low > 0 else at
-            return float((after(rule, value, chosen) - target[chosen]).abs().mean())
+        def loss(value: float, step: _Step = step, counts: Any = counts) -> float:
+            return float((after(step, value, chosen, counts) - view.target[chosen]).abs().mean())
 
-        best = _least(loss, *((np.log(low), np.log(high)) if low > 0 else (low, high)))
-        value = float(np.exp(best)) if low > 0 else best
-        expected = after(rule, value, np.arange(len(sampler)))
-        yield Recorded(name, "sampling", text.format(f"{value:.4g}") + " in {}", expected.cpu().numpy(), 1)
-
-
-def _least(loss: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function of one number is least: a grid, then golden sections round its best point."""
-    grid = np.linspace(low, high, _GRID)
-    best = int(np.argmin([loss(float(at)) for at in grid]))
-    left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, _GRID - 1)])
-    ratio = (np.sqrt(5) - 1) / 2
-    for _ in range(32):
-        one, two = right - ratio * (right - left), left + ratio * (right - left)
-        left, right = (left, two) if loss(one) < loss(two) else (one, right)
-    return (left + right) / 2
+        value = least(loss, step.low, step.high, points=24, enough=before)
+        every = np.arange(len(view.rows))
+        expected = after(step, value, every, view.counts(every, step.everywhere)).cpu().numpy()
+        text = f"the log-probabilities are those {step.text} {value:.4g} in {{}}"
+        yield Recorded(step.name, text, expected, 1)
 
 
-def _counts(case: Case) -> Callable[[Any], tuple[Any, Any]]:
-    """Return a function that gives, for rows, how often each token of the vocabulary came before.
+class _Step(NamedTuple):
+    """A step between logits and log-probabilities with one number, and the number's bounds."""
 
-    It returns counts within the completion, and whether it came anywhere, both `(rows, vocabulary)`.
-    """
-    import torch
-
-    ids, size = case.sample.token_ids, int(case.logits.shape[1])
-    positions = case.compared.positions[case.rows]
-    starts = {}
-    for start, stop in case.runs:
-        starts.update(dict.fromkeys(range(start, stop), start))
-
-    def counts(rows: Any) -> tuple[Any, Any]:
-        own = [np.bincount(ids[starts[at] : at], minlength=size)[:size] for at in positions[rows].tolist()]
-        seen = [np.bincount(ids[:at], minlength=size)[:size] > 0 for at in positions[rows].tolist()]
-        device = case.logits.device
-        return torch.from_numpy(np.stack(own)).to(device), torch.from_numpy(np.stack(seen)).to(device)
-
-    return counts
+    name: str
+    text: str
+    rule: Callable[[Any, float, Any], Any]
+    low: float
+    high: float
+    everywhere: bool = False
 
 
-def _repetition(logits: Any, value: float, counts: tuple[Any, Any]) -> Any:
-    penalised = (logits / value).where(logits > 0, logits * value)
-    return penalised.where(counts[1], logits)
+def _repetition(logits: Any, value: float, counts: Any) -> Any:
+    return (logits / value).where(logits > 0, logits * value).where(counts > 0, logits)
 
 
-_RULES: Final[tuple[tuple[str, str, Any, float, float], ...]] = (
-    (
-        "temperature",
-        "the log-probabilities are those at temperature {}",
-        lambda logits, value, _: logits / value,
-        0.02,
-        50.0,
+def _capped(logits: Any, value: float, _: Any) -> Any:
+    return value * (logits / value).tanh()
+
+
+def _uncapped(logits: Any, value: float, _: Any) -> Any:
+    return value * (logits / value).clamp(-1 + 1e-7, 1 - 1e-7).atanh()
+
+
+_PENALTIES: Final[Mapping[str, tuple[Callable[[Any, float, Any], Any], float, float]]] = {
+    "repetition": (_repetition, 0.2, 5.0),
+    "presence": (lambda logits, value, counts: logits - value * (counts > 0), 0.01, 5.0),
+    "frequency": (lambda logits, value, counts: logits - value * counts, 0.01, 5.0),
+}
+_SAMPLER_STEPS: Final[tuple[_Step, ...]] = (
+    _Step("temperature", "at temperature", lambda logits, value, _: logits / value, 0.02, 50.0),
+    *(
+        _Step("penalty", f"after a {name} penalty{where} of", *rule, bool(where))
+        for name, rule in _PENALTIES.items()
+        for where in ("", ", the prompt included,")
     ),
-    ("penalty", "the log-probabilities are those after a repetition penalty of {}", _repetition, 0.2, 5.0),
-    (
-        "penalty",
-        "the log-probabilities are those after a presence penalty of {}",
-        lambda logits, value, counts: logits - value * (counts[0] > 0),
-        -4.0,
-        4.0,
-    ),
-    (
-        "penalty",
-        "the log-probabilities are those after a frequency penalty of {}",
-        lambda logits, value, counts: logits - value * counts[0],
-        -4.0,
-        4.0,
-    ),
-    (
-        "capped logits",
-        "the log-probabilities are those of logits capped softly at {}",
-        lambda logits, value, _: value * (logits / value).tanh(),
-        1.0,
-        200.0,
-    ),
+    _Step("capped logits", "of logits capped at", _capped, 1.0, 200.0),
+    _Step("capped logits", "of logits without their cap at", _uncapped, 1.0, 200.0),
 )
-"""Steps between logits and log-probabilities: name, statement, rule, and the bounds of its number."""
 
 _TEMPERATURES: Final = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 
 
-def _truncated(case: Case) -> Iterator[Recorded]:
+def _truncated(view: View) -> Iterator[Recorded]:
     """Yield the distribution cut to its likeliest tokens, in the one way that all tokens allow."""
     import torch
 
-    sampler, _ = _own(case)
-    if not np.isfinite(sampler).all():
+    if not np.isfinite(view.sampler).all():
         return
-    tokens = _tokens(case)
-    target = torch.from_numpy(sampler.copy()).to(case.logits.device)
     for temperature in _TEMPERATURES:
-        logprobs = (case.logits / temperature).log_softmax(-1)
-        own = logprobs.gather(1, tokens)[:, 0]
+        logprobs = (view.logits / temperature).log_softmax(-1)
+        own = logprobs.gather(1, view.tokens)[:, 0]
         ordered = logprobs.sort(-1, descending=True).values
         masses = ordered.exp().cumsum(-1)
         # The mass of what was left over, by which an engine divides.
-        wanted = (own - target).exp().clamp(max=1.0)
+        wanted = (own - view.target).exp().clamp(max=1.0)
         size = (masses - wanted[:, None]).abs().argmin(-1)
         kept = masses.gather(1, size[:, None])[:, 0]
         expected = (own - kept.log()).cpu().numpy()
-        fits = ~(np.abs(expected - sampler) > case.tolerance)
+        fits = ~(np.abs(expected - view.sampler) > view.case.tolerance)
         # Nothing was cut off where all that is left over is all there is.
-        if not fits.all() or float(kept.log().abs().max()) <= case.tolerance:
+        if not fits.all() or float(kept.log().abs().max()) <= view.case.tolerance:
+            continue
+        before = torch.where(size > 0, masses.gather(1, (size - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+        first = ordered[:, 0]
+        last = (ordered.gather(1, size[:, None])[:, 0] - first).exp()
+        beyond = (size + 1).clamp(max=ordered.shape[1] - 1)
+        after = (ordered.gather(1, beyond[:, None])[:, 0] - first).exp()
+        if int(size.min()) == int(size.max()):
+            name, bounds = "top_k", f"of {int(size[0]) + 1}"
+        elif float(before.max()) <= float(kept.min()) + 1e-4:
+            name, bounds = "top_p", f"between {float(before.max()):.4g} and {float(kept.min()):.4g}"
+        elif float(after.max()) <= float(last.min()):
+            name, bounds = "min_p", f"between {float(after.max()):.4g} and {float(last.min()):.4g}"
+        else:
             continue
         at = "" if temperature == 1.0 else f" at temperature {temperature:g}"
-        before = torch.where(size > 0, masses.gather(1, (size - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-        low, high = float(before.max()), float(kept.min())
-        if int(size.min()) == int(size.max()):
-            count = int(size[0]) + 1
-            text = f"the log-probabilities are those of the {count} likeliest tokens (top_k){at} in {{}}"
-            yield Recorded("top_k", "sampling", text, expected)
-        elif low <= high + 1e-4:
-            text = f"the log-probabilities are those after top_p between {low:.4g} and {high:.4g}{at} in {{}}"
-            yield Recorded("top_p", "sampling", text, expected)
-        else:
-            first = ordered[:, 0]
-            last = (ordered.gather(1, size[:, None])[:, 0] - first).exp()
-            beyond = (size + 1).clamp(max=ordered.shape[1] - 1)
-            after = (ordered.gather(1, beyond[:, None])[:, 0] - first).exp()
-            if float(after.max()) <= float(last.min()):
-                text = (
-                    f"the log-probabilities are those after min_p between {float(after.max()):.4g} and "
-                    f"{float(last.min()):.4g}{at} in {{}}"
-                )
-                yield Recorded("min_p", "sampling", text, expected)
+        yield Recorded(name, f"the log-probabilities are those after {name} {bounds}{at} in {{}}", expected)
 
 
-def _banned(case: Case) -> Iterator[Recorded]:
-    """Yield the distribution without one token, or without those of images."""
+def _other_vocabulary(view: View) -> Iterator[Recorded]:
+    """Yield the distribution over fewer tokens or more, or with a bias on one."""
     import torch
 
-    sampler, trainer = _own(case)
-    departing = np.flatnonzero(np.abs(trainer - sampler) > case.tolerance)
-    if len(departing) < 3 or not (sampler[departing] > trainer[departing]).all():
+    if view.departing.sum() < 3 or not np.isfinite(view.sampler).all():
         return
-    logprobs = case.logits.log_softmax(-1)
-    own = logprobs.gather(1, _tokens(case))[:, 0]
-    wanted = torch.from_numpy(trainer - sampler).to(own.device)
-    left = torch.log1p(-logprobs.exp().clamp(max=1 - 1e-7))
-    token = int((left - wanted[:, None]).abs().amax(0).argmin())
-    yield Recorded(
-        "banned token",
-        "sampling",
-        f"the sampler's distribution left out token {token} in {{}}",
-        (own - left[:, token]).cpu().numpy(),
-        1,
-    )
+    logprobs = view.logits.log_softmax(-1)
+    own, probabilities = logprobs.gather(1, view.tokens), logprobs.exp()
+    # What an engine divides by, as a share of what the trainer divides by.
+    share = (own[:, 0] - view.target).exp()
+    masses = probabilities.cumsum(-1)
+    size = int((masses.log() - share.log()[:, None]).abs().amax(0).argmin()) + 1
+    expected = own[:, 0] - masses[:, size - 1].log()
+    text = f"the sampler's distribution was over the first {size} tokens of the vocabulary in {{}}"
+    yield Recorded("vocabulary", text, expected.cpu().numpy(), 1)
+    more = round(float(((share - 1) * view.logits.logsumexp(-1).exp()).median()))
+    if more > 0:
+        total = torch.logaddexp(view.logits.logsumexp(-1), torch.tensor(float(more), device=own.device).log())
+        expected = view.logits.gather(1, view.tokens)[:, 0] - total
+        text = f"the sampler's distribution was over {more} tokens more, of logit 0, in {{}}"
+        yield Recorded("vocabulary", text, expected.cpu().numpy(), 1)
+    # With a bias on one token, the same multiple of its probability is added to what is divided by.
+    ratios = (share - 1)[:, None] / probabilities.clamp(min=1e-12)
+    ratios = ratios.gather(0, probabilities.argmax(0)[None])[0].clamp(min=-1 + 1e-12)
+    others = (1 + ratios * probabilities).clamp(min=1e-12).log() - share.log()[:, None]
+    token = int(others.abs().amax(0).argmin())
+    bias = float(ratios[token].log1p())
+    expected = own[:, 0] - (1 + ratios[token] * probabilities[:, token]).clamp(min=1e-12).log()
+    expected = expected + (view.tokens[:, 0] == token) * bias
+    kind = "left out" if bias < -15 else f"had a bias of {bias:+.3g} on"
+    text = f"the sampler's distribution {kind} token {token} in {{}}"
+    yield Recorded("logit bias", text, expected.cpu().numpy(), 2)
 
 
-def _restricted(case: Case) -> Iterator[Recorded]:
+def _restricted(view: View) -> Iterator[Recorded]:
     """Yield tokens that a grammar or mask left few others beside.
 
     Engines renormalise over what is left, so their numbers are never below the model's, and 0 where one
     token was left.
     """
-    sampler, trainer = _own(case)
-    departing = np.abs(trainer - sampler) > case.tolerance
+    sampler, departing = view.sampler, view.departing
     certain = int(np.sum(departing & (sampler >= _CERTAIN)))
-    below = (sampler[departing] > trainer[departing]).all() and (sampler <= 0).all()
+    below = (sampler[departing] > view.trainer[departing]).all() and (sampler <= 0).all()
     if not below or certain < max(2, departing.sum() / 2):
         return
     text = (
         "the sampler was restricted to a grammar or a few tokens, and its log-probabilities are of these: "
         f"{int(departing.sum())} tokens depart, the sampler higher in all and certain of {certain}, in {{}}"
     )
-    yield Recorded("restricted", "sampling", text, np.where(departing, sampler, trainer))
+    yield Recorded("restricted", text, np.where(departing, sampler, view.trainer))
 
 
 RECORDED_VARIATIONS: Final[tuple[tuple[Reading, ...], ...]] = (
-    (_constant, _forms, _rounded, _shifted, _of_another),
-    (_scaled, _of_distribution, _fitted, _truncated, _banned),
+    (_constant, _forms, _low_precision, _shifted, _of_another),
+    (_reordered, _scaled, _of_distribution, _fitted, _truncated, _other_vocabulary),
     (_restricted,),
 )
 """Readings in groups; a later group is tried where none of an earlier one fits."""

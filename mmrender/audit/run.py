@@ -1,7 +1,8 @@
 """An audit: run what the trainer would see through its model, and compare with what the sampler reported."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,15 +14,19 @@ from mmrender.audit.inspect import inspect_sample
 from mmrender.audit.report import AuditReport, Comparison, Decode, Finding, save_plot
 from mmrender.audit.trainer import TrainerModel
 from mmrender.audit.trial import Case, Weights
+from mmrender.content.messages import normalize_messages
 from mmrender.errors import InputError, MMRenderError, ModelError
 from mmrender.media.item import ReferenceItem
+from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.registry import load_processor
+from mmrender.messages import ImagePart
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.spans import MediaItem
 from mmrender.training import resolve_references
-from mmrender.trajectory import load_trajectories
+from mmrender.trajectory import Trajectory, load_trajectories
 from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 
 _MOST_EXPLAINED: Final = 3
@@ -29,6 +34,8 @@ _LEAST: Final = 1e-3
 """Nats a token: what float32 kernels of different libraries may differ by; any fault does more."""
 _MARGIN: Final = 4.0
 """How far beyond the largest difference that was measured another one may be."""
+_TELLING: Final = 16
+"""So many tokens agree by chance where each one does with a probability of a half or less."""
 _MEASURED: Final = 3
 _MEASURED_TOKENS: Final = 256
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -50,6 +57,7 @@ def measure_noise(
     import torch
 
     exact = mixed = 0.0
+    near: list[float] = []
     chosen = sorted(samples, key=len)[: 2 * _MEASURED : 2]
     beside = max(chosen, key=len, default=None)
     for sample in chosen:
@@ -63,13 +71,27 @@ def measure_noise(
         other = trainer.sampled_logprobs(whole, model=other_attention, beside=beside)
         exact = max(exact, float(np.abs(other - alone).max(initial=0.0)))
         if trainer.model.dtype == torch.float32:
-            low = trainer.sampled_logprobs(whole, model=whole_in(torch.bfloat16))
-            mixed = max(mixed, float(np.abs(low - alone).max(initial=0.0)))
+            low = np.abs(trainer.sampled_logprobs(whole, model=whole_in(torch.bfloat16)) - alone)
+            mixed = max(mixed, float(low.max(initial=0.0)))
+            near += (low <= _LEAST).tolist()
     mixed = max(mixed, exact)
     if tolerance is not None:
         return Noise(exact, mixed, tolerance, tolerance)
     least = max(_LEAST, _MARGIN * exact)
-    return Noise(exact, mixed, least, max(least, _MARGIN * mixed))
+    return Noise(exact, mixed, least, max(least, _MARGIN * mixed), float(np.mean(near)) if near else 1.0)
+
+
+def as_sampled(noise: Noise, comparisons: Sequence[Comparison]) -> Noise:
+    """Return the noise without that of another dtype, where most samples show that the sampler had the same.
+
+    Which they do where all their tokens agree as those of another dtype do not.
+    """
+    agreeing = [one for one in comparisons if one.largest <= noise.tolerance]
+    tokens = sum(len(one.positions) for one in agreeing) * (1 - noise.near)
+    if len(agreeing) < max(2, len(comparisons) / 2) or tokens < _TELLING:
+        return noise
+    alarm = max(noise.tolerance, _MARGIN * max(one.largest for one in agreeing))
+    return replace(noise, alarm=min(noise.alarm, alarm), mixed=noise.exact)
 
 
 def audit(
@@ -122,7 +144,7 @@ def audit(
             continue
         given[len(comparisons)] = index
         comparisons.append(compared)
-    noise = measure_noise([one.sample for one in comparisons], trainer, tolerance)
+    noise = as_sampled(measure_noise([one.sample for one in comparisons], trainer, tolerance), comparisons)
     found = [finding for findings in faults.values() for finding in findings]
     report = AuditReport(
         tuple(comparisons), tuple(found), tuple(unread), noise.alarm, tuple(left_out), decode
@@ -146,7 +168,7 @@ def audit(
             peers=[one for other, one in enumerate(comparisons) if other != place],
             others=pool,
             decode=decode,
-            sources=sources or {},
+            sources={} if sources is None else sources,
             weights=weights or {},
             alternatives={name: built[index] for name, built in (alternatives or {}).items()},
         )
@@ -185,6 +207,45 @@ def _items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:
     return [*{item.identity: item for item in held}.values()]
 
 
+class _Sources(dict[str, Any]):
+    """Images before they were processed, by identity of their items: those given, and those of messages.
+
+    Which item an image of a message became is known by processing it again, when one is asked for.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        trajectories: Sequence[Trajectory],
+        load: Callable[[], MediaProcessor | None],
+    ) -> None:
+        super().__init__(given)
+        self._waiting, self._load = list(trajectories), load
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the image of an item, or the default."""
+        while key not in self and self._waiting:
+            shown = _images_of(self._waiting.pop())
+            processor = self._load() if shown else None
+            for source in shown:
+                if processor is None:
+                    return default
+                try:
+                    item = processor.process(load_image(source), num_images=len(shown))
+                except MMRenderError:
+                    continue  # of an image that cannot be had again there is no source
+                self[item.identity] = source
+        return super().get(key, default)
+
+
+def _images_of(trajectory: Trajectory) -> list[Any]:
+    """Return the images of a trajectory's messages, each once, where these kept them."""
+    messages = [message for step in trajectory.steps for message in step.new_messages]
+    contents = [message.content for message in normalize_messages(messages)]
+    parts = [part for content in contents if isinstance(content, tuple) for part in content]
+    return [part.source for part in parts if isinstance(part, ImagePart) and part.source is not None]
+
+
 def audit_files(
     files: Sequence[Path],
     model: str,
@@ -217,25 +278,28 @@ def audit_files(
     """
     if dtype not in _DTYPES:
         raise InputError("there is no such dtype", where="dtype", expected=", ".join(_DTYPES), got=dtype)
-    samples = []
+    trajectories: list[Trajectory] = []
     for path in files:
         try:
-            trajectories = load_trajectories(path)
+            trajectories += load_trajectories(path)
         except OSError as error:
             raise InputError("cannot read the file", where=str(path), got=error.strerror) from error
-        samples += [sample for trajectory in trajectories for sample in trajectory.samples()]
+    samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
     directory = find_model(model)
-    if any(isinstance(item, ReferenceItem) for item in _items_of(samples)):
-        processor = load_processor(directory, image_backend=image_backend)
+    references = {item.identity: item for item in _items_of(samples) if isinstance(item, ReferenceItem)}
+    load = partial(load_processor, directory, image_backend=image_backend)
+    if references:
+        processor = load()
         if processor is None:
             raise ModelError(
                 "the trajectories hold images by reference, and the model has no image processor",
                 where=str(directory.path),
             )
         samples = resolve_references(samples, processor)
+    sources = _Sources({name: item.source for name, item in references.items()}, trajectories, load)
     trainer = TrainerModel.from_pretrained(model, dtype=dtype, device=device)
     decode = Tokenizer.load(directory).decode
-    report = audit(samples, trainer, tolerance=tolerance, explain=explain, decode=decode)
+    report = audit(samples, trainer, tolerance=tolerance, explain=explain, decode=decode, sources=sources)
     if plot is not None:
         save_plot(report, plot)
     return report

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -12,38 +12,41 @@ import numpy.typing as npt
 from mmrender.audit.images import shift_text
 from mmrender.audit.report import Comparison, Decode, sampled_runs
 from mmrender.audit.trainer import picked_logprobs
-from mmrender.audit.trial import Case, Trial, Variation, scopes, with_sampled, with_tokens
-from mmrender.spans import MultiModalData, common_prefix
+from mmrender.audit.trial import (
+    Case,
+    Edit,
+    Trial,
+    Variation,
+    edited,
+    joined,
+    part,
+    scopes,
+    with_sampled,
+)
+from mmrender.spans import common_prefix
 from mmrender.trajectory.sample import TrainingSample
 
 _MOST_PEERS: Final = 8
 _MOST_CANDIDATES: Final = 12
 _MOST_REPAIRS: Final = 8
+_MOST_CUT: Final = 65
 _PADS: Final = (1, 2, 3, 4, 8, 16, 32, 64)
 
 
 def _shifted(case: Case) -> Iterator[Trial]:
-    for by in (1, -1, 2, -2, 3, -3):
+    moves = {f"are shifted: the sampler's were {shift_text(by)}": by for by in (1, -1, 2, -2, 3, -3)}
+    for text, by in {**moves, "are in reverse order": 0}.items():
         for runs, which in scopes(case):
             ids = case.sample.token_ids.copy()
             for start, stop in runs:
-                ids[start:stop] = np.roll(ids[start:stop], by)
+                own = ids[start:stop].copy()
+                ids[start:stop] = np.roll(own, by) if by else own[::-1]
             yield Trial(
-                f"the sampled tokens of {which} are shifted: the sampler's were {shift_text(by)}",
+                f"the sampled tokens of {which} {text}",
                 replace(case.sample, token_ids=ids),
                 token=runs[0][0],
                 since=runs[0][0],
             )
-    for runs, which in scopes(case):
-        ids = case.sample.token_ids.copy()
-        for start, stop in runs:
-            ids[start:stop] = ids[start:stop][::-1].copy()
-        yield Trial(
-            f"the sampled tokens of {which} are in reverse order",
-            replace(case.sample, token_ids=ids),
-            token=runs[0][0],
-            since=runs[0][0],
-        )
 
 
 def _stops(case: Case) -> set[int]:
@@ -113,6 +116,7 @@ def _altered(case: Case) -> Iterator[Trial]:
             with_sampled(case.sample, place, [token]),
             token=place,
             since=place,
+            fitted=1,
         )
         if len(rest) > 2:
             yield Trial(
@@ -120,6 +124,7 @@ def _altered(case: Case) -> Iterator[Trial]:
                 with_sampled(case.sample, place, [token, *rest[:-1]]),
                 token=place,
                 since=place,
+                fitted=1,
             )
     for count in (1, 2):
         if len(rest) > count + 2:
@@ -207,77 +212,26 @@ def _cuts(
 
 def _exchanged_turns(case: Case) -> Iterator[Trial]:
     sample = case.sample
+    starts = [0, *(stop for _, stop in case.runs)]
     for one, two in list(combinations(range(len(case.runs)), 2))[:10]:
         first, second = case.runs[one], case.runs[two]
-        count = min(first[1] - first[0], second[1] - second[0])
-        a, b = slice(first[0], first[0] + count), slice(second[0], second[0] + count)
-        whole = first[1] - first[0] == second[1] - second[0]
-        ids = sample.token_ids.copy()
-        ids[a], ids[b] = sample.token_ids[b], sample.token_ids[a]
-        if whole:
-            yield Trial(
-                f"the tokens of completions {one} and {two} are in exchanged places",
-                replace(sample, token_ids=ids),
-                token=first[0],
-                since=first[0],
-            )
-        moved = _exchanged_runs(sample, first, second)
-        yield Trial(
-            f"completions {one} and {two}, with their log-probabilities, are in exchanged turns",
-            moved,
-            token=first[0],
-            since=first[0],
-        )
-        asked = _exchanged_prompts(case, one, two)
-        if asked is not None:
-            yield Trial(
-                f"the prompts before completions {one} and {two} are in exchanged turns",
-                asked,
-                token=first[0],
-            )
-
-
-def _rebuilt(sample: TrainingSample, parts: Sequence[tuple[int, int]]) -> TrainingSample:
-    """Return a sample of these parts `[start, stop)`, in this order, with what belongs to them."""
-    order = np.concatenate([np.arange(start, stop) for start, stop in parts])
-    entries, done = [], 0
-    for start, stop in parts:
-        entries += [
-            (span.range.shifted(done - start), span.item)
-            for span in sample.media_spans
-            if start <= span.start and span.stop <= stop
-        ]
-        done += stop - start
-    return TrainingSample(
-        sample.token_ids[order],
-        sample.loss_mask[order],
-        None if sample.logprobs is None else sample.logprobs[order],
-        MultiModalData.of(entries),
-        sample_id=sample.sample_id,
-    )
-
-
-def _exchanged_runs(
-    sample: TrainingSample, first: tuple[int, int], second: tuple[int, int]
-) -> TrainingSample:
-    parts = [(0, first[0]), second, (first[1], second[0]), first, (second[1], len(sample))]
-    return _rebuilt(sample, parts)
-
-
-def _exchanged_prompts(case: Case, one: int, two: int) -> TrainingSample | None:
-    """Return the sample with the prompt parts before two completions exchanged; None where they are equal."""
-    starts = [0, *(stop for _, stop in case.runs)]
-    head = (starts[one], case.runs[one][0]) if one else None
-    if head is None:
+        a, b = (part(sample, *run) for run in (first, second))
+        if len(a) == len(b):
+            ids = sample.token_ids.copy()
+            ids[slice(*first)], ids[slice(*second)] = b.token_ids, a.token_ids
+            text = f"the tokens of completions {one} and {two} are in exchanged places"
+            yield Trial(text, replace(sample, token_ids=ids), token=first[0], since=first[0])
+        text = f"completions {one} and {two}, with their log-probabilities, are in exchanged turns"
+        moved = edited(sample, [(*first, b), (*second, a)])
+        yield Trial(text, moved, token=first[0], since=first[0])
         # The first prompt holds the system prompt too: only what is new in it since the last opener moves.
-        opener = int(case.sample.token_ids[starts[two]]) if starts[two] < len(case.sample) else -1
-        places = np.flatnonzero(case.sample.token_ids[: case.runs[0][0]] == opener)
-        if len(places) == 0:
-            return None
-        head = (int(places[-1]), case.runs[0][0])
-    tail = (starts[two], case.runs[two][0])
-    parts = [(0, head[0]), tail, case.runs[one], (case.runs[one][1], tail[0]), head]
-    return _rebuilt(case.sample, [*parts, (tail[1], len(case.sample))])
+        opener = int(sample.token_ids[starts[two]]) if starts[two] < len(sample) else -1
+        places = [starts[one]] if one else np.flatnonzero(sample.token_ids[: first[0]] == opener)[-1:]
+        for place in places:
+            asked, tail = (int(place), first[0]), (starts[two], second[0])
+            changed = edited(sample, [(*asked, part(sample, *tail)), (*tail, part(sample, *asked))])
+            text = f"the prompts before completions {one} and {two} are in exchanged turns"
+            yield Trial(text, changed, token=first[0])
 
 
 def _peers(case: Case) -> list[Comparison]:
@@ -314,44 +268,41 @@ def _others_tokens(case: Case) -> Iterator[Trial]:
 
 
 def _others_prompt(case: Case) -> Iterator[Trial]:
-    """Yield the prompt of another sample, media and all, before this one's completions."""
+    """Yield the prompt of another sample before this one's completions, and all of another before it."""
+    sample = case.sample
     for peer in _peers(case):
-        name = peer.sample.sample_id or "another sample"
-        runs = sampled_runs(peer.sample.loss_mask)
+        other, name = peer.sample, peer.sample.sample_id or "another sample"
+        runs = sampled_runs(other.loss_mask)
         for number in case.departing_runs[:2]:
             start, stop = case.runs[number]
-            if number >= len(runs):
+            if number >= len(runs) or _is_same(other, runs[number][0], sample, start):
                 continue
-            other = runs[number][0]
-            if other == start and np.array_equal(
-                peer.sample.token_ids[:start], case.sample.token_ids[:start]
-            ):
-                same = [span.item.identity for span in case.sample.media_spans if span.start < start]
-                theirs = [span.item.identity for span in peer.sample.media_spans if span.start < other]
-                if same == theirs:
-                    continue
+            prompt = part(other, 0, runs[number][0], sampled=False)
             yield Trial(
                 f"completion {number} was sampled after the prompt of {name}",
-                _after(peer.sample, other, case.sample, start),
+                joined([prompt, part(sample, start, len(sample))], sample),
                 token=start,
-                until=None if number == case.departing_runs[-1] else stop,
+                until=None if number == case.departing_runs[-1] else stop + len(prompt) - start,
             )
+        whole = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
+        yield Trial(
+            f"the sampler's tokens attended to those of {name}, which came before them", whole, token=0
+        )
 
 
-def _after(prompt: TrainingSample, stop: int, sample: TrainingSample, start: int) -> TrainingSample:
-    """Return the tokens of `sample` from `start` on after those of `prompt` before `stop`."""
-    entries = [(span.range, span.item) for span in prompt.media_spans if span.start < stop]
-    entries += [
-        (span.range.shifted(stop - start), span.item) for span in sample.media_spans if span.start >= start
-    ]
-    zeros = np.zeros(stop)
-    recorded = sample.logprobs if sample.logprobs is not None else np.zeros(len(sample), np.float32)
-    return TrainingSample(
-        np.concatenate([prompt.token_ids[:stop], sample.token_ids[start:]]),
-        np.concatenate([zeros.astype(np.bool_), sample.loss_mask[start:]]),
-        np.concatenate([zeros.astype(np.float32), recorded[start:]]),
-        MultiModalData.of(entries),
-        sample_id=sample.sample_id,
+def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> bool:
+    """Whether two prompts have the same tokens and media."""
+    media = [[s.item.identity for s in of.media_spans if s.start < end] for of in (one, two)]
+    return stop == end and np.array_equal(one.token_ids[:end], two.token_ids[:end]) and media[0] == media[1]
+
+
+def _prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None = None) -> Trial:
+    """Return the trial of another prompt, to which what was sampled before `since` is not held."""
+    first = edits[0][0]
+    mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (since or 0))
+    changed = edited(replace(case.sample, loss_mask=mask), edits)
+    return Trial(
+        f"the sampler's prompt {text}", changed, token=first, since=first if since is None else since
     )
 
 
@@ -366,59 +317,40 @@ def _bounds(case: Case) -> list[int]:
 
 
 def _opening(case: Case) -> Iterator[Trial]:
-    """Yield prompts that begin with a token or a turn more, or less."""
+    """Yield prompts that begin with a token or a turn more, or less, or with another one's."""
     sample, config = case.sample, case.trainer.model.config
     text = config.get_text_config()
     begins = {getattr(one, "bos_token_id", None) for one in (config, text)} | {int(sample.token_ids[0])}
     begins |= {getattr(text, "eos_token_id", None)}
     for token in sorted(each for each in begins if isinstance(each, int)):
-        yield Trial(
-            f"the sampler's prompt began with one more token, {token}",
-            with_tokens(sample, 0, 0, [token]),
-            token=0,
-        )
-    most = case.runs[0][0] - 1
-    for count in (1, 2, 3):
-        if count < most and not any(span.start < count for span in sample.media_spans):
-            yield Trial(
-                f"the sampler's prompt lacked the first {count} token(s)",
-                with_tokens(sample, 0, count, []),
-                token=0,
-            )
+        yield _prompt_trial(case, f"began with one more token, {token}", [(0, 0, [token])], 0)
+    first = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
+    lengths = [len(sample) - 2**power for power in range(5, 16)]
+    for count in [*range(1, 33), *(each for each in lengths if each > 32)]:
+        if count < first:
+            yield _prompt_trial(case, f"lacked the first {count} token(s)", [(0, count, [])], 0)
     bounds = _bounds(case)
-    for place in bounds[1:4]:
-        head = bounds[0]
-        yield Trial(
-            f"the sampler's prompt lacked its beginning, the tokens {head} to {place - 1}, as of a system "
-            "prompt",
-            with_tokens(sample, head, place, []),
-            token=head,
-        )
-    for start, stop in pairwise(bounds[1:]):
-        yield Trial(
-            f"the sampler's prompt lacked the turn of the tokens {start} to {stop - 1}",
-            with_tokens(sample, start, stop, []),
-            token=start,
-            since=start,
-        )
+    for start, stop in [(bounds[0], place) for place in bounds[1:4]] + list(pairwise(bounds[1:])):
+        about = "its beginning, as of a system prompt" if start == bounds[0] else "the turn"
+        yield _prompt_trial(case, f"lacked {about}: the tokens {start} to {stop - 1}", [(start, stop, [])])
     for turn, name in _openings(case):
-        yield Trial(
-            f"the sampler's prompt began with {len(turn)} token(s) more, those that {name} begins with, "
-            "as with a system prompt",
-            with_tokens(sample, 0, 0, turn),
-            token=0,
-        )
+        begin = f"began with the {len(turn)} token(s) that {name} begins with"
+        yield _prompt_trial(case, f"{begin}, as with a system prompt", [(0, 0, turn)], 0)
+        for place in bounds[1:2]:
+            yield _prompt_trial(case, f"{begin}, in place of {place}", [(0, place, turn)], 0)
 
 
 def _openings(case: Case) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield what other samples have before a token that this one begins with."""
+    """Yield what other samples have before a token with which this one, or a turn of it, begins."""
     seen: set[tuple[int, ...]] = set()
+    own = case.sample.token_ids
+    opener = own[_bounds(case)[0]] if _bounds(case) else own[0]
     for peer in case.peers:
         ids, runs = peer.sample.token_ids, sampled_runs(peer.sample.loss_mask)
         first = min([runs[0][0] if runs else 0, *(span.start for span in peer.sample.media_spans)])
-        for place in np.flatnonzero(ids[1:first] == case.sample.token_ids[0])[:3] + 1:
+        for place in (np.flatnonzero(np.isin(ids[1:first], [own[0], opener]))[:3] + 1).tolist():
             turn = tuple(ids[:place].tolist())
-            if turn not in seen and len(seen) < _MOST_PEERS:
+            if turn not in seen and turn != tuple(own[:place].tolist()) and len(seen) < _MOST_PEERS:
                 seen.add(turn)
                 yield turn, peer.sample.sample_id or "another sample"
 
@@ -426,32 +358,17 @@ def _openings(case: Case) -> Iterator[tuple[tuple[int, ...], str]]:
 def _before_completion(case: Case) -> Iterator[Trial]:
     """Yield prompts that end in a token more or less, as by another generation prompt."""
     sample = case.sample
+    held = sample.loss_mask.copy()
+    for span in sample.media_spans:
+        held[span.start : span.stop] = True
     for runs, which in scopes(case):
         for count in (1, 2, 3, 4):
-            changed, fits = sample, True
-            for start, _ in reversed(runs):
-                fits = fits and start > count and not sample.loss_mask[start - count : start].any()
-                fits = fits and not any(
-                    start - count < span.stop and span.start < start for span in sample.media_spans
-                )
-                changed = with_tokens(changed, start - count, start, []) if fits else changed
-            if fits:
-                yield Trial(
-                    f"the sampler's prompt lacked the last {count} token(s) before {which}",
-                    changed,
-                    token=runs[0][0] - count,
-                    since=runs[0][0] - count,
-                )
+            edits: list[Edit] = [(start - count, start, []) for start, _ in runs]
+            if all(first > 0 and not held[first:last].any() for first, last, _ in edits):
+                yield _prompt_trial(case, f"lacked the last {count} token(s) before {which}", edits)
         for ids, text in _fillers(case):
-            changed = sample
-            for start, _ in reversed(runs):
-                changed = with_tokens(changed, start, start, ids)
-            yield Trial(
-                f"the sampler's prompt had {text} more before {which}",
-                changed,
-                token=runs[0][0],
-                since=runs[0][0],
-            )
+            edits = [(start, start, ids) for start, _ in runs]
+            yield _prompt_trial(case, f"had {text} more before {which}", edits)
 
 
 def _fillers(case: Case) -> Iterator[tuple[list[int], str]]:
@@ -467,6 +384,59 @@ def _fillers(case: Case) -> Iterator[tuple[list[int], str]]:
             yield [by_text[text] for text in texts], repr("".join(texts))
 
 
+def _history(case: Case) -> Iterator[Trial]:
+    """Yield earlier turns that the sampler was shown otherwise, before the completions that depart."""
+    number = case.departing_runs[0]
+    if not number:
+        return
+    since = case.runs[number - 1][1]
+    found = chain(_turns_cut(case, case.runs[:number]), _turns_left_out(case, case.runs[:number]))
+    for text, edits in found:
+        if all(first[1] <= second[0] for first, second in pairwise(edits)):
+            yield _prompt_trial(case, f"{text} when it sampled completion {number}", edits, since)
+    if case.decode is None:
+        return
+    by_text, texts = _pieces(case.decode, int(case.trainer.model.get_output_embeddings().weight.shape[0]))
+    start, stop = case.runs[number - 1]
+    for place in range(start, min(stop, start + _MOST_CUT)):
+        for old, new in _cuts(case.sample.token_ids[place:stop], by_text, texts):
+            text = f"had the text of completion {number - 1} encoded again, {new} at {place},"
+            yield _prompt_trial(case, text, [(place, place + old, new)], since)
+
+
+def _turns_cut(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Edit]]]:
+    """Yield completions cut at either end, or followed by other tokens."""
+    sample = case.sample
+    beside = {int(sample.token_ids[stop + at]) for _, stop in runs for at in (-1, 0, 1)}
+    beside |= {int(sample.token_ids[start - 1]) for start, _ in runs}
+    names = {"all completions before": runs, f"completion {len(runs) - 1}": runs[-1:]}
+    for which, some in names.items():
+        shortest = min(stop - start for start, stop in some)
+        yield f"lacked {which}", [(*run, []) for run in some]
+        for count in range(1, min(4, shortest)):
+            yield f"lacked the last {count} token(s) of {which}", [(e - count, e, []) for _, e in some]
+        for count in range(1, 5):
+            yield f"lacked {count} token(s) after {which}", [(e, e + count, []) for _, e in some]
+        for token in sorted(beside):
+            yield f"had a token {token} more after {which}", [(e, e, [token]) for _, e in some]
+            yield f"ended {which} with a token {token}", [(e - 1, e, [token]) for _, e in some]
+        for count in range(1, min(shortest, _MOST_CUT)):
+            yield f"lacked the first {count} token(s) of {which}", [(s, s + count, []) for s, _ in some]
+
+
+def _turns_left_out(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Edit]]]:
+    """Yield prompts without a turn, or without the images of earlier ones."""
+    starts = [0, *(stop for _, stop in runs)]
+    for (start, stop), since in zip(runs, starts, strict=False):
+        for bound in [since, *(at for at in _bounds(case) if since < at < start)]:
+            yield f"lacked the tokens {bound} to {stop - 1}, a turn,", [(bound, stop, [])]
+    spans = [span for span in case.sample.media_spans if span.stop < case.runs[len(runs)][0]]
+    for shown in {1, sum(span.start > starts[-1] for span in spans)} - {0, len(spans)}:
+        for margin, beside in ((0, ""), (1, ", and the tokens beside them,")):
+            hidden: list[Edit] = [(one.start - margin, one.stop + margin, []) for one in spans[:-shown]]
+            yield f"lacked all images but the last {shown}{beside}", hidden
+
+
 def _attended_padding(case: Case) -> Iterator[Trial]:
     sample, config = case.sample, case.trainer.model.config
     text = config.get_text_config()
@@ -477,23 +447,18 @@ def _attended_padding(case: Case) -> Iterator[Trial]:
     starts = [sampled_runs(peer.sample.loss_mask)[:1] for peer in case.peers]
     longest += [runs[0][0] - case.runs[0][0] for runs in starts if runs]
     counts = {*_PADS, *(each for each in longest if 0 < each < 512)}
-    counts |= {-len(sample) % side for side in (8, 16, 32, 64, 128)}
-    counts |= {-case.runs[0][0] % side for side in (8, 16, 32, 64, 128)}
+    counts |= {-length % side for length in (len(sample), case.runs[0][0]) for side in (8, 16, 32, 64, 128)}
+    begins = {start for run, (start, _) in enumerate(case.runs) if run in case.departing_runs[:2]}
     for pad in pads:
-        for count in sorted(counts - {0})[:24]:
-            yield Trial(
-                f"the sampler attended to padding: {count} token(s) {pad} before the prompt",
-                with_tokens(sample, 0, 0, [pad] * count),
-                token=0,
-            )
-        for count in sorted(counts - {0})[:8]:
-            start = case.runs[0][0]
-            yield Trial(
-                f"the sampler attended to padding: {count} token(s) {pad} between prompt and completion",
-                with_tokens(sample, start, start, [pad] * count),
-                token=start,
-                since=start,
-            )
+        for place in (0, *sorted({case.runs[0][0], *begins})):
+            where = "between prompt and completion" if place else "before the prompt"
+            for count in sorted(counts - {0})[: 8 if place else 24]:
+                yield Trial(
+                    f"the sampler attended to padding: {count} token(s) {pad} {where}",
+                    edited(sample, [(place, place, [pad] * count)]),
+                    token=place,
+                    since=place,
+                )
 
 
 def _alternatives(case: Case) -> Iterator[Trial]:
@@ -512,36 +477,16 @@ def _alternatives(case: Case) -> Iterator[Trial]:
 
 
 TOKEN_VARIATIONS: Final[tuple[Variation, ...]] = (
-    Variation(
-        "shifted tokens",
-        "ids",
-        "the tokens of one completion or of all a few places off, or reversed",
-        _shifted,
-    ),
+    Variation("shifted tokens", "ids", "tokens of completions a few places off, or reversed", _shifted),
     Variation("final token", "ids", "a completion that ends in another stop token", _final_token),
     Variation("altered token", "ids", "one sampled token replaced, lost or added", _altered),
-    Variation(
-        "encoded again", "ids", "a completion whose text was encoded again; needs `decode`", _encoded_again
-    ),
-    Variation(
-        "exchanged turns",
-        "ids",
-        "completions, or the prompts before them, in exchanged turns",
-        _exchanged_turns,
-    ),
+    Variation("encoded again", "ids", "text that was encoded again; needs `decode`", _encoded_again),
+    Variation("exchanged turns", "ids", "completions, or prompts before them, exchanged", _exchanged_turns),
     Variation("another's tokens", "ids", "a completion of another branch or rollout", _others_tokens),
-    Variation(
-        "another's prompt", "ids", "the prompt, images and all, of another branch or rollout", _others_prompt
-    ),
-    Variation("opening", "ids", "a BOS, a system prompt or a turn more or less", _opening),
-    Variation(
-        "generation prompt", "ids", "tokens more or less right before a completion", _before_completion
-    ),
-    Variation(
-        "attended padding",
-        "ids",
-        "padding before the prompt or the completion that was attended to",
-        _attended_padding,
-    ),
+    Variation("another's prompt", "ids", "another's prompt, or all of another before it", _others_prompt),
+    Variation("history", "ids", "earlier turns cut, left out, encoded again or closed otherwise", _history),
+    Variation("opening", "ids", "a BOS, a system prompt or a turn more, less or another", _opening),
+    Variation("generation prompt", "ids", "tokens more or less before a completion", _before_completion),
+    Variation("attended padding", "ids", "padding that was attended to", _attended_padding),
     Variation("another template", "ids", "the prompt as one of the `alternatives` has it", _alternatives),
-)
+)  # fmt: skip

@@ -38,6 +38,7 @@ class TrainerModel:
         self.family = ModelFamily.from_config(model.config)
         self._dtype = dtype or str(model.dtype).removeprefix("torch.")
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last: tuple[list[TrainingSample], TrainingBatch] | None = None
 
     @classmethod
     def from_pretrained(
@@ -155,6 +156,9 @@ class TrainerModel:
     def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
         import torch
 
+        # The model is changed many times for one sample.
+        if self._last is not None and self._last[0] == samples:
+            return self._last[1]
         # Only what the model sees: an audit is for samples whose masks and numbers may be at fault.
         bare = [
             TrainingSample(
@@ -166,7 +170,7 @@ class TrainerModel:
             for one in samples
         ]
         features = {*self.family.feature_token_ids.values()}
-        return collate(
+        batch = collate(
             bare,
             self.family,
             pad_token_id=next(token for token in range(len(features) + 1) if token not in features),
@@ -175,6 +179,8 @@ class TrainerModel:
             device=self.model.device,
             pin_memory=False,
         )
+        self._last = samples, batch
+        return batch
 
     def _logits(
         self, batch: TrainingBatch, sample: TrainingSample, change: InputChange | None = None, **options: Any

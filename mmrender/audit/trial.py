@@ -8,7 +8,7 @@ no other variation makes it do so, that respect is what differs.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,17 @@ import numpy.typing as npt
 from mmrender.audit.report import Cause, Comparison, Decode, Float32Array, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.media.levels import cast
-from mmrender.spans import Framework, MediaItem, MediaSpan, MultiModalData, PlaceholderRange, TensorDtype
+from mmrender.spans import Framework, MediaItem, MediaSpan, MultiModalData, TensorDtype
 from mmrender.trajectory.sample import TrainingSample
 
 PixelChange: TypeAlias = Callable[[Float32Array, tuple[int, ...]], Float32Array]
 """New pixels from old ones and the item's grid."""
 Weights: TypeAlias = Mapping[str, Any]
 """Tensors by the names of the model's parameters, or of some of them."""
+Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
+"""Start and end of a part of a sample, and what is in place of it."""
+
+_SECTIONS: Final = 30
 
 
 class Trial(NamedTuple):
@@ -37,6 +41,7 @@ class Trial(NamedTuple):
         token: Index of the token it is about, in the trainer's sample.
         since: Index of the first token whose log-probability may change.
         until: Index after the last token that it must explain; None for all.
+        fitted: How many of the sampler's numbers were used to find it.
     """
 
     statement: str
@@ -47,6 +52,7 @@ class Trial(NamedTuple):
     token: int | None = None
     since: int = 0
     until: int | None = None
+    fitted: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,11 @@ class Case:
         return self.trainer.logits_at(self.sample, self.compared.positions[self.rows]).float()
 
     @cached_property
+    def everything(self) -> Float32Array:
+        """The trainer's log-probability of every token, of the prompt's too: `(len(sample),)`."""
+        return self.trainer.logprobs(self.sample)
+
+    @cached_property
     def rows(self) -> npt.NDArray[np.intp]:
         """Indices into `compared.positions` of the tokens that `logits` are of, some hundred at most."""
         positions = self.compared.positions
@@ -189,43 +200,50 @@ def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaIte
     return replace(sample, multi_modal_data=MultiModalData.of(entries))
 
 
-def with_tokens(
-    sample: TrainingSample,
-    start: int,
-    stop: int,
-    ids: Sequence[int] | npt.NDArray[Any],
-    *,
-    media: tuple[PlaceholderRange, MediaItem] | None = None,
-) -> TrainingSample:
-    """Return a sample with the tokens `[start, stop)` replaced by prompt tokens; its media move along.
-
-    Items whose placeholders begin in the replaced part are dropped. `media` is an item among the new tokens,
-    whose range is moved to `start`.
-    """
-    tokens = np.asarray(ids, np.int32)
-    grown = len(tokens) - (stop - start)
-
-    def spliced(array: Any, fill: Any) -> Any:
-        part = np.full(len(tokens), fill, array.dtype)
-        return np.concatenate([array[:start], part, array[stop:]])
-
+def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True) -> TrainingSample:
+    """Return the tokens `[start, stop)` with the media that begin there; prompt tokens unless `sampled`."""
     entries = [
-        (span.range if span.start < start else span.range.shifted(grown), span.item)
-        for span in sample.media_spans
-        if not start <= span.start < stop
+        (span.range.shifted(-start), span.item) for span in sample.media_spans if start <= span.start < stop
     ]
-    if media is not None:
-        place, item = media
-        entries.append((place.shifted(start - place.offset), item))
-        entries.sort(key=lambda entry: entry[0].offset)
-    logprobs = sample.logprobs
+    numbers = None if sample.logprobs is None else sample.logprobs[start:stop]
+    if not sampled or numbers is None:
+        return replace(plain(sample.token_ids[start:stop]), multi_modal_data=MultiModalData.of(entries))
+    own, mask = sample.token_ids[start:stop], sample.loss_mask[start:stop]
+    return TrainingSample(own, mask, numbers, MultiModalData.of(entries))
+
+
+def plain(ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
+    """Return prompt tokens without media."""
+    tokens = np.asarray(ids, np.int32)
+    return TrainingSample(tokens, np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32))
+
+
+def joined(parts: Iterable[TrainingSample], sample: TrainingSample) -> TrainingSample:
+    """Return one sample of several parts, under the name of `sample`."""
+    held = list(parts)
+    offsets = np.cumsum([0, *map(len, held)])
+    entries = [
+        (place.shifted(int(offset)), item)
+        for one, offset in zip(held, offsets, strict=False)
+        for modality, items in one.multi_modal_data.mm_items.items()
+        for place, item in zip(one.multi_modal_data.mm_placeholders[modality], items, strict=True)
+    ]
     return TrainingSample(
-        np.concatenate([sample.token_ids[:start], tokens, sample.token_ids[stop:]]),
-        spliced(sample.loss_mask, False),
-        None if logprobs is None else spliced(logprobs, 0),
-        MultiModalData.of(entries),
+        np.concatenate([one.token_ids for one in held]),
+        np.concatenate([one.loss_mask for one in held]),
+        np.concatenate([one.logprobs for one in held if one.logprobs is not None]),
+        MultiModalData.of(sorted(entries, key=lambda entry: entry[0].offset)),
         sample_id=sample.sample_id,
     )
+
+
+def edited(sample: TrainingSample, edits: Iterable[Edit]) -> TrainingSample:
+    """Return a sample with other prompt tokens, or parts of samples, in place of some; edits rise."""
+    parts, done = [], 0
+    for start, stop, new in edits:
+        parts += [part(sample, done, start), new if isinstance(new, TrainingSample) else plain(new)]
+        done = stop
+    return joined([*parts, part(sample, done, len(sample))], sample)
 
 
 def with_sampled(
@@ -241,12 +259,28 @@ def with_sampled(
     return replace(sample, token_ids=tokens, loss_mask=mask)
 
 
-def scopes(case: Case, *, runs: Iterable[int] | None = None) -> Iterator[tuple[list[tuple[int, int]], str]]:
+def scopes(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
     """Yield the completions that a change may be limited to, and what to call them."""
-    numbers = case.departing_runs if runs is None else list(runs)
     if len(case.runs) == 1:
         yield case.runs, "the completion"
         return
     yield case.runs, "all completions"
-    for number in numbers:
+    for number in case.departing_runs:
         yield [case.runs[number]], f"completion {number}"
+
+
+def least(loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float) -> float:
+    """Return where a function of one positive number is least, of those between two bounds.
+
+    A grid of that many points, then golden sections round the best of them; where its loss is not below
+    `enough`, that point is returned.
+    """
+    grid = np.linspace(np.log(low), np.log(high), points)
+    losses = [loss(float(np.exp(at))) for at in grid]
+    best = int(np.argmin(losses))
+    left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, points - 1)])
+    ratio = (np.sqrt(5) - 1) / 2
+    for _ in range(_SECTIONS if losses[best] < enough else 0):
+        one, two = right - ratio * (right - left), left + ratio * (right - left)
+        left, right = (left, two) if loss(float(np.exp(one))) < loss(float(np.exp(two))) else (one, right)
+    return float(np.exp((left + right) / 2 if losses[best] < enough else grid[best]))

@@ -27,6 +27,7 @@ from mmrender.client.sampling import check_sampling_params, where
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.errors import (
+    EngineReplyError,
     EngineStateError,
     EngineUnsupportedError,
     InputError,
@@ -445,6 +446,14 @@ class TokenSampler:
         import torch
 
         logits, ids = scores.to("cpu"), input_ids
+        if bool(logits.isnan().any()):
+            raise EngineReplyError(
+                "the model gave logits that are not numbers",
+                where=f"token {len(self.tokens)} of the completion",
+                expected="finite logits, or -inf",
+                got=f"NaN for {int(logits.isnan().sum())} of {logits.shape[-1]} tokens",
+                remedy="Look at the weights, or at the dtype, in which a value may be too large",
+            )
         if self._steps:  # a prompt's stray pads are given to the model under another id
             sampled = input_ids[:, self._prompt_ids.shape[1] :].to("cpu")
             ids = torch.cat([self._prompt_ids, sampled], 1)

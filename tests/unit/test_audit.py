@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from audit_faults import FAULTS, judge, scene
+import audit_faults  # noqa: F401 - registers them
+from audit_cases import FAULTS, judge, scene
 from mmrender.audit import TrainerModel, audit, inspect_sample
 from mmrender.audit.computed import whole_in
 from mmrender.audit.report import sampled_runs, save_plot

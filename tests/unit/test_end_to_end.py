@@ -2,8 +2,12 @@
 
 import asyncio
 import io
+from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
@@ -99,6 +103,34 @@ def test_the_command_processes_images_by_reference_again(tiny_model, tmp_path):
     )
     assert report.ok, report.text()
     assert report.tokens == len(response.completion_ids)
+
+
+def test_the_command_finds_the_images_that_messages_kept(tiny_model, tmp_path):
+    """A sampler that resized otherwise is named by the image as it was before."""
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    picture_bytes = io.BytesIO()
+    Image.effect_noise((150, 133), 90).convert("RGB").save(picture_bytes, "PNG")
+    message = {"role": "user", "content": [{"type": "image", "image": picture_bytes.getvalue()}, "And?"]}
+    prompt = renderer.render([message], add_generation_prompt=True)
+    (item,) = prompt.multi_modal_data.mm_items["image"]
+    height, width = item.frames.shape[-2:]
+    other = np.asarray(Image.open(picture_bytes).resize((width, height), Image.Resampling.BILINEAR))
+    seen = msgspec.structs.replace(item, frames=np.ascontiguousarray(other.transpose(2, 0, 1)[None]))
+    places = prompt.multi_modal_data.mm_placeholders["image"]
+    saw = replace(prompt, multi_modal_data=MultiModalData.of([(places[0], seen)]))
+    response = asyncio.run(complete(LocalBackend(tiny_model), saw))
+    trajectory = Trajectory("resized otherwise")
+    answer = {"role": "assistant", "content": "It is."}
+    trajectory.append(
+        prompt.token_ids,
+        response.completion_ids,
+        logprobs=response.logprobs,
+        multi_modal_data=prompt.multi_modal_data,
+        messages=[message, answer],
+    )
+    save_trajectories(tmp_path / "one.mmr", [trajectory], media_sources="keep")
+    report = audit_files([tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-4, image_backend="pil")
+    assert [finding.variation for finding in report.findings] == ["resampling"], report.text()
 
 
 async def complete(backend, prompt):

@@ -13,6 +13,7 @@ from mmrender.client.types import EngineRequest, RendererBackend
 from mmrender.demo.conversation import load_pictures
 from mmrender.demo.proofs import media_inputs
 from mmrender.errors import (
+    EngineReplyError,
     EngineStateError,
     EngineUnsupportedError,
     InputError,
@@ -22,6 +23,7 @@ from mmrender.errors import (
     SamplingParameterError,
 )
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.model.weights import load_model
 
 torch = pytest.importorskip("torch")
 
@@ -307,6 +309,14 @@ def test_parameters_that_are_refused(backend, prompts, sampling, message):
     with pytest.raises(SamplingParameterError) as refused:
         generate(backend, request(prompts["text"], **sampling))
     assert str(refused.value) == f"sampling_params{message}"
+
+
+def test_logits_that_are_not_numbers_are_said_to_be(tiny_model, prompts):
+    backend = LocalBackend(load_model(tiny_model, "float32", "cpu", purpose="a test"))
+    with torch.no_grad():
+        backend.model.get_output_embeddings().weight[7] = torch.nan
+    with pytest.raises(EngineReplyError, match=r"logits that are not numbers .* NaN for 1 of "):
+        generate(backend, request(prompts["text"], max_tokens=2))
 
 
 def test_requests_that_are_refused(backend, prompts, renderer):

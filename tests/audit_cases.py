@@ -1,0 +1,356 @@
+"""Rollouts of tiny models, and how faults are planted in them for an audit."""
+
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+
+from mmrender.audit import TrainerModel, audit
+from mmrender.spans import MultiModalData
+from mmrender.training import collate
+from mmrender.trajectory.sample import TrainingSample
+from training_cases import PAD_ID, item_tokens
+from training_models import END_ID, START_ID, TinyFamily, tiny_family
+
+BOS, OPENER, ANSWER, STOP, OTHER_STOP = 1, 80, 81, 2, 82
+LETTERS, PAIRS = range(3, 43), range(43, 79)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Letters, pairs of letters, and names for the rest."""
+    texts = {token: chr(0x4E00 + token) for token in LETTERS}
+    texts |= {token: texts[3 + index] + texts[4 + index] for index, token in enumerate(PAIRS)}
+    return "".join(texts.get(int(token), f"<{int(token)}>") for token in ids)
+
+
+class Row:
+    """A sample under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.entries: list[Any] = []
+
+    def add(self, tokens: Sequence[int], sampled: bool = False) -> "Row":
+        self.ids += map(int, tokens)
+        self.mask += [sampled] * len(tokens)
+        return self
+
+    def image(self, item: Any) -> "Row":
+        own, placeholder = item_tokens(item)
+        self.add([START_ID])
+        self.entries.append((placeholder.shifted(len(self.ids)), item))
+        return self.add(own).add([END_ID])
+
+    def sample(self, name: str = "", logprobs: Any = None) -> TrainingSample:
+        ids = np.array(self.ids, np.int32)
+        given = np.zeros(len(ids), np.float32) if logprobs is None else logprobs
+        return TrainingSample(
+            ids, np.array(self.mask), given, MultiModalData.of(self.entries), sample_id=name
+        )
+
+
+def numbers(model: Any, tiny: TinyFamily, sample: TrainingSample, change: Any = None) -> Any:
+    """Logits at the sampled tokens: float32 `(m, vocabulary)`; `change` edits the model's inputs."""
+    bare = TrainingSample(
+        sample.token_ids, np.zeros(len(sample), bool), multi_modal_data=sample.multi_modal_data
+    )
+    dtype = model.dtype
+    inputs = collate([bare], tiny.family, pad_token_id=PAD_ID, dtype=dtype, pin_memory=False).model_inputs()
+    if change is not None:
+        change(inputs)
+    with torch.inference_mode():
+        rows = model(**inputs).logits[0, np.flatnonzero(sample.loss_mask) - 1].float()
+    return rows.clone()
+
+
+def scored(model: Any, tiny: TinyFamily, sample: TrainingSample, change: Any = None, rule: Any = None) -> Any:
+    """The sample with the log-probabilities that a sampler with this model and these inputs reports."""
+    logits = numbers(model, tiny, sample, change)
+    logits = logits if rule is None else rule(logits)
+    own = logits.log_softmax(-1)[range(len(logits)), sample.token_ids[sample.loss_mask].astype(int)]
+    return recorded(sample, own.numpy())
+
+
+def recorded(sample: TrainingSample, values: Any) -> TrainingSample:
+    logprobs = np.zeros(len(sample), np.float32)
+    logprobs[sample.loss_mask] = values
+    return replace(sample, logprobs=logprobs)
+
+
+def as_trained(sampled: TrainingSample, trained: TrainingSample) -> TrainingSample:
+    """The trainer's sample with the log-probabilities of the sampler's."""
+    return recorded(trained, sampled.logprobs[sampled.loss_mask])
+
+
+@dataclass
+class Scene:
+    """Healthy rollouts of one family."""
+
+    tiny: TinyFamily
+    trainer: TrainerModel
+    samples: list[TrainingSample]
+    sources: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Any:
+        return self.tiny.model
+
+
+def picture(rng: np.random.Generator, size: tuple[int, int] | None = None) -> Image.Image:
+    width, height = size or rng.integers(40, 110, 2).tolist()
+    small = rng.integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def rollout(
+    tiny: TinyFamily, model: Any, seed: int, sources: dict[str, Any], tokens: int = 12
+) -> TrainingSample:
+    """Two turns, an image before each, a system prompt, every token drawn from the model."""
+    rng = np.random.default_rng(seed)
+    row = Row().add([BOS, OPENER, 21, 22, 23, 24, 25, OPENER])
+    generator = torch.Generator().manual_seed(seed)
+    allowed = torch.full((tiny.model.config.get_text_config().vocab_size,), -torch.inf)
+    allowed[[*LETTERS, *PAIRS]] = 0
+    for turn in range(2):
+        for _ in range(1 + (seed + turn) % 2):
+            image = picture(rng)
+            item = tiny.process(image)
+            sources[item.identity] = image
+            row.add(rng.choice(LETTERS, 3)).image(item)
+        row.add(rng.choice(LETTERS, 4)).add([ANSWER, 5, 6])
+        for _ in range(tokens):
+            probe = replace(row.sample(), loss_mask=np.arange(len(row.ids)) == len(row.ids) - 1)
+            logits = _next(model, tiny, probe) + allowed
+            row.add([int(torch.multinomial(logits.softmax(-1), 1, generator=generator))], True)
+        row.add([STOP], True)
+        if turn == 0:
+            row.add([OPENER])
+    return scored(model, tiny, row.sample(f"rollout-{seed}"))
+
+
+def _next(model: Any, tiny: TinyFamily, sample: TrainingSample) -> Any:
+    bare = TrainingSample(
+        sample.token_ids, np.zeros(len(sample), bool), multi_modal_data=sample.multi_modal_data
+    )
+    inputs = collate(
+        [bare], tiny.family, pad_token_id=PAD_ID, dtype=model.dtype, pin_memory=False
+    ).model_inputs()
+    with torch.inference_mode():
+        return model(**inputs).logits[0, -1].float()
+
+
+@cache
+def scene(name: str, folder: Path, count: int = 5) -> Scene:
+    tiny = tiny_family(name, folder)
+    sources: dict[str, Any] = {}
+    samples = [rollout(tiny, tiny.model, seed, sources) for seed in range(count)]
+    return Scene(tiny, TrainerModel(tiny.model), samples, sources)
+
+
+@dataclass
+class Planted:
+    """What an audit is given, and what it must say.
+
+    Attributes:
+        sample: The faulty one.
+        image: Index of the image that must be named; None where none need be.
+        token: Index of the token that must be named; None where none need be.
+        options: Further arguments of the audit.
+    """
+
+    sample: TrainingSample
+    image: int | None = None
+    token: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Plant = Callable[[Scene, int], Planted]
+FAULTS: dict[str, tuple[tuple[str, ...], Plant]] = {}
+"""By name: variations that name the fault, and how it is planted in one of a scene's rollouts."""
+
+
+def fault(name: str, *variations: str) -> Callable[[Plant], Plant]:
+    def register(plant: Plant) -> Plant:
+        FAULTS[name] = variations, plant
+        return plant
+
+    return register
+
+
+class Seen:
+    """An item whose tensors another has changed."""
+
+    def __init__(self, item: Any, pixels: Any, grid: Any = None) -> None:
+        self.item, self.pixels = item, pixels
+        self.identity = f"seen-{id(self)}"
+        self.modality, self.size, self.grid = item.modality, item.size, grid or item.grid
+        self.expansion, self.nbytes = item.expansion, item.nbytes
+
+    def tensors(self, dtype: Any = "float32", *, framework: Any = "numpy") -> dict[str, Any]:
+        pixels = torch.from_numpy(np.ascontiguousarray(self.pixels, np.float32))
+        out = {"pixel_values": pixels, "image_grid_thw": torch.tensor([self.grid])}
+        if framework == "numpy":
+            out = {name: value.numpy() for name, value in out.items()}
+        return out
+
+
+def images(sample: TrainingSample) -> list[Any]:
+    return list(sample.multi_modal_data.mm_items["image"])
+
+
+def showing(sample: TrainingSample, items: Sequence[Any]) -> TrainingSample:
+    ranges = sample.multi_modal_data.mm_placeholders["image"]
+    return replace(sample, multi_modal_data=MultiModalData.of(zip(ranges, items, strict=True)))
+
+
+def seen_as(
+    at: Scene, index: int, change: Callable[[Any], Any], which: int | None, **options: Any
+) -> Planted:
+    """The sampler saw one image, or all of them, changed."""
+    sample = at.samples[index]
+    items = images(sample)
+    number = len(items) - 1 if which == -1 else which
+    changed = [change(item) if number in (None, place) else item for place, item in enumerate(items)]
+    saw = scored(at.model, at.tiny, showing(sample, changed))
+    return Planted(as_trained(saw, sample), number or 0, options=options)
+
+
+def pixels_of(item: Any) -> Any:
+    return item.tensors()["pixel_values"]
+
+
+def by_channel(item: Any) -> Any:
+    return pixels_of(item).reshape(len(pixels_of(item)), 3, -1)
+
+
+def reframed(item: Any, frames: Any) -> Any:
+    """The item of other planes, of the same area."""
+    patch = item.layout.patch
+    grid = (1, frames.shape[-2] // patch, frames.shape[-1] // patch)
+    frames = np.ascontiguousarray(frames)
+    return msgspec.structs.replace(item, frames=frames, grid=grid, identity=f"{id(frames):064x}")
+
+
+def resized(at: Scene, item: Any, method: Any, jpeg: int | None = None) -> Any:
+    source = at.sources[item.identity]
+    if jpeg is not None:
+        out = io.BytesIO()
+        source.save(out, "JPEG", quality=jpeg)
+        source = Image.open(out)
+    height, width = item.frames.shape[-2:]
+    return reframed(item, np.asarray(source.resize((width, height), method)).transpose(2, 0, 1)[None])
+
+
+def numbered(at: Scene, index: int, edit: Callable[[Any, TrainingSample], Any], **named: Any) -> Planted:
+    sample = at.samples[index]
+
+    def change(inputs):
+        inputs["position_ids"] = edit(inputs["position_ids"].clone(), sample)
+
+    return Planted(scored(at.model, at.tiny, sample, change), **named)
+
+
+def cut(sample: TrainingSample, start: int, stop: int, tokens: Sequence[int] = ()) -> TrainingSample:
+    """Other prompt tokens in place of `[start, stop)`, where there are no images."""
+    row = Row()
+    row.ids = [*sample.token_ids[:start], *tokens, *sample.token_ids[stop:]]
+    row.mask = [*sample.loss_mask[:start], *[False] * len(tokens), *sample.loss_mask[stop:]]
+    grown = len(tokens) - stop + start
+    row.entries = [(s.range.shifted(grown if s.start >= stop else 0), s.item) for s in sample.media_spans]
+    return row.sample(sample.sample_id)
+
+
+def prompted(
+    at: Scene, index: int, start: int, stop: int, tokens: Sequence[int] = (), **named: Any
+) -> Planted:
+    """The sampler's prompt was another."""
+    sample = at.samples[index]
+    return Planted(as_trained(scored(at.model, at.tiny, cut(sample, start, stop, tokens)), sample), **named)
+
+
+def sampled_by(at: Scene, index: int, rule: Callable[[Any], Any]) -> Planted:
+    sample = at.samples[index]
+    return Planted(scored(at.model, at.tiny, sample, rule=rule))
+
+
+def values_of(at: Scene, index: int, form: Callable[[Any], Any]) -> Planted:
+    sample = at.samples[index]
+    return Planted(recorded(sample, form(sample.logprobs[sample.loss_mask])))
+
+
+def computed_by(at: Scene, index: int, change: Any, **options: Any) -> Planted:
+    with change:
+        sample = scored(at.model, at.tiny, at.samples[index])
+    return Planted(sample, options=options)
+
+
+@contextmanager
+def other_weights(model: Any, names: Callable[[str], bool], scale: float = 0.05) -> Any:
+    """Weights moved a little at random; yields what they are then."""
+    kept = {name: one.data for name, one in model.named_parameters()}
+    generator = torch.Generator().manual_seed(3)
+    for name, one in model.named_parameters():
+        if names(name) and one.ndim > 1:
+            one.data = one.data + scale * one.data.std() * torch.randn(one.shape, generator=generator)
+    try:
+        yield {name: one.data.clone() for name, one in model.named_parameters()}
+    finally:
+        for name, one in model.named_parameters():
+            one.data = kept[name]
+
+
+@dataclass
+class Outcome:
+    """What an audit said of one fault in one sample: named rightly, wrongly or not."""
+
+    fault: str
+    family: str
+    index: int
+    verdict: str
+    finding: str
+    seconds: float
+
+
+def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
+    expected, plant = FAULTS[name]
+    planted = plant(at, index)
+    if planted is None:
+        return None
+    options = dict(planted.options)
+    rollouts = options.pop("rollouts", at.samples)
+    peers = [*options.pop("peers", ()), *[one for place, one in enumerate(rollouts) if place != index]]
+    if "alternatives" in options:
+        options["alternatives"] = {key: [built[0], *peers] for key, built in options["alternatives"].items()}
+    head, merged, disable = options.pop("adapter", (None, None, None))
+    started = time.perf_counter()
+    if head is not None:
+        kept, head.weight.data, at.model.disable_adapter = head.weight.data, merged, disable
+    try:
+        report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=1, **options)
+    finally:
+        if head is not None:
+            head.weight.data = kept
+            del at.model.disable_adapter
+    seconds = time.perf_counter() - started
+    own = [one for one in report.findings if one.sample_id == planted.sample.sample_id]
+    said = " | ".join(f"{one.variation}: {one.statement}" for one in own) or f"nothing ({report.largest:.3g})"
+    names = {part for one in own for part in one.variation.split(" or ")} - {"", "values"}
+    placed = planted.image is None or any(one.image == planted.image for one in own)
+    placed = placed and (planted.token is None or any(one.token == planted.token for one in own))
+    verdict = "not named"
+    if names:
+        verdict = "named" if names <= set(expected) else "wrong" if not names & set(expected) else "ambiguous"
+        if verdict == "named" and not placed:
+            verdict = "misplaced"
+    return Outcome(name, family, index, verdict, said, seconds)
