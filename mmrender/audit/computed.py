@@ -307,26 +307,9 @@ def other_attention(model: Any) -> Iterator[None]:
             model.set_attn_implementation(own)
 
 
-def whole_in(dtype: Any) -> Callable[[Any], AbstractContextManager[None]]:
+def whole_in(dtype: Any) -> ModelChange:
     """Return a change of the model that computes all of it in another dtype."""
-
-    @contextmanager
-    def change(model: Any) -> Iterator[None]:
-        def enter(_: Any, args: Any, kwargs: Any) -> Any:
-            return args, {
-                name: _mapped(value, lambda one: one.to(dtype)) if hasattr(value, "dtype") else value
-                for name, value in kwargs.items()
-            }
-
-        hook = model.register_forward_pre_hook(enter, with_kwargs=True)
-        held = [(one, "data", one.data.to(dtype)) for one in model.parameters() if one.is_floating_point()]
-        try:
-            with replaced(held):
-                yield
-        finally:
-            hook.remove()
-
-    return change
+    return lambda model: in_dtype(model, dtype)
 
 
 def _other_dtypes(model: Any) -> dict[str, Any]:

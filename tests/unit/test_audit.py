@@ -256,6 +256,9 @@ SOME = (
     "temperature",
     "logarithms to the base 2",
     "another rollout's tokens",
+    "reasoning stripped from history",
+    "letterboxed on black",
+    "a bias on one token",
 )
 
 
@@ -265,6 +268,13 @@ def test_a_planted_fault_is_named(index, name, tmp_path_factory):
     at = scene("qwen2_5_vl", tmp_path_factory.getbasetemp())
     outcome = judge(name, "qwen2_5_vl", at, index % 3)
     assert outcome.verdict == "named", outcome
+
+
+def test_what_is_only_like_a_fault_is_located_and_not_named(tmp_path_factory):
+    """A blurred image is much like one that was compressed or resized; it differs by less than bfloat16 does."""
+    outcome = judge("blurred", "qwen2_5_vl", scene("qwen2_5_vl", tmp_path_factory.getbasetemp()), 1)
+    assert outcome.verdict == "not named", outcome
+    assert "tokens agree up to image" in outcome.finding
 
 
 def test_the_page_lists_what_is_tried_and_what_was_planted():
