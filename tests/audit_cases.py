@@ -337,7 +337,9 @@ def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
     if head is not None:
         kept, head.weight.data, at.model.disable_adapter = head.weight.data, merged, disable
     try:
-        report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=1, **options)
+        # With an adapter all rollouts depart.
+        count = 1 if head is None else 1 + len(peers)
+        report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=count, **options)
     finally:
         if head is not None:
             head.weight.data = kept

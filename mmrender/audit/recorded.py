@@ -201,7 +201,7 @@ def _constant(view: View) -> Iterator[Recorded]:
         yield Recorded(
             "clipped", f"log-probabilities below {value:g} were recorded as that in {{}}", expected
         )
-    elif count > 3:
+    elif count > 3 and value.is_integer():
         yield Recorded("missing", text, expected)
 
 
@@ -241,6 +241,13 @@ def _reordered(view: View) -> Iterator[Recorded]:
     expected = np.empty_like(view.trainer)
     expected[np.argsort(view.sampler, kind="stable")] = np.sort(view.trainer)
     yield Recorded("shifted numbers", "the log-probabilities are in another order in {}", expected)
+    numbers = np.sort(view.case.compared.trainer)
+    after = np.searchsorted(numbers, view.sampler).clip(1, len(numbers) - 1)
+    below, above = numbers[after - 1], numbers[after]
+    nearest = np.where(np.abs(below - view.sampler) < np.abs(above - view.sampler), below, above)
+    # Of the digits of a number one or two are lost to the choice among all.
+    text = "the log-probabilities are those of other tokens of the rollout in {}"
+    yield Recorded("shifted numbers", text, nearest, len(view.rows) // 3)
 
 
 def _of_another(view: View) -> Iterator[Recorded]:

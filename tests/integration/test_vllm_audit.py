@@ -15,6 +15,7 @@ from mmrender.audit.report import sampled_runs
 from mmrender.audit.trial import ChangedItem, edited, with_items
 from mmrender.client.vllm import VLLMBackend
 from mmrender.rollout.client import RendererClient
+from mmrender.trajectory.sample import RESTRICTED
 
 pytestmark = needs_tier("vllm")
 ROLLOUTS = 50
@@ -87,7 +88,7 @@ PLANTED = {
     "numbers shifted": ("shifted numbers", lambda one: replace(one, logprobs=_rolled(one, one.logprobs, *_longest(one)))),
     "tokens shifted": ("shifted tokens", lambda one: replace(one, token_ids=_rolled(one, one.token_ids, *_longest(one)))),
     "base 2": ("form", lambda one: _values(one, lambda own: own / np.log(2))),
-    "temperature": ("scaled", lambda one: _values(one, lambda own: own * 1.25)),
+    "a factor": ("scaled", lambda one: _values(one, lambda own: own * 1.25)),
 }  # fmt: skip
 
 
@@ -96,9 +97,8 @@ def test_faults_planted_in_rollouts_are_named(sampled, tiny_model, renderer, nam
     theirs, samples = sampled
     trainer = TrainerModel.from_pretrained(tiny_model, dtype=theirs)
     kind, change = PLANTED[name]
-    shown = [sample for sample in samples if sample.media_spans][:3]
-    faulty = [replace(change(one), sample_id=f"faulty {index}") for index, one in enumerate(shown)]
-    # What was held to a choice keeps its place in the tokens only where none come before it.
-    faulty = [one for one in faulty if len(one) == len(shown[0])] or faulty
+    # Of those that no completion was held to a choice in, whose place would move with the tokens.
+    free = [sample for sample in samples if sample.media_spans and RESTRICTED not in sample.extra]
+    faulty = [replace(change(one), sample_id=f"faulty {index}") for index, one in enumerate(free[:3])]
     report = audit([*faulty, *samples[10:]], trainer, decode=renderer.decode)
     assert {finding.variation for finding in report.findings} == {kind}, report.text()
