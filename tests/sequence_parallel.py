@@ -214,6 +214,7 @@ def compare(name: str, folder: Path) -> dict[str, float]:
             loss = policy_loss(token_logprobs(logits, batch), batch) / dist.get_world_size()
             found[layout] = difference(summed_gradients(model, loss), expected)
     decoder = model.get_decoder()
+    shard: Any = None
     decoder.config._attn_implementation = "sequence_parallel"
     cut: list[bool] = []
     for split, layouts in SPLITS.items():
@@ -226,6 +227,13 @@ def compare(name: str, folder: Path) -> dict[str, float]:
             cut.append(cuts_an_image(shard))
             found[f"{split} {layout}"] = difference(step(tiny, shard), expected)
     assert any(cut)
+    # The trainer's attention is proved, and one that does not exchange anything is found out.
+    assert shard.difference(model, group=dist.group.WORLD) < 1e-4
+    decoder.config._attn_implementation = "sdpa"
+    if not tiny.family.image_blocks:  # whole masks do not fit one rank's tokens
+        alone = torch.tensor(shard.difference(model, group=dist.group.WORLD))
+        dist.all_reduce(alone, dist.ReduceOp.MAX)
+        assert alone > 0.1, name
     return found
 
 

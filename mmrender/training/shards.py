@@ -25,6 +25,7 @@ from mmrender.training.segments import attention_mask as attention_mask_of
 from mmrender.training.segments import (
     by_segment,
     recurrent_layers,
+    recurrent_segments,
     row_bounds,
     same_sample,
     token_numbers,
@@ -195,6 +196,38 @@ class SequenceShard:
             recurrent_layers(model, family, partial(self._over_rows, group=group)),
         ):
             yield
+
+    def difference(self, model: Any, *, group: Any = None) -> float:
+        """Return by how much the split forward parts from an eager one over whole rows.
+
+        The trainer's attention is proved so, once and on a small batch: every rank of the group calls it.
+
+        Args:
+            model: As for `cut`.
+            group: As for `cut`.
+
+        Returns:
+            The largest difference of a logit of this rank's tokens, in standard deviations: rounding, unless
+            attention does not exchange what it needs or keep samples apart; then about 1.
+
+        Raises:
+            BatchError: As `cut`.
+        """
+        config = decoder_of(model).config
+        chosen = config._attn_implementation
+        with torch.no_grad():
+            with self.cut(model, group=group):
+                own = model(**self.model_inputs()).logits
+            whole = replace(self.whole, packed=True)
+            config._attn_implementation = "eager"
+            try:
+                with recurrent_segments(model, whole):
+                    expected = self.take(model(**whole.model_inputs(mask_dtype=own.dtype)).logits).float()
+            finally:
+                config._attn_implementation = chosen
+        real = self.take(self.whole.attention_mask)
+        apart = (own.float() - expected)[real].abs()
+        return float(apart.max() / expected.std()) if apart.numel() else 0.0
 
     def token_logprobs(self, logits: Any, *, temperature: float = 1.0) -> Any:
         """Return the log-probability of the token after each one: float32 `(rows, tokens)`.

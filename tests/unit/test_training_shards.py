@@ -137,6 +137,17 @@ def test_the_bounds_are_those_that_attention_sees(batch: TrainingBatch, world_si
         assert len({*own.tolist()} - {-1}) <= 1  # padding is with the sample before it
 
 
+@pytest.mark.parametrize("layout", ["ring", "ulysses"])
+def test_a_batch_is_split_where_it_is(layout: str) -> None:
+    kind = kinds()["patches"]
+    samples = [sample(kind.items[:2], name="a", experts=True), sample(text=2, name="b", experts=True)]
+    batch = collate(samples, kind.family, pad_token_id=PAD_ID, rows=[[0, 1], []]).to("meta")
+    shard = batch.shard(rank=1, world_size=2, layout=layout)
+    bounds = shard.flash_attention_kwargs()["cu_seq_lens_q"]
+    for held in (shard.columns, shard.shift_labels, shard.advantages, shard.whole.routed_experts, bounds):
+        assert held.device.type == "meta"
+
+
 def error(call: Any) -> str:
     with pytest.raises(BatchError) as caught:
         call()
