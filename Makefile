@@ -100,7 +100,7 @@ $(FAMILIES)/.built: tools/families.py tools/families.toml $(PARITY_STAMP)
 	$(PARITY_VENV)/bin/python tools/families.py $(FAMILIES)/wheels $(FAMILIES)/models
 	@touch $@
 
-families: $(FAMILIES)/.built ## build directories of twenty-eight families, without weights, in .families/models
+families: $(FAMILIES)/.built ## build directories of twenty-nine families, without weights, in .families/models
 
 bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done

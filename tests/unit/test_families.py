@@ -2,21 +2,28 @@
 
 import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from mmrender.testing.parity import Difference, Mismatch, ParityReport
 from small_models import train_byte_pairs
 
-SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "families.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tools" / "families.py"
+
+
+def load(script):
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def families():
-    spec = importlib.util.spec_from_file_location("families", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 def test_rows_name_tokens_of_their_own(families):
@@ -35,3 +42,27 @@ def test_the_merges_of_a_vocabulary_follow_from_its_order(families):
     expected = [tuple(bytes(map(byte_of.get, part)) for part in merge) for merge in trained["merges"]]
     assert len(expected) > 300
     assert families.merges_of(tokens) == expected
+
+
+def test_the_page_names_every_family(families):
+    page = load(ROOT / "tools" / "families_page.py")
+    before, _, rest = (ROOT / "docs" / "families.md").read_text("utf-8").partition(page.BEGIN)
+    compared, _, _ = rest.partition(page.END)
+    for name in families.read_table():
+        assert f"\n| `{name}` |" in before, name
+        assert f"\n| `{name}` |" in compared, name
+    assert "differs" not in compared
+
+
+def test_the_page_says_what_was_not_equal():
+    page = load(ROOT / "tools" / "families_page.py")
+    equal = ParityReport("a", "torch", cases=9, refusals=Counter({"No images.": 2}), images=4, tokens=5000)
+    other = ParityReport("a", "pil", cases=9, tokens=1, not_compared="no back end")
+    mismatch = Mismatch(1, "parse", Difference("text", "x", "y"), [], {})
+    broken = ParityReport("b", "pil", cases=2, mismatch=mismatch)
+    counts = json.loads(json.dumps([report.counts() for report in (equal, other, broken)]))
+    written = page.with_table(f"# Page\n{page.BEGIN}old\n{page.END}rest", counts)
+    assert "| `a` | 7 | not compared | 2: No images | 5,001 | 4 | 0 |\n" in written
+    assert "| `b` | - | differs | - | 0 | 0 | 0 |\n" in written
+    assert "old" not in written
+    assert written.endswith(f"{page.END}rest")
