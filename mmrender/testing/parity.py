@@ -196,14 +196,11 @@ class ParityPair:
     def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
         # First, since it makes torchvision importable where it can, and our adapter may run on it.
         self.reference = ReferenceRenderer(directory, image_backend)
-        renderer = Renderer.from_pretrained(directory, image_backend=image_backend, memo_bytes=0)
-        parsing = Renderer(
-            renderer.templates,
-            renderer.tokenizer,
-            renderer.media,
-            content_special_tokens="parse",
-            memo_bytes=0,
-        )
+        # The reference says nothing of tools that a template leaves out.
+        options: Any = {"memo_bytes": 0, "unprinted_tools": "allow"}
+        renderer = Renderer.from_pretrained(directory, image_backend=image_backend, **options)
+        parts = renderer.templates, renderer.tokenizer, renderer.media
+        parsing = Renderer(*parts, content_special_tokens="parse", **options)
         self.renderers = {RULES[0]: renderer, RULES[1]: parsing}
         self.profile = renderer.profile
         tokenizer = self.reference.tokenizer
