@@ -165,6 +165,9 @@ def parity(
         if report.unjudged:
             line = f"{where}: {report.unjudged} of a template that looks for a token: text and ranges alone"
             printed.print(line, markup=False, highlight=False, soft_wrap=True)
+        if report.reordered:
+            line = f"{where}: {report.reordered} with the reference's images in the order of the template"
+            printed.print(line, markup=False, highlight=False, soft_wrap=True)
         for reason, count in report.refusals.most_common():
             line = f"{where}: {count} refused by both: {reason}"
             printed.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,8 @@ class ParityReport:
         replaced: How many held special tokens that a rule makes text.
         unjudged: How many of these were compared in text and placeholder ranges alone, since their template
             looks for the token.
+        reordered: How many were compared with the reference's images in the order that the template writes
+            them in, which is not that of the messages.
         images: Media items compared.
         tokens: Token ids compared.
         pixel_values: Number of pixel values compared, all of which were equal.
@@ -106,6 +108,7 @@ class ParityReport:
     refusals: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     unjudged: int = 0
+    reordered: int = 0
     images: int = 0
     tokens: int = 0
     pixel_values: int = 0
@@ -271,8 +274,26 @@ class ParityPair:
 
         `report` takes the counts of what was compared.
         """
-        renderer, words = self.renderers[rules], self._words[rules]
         given = self._as_template_takes(messages)
+        found = self._difference(rules, messages, given, options, report)
+        if found is None or found.what in ("acceptance", "text"):
+            return found
+        written = self._in_written_order(given, options)
+        if written is None:
+            return found
+        if report is not None:
+            report.reordered += 1
+        return self._difference(rules, messages, written, options, None)
+
+    def _difference(
+        self,
+        rules: str,
+        messages: Messages,
+        given: list[dict[str, Any]],
+        options: Options,
+        report: ParityReport | None,
+    ) -> Difference | None:
+        renderer, words = self.renderers[rules], self._words[rules]
         worded = words.written(given, options)
         is_replaced = worded != (given, options)
         ours = _outcome(lambda: renderer.render(messages, **options))
@@ -326,6 +347,23 @@ class ParityPair:
                     for function in [call["function"]]
                 ]
         return given
+
+    def _in_written_order(
+        self, messages: list[dict[str, Any]], options: Options
+    ) -> list[dict[str, Any]] | None:
+        """Return messages with images in the order that the template writes them in; None where they are.
+
+        The reference gives the first placeholder the first image, whichever part the template wrote it for.
+        A word in the place of each image tells where that one goes.
+        """
+        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        pictures = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+        words = iter([{"type": "text", "text": _WORD.format(index)} for index in range(len(pictures))])
+        text = _outcome(lambda: self.reference.text(_with_images(messages, words), **options))
+        order = [int(word) for word in _WORDS.findall(text)] if isinstance(text, str) else []
+        if order == sorted(order) or sorted(order) != list(range(len(pictures))):
+            return None
+        return _with_images(messages, iter([{"type": "image", "image": pictures[index]} for index in order]))
 
     def _syntax_difference(
         self, renderer: Renderer, words: "_Words", ours: Sequence[int], theirs: Sequence[int]
@@ -386,6 +424,19 @@ class _Words:
     def put_back(self, text: str, shown: Callable[[str], str] = str) -> str:
         """Return a text with tokens for words, each token as `shown` gives it."""
         return _WORDS.sub(lambda match: shown(self._literals[int(match.group(1))]), text)
+
+
+def _with_images(messages: Messages, parts: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with other parts in the places of their images."""
+    return [
+        {
+            **message,
+            "content": [next(parts) if part["type"] == "image" else part for part in message["content"]],
+        }
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:

@@ -182,3 +182,22 @@ def test_what_a_template_makes_of_a_token_is_not_judged(tiny_model, tmp_path):
     assert looking.difference("default", messages, {}, report) is None
     assert looking.difference("default", [{"role": "user", "content": "x<|im_start|>"}], {}, report) is None
     assert (report.replaced, report.unjudged) == (2, 1)
+
+
+BACKWARDS = """{% for m in messages | reverse %}{% for p in m.content %}
+{%- if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"""
+
+
+def test_images_are_those_of_the_parts_that_the_template_writes(tiny_model, tmp_path, monkeypatch):
+    """The reference pairs placeholders and images by number alone."""
+    directory = shutil.copytree(tiny_model, tmp_path / "backwards")
+    (directory / "chat_template.jinja").write_text(BACKWARDS)
+    backwards, report = ParityPair(directory, "pil"), ParityReport("backwards", "pil")
+    asked = [[{"type": "image", "image": image}, {"type": "text", "text": "x"}] for image in IMAGES[:3]]
+    messages = [{"role": "user", "content": content} for content in asked]
+    assert backwards.difference("parse", messages, {}, report) is None
+    assert report.reordered == 1
+    wrong = [*messages[1:], messages[0]]
+    honest = backwards.renderers["parse"].render
+    monkeypatch.setattr(backwards.renderers["parse"], "render", lambda _, **options: honest(wrong, **options))
+    assert backwards.difference("parse", messages, {}) is not None
