@@ -162,15 +162,8 @@ def parity(
                 printed.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
         elif report.not_compared is not None:
             printed.print(f"\n{where}: {report.not_compared}", style="red", markup=False, soft_wrap=True)
-        if report.unjudged:
-            line = f"{where}: {report.unjudged} of a template that looks for a token: text and ranges alone"
-            printed.print(line, markup=False, highlight=False, soft_wrap=True)
-        if report.reordered:
-            line = f"{where}: {report.reordered} with the reference's images in the order of the template"
-            printed.print(line, markup=False, highlight=False, soft_wrap=True)
-        for reason, count in report.refusals.most_common():
-            line = f"{where}: {count} refused by both: {reason}"
-            printed.print(line, markup=False, highlight=False, soft_wrap=True)
+        for note in report.notes():
+            printed.print(f"{where}: {note}", markup=False, highlight=False, soft_wrap=True)
     outcomes = {report.outcome for report in reports}
     raise typer.Exit(1 if "differs" in outcomes else 2 if "not compared" in outcomes else 0)
 

@@ -98,6 +98,7 @@ class ParityReport:
         tokens: Token ids compared.
         pixel_values: Number of pixel values compared, all of which were equal.
         seconds: How long it took, the opening of both sides included.
+        invented: Tokens that the reference adds, and that no file of the model has: no text holds them.
         not_compared: Why something that the model takes, such as images, was left out; or None.
         mismatch: The first difference, or None.
     """
@@ -113,6 +114,7 @@ class ParityReport:
     tokens: int = 0
     pixel_values: int = 0
     seconds: float = 0.0
+    invented: Sequence[str] = ()
     not_compared: str | None = None
     mismatch: Mismatch | None = None
 
@@ -138,6 +140,19 @@ class ParityReport:
         names = [entry.name for entry in fields(self) if entry.name != "mismatch"]
         return {"outcome": self.outcome, **{name: getattr(self, name) for name in names}}
 
+    def notes(self) -> list[str]:
+        """Return what limits the comparison, a line each."""
+        found = [f"{count} refused by both: {why}" for why, count in self.refusals.most_common()]
+        if self.unjudged:
+            found.append(f"{self.unjudged} of a template that looks for a token: text and ranges alone")
+        if self.reordered:
+            found.append(f"{self.reordered} with the reference's images in the order of the template")
+        if self.invented:
+            found.append(
+                f"the reference adds {', '.join(self.invented)}, in no file of the model and no text"
+            )
+        return found
+
 
 def check_parity(
     directory: Path,
@@ -162,7 +177,7 @@ def check_parity(
         report.not_compared = f"{type(error).__name__}: {error}"
         return report
     source = random.Random(seed)
-    report.not_compared = pair.without_images
+    report.not_compared, report.invented = pair.without_images, pair.invented
     images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
     documents = pair.renderers["default"].templates.find({}, has_tools=False).template.reads_documents
     maker = ConversationMaker(
@@ -192,6 +207,7 @@ class ParityPair:
     Attributes:
         profile: What the model's template takes.
         literals: Special tokens as content may hold them, also in disguise.
+        invented: Those that the reference's tokenizer adds, and that no file of the model has.
         takes_images: Whether the model is one for images.
         without_images: Why its images cannot be compared, or None.
     """
@@ -218,6 +234,14 @@ class ParityPair:
             getattr(self.reference.processor, "audio_token", None), None
         )  # each asks for an audio input
         self._unknown = tokenizer.unk_token_id
+        files = "".join(path.read_text("utf-8") for path in sorted(directory.glob("*token*.json")))
+        self.invented = [
+            token
+            for token in sorted(added)
+            if not any(json.dumps(token, ensure_ascii=ascii)[1:-1] in files for ascii in (True, False))
+        ]
+        for token in self.invented:
+            del added[token]
         self.literals = [*sorted(added), *(token.translate(_FULL_WIDTH) for token in sorted(added))]
         self.takes_images = renderer.media is not None
         self.without_images = self._why_without_images(renderer)

@@ -201,3 +201,17 @@ def test_images_are_those_of_the_parts_that_the_template_writes(tiny_model, tmp_
     honest = backwards.renderers["parse"].render
     monkeypatch.setattr(backwards.renderers["parse"], "render", lambda _, **options: honest(wrong, **options))
     assert backwards.difference("parse", messages, {}) is not None
+
+
+def test_a_token_that_only_the_reference_has_is_named_and_not_written(tiny_model, tmp_path):
+    """Transformers' class for a tokenizer may add one, with an id that the model lacks."""
+    directory = shutil.copytree(tiny_model, tmp_path / "invented")
+    engine = build_engine(
+        ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    )
+    engine.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    report = check_parity(directory, image_backend="pil", cases=12)
+    assert (report.mismatch, list(report.invented)) == (None, ["<|endoftext|>"])
+    assert "the reference adds <|endoftext|>, in no file of the model and no text" in report.notes()
