@@ -124,6 +124,9 @@ def parity(
     from mmrender.testing.conversations import load_pictures
     from mmrender.testing.parity import check_parity
 
+    if bridge and as_json:
+        remedy = "Leave out one of the two"
+        raise InputError("bridges are counted in a Markdown table alone", where="--json", remedy=remedy)
     if bridge:
         return _bridge_parity(models, cases, seed, "pil" if image_backend == "both" else image_backend)
 

@@ -176,6 +176,11 @@ UNNAMED = "InputError: --model: the server's model is not named - expected the n
         (chat_about("/outside/red.png"), "render chat.json", BLOCKED),
         (chat_about("half.png"), "render chat.json", "MediaDecodeError: messages[0].content[0]: "),
         (None, "parity MODEL --images none", "InputError: none: no such folder"),
+        (
+            None,
+            "parity MODEL --bridge --json",
+            "InputError: --json: bridges are counted in a Markdown table alone",
+        ),
         (None, "demo --server http://127.0.0.1:1", UNNAMED),
     ],
 )
