@@ -215,10 +215,10 @@ class ModelFamily:
         """Compare batches of an architecture with single forwards, and return what passes.
 
         The architecture is built small, with random weights, unless a model in float32 is given, which is
-        run as it is. Padded (right and left) and packed batches of samples with images and without run in
-        train mode. What passes is remembered by the configuration: `from_config` gives it, in this process,
-        and where the architecture was built here, in others with the same releases of Transformers, torch and
-        mmrender, too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
+        run as it is. Padded (right and left), packed and split batches of samples with images and without run
+        in train mode. What passes is remembered by the configuration: `from_config` gives it, in this
+        process, and where the architecture was built here, in others with the same releases of Transformers,
+        torch and mmrender, too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
 
         Args:
             model_or_config: A Transformers model, or what `from_config` takes.
@@ -226,7 +226,7 @@ class ModelFamily:
                 the family's image processor cannot be built from its name alone.
 
         Returns:
-            The family, with the layouts that failed and the module at fault in `refused`.
+            The family, with the layouts and splits that failed and the module at fault in `refused`.
 
         Raises:
             ModelError: The configuration cannot be read.
