@@ -6,7 +6,8 @@ a mark that ends it. `{% set message = messages[i] %}` is followed by a mark of 
 `environment.Joiner` reads the marks.
 """
 
-from typing import Literal, TypeAlias
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
 
 import jinja2.ext
 from jinja2 import nodes
@@ -125,12 +126,28 @@ class TracingCodeGenerator(CodeGenerator):
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - Jinja calls it so
         """Write what the template prints, or a mark of `instrument`."""
         mark = getattr(node, "mark", None)
-        if mark is None:
-            super().visit_Output(node, frame)
+        if mark is not None:
+            self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
+            after = ")" if frame.buffer is None else "))"
+            self._call(f"environment.marked({mark[0]!r}, {mark[1]!r}, ", node.nodes, after, frame)
             return
-        self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
-        after = ")" if frame.buffer is None else "))"
-        self._call(f"environment.marked({mark[0]!r}, {mark[1]!r}, ", node.nodes, after, frame)
+        for is_sum, children in groupby(node.nodes, lambda child: isinstance(child, nodes.Add)):
+            if not is_sum or frame.require_output_check:
+                super().visit_Output(nodes.Output(list(children), lineno=node.lineno), frame)
+                continue
+            for child in children:
+                # What is printed is joined once: its operands are handed over as they are.
+                self.writeline("yield from " if frame.buffer is None else f"{frame.buffer}.extend(", child)
+                after = "))" if frame.buffer is None else ")))"
+                self._call("environment.summands((", _summands(child), after, frame)
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        """Begin what is printed: text as it is, since the environment's finalizer gives nothing else."""
+        self.write(finalize.src)
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        """End what `_output_child_pre` began."""
+        self.write(")")
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
@@ -139,12 +156,7 @@ class TracingCodeGenerator(CodeGenerator):
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write a chain of additions as one: laid out once, where all of it is text."""
-        operands: list[nodes.Expr] = []
-        left: nodes.Expr = node
-        while isinstance(left, nodes.Add):
-            operands.append(left.right)
-            left = left.left
-        self._call("environment.added((", [left, *reversed(operands)], "))", frame)
+        self._call("environment.added((", _summands(node), "))", frame)
 
     def _call(self, before: str, operands: list[nodes.Expr], after: str, frame: Frame) -> None:
         self.write(before)
@@ -152,6 +164,15 @@ class TracingCodeGenerator(CodeGenerator):
             self.visit(operand, frame)
             self.write(", ")
         self.write(after)
+
+
+def _summands(node: nodes.Expr) -> list[nodes.Expr]:
+    """Operands of a chain of additions, from left to right."""
+    operands: list[nodes.Expr] = []
+    while isinstance(node, nodes.Add):
+        operands.append(node.right)
+        node = node.left
+    return [node, *reversed(operands)]
 
 
 class GenerationBlock(jinja2.ext.Extension):

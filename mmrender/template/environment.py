@@ -72,6 +72,11 @@ class OwnedDict(dict[str, Any]):
     _owner: Origin
 
 
+_DICTS: frozenset[type[Any]] = frozenset((dict, OwnedDict, TracedDict))
+_DICT_NAMES = frozenset({*dir(OwnedDict), *dir(TracedDict)})
+"""What a template may mean by `.name` other than an entry."""
+
+
 class _Stretch(NamedTuple):
     """Text from character `start` and span number `span` on, written by one iteration of a loop."""
 
@@ -104,27 +109,31 @@ class Joiner:
         """Lay pieces out one after the other, each with the scaffold origin of its message."""
         budget = BUDGET.get()
         limit = budget.limits.max_characters if budget is not None else 1 << 60
-        hold = self._held.append
+        hold, laid = self._held.append, self._spans
+        position, gap, owner = 0, 0, None
         for piece in pieces:
-            if type(piece) is str:
-                hold(piece)
-                self._position += len(piece)
-            elif type(piece) is tuple:
+            kind = type(piece)
+            if kind is str:
+                hold(piece)  # type: ignore[arg-type]
+                position += len(piece)
+            elif kind is tuple:
+                self._position, self._gap = position, gap
                 self._mark(*piece)
+                gap, owner = self._gap, self._owner
             elif piece:
                 hold(piece)  # type: ignore[arg-type]
-                position, owner, laid = self._position, self._owner, self._spans
                 for low, high, origin in piece.spans:  # type: ignore[union-attr]
                     start = low + position
-                    if owner is not None and self._gap < start:
-                        self._push(self._gap, start, owner)
-                    self._gap = high + position
+                    if owner is not None and gap < start:
+                        self._push(gap, start, owner)
+                    gap = high + position
                     if laid and laid[-1][1] == start and laid[-1][2] is origin:
                         start = laid.pop()[0]
-                    laid.append((start, self._gap, origin))
-                self._position += len(piece)
-            if self._position > limit:
-                grow(self._position)
+                    laid.append((start, gap, origin))
+                position += len(piece)
+            if position > limit:
+                grow(position)
+        self._position, self._gap = position, gap
         self._flush()
         while self._open:
             self._close(self._open.pop())
@@ -152,11 +161,12 @@ class Joiner:
         self._flush()
         if self._open and self._open[-1].loop == loop:
             self._close(self._open.pop())
+        owners = self._owners
         if origin is not None:
-            self._owners[loop] = origin
+            owners[loop] = origin
         else:
-            self._owners.pop(loop, None)
-        owner = next(reversed(self._owners.values()), None)
+            owners.pop(loop, None)
+        owner = next(reversed(owners.values())) if owners else None
         if self._outside is not None and (owner is None) != (self._owner is None):
             if owner is not None:
                 self._own_outside(self._position, len(self._spans))
@@ -254,6 +264,24 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateSyntaxError(message, 1) from error
         return self.template_class.from_code(self, code, self.make_globals(None))
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Look up `obj.attribute`; that of a dict which is no method of dicts is its entry."""
+        if type(obj) in _DICTS and attribute not in _DICT_NAMES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look up `obj[argument]`."""
+        if type(obj) in _DICTS and type(argument) is str and argument not in _DICT_NAMES:
+            try:
+                return obj[argument]
+            except KeyError:
+                return self.undefined(obj=obj, name=argument)
+        return super().getitem(obj, argument)
+
     def marked(self, loop: int, kind: MarkKind, value: Any) -> Mark:
         """Count a loop iteration; carry the scaffold origin of its message to `Joiner`."""
         if kind == "enter" and (budget := BUDGET.get()) is not None:
@@ -276,6 +304,12 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             text, spans = lay_out(operands)
             return TracedStr(text, spans) if spans else text
         return functools.reduce(operator.add, operands)
+
+    def summands(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Texts that, one after the other, are what a printed chain of the `+` operator gives."""
+        if _TEXTS.issuperset(map(type, operands)):
+            return operands
+        return (_output_text(functools.reduce(operator.add, operands)),)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run `*` or `%`, of text with provenance."""
