@@ -334,7 +334,8 @@ def as_bytes(data: Any, where: str | None, error: type[CodecError] = DecodeError
     """View a buffer as bytes, or raise `error` if it is not contiguous memory."""
     try:
         view = memoryview(data)
-        return view.cast("B") if view.ndim != 1 or view.format != "B" else view[:]
+        is_plain = view.ndim == 1 and view.format == "B" and view.c_contiguous
+        return view[:] if is_plain else view.cast("B")
     except (TypeError, ValueError, BufferError) as cause:
         raise error("not contiguous bytes", where=where, got=type(data).__name__) from cause
 

@@ -185,3 +185,23 @@ def test_loops_and_deep_trees_end_in_one_error() -> None:
     for opener in (b"\x91", b"\x81\xa0"):
         with pytest.raises(mmcodecs.CodecError):
             mmcodecs.decode_tagged(opener * 30_000 + b"\xc0")
+
+
+NO_BYTES = [
+    "text",
+    7,
+    None,
+    {},
+    object(),
+    memoryview(b"abcdefgh")[::2],
+    np.arange(8, dtype="u1")[::-1],
+    [1],
+    b"\xc1",
+]
+
+
+@pytest.mark.parametrize("value", NO_BYTES, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("read", [mmcodecs.decode, mmcodecs.decode_tagged, mmcodecs.Decoder().decode])
+def test_what_is_not_a_message_is_a_codec_error(read, value):
+    with pytest.raises(mmcodecs.CodecError):
+        read(value)
