@@ -28,7 +28,7 @@ from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
-from mmrender.rendering import Rendering, UnprintedTools, conversation_key, copy_rendered, new_memo
+from mmrender.rendering import Rendering, Unprinted, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
 from mmrender.template.chat import GIVEN
 from mmrender.template.limits import TemplateLimits
@@ -71,8 +71,8 @@ class Renderer:
         content_special_tokens: How special tokens in content are encoded, for all roles or by role; roles
             that are not named follow `mmrender.tokens.encode.DEFAULT_RULES`.
         tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
-        unprinted_tools: Whether tools that the template prints nothing of are an error; `"allow"` where the
-            messages tell of them.
+        unprinted: Whether tools and documents that the template prints nothing of are an error; `"allow"`
+            where the messages tell of them.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
             default the tokenizer's.
@@ -92,7 +92,7 @@ class Renderer:
         *,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
         tool_call_grammar: str | None = None,
-        unprinted_tools: UnprintedTools = "error",
+        unprinted: Unprinted = "error",
         memo_bytes: int = 128 << 20,
         vocab_size: int | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
@@ -128,11 +128,11 @@ class Renderer:
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         self._tool_call_grammar = tool_call_grammar
-        if unprinted_tools not in ("error", "allow"):
+        if unprinted not in ("error", "allow"):
             raise RenderError(
-                "unprinted_tools is not understood", expected="'error' or 'allow'", got=repr(unprinted_tools)
+                "unprinted is not understood", expected="'error' or 'allow'", got=repr(unprinted)
             )
-        self._unprinted_tools = unprinted_tools
+        self._unprinted = unprinted
         self._load: Callable[[], Renderer] | None = None
 
     @classmethod
@@ -148,7 +148,7 @@ class Renderer:
         media_cache: MediaCache | None = None,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
         tool_call_grammar: str | None = None,
-        unprinted_tools: UnprintedTools = "error",
+        unprinted: Unprinted = "error",
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         template_processes: TemplateProcesses | None = None,
@@ -168,7 +168,7 @@ class Renderer:
             media_cache: Cache of processed items; pass one to share it between renderers.
             content_special_tokens: As for `Renderer`: `"text"`, `"parse"` or `"error"`.
             tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.grammars.GRAMMARS`.
-            unprinted_tools: As for `Renderer`: `"error"` or `"allow"`.
+            unprinted: As for `Renderer`: `"error"` or `"allow"`.
             limits: Bounds on one run of the template.
             clock: Gives the time that the template's `strftime_now` formats.
             template_processes: Child processes with limits, in which the template is compiled and run.
@@ -211,7 +211,7 @@ class Renderer:
             media,
             content_special_tokens=content_special_tokens,
             tool_call_grammar=tool_call_grammar,
-            unprinted_tools=unprinted_tools,
+            unprinted=unprinted,
             memo_bytes=memo_bytes,
             vocab_size=model.vocab_size,
             sampling_defaults=model.sampling_defaults,
@@ -294,7 +294,7 @@ class Renderer:
         template = self._known(
             "render", tools is not None, template_arguments, chat_template, chat_template_kwargs
         )
-        rendered = Rendering(template, self._writer, self.media, self._unprinted_tools).render(
+        rendered = Rendering(template, self._writer, self.media, self._unprinted).render(
             conversation,
             tools=None if tools is None else normalize_tools(tools),
             documents=normalize_documents(documents),
@@ -327,7 +327,7 @@ class Renderer:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
         arguments = _merged(chat_template_kwargs, template_arguments)
         known = self._known("render", tools is not None, arguments, chat_template, chat_template_kwargs)
-        return Rendering(known, self._writer, self.media, self._unprinted_tools).text(
+        return Rendering(known, self._writer, self.media, self._unprinted).text(
             normalize_messages(messages),
             tools=None if tools is None else normalize_tools(tools),
             documents=normalize_documents(documents),
@@ -419,7 +419,7 @@ class Renderer:
             known = self._known(
                 "bridge", tools is not None, template_arguments, chat_template, chat_template_kwargs
             )
-            rendering = Rendering(known, self._writer, self.media, self._unprinted_tools)
+            rendering = Rendering(known, self._writer, self.media, self._unprinted)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
             return bridge.extend(
                 previous_prompt_ids,

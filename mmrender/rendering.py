@@ -40,7 +40,7 @@ class Given(TypedDict, total=False):
     documents: Sequence[Mapping[str, Any]] | None
 
 
-UnprintedTools: TypeAlias = Literal["error", "allow"]
+Unprinted: TypeAlias = Literal["error", "allow"]
 
 _MAX_DEPTH = 32
 _BYTES_PER_TOKEN = 64
@@ -54,13 +54,13 @@ class Rendering:
         known: The chat template with its arguments, and the findings about it.
         writer: Turns text into tokens.
         media: Turns media parts into items, or None for a text-only model.
-        unprinted_tools: Whether tools that the template prints nothing of are an error.
+        unprinted: Whether tools and documents that the template prints nothing of are an error.
     """
 
     known: KnownTemplate
     writer: TokenWriter
     media: MediaResolver | None
-    unprinted_tools: UnprintedTools = "error"
+    unprinted: Unprinted = "error"
 
     def text(
         self,
@@ -83,9 +83,8 @@ class Rendering:
             continue_final_message=continue_final_message,
         )
         text = run(**given)
-        if given.get("tools") and self.unprinted_tools == "error":
+        if self.unprinted == "error":
             _refuse_unprinted("tools", "tool", text, run, given)
-        if given.get("documents"):
             _refuse_unprinted("documents", "document", text, run, given)
         return text
 
@@ -288,7 +287,9 @@ def _refuse_unprinted(
     given: Given,
 ) -> None:
     """Raise for the first tool or document that has no part in a text."""
-    values = given[kind] or ()
+    values = given.get(kind)
+    if not values:
+        return
     printed = {origin.path for _, _, origin in text.spans if origin.kind == kind}
     for index in range(len(values)):
         where = f"{kind}[{index}]"
@@ -301,12 +302,11 @@ def _refuse_unprinted(
         except TemplateError:
             is_lost = False
         if is_lost:
-            remedy = f"Leave the {one} out"
-            if kind == "tools":
-                remedy += (
-                    ', or open the model with unprinted_tools="allow" where the prompt states it elsewhere'
-                )
-            raise InputError(f"the chat template prints nothing of this {one}", where=where, remedy=remedy)
+            raise InputError(
+                f"the chat template prints nothing of this {one}",
+                where=where,
+                remedy='Leave it out, or open the model with unprinted="allow" where the messages tell of it',
+            )
 
 
 class _MediaPlace(NamedTuple):

@@ -216,7 +216,7 @@ class ParityPair:
         # First, since it makes torchvision importable where it can, and our adapter may run on it.
         self.reference = ReferenceRenderer(directory, image_backend)
         # The reference says nothing of tools that a template leaves out.
-        options: Any = {"memo_bytes": 0, "unprinted_tools": "allow"}
+        options: Any = {"memo_bytes": 0, "unprinted": "allow"}
         renderer = Renderer.from_pretrained(directory, image_backend=image_backend, **options)
         parts = renderer.templates, renderer.tokenizer, renderer.media
         parsing = Renderer(*parts, content_special_tokens="parse", **options)
