@@ -2,7 +2,7 @@
 
 A sample is never split. Bins are filled by first-fit decreasing, which needs at most 11/9 of the fewest
 possible bins and two thirds of one more (Dosa, 2007); parts are balanced by giving the costliest item first
-to the part that has least (Graham, 1969).
+to the part that has least (Graham, 1969), and then by exchanges with the costliest part.
 
 All ranks take equally many micro-batches. In every step all ranks have images or none has: sharded training
 gathers the weights of the vision tower on every rank or on none, so a rank without images would block the
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias, Unpack
 
 import numpy as np
+import numpy.typing as npt
 
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem, tensor_specs
@@ -27,6 +28,8 @@ from mmrender.training.fields import ExpandOptions
 from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 
+_EVEN: Final = 1e-3
+"""Parts whose costliest is above the mean by no more are even enough."""
 _ANY: Final = -1
 """The kind of a bin that takes samples of every kind."""
 
@@ -108,7 +111,39 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
         larger -= len(members[part]) == size
         members[part].append(index)
         heapq.heappush(heap, (cost + costs[index], part))
+    _exchange(np.asarray(costs, np.float64), members)
     return [sorted(part) for part in members]
+
+
+def _exchange(costs: npt.NDArray[np.float64], members: list[list[int]]) -> None:
+    """Exchange items of the costliest part for cheaper ones of others, while that lowers the largest cost."""
+    loads = np.array([costs[part].sum() for part in members])
+    for _ in costs:
+        top = int(loads.argmax())
+        if loads[top] <= loads.mean() * (1 + _EVEN):
+            return
+        own = costs[members[top]]
+        best = float(loads[top]) * (1 - 1e-9)
+        found: tuple[int, int, int] | None = None
+        for other, part in enumerate(members):
+            if not part or other == top:
+                continue
+            order = np.argsort(costs[part])
+            theirs = costs[part][order]
+            # Both would cost the same if half of their difference moved: the two nearest to that are tried.
+            after = np.searchsorted(theirs, own - (loads[top] - loads[other]) / 2)
+            near = np.clip(after[:, None] + [-1, 0], 0, len(part) - 1)
+            moved = own[:, None] - theirs[near]
+            larger = np.maximum(loads[top] - moved, loads[other] + moved)
+            if larger.min() < best:
+                mine, side = divmod(int(larger.argmin()), 2)
+                best, found = float(larger.min()), (other, mine, int(order[near[mine, side]]))
+        if found is None:
+            return
+        other, mine, its = found
+        members[top][mine], members[other][its] = members[other][its], members[top][mine]
+        for changed in (top, other):
+            loads[changed] = costs[members[changed]].sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,3 +242,12 @@ def test_balanced_parts(costs: list[float], parts: int) -> None:
     assert len(found) == parts
     counts = [len(part) for part in found]
     assert max(counts) - min(counts) <= 1
+    # Even to a thousandth, or no exchange of two items with the costliest part makes the costlier of both cheaper.
+    loads = [sum(costs[index] for index in part) for part in found]
+    top = loads.index(max(loads))
+    for other, mine, its in (
+        (o, i, j) for o in range(parts) for i in found[top] for j in found[o] if o != top
+    ):
+        moved = costs[mine] - costs[its]
+        even = loads[top] <= sum(loads) / parts * 1.0010001
+        assert even or max(loads[top] - moved, loads[other] + moved) >= loads[top] * (1 - 1e-6)

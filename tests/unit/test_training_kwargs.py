@@ -133,7 +133,9 @@ def grids_of(*grids: list[int]) -> list[str]:
     return encoded(items)
 
 
-@pytest.mark.parametrize("grid", [[1, 4, 8], [1, 2, 4], [1000, 1000, 1000]])
+@pytest.mark.parametrize(
+    "grid", [[1, 4, 8], [1, 2, 4], [1000, 1000, 1000], [-1, -4, 4], [1, 16, 2**60 + 1], [0, 4, 4]]
+)
 @pytest.mark.parametrize("count", [1, 2])
 def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int) -> None:
     with pytest.raises(BatchError, match="the grids are not those of the patches - expected"):
