@@ -241,6 +241,10 @@ def _stored(image: Image.Image) -> Image.Image | None:
     return image if image.getexif().get(_ORIENTATION, 1) != 1 else None
 
 
+def _transposed(image: Image.Image, turn: Image.Transpose) -> Image.Image:
+    return image.transpose(turn)
+
+
 def _over(image: Image.Image, level: int | None) -> Image.Image | None:
     """Return a transparent image over one level, or without its transparency for None."""
     if "A" not in image.getbands() and "transparency" not in image.info:
@@ -382,6 +386,10 @@ _ROWS: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "turned image": {
         **{f"pixels {name}": _planes(turn) for name, turn in _TURNS.items()},
         "pixels as they are stored, not upright,": _images(_stored, stored=True),
+        **{
+            f"pixels resized after a turn ({turn.name.lower()})": _images(partial(_transposed, turn=turn))
+            for turn in Image.Transpose
+        },
     },
     "framing": {
         **{f"pixels moved by one {way}": _planes(partial(_moved, *by)) for way, by in _SIDES.items()},
