@@ -85,12 +85,16 @@ class Bridge:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in new_messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        if any(any(message.media()) for message in new_messages) and self._counts_images():
-            raise NotBridged("the processor treats an image differently when more of them follow")
         prompt = _as_list(prompt_ids, "previous_prompt_ids")
         completion = _as_list(completion_ids, "previous_completion_ids")
         if not prompt:
             raise NotBridged("the previous prompt is empty")
+        if (
+            any(any(message.media()) for message in new_messages)
+            and (previous.mm_hashes or not self._writer.media_ids.isdisjoint(prompt))
+            and self._counts_images()
+        ):
+            raise NotBridged("the processor treats an image differently when more of them follow")
         previous.spans(len(prompt), where="previous_multi_modal_data")
         first = _SHORTEST
         try:

@@ -339,15 +339,16 @@ class TailProver:
                 continue
             reason = f"{why} (seen by varying {variation.looks_at})" if variation.looks_at else why
             shared = common_prefix(prompt, turn.text)
+            found = self._tails.written(history, self._extension)
+            in_prompt = tuple(sorted(found.prompt - usual.prompt))
             if shared < min(turn.begin, len(prompt)):
-                found = self._tails.written(history, self._extension)
-                yield Objection(reason, in_prompt=tuple(sorted(found.prompt - usual.prompt)))
+                yield Objection(reason, in_prompt=in_prompt)
                 continue
             states = alone.changed_in(turn)
             if shared < len(prompt):
                 states = ("written",) if alone.reasoning == "written" else ("none", "empty")
             if states:
-                yield Objection(reason, reasoning=states)
+                yield Objection(reason, in_prompt=in_prompt, reasoning=states)
             keeps_reasoning |= alone.reasoning == "written" and not states
         if not keeps_reasoning:
             yield Objection(why, reasoning=("written",))

@@ -20,6 +20,7 @@ from mmrender.messages import MessageLike
 from mmrender.renderer import Renderer
 from mmrender.spans import common_prefix
 from mmrender.testing.conversations import ConversationMaker, sample_images
+from mmrender.testing.reference import has_reference_backend, import_torchvision
 from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens
 
 Ending = Literal["as written", "another stop token", "cut off"]
@@ -108,8 +109,17 @@ def check_bridge(
         seed: Of the generated conversations.
         pictures: Images to use beside generated ones.
         progress: Called after each case.
+
+    Raises:
+        ProcessorError: The model's images cannot be processed here.
+        MissingDependencyError: They need a package that is not installed.
     """
     report = BridgeReport(model)
+    if renderer.media is not None:
+        # Without its images, a family would count as good.
+        if has_reference_backend("torch"):
+            import_torchvision()
+        renderer.media.require_processor(model)
     source = random.Random(seed)
     images = [*sample_images(source, 6, largest=160), *pictures] if renderer.media is not None else []
     maker = ConversationMaker(renderer.profile, images)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,11 +21,13 @@ from bridge_cases import (
     sampled_ids,
 )
 from mmrender.errors import MMRenderError
+from mmrender.media.load import LoadedImage
+from mmrender.media.processor import Prepared
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.tokens.rendered import RenderedTokens
-from small_models import MODELS
+from small_models import MODELS, SmallModel, SmallProcessor
 
 REFUSED = {"last_user": "what the template writes for this extension depends on the system prompt"}
 """Small templates with extensions that cannot be bridged, and why."""
@@ -203,6 +206,47 @@ def test_sampled_is_full_minus_prompt(subject: Subject, source: random.Random) -
             assert start == len(prompt)
         else:
             assert not renderer.template_profile(**_arguments(options)).prefix_stable
+
+
+class CountingProcessor(SmallProcessor):
+    """Writes as many tokens for an image as there are images."""
+
+    depends_on_image_count = True
+
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
+        made = SmallProcessor(self.token, self.expand).process(loaded)
+        identity = f"{made.identity} {num_images}"
+        item = replace(made, identity=identity, expansion=self.expand(num_images))
+        return Prepared(identity, lambda: item)
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("added", [0, 1, 2])
+def test_images_that_depend_on_their_number_follow_a_prompt_without_any(earlier: int, added: int) -> None:
+    model = SmallModel("everything", MODELS["everything"].spec)
+    model.__dict__["processor"] = CountingProcessor(model.spec.placeholder, model.spec.expansion)
+    renderer = model.renderer()
+
+    def asked(images: int) -> list[dict[str, Any]]:
+        pictures = [{"type": "image", "image": PICTURES[0]}] * images
+        return [{"role": "user", "content": [*pictures, {"type": "text", "text": "Look."}]}]
+
+    prompt = renderer.render(asked(earlier), add_generation_prompt=True)
+    messages = [*asked(earlier), {"role": "assistant", "content": "Yes."}, *asked(added)]
+    full = renderer.render(messages, add_generation_prompt=True)
+    completion = [*renderer.tokenizer.encode("Yes."), renderer.get_stop_token_ids()[0]]
+    sidecar = prompt.multi_modal_data
+    bridge = renderer.bridge_to_next_turn(
+        prompt.token_ids, completion, asked(added), previous_multi_modal_data=sidecar
+    )
+    if earlier and added:
+        assert bridge is None
+        assert (
+            renderer.why_not_bridged == "the processor treats an image differently when more of them follow"
+        )
+    else:
+        assert bridge is not None, renderer.why_not_bridged
+        assert_same_rendering(bridge, full)
 
 
 def test_empty_extension_and_assistant_in_it_are_refused(subject: Subject) -> None:

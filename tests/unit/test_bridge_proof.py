@@ -326,6 +326,20 @@ def test_history_policy(tiny_model: Path) -> None:
     assert reason(renderer, USER, history="template", open_to_all=True) is not None
 
 
+def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(tiny_model: Path) -> None:
+    shortened = (
+        "{{ m.content[1:] if ns.seen > 1 and m.role == 'assistant' and not loop.last else m.content }}"
+    )
+    source = template(before=seen("m.role == 'tool'")).replace("{{ m.content }}", shortened)
+    renderer = load(tiny_model, source)
+    called = "Hm.<tool_call>zoom</tool_call>"
+    assert reason(renderer, NAMED_TOOL, says=called, history="template") is None
+    why = "the template would write earlier turns differently once this extension follows (seen by varying "
+    found = reason(renderer, NAMED_TOOL, says=called, history="template", open_to_all=True)
+    assert found is not None
+    assert found.startswith(why)
+
+
 def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:
     hook = "{% if m.role == 'user' and '/count' in m.content %}{{ messages | length }}{% endif %}"
     renderer = load(tiny_model, template(head=hook))
