@@ -46,7 +46,7 @@ class Budget:
         left = self._steps_left = self._steps_left - 1
         if left < 0:
             raise _too_much("steps", f"{self.limits.max_steps:,} loop iterations and calls")
-        if not left & 15 and time.monotonic() > self._deadline:
+        if time.monotonic() > self._deadline:
             raise _too_much("time", f"{self.limits.max_seconds:g} s")
 
     def grow(self, size: int) -> None:
