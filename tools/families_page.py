@@ -38,7 +38,9 @@ class Family:
     def cells(self) -> list[str]:
         """Cells of its row; tokens, images and values of all modes, and reasons of the first."""
         first = next(iter(self.reports.values()))
-        why = [f"{count}: {reason.rstrip('.')}" for reason, count in first["refusals"].items()]
+        # A template may print a text of the conversation, of several lines.
+        reasons = {" ".join(why.split()): count for why, count in first["refusals"].items()}
+        why = [f"{count}: {reason.rstrip('.')}".replace("|", "\\|") for reason, count in reasons.items()]
         counts = [
             sum(report[name] for report in self.reports.values())
             for name in ("tokens", "images", "pixel_values")
