@@ -91,7 +91,7 @@ class Bridge:
             raise NotBridged("the previous prompt is empty")
         if (
             any(any(message.media()) for message in new_messages)
-            and (previous.mm_hashes or not self._writer.media_ids.isdisjoint(prompt))
+            and self._has_lone_image(prompt, previous)
             and self._counts_images()
         ):
             raise NotBridged("the processor treats an image differently when more of them follow")
@@ -134,6 +134,12 @@ class Bridge:
             text=plain(layout.text),
             _decode=self._writer.tokenizer.decode,
         )
+
+    def _has_lone_image(self, prompt: Sequence[int], previous: MultiModalData) -> bool:
+        """Return whether a prompt holds one image, as far as is known; processors treat all others alike."""
+        if not previous.mm_hashes:
+            return not self._writer.media_ids.isdisjoint(prompt)
+        return len(previous.mm_hashes.get("image", ())) == 1
 
     def _counts_images(self) -> bool:
         """Return whether an image depends on the number of others; new ones need the processor anyway."""

@@ -59,7 +59,8 @@ class MediaProcessor(ABC):
         placeholder: The text that the model's template writes for one image or video.
         placeholder_tokens: Tokens of media, or replaced by it; content must never become one
             of them.
-        depends_on_image_count: Whether an image's tensors depend on how many images the conversation has.
+        depends_on_image_count: Whether a lone image's tensors differ from those of one among several; all
+            numbers above one are alike.
     """
 
     name: str
