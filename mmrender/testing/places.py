@@ -198,6 +198,7 @@ def check_places(renderer: Renderer, model: str = "", *, tokens: Iterable[str] |
             renderer.tokenizer,
             renderer.media,
             content_special_tokens=by_author,
+            unprinted="allow",
             memo_bytes=0,
         )
         for place, case in places.items():
@@ -243,7 +244,7 @@ def main(directories: Iterable[str]) -> int:
     """Check model directories and print what was found; return the exit status."""
     leaks = 0
     for directory in directories:
-        report = check_places(Renderer.from_pretrained(directory, unprinted="allow"), Path(directory).name)
+        report = check_places(Renderer.from_pretrained(directory), Path(directory).name)
         leaks += len(report.leaks)
         print(f"{report.model}: {report.renderings:,} renderings, {len(report.leaks)} leaks")
         print(f"  not printed: {', '.join(report.unprinted) or 'none'}")
