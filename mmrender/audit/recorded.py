@@ -18,6 +18,7 @@ from mmrender.audit.trial import Case, least
 _MOST_SHIFT: Final = 8
 _CERTAIN: Final = -1e-6
 _MOST_FITTED: Final = 32
+_LEFT_OUT: Final = -0.999
 _CAUSES: Final[Mapping[str, Cause]] = {
     "rounded": "precision",
     "another's prompt": "ids",
@@ -435,12 +436,14 @@ def _other_vocabulary(view: View) -> Iterator[Recorded]:
     ratios = ratios.gather(0, probabilities.argmax(0)[None])[0].clamp(min=-1 + 1e-12)
     others = (1 + ratios * probabilities).clamp(min=1e-12).log() - share.log()[:, None]
     token = int(others.abs().amax(0).argmin())
-    bias = float(ratios[token].log1p())
-    expected = own[:, 0] - (1 + ratios[token] * probabilities[:, token]).clamp(min=1e-12).log()
+    ratio = float(ratios[token])
+    left_out = ratio < _LEFT_OUT
+    bias = float(np.log1p(-1 + 1e-12 if left_out else ratio))
+    expected = own[:, 0] - (1 + np.expm1(bias) * probabilities[:, token]).clamp(min=1e-12).log()
     expected = expected + (view.tokens[:, 0] == token) * bias
-    kind = "left out" if bias < -15 else f"had a bias of {bias:+.3g} on"
+    kind = "left out" if left_out else f"had a bias of {bias:+.3g} on"
     text = f"the sampler's distribution {kind} token {token} in {{}}"
-    yield Recorded("logit bias", text, expected.cpu().numpy(), 2)
+    yield Recorded("logit bias", text, expected.cpu().numpy(), 1 if left_out else 2)
 
 
 def _restricted(view: View) -> Iterator[Recorded]:
