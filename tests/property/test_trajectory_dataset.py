@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrender.errors import BatchError, ShippingError, TrajectoryError
-from mmrender.shipping import BlockingSender
+from mmrender.shipping import BlockingSender, Recorder
 from mmrender.shipping.receiver import Received
-from mmrender.shipping.recorder import Recorder
 from mmrender.training import TrajectoryDataset
 from mmrender.trajectory import (
     Trajectory,
