@@ -367,7 +367,11 @@ def test_a_continued_message_ends_as_that_of_the_reference(name, field):
         if field != True and final["role"] == "assistant":  # noqa: E712 - a name is true, too
             final.update(content="", reasoning_content=f"so far{end}")
         elif isinstance(final["content"], str):
-            final["content"] += end
+            final["content"] += f" at last{end}"
+        elif texts := [part for part in final["content"] or () if part["type"] == "text"]:
+            # The reference looks for the text anywhere, and would find an earlier message of the same text.
+            last_text = {**texts[-1], "text": f"{texts[-1]['text']} at last{end}"}
+            final["content"] = [last_text if part is texts[-1] else part for part in final["content"]]
         messages = [*messages[:-1], final]
         expected = continued_text(name, messages, options, field)
         ours = render(
