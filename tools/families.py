@@ -48,6 +48,7 @@ _O200K = (
 _CONTRACTED_O200K = _O200K % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}")
 PATTERNS = {
     "qwen": _GPT % "",
+    "qwen3_5": (_GPT % "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}", r" ?[^\s\p{L}\p{M}"),
     "llama3": _GPT % "{1,3}",
     "o200k": _CONTRACTED_O200K,
     "tekken": _O200K % ("", "", ""),
