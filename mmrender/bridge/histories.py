@@ -149,6 +149,7 @@ class Variation:
         moves_media: Whether it takes the media out of the last user message, and needs some there.
         combines: Whether it is also tried together with others.
         in_parts: Whether it gives content as a list of parts, which some templates print as Python does.
+        is_reasoning_alone: Whether the assistant's turn holds reasoning and nothing else.
     """
 
     looks_at: str
@@ -164,6 +165,7 @@ class Variation:
     moves_media: bool = False
     combines: bool = True
     in_parts: bool = False
+    is_reasoning_alone: bool = False
 
     def of(self, history: ProbeHistory) -> ProbeHistory:
         """Return the history that differs from `history` in this respect."""
@@ -241,10 +243,16 @@ def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[V
         ("the shape of the assistant's content", (said,)),
         ("the assistant's reasoning", thinking),
     ]
-    return found + [
+    found += [
         Variation(looks_at=name, answer={"content": content}, in_parts=isinstance(content, tuple))
         for name, content in answers
     ]
+    if reasoning is not None and not calls:
+        turn = with_reasoning(assistant(""), f"{WORD}T", carrier)
+        alone = {"content": turn.content, "reasoning_content": turn.reasoning_content}
+        looks_at = "whether the assistant wrote text after its reasoning"
+        found.append(Variation(looks_at=looks_at, answer=alone, combines=False, is_reasoning_alone=True))
+    return found
 
 
 def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) -> list[Variation]:

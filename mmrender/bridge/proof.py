@@ -26,7 +26,7 @@ from mmrender.bridge.histories import (
     skeleton,
     variations,
 )
-from mmrender.bridge.tail import NotBridged, NotPrinted, ReasoningState, Tails
+from mmrender.bridge.tail import HELD, NotBridged, NotPrinted, ReasoningState, Tails
 from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role, TextPart
 from mmrender.spans import common_prefix
@@ -105,9 +105,11 @@ class Objection:
         return turn.startswith(self.opening) or (is_cut_off and self.opening.startswith(turn))
 
     def is_shown(self, ended: int | None, roles: Collection[Role] | None) -> bool:
-        """Whether the completion's last token or the conversation's roles show that this is the history."""
+        """Whether the completion, or the conversation's roles, show that this standing history is theirs."""
         if self.variation < 0:
             return False
+        if self.reasoning:
+            return True
         if self.other_stop:
             return ended is not None and ended == self.stop_id
         return roles is not None and bool(self.roles) and set(self.roles) <= set(roles)
@@ -215,7 +217,11 @@ class TailProver:
             stop_id, text = self._rest(history)
             seen.append((self._new_roles(history), stop_id, text))
             if follows in ("another tail", "another stop"):
-                objection = self._objection([variation], history, other_stop=follows == "another stop")
+                objection = (
+                    self._unsaid(variation, stop_id)
+                    if variation.is_reasoning_alone
+                    else self._objection([variation], history, other_stop=follows == "another stop")
+                )
                 objection = replace(objection, variation=index, stop_id=stop_id)
                 found.append(objection)
                 if objection.is_open:
@@ -256,6 +262,12 @@ class TailProver:
             opening=usual.opening if found.text and not found.text.startswith(usual.opening) else "",
         )
 
+    @staticmethod
+    def _unsaid(variation: Variation, stop_id: int | None) -> Objection:
+        """A turn of reasoning alone; where the template ends none with a stop token, none was sampled."""
+        reason = f"what the template writes for this extension depends on {variation.looks_at}"
+        return Objection(reason, stop_id is None, reasoning=("alone",))
+
     def _new_roles(self, history: ProbeHistory) -> set[Role]:
         """Roles that the skeleton lacks."""
         known = {message.role for message in self._history.messages}
@@ -283,8 +295,8 @@ class TailProver:
         return filter(self._is_possible, variations(self._extension, self._tails.profile))
 
     def _is_possible(self, variation: Variation) -> bool:
-        if "content" in variation.answer and not self._history.assistant.content:
-            # Content was not sampled before the call that ends the completion.
+        if "content" in variation.answer and not _holds_text(self._history.assistant):
+            # None was sampled, as before the call that ends the completion.
             return False
         if not variation.in_parts:
             return True
@@ -346,12 +358,12 @@ class TailProver:
                 continue
             states = alone.changed_in(turn)
             if shared < len(prompt):
-                states = ("written",) if alone.reasoning == "written" else ("none", "empty")
+                states = HELD if alone.reasoning in HELD else ("none", "empty")
             if states:
                 yield Objection(reason, in_prompt=in_prompt, reasoning=states)
-            keeps_reasoning |= alone.reasoning == "written" and not states
+            keeps_reasoning |= alone.reasoning in HELD and not states
         if not keeps_reasoning:
-            yield Objection(why, reasoning=("written",))
+            yield Objection(why, reasoning=HELD)
 
 
 def _holds_text(message: Message) -> bool:
@@ -362,6 +374,8 @@ def _holds_text(message: Message) -> bool:
 
 def _is_decided(objection: Objection, seen: Sequence[tuple[set[Role], int | None, str | None]]) -> bool:
     """Whether every history seen with the objection's stop token, or with its roles, has its tail."""
+    if objection.reasoning:
+        return True
     roles = set(objection.roles)
     texts = {
         text

@@ -52,8 +52,12 @@ class Tail:
         return self.end.start if self.end.token_id is not None else self.end.own
 
 
-ReasoningState: TypeAlias = Literal["none", "empty", "written"]
-"""Whether a turn holds a reasoning block, and whether there is anything in it."""
+ReasoningState: TypeAlias = Literal["none", "empty", "alone", "written"]
+"""Whether a turn holds a reasoning block, whether there is anything in it, and whether nothing follows it."""
+
+
+HELD: tuple[ReasoningState, ...] = ("alone", "written")
+"""States of a turn with reasoning in it."""
 
 
 class Turn(NamedTuple):
@@ -73,8 +77,8 @@ class Turn(NamedTuple):
 
     def changed_in(self, other: "Turn") -> tuple[ReasoningState, ...]:
         """States of sampled reasoning in which the turn is not what `other`, the same later on, holds."""
-        if self.reasoning == "written":
-            return () if other.text.startswith(self.text) else ("written",)
+        if self.reasoning in HELD:
+            return () if other.text.startswith(self.text) else HELD
         if self.said != other.said:
             return ("none", "empty")
         return ("empty",) if other.reasoning == "none" else ("none",)
@@ -140,8 +144,10 @@ class Tails:
         found = self.profile.reasoning
         if found is None or found.begin not in turn:
             return "none"
-        inside = turn.partition(found.begin)[2].partition(found.end)[0]
-        return "written" if inside.strip() else "empty"
+        inside, _, after = turn.partition(found.begin)[2].partition(found.end)
+        if not inside.strip():
+            return "empty"
+        return "written" if after.strip() else "alone"
 
     def written(self, history: ProbeHistory, following: Sequence[Message]) -> "Written":
         """What the template writes for a history, and for the turn that ends it once something follows."""
@@ -218,15 +224,17 @@ class Tails:
             if rest is not None:
                 return rest, tail.rest
         if read_opening(reasoning, turn).inside:
-            return self._reasoning_close(history, extension, written), tail.end.start
-        if tail.end.token_id is None:
-            return "", tail.rest if written.endswith(tail.close) else 0
+            return self._reasoning_close(history, extension, written), tail.rest
         if reasoning is not None and (end := turn.find_last(reasoning.end)) >= 0:
             # Nothing but reasoning: what the template writes after its end is still to come, or a part of it.
             said = turn.text[end + len(reasoning.end) :]
             _, found, after = self._reasoning_close(history, extension, "").partition(reasoning.end)
             if found and after.startswith(said):
-                return after[len(said) :], tail.end.start
+                return after[len(said) :], tail.rest
+            if tail.end.token_id is None and not said.strip():
+                return "", tail.rest
+        if tail.end.token_id is None:
+            return "", tail.rest if written.endswith(tail.close) else 0
         close = tail.close
         if any(message.role == "tool" for message in extension[:1]):
             # The tail begins after a call; this completion may have been cut off before one.
@@ -260,7 +268,7 @@ class Tails:
         self, written: str, history: ProbeHistory, extension: Sequence[Message]
     ) -> str | None:
         """Rest of what the template writes for a turn without content, of which it begins with `written`."""
-        history = history.answering(content="")
+        history = history.answering(content="", reasoning_content=None)
         try:
             prompt = plain(self.render(history, unanswered=True))
             text = self.render(history, extension)

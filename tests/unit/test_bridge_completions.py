@@ -165,6 +165,43 @@ def test_close_of_a_completion(tiny_model: Path, name: str) -> None:
         assert bridge.decode(base) == written, completion
 
 
+CLOSED_WITH_CONTENT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}@HEAD@{% if m.reasoning_content %}<think>@IN@"
+    "{{ m.reasoning_content }}@OUT@</think>{% endif %}"
+    "{% if m.content %}@BEFORE@{{ m.content }}<|im_end|>@AFTER@{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant@HEAD@{% endif %}"
+)
+"""Turns are closed only where they hold content."""
+
+
+@pytest.mark.parametrize("after", ["", "\n"])
+@pytest.mark.parametrize("before", ["", "\n\n"])
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_reasoning_alone_is_closed_as_the_template_closes_it(
+    tiny_model: Path, space: str, before: str, after: str
+) -> None:
+    """Cut off anywhere in its reasoning or right after it, a turn goes on as in the whole rendering."""
+    source = CLOSED_WITH_CONTENT
+    for name, text in {"HEAD": "\n", "IN": space, "OUT": space, "BEFORE": before, "AFTER": after}.items():
+        source = source.replace(f"@{name}@", f"{{{{ {text!r} }}}}")
+    renderer = load(tiny_model, source)
+    prompt = first_prompt(renderer)
+    asked = [{"role": "user", "content": "Hi"}]
+    for reasoning in ("b", "because", "because it is"):
+        for content in ("", "Fine."):
+            answer = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+            full = renderer.render_ids([*asked, answer, *USER], add_generation_prompt=True)
+            ended = f"<think>{space}{reasoning}{space}</think>"
+            said = f"{ended}{before}{content}"
+            written = [said, f"{said}<|im_end|>"] if content else [f"<think>{space}{reasoning}", ended]
+            for text in written:
+                sampled = renderer.tokenizer.encode(text)
+                bridge = renderer.bridge_to_next_turn(prompt, sampled, USER)
+                assert bridge is not None, renderer.why_not_bridged
+                assert renderer.decode(full).startswith(renderer.decode(prompt) + text)
+                assert bridge.decode() == renderer.decode(full), text
+
+
 def test_a_turn_is_continued_where_nothing_but_its_place_opens_it(tiny_model: Path) -> None:
     """The blank before content is not written again, since the prompt does not end in a question."""
     renderer = load(tiny_model, NO_GENERATION_PROMPT)
