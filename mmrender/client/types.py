@@ -12,7 +12,7 @@ from mmrender.client.transport import Transport
 from mmrender.messages import Message
 from mmrender.spans import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse, ToolCallAttempt
@@ -59,6 +59,7 @@ class EngineRequest:
         placeholder_ids: By modality the token that the template writes for an item, for engines that widen
             placeholders themselves.
         media_token_ids: Ids of the tokens that expansions consist of, by their text, to check ranges against.
+        forbidden_token_ids: Tokens that are never sampled.
         eos_token_ids: Tokens on which the model itself ends a completion; None if unknown. They distinguish
             an end from an abort where the server does not.
     """
@@ -78,6 +79,7 @@ class EngineRequest:
     placeholder_ids: Mapping[str, int] = field(default_factory=dict)
     media_token_ids: Mapping[str, int] = field(default_factory=dict)
     eos_token_ids: Sequence[int] | None = None
+    forbidden_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class EngineResponse:
         stop_reason: The stop token or string that was met, where the engine reports it.
         routed_experts: Router choices, where asked for and given.
         weight_versions: Which weights sampled which completion tokens; empty where not reported.
+        allowed: What completion tokens were chosen among, where that was less than the vocabulary and is
+            known; `logprobs` are then of what was allowed.
         request_id: The engine's own name of the request.
         top_logprobs: Alternatives of each completion token, where asked for.
         prompt: What the server made of the prompt, where that is taken as the truth and is not what was sent.
@@ -114,6 +118,7 @@ class EngineResponse:
     stop_reason: int | str | None = None
     routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
+    allowed: tuple[AllowedTokens, ...] = ()
     request_id: str | None = None
     top_logprobs: TopLogprobs | None = None
     prompt: Prompt | None = None

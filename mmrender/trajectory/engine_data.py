@@ -19,6 +19,18 @@ class WeightVersionSpan(NamedTuple):
     stop: int
 
 
+class AllowedTokens(NamedTuple):
+    """What completion tokens `[start, stop)` were chosen among, and their log-probabilities are of.
+
+    `token_ids` rise; with `forbids` they are what could not be chosen, in place of what could.
+    """
+
+    start: int
+    stop: int
+    token_ids: tuple[int, ...]
+    forbids: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
     """Experts that the routers of a mixture-of-experts model chose, to be replayed in training.

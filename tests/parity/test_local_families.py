@@ -24,6 +24,9 @@ def test_logprobs_equal_a_plain_forward(name: str, folder: Path) -> None:
     tiny = tiny_family(name, folder)
     backend = LocalBackend(tiny.model)
     samples = make_samples(tiny, (1, 0, 2))
+    # A twin of each, whose text differs, shares its forward; and each is asked for twice.
+    twins = [replace(one, token_ids=np.append(one.token_ids[:-1], np.int32(7))) for one in samples]
+    samples = [*samples, *twins] * 2
     # A media token that is sampled would be an image to the plain forward.
     sampling = {"max_tokens": 6, "ignore_eos": True, "logit_bias": {IMAGE_ID: -100.0, VIDEO_ID: -100.0}}
 
@@ -35,7 +38,7 @@ def test_logprobs_equal_a_plain_forward(name: str, folder: Path) -> None:
                         name,
                         sample.token_ids.tolist(),
                         {**sampling, "seed": index},
-                        sample.sample_id,
+                        f"{sample.sample_id}-{index}",
                         sample.multi_modal_data,
                     )
                 )

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrender.client.local import TokenSampler
+from mmrender.client.token_sampler import TokenSampler
+from mmrender.errors import SamplingParameterError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -92,22 +93,40 @@ def test_it_is_vllms_order(params, prompt, rows):
     sampled = []
     for row in rows:
         noise = None if greedy else torch.empty(VOCAB).exponential_(generator=draws).tolist()
-        ids = torch.tensor([[*prompt, *sampled]])
-        token = int(sampler(ids, torch.tensor([row])).argmax())
+        token = sampler.sample(torch.tensor(row))
         logprob, top = sampler.logprobs[-1], sampler.top[-1] if sampler.top else ()
         assert token == reference(params, prompt, row, sampled, noise)
-        assert logprob == pytest.approx(math.log(softmax(row)[token]), abs=1e-4)
+        allowed = params.get("allowed_token_ids", range(VOCAB))
+        among = [value if each in allowed else -math.inf for each, value in enumerate(row)]
+        assert logprob == pytest.approx(math.log(softmax(among)[token]), abs=1e-4)
         assert len(top) == params.get("logprobs", 0)
-        assert [found for found, _ in top] == sorted(range(VOCAB), key=lambda t: -row[t])[: len(top)]
+        assert [found for found, _ in top] == sorted(range(VOCAB), key=lambda t: -among[t])[: len(top)]
         sampled.append(token)
 
 
-@given(seed=st.integers(0, 1000), allowed=st.sets(tokens, min_size=1))
-def test_a_grammar_comes_before_the_logprobs(seed, allowed):
+@given(
+    seed=st.integers(0, 1000),
+    choices=st.none() | st.lists(tokens, min_size=1, unique=True),
+    allowed=st.none() | st.lists(tokens, min_size=1, unique=True),
+    forbidden=st.sets(tokens),
+)
+def test_logprobs_are_among_what_was_allowed_and_say_so(seed, choices, allowed, forbidden):
     row = [math.sin(seed + token) * 3 for token in range(VOCAB)]
-    sampler = TokenSampler({"max_tokens": 1, "seed": seed}, [0], STOPS, [[token, 0] for token in allowed])
-    token = int(sampler(torch.tensor([[0]]), torch.tensor([row])).argmax())
-    (logprob,) = sampler.logprobs
-    assert token in allowed
-    masked = [value if each in allowed else -math.inf for each, value in enumerate(row)]
+    params = {"max_tokens": 1, "seed": seed} | ({} if allowed is None else {"allowed_token_ids": allowed})
+    begun = None if choices is None else [[token, 0] for token in choices]
+    sampler = TokenSampler(params, [0], STOPS, begun, forbidden)
+    free = range(VOCAB)
+    left = set(free if choices is None else choices) & set(free if allowed is None else allowed) - forbidden
+    if not left:
+        with pytest.raises(SamplingParameterError, match="together leave no token"):
+            sampler.sample(torch.tensor(row))
+        return
+    token, (logprob,) = sampler.sample(torch.tensor(row)), sampler.logprobs
+    assert token in left
+    masked = [value if each in left else -math.inf for each, value in enumerate(row)]
     assert logprob == pytest.approx(math.log(softmax(masked)[token]), abs=1e-5)
+    if choices is None and allowed is None:
+        expected = ((0, 1, tuple(sorted(forbidden)), True),) if forbidden else ()
+    else:
+        expected = ((0, 1, tuple(sorted(left)), False),)
+    assert sampler.allowed == expected

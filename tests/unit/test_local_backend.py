@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mmrender.client.local import LocalBackend, TokenSampler
+from mmrender.client.local import LocalBackend
+from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, RendererBackend
 from mmrender.demo.conversation import load_pictures
@@ -98,15 +101,74 @@ def test_logprobs_are_those_of_a_plain_forward(backend, prompts, kind, sampling)
     )
 
 
-def test_a_seed_decides_whatever_else_runs(tiny_model, prompts):
-    backend = LocalBackend(tiny_model)
-    requests = [request(prompts[kind], f"{kind}-{seed}", seed=seed) for seed in range(4) for kind in prompts]
-    together = generate(backend, *requests)
-    alone = [generate(backend, each) for each in requests]
-    assert together == alone
-    assert len({tuple(response.completion_ids) for response in alone}) == len(alone)
+def mixed_requests(prompts, renderer):
+    """Requests with different prompts, lengths and constraints, each of a seed of its own."""
+    letters = [renderer.tokenizer.encode(letter)[0] for letter in "ABCDEF"]
+    kinds = [
+        {},
+        {"max_tokens": 1},
+        {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
+        {"allowed_token_ids": letters, "max_tokens": 3},
+        {"structured_outputs": {"choice": ["left", "right side"]}},
+    ]
+    pairs = [(prompt, sampling) for prompt in prompts.values() for sampling in kinds]
+    return [
+        request(prompt, f"r{number}", seed=number, **sampling)
+        for number, (prompt, sampling) in enumerate(pairs)
+    ]
+
+
+def test_a_seed_decides_whatever_else_runs(tiny_model, prompts, renderer):
+    backend, requests = LocalBackend(tiny_model), mixed_requests(prompts, renderer)
+    alone = {each.request_id: generate(backend, each) for each in requests}
+
+    @settings(max_examples=5)
+    @given(st.lists(st.sampled_from(requests), min_size=2, max_size=12, unique_by=lambda one: one.request_id))
+    def batches_agree(batch):
+        for found in generate(backend, *batch):
+            expected = alone[found.request_id]
+            # Of other batches, logits differ by rounding.
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+            assert len(found.top_logprobs or ()) == len(expected.top_logprobs or ())
+            same = {"logprobs": [], "top_logprobs": None}
+            assert replace(found, **same) == replace(expected, **same)
+
+    batches_agree()
+    assert len({tuple(response.completion_ids) for response in alone.values()}) > len(alone) / 2
     first, second = (generate(backend, request(prompts["text"], seed=None)) for _ in range(2))
     assert first.completion_ids != second.completion_ids
+
+
+def test_a_prompt_is_prefilled_once_and_alike_ones_share_a_forward(tiny_model, renderer):
+    pictures = [picture.resize((96, 96)) for picture in load_pictures()]
+
+    def prompt(*parts):
+        kinds = ["text" if isinstance(part, str) else "image" for part in parts]
+        content = [{"type": kind, kind: part} for kind, part in zip(kinds, parts, strict=True)]
+        return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+
+    boards = [prompt(picture, "Which?") for picture in pictures]
+    other = prompt("Hello")
+    backend = LocalBackend(tiny_model)
+    stop = renderer.get_stop_token_ids()[0]
+    requests = [
+        # The first of each group ends at once, and the others go on.
+        request(board, f"{index}-{seed}", seed=seed, logit_bias={stop: 100 * (seed == 0) - 50})
+        for index, board in enumerate(boards)
+        for seed in range(4)
+    ]
+    seen = []
+    handle = backend.model.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        # The first request of all keeps the worker busy until the others have come.
+        generate(backend, request(other, "first", max_tokens=4, ignore_eos=True), *requests)
+    finally:
+        handle.remove()
+    prefills = [shape for shape in seen if shape[1] > 1]
+    assert sorted(prefills) == sorted([(1, len(other)), (len(boards), len(boards[0]))])
+    assert seen.count((6, 1)) == 11  # of 4 in each group, 3 go on to 12 tokens
 
 
 def test_alternatives_are_reported_likeliest_first(backend, prompts):
@@ -152,9 +214,9 @@ def test_a_choice_may_begin_another():
     guide = TokenSampler({}, [0], frozenset({9}), [[1, 2], [1, 2, 3], [4]])
     steps = []
     for token in (1, 2, 9):
-        steps.append(guide.allowed())
+        steps.append(guide.following())
         guide.tokens.append(token)
-    assert [*steps, guide.allowed()] == [[1, 4], [2], [3, 9], []]
+    assert [*steps, guide.following()] == [[1, 4], [2], [3, 9], []]
 
 
 def test_the_bounds_of_a_prompt(tiny_model, prompts):

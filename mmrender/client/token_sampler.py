@@ -1,0 +1,248 @@
+"""`TokenSampler`: chooses the tokens of one completion of a model in this process, as vLLM would.
+
+The steps are those of Transformers, in the order of `vllm/v1/sample/sampler.py` of vLLM 0.32: a grammar masks
+the logits first; then come allowed tokens, `min_tokens`, `logit_bias`, penalties, temperature, `min_p`,
+`top_k` and `top_p`. Reported log-probabilities are of the raw logits, among what was allowed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from mmrender.client.sampling import check_sampling_params, where
+from mmrender.errors import EngineReplyError, SamplingParameterError
+from mmrender.trajectory.engine_data import AllowedTokens
+
+_KNOWN: Final = frozenset(
+    {
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "n",
+        "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "logprobs",
+        "allowed_token_ids", "logit_bias", "structured_outputs",
+        # How an engine would write the tokens as text; tokens and logprobs do not depend on these.
+        "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    }
+)  # fmt: skip
+_GREEDY_BELOW: Final = 1e-5
+
+
+class _Choices(msgspec.Struct):
+    """The one structured output that can be followed here."""
+
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+
+
+def checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the sampling parameters that are set; refuse what cannot be followed here.
+
+    Raises:
+        SamplingParameterError: A name is unknown, or a value cannot be used.
+    """
+    params = check_sampling_params(given)
+    if unknown := params.keys() - _KNOWN:
+        raise SamplingParameterError(
+            "the local backend has no such sampling parameter",
+            where=where(min(unknown)),
+            remedy=f"It has: {', '.join(sorted(_KNOWN))}",
+        )
+    if "max_tokens" not in params:
+        raise SamplingParameterError("is missing", where=where("max_tokens"), expected="1 or more")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        outside = [token for token in map(int, params.get(name) or ()) if token >= vocab_size]
+        if outside:
+            raise SamplingParameterError(
+                "a token id is outside the vocabulary",
+                where=where(name),
+                expected=f"0 to {vocab_size - 1}",
+                got=str(outside[0]),
+            )
+    try:
+        msgspec.convert(params.get("structured_outputs", {"choice": ["x"]}), _Choices)
+    except msgspec.ValidationError as error:
+        raise SamplingParameterError(
+            "the local backend has no such structured output",
+            where=where("structured_outputs"),
+            expected="{'choice': [text, ...]}",
+            got=repr(dict(params["structured_outputs"]))[:200],
+        ) from error
+    return params
+
+
+class TokenSampler:
+    """Chooses the tokens of one completion; equal seeds and equal logits give equal tokens.
+
+    Args:
+        params: Checked sampling parameters.
+        prompt_ids: The prompt, which `repetition_penalty` looks at.
+        stop_ids: Tokens that end the completion; `min_tokens` forbids them at first.
+        choices: Token sequences of which the completion is one, followed by a stop token.
+        forbidden: Tokens that are never sampled.
+
+    Attributes:
+        tokens: What was sampled.
+        logprobs: Of each of them, among the tokens that were allowed.
+        top: For each of them the likeliest tokens with their logprobs, likeliest first; where asked for.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        prompt_ids: Sequence[int],
+        stop_ids: frozenset[int],
+        choices: Sequence[Sequence[int]] | None = None,
+        forbidden: Sequence[int] = (),
+    ) -> None:
+        import torch
+        from transformers.generation import logits_process
+
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[tuple[tuple[int, float], ...]] = []
+        self._stop_ids = stop_ids
+        self._choices = choices
+        self._forbidden = tuple(sorted(forbidden))
+        given = params.get("allowed_token_ids")
+        self._allowed = None if given is None else tuple(sorted({*given} - {*forbidden}))
+        self._limits: list[tuple[tuple[int, ...], bool] | None] = []
+        self._num_top = params.get("logprobs") or 0
+        self._prompt_ids = torch.tensor(list(prompt_ids))
+        self._generator = torch.Generator()
+        if params.get("seed") is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params["seed"])
+        temperature = float(params.get("temperature", 1.0))
+        self._is_greedy = temperature < _GREEDY_BELOW
+        self._steps: list[Callable[[Any, Any], Any]] = []
+        if params.get("min_tokens") and stop_ids:
+            self._steps.append(
+                logits_process.MinNewTokensLengthLogitsProcessor(
+                    len(prompt_ids), params["min_tokens"], sorted(stop_ids)
+                )
+            )
+        if params.get("logit_bias"):
+            # vLLM clamps as OpenAI does.
+            biases = [
+                [[int(token)], min(100.0, max(-100.0, float(bias)))]
+                for token, bias in params["logit_bias"].items()
+            ]
+            self._steps.append(logits_process.SequenceBiasLogitsProcessor(biases))
+        if params.get("repetition_penalty", 1.0) != 1.0:
+            penalty = float(params["repetition_penalty"])
+            self._steps.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
+        frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)
+        if frequency or presence:
+
+            def penalize(ids: Any, logits: Any) -> Any:
+                counts = ids[0, len(prompt_ids) :].bincount(minlength=logits.shape[-1])
+                return logits - (frequency * counts + presence * (counts > 0))
+
+            self._steps.append(penalize)
+        if self._is_greedy:
+            return
+        if temperature != 1.0:
+            self._steps.append(logits_process.TemperatureLogitsWarper(temperature))
+        if params.get("min_p"):
+            self._steps.append(logits_process.MinPLogitsWarper(float(params["min_p"])))
+        if params.get("top_k", 0) > 0:
+            self._steps.append(logits_process.TopKLogitsWarper(params["top_k"]))
+        if params.get("top_p", 1.0) < 1.0:
+            self._steps.append(logits_process.TopPLogitsWarper(float(params["top_p"])))
+
+    def following(self) -> list[int] | None:
+        """Return the tokens that continue a choice (none after its end); None where all are allowed."""
+        if self._choices is None:
+            return None
+        count = len(self.tokens)
+        fitting = [choice for choice in self._choices if list(choice[:count]) == self.tokens]
+        following = {choice[count] for choice in fitting if len(choice) > count}
+        return sorted(following.union(*(self._stop_ids for choice in fitting if len(choice) == count)))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a stop token was sampled, or a choice is complete."""
+        return bool(self.tokens and self.tokens[-1] in self._stop_ids) or self.following() == []
+
+    @property
+    def allowed(self) -> tuple[AllowedTokens, ...]:
+        """Spans of sampled tokens with what they were chosen among."""
+        spans: list[AllowedTokens] = []
+        start = 0
+        for limit, tokens in groupby(self._limits):
+            stop = start + len(list(tokens))
+            if limit is not None:
+                spans.append(AllowedTokens(start, stop, *limit))
+            start = stop
+        return tuple(spans)
+
+    def sample(self, logits: Any) -> int:
+        """Sample one token, and note its logprob and its alternatives.
+
+        Args:
+            logits: Those of the next token, float32 of shape `(vocabulary,)` on the CPU.
+
+        Raises:
+            EngineReplyError: They are not numbers.
+            SamplingParameterError: The parameters leave no token to sample.
+        """
+        import torch
+
+        if bool(logits.isnan().any()):
+            raise EngineReplyError(
+                "the model gave logits that are not numbers",
+                where=f"token {len(self.tokens)} of the completion",
+                expected="finite logits, or -inf",
+                got=f"NaN for {int(logits.isnan().sum())} of {logits.shape[-1]} tokens",
+                remedy="Look at the weights, or at the dtype, in which a value may be too large",
+            )
+        limit = self._limit()
+        if limit is not None:
+            logits = masked(logits, *limit)
+        logprobs, logits = logits.log_softmax(-1), logits[None]
+        if self._steps:
+            ids = torch.cat([self._prompt_ids, torch.tensor(self.tokens, dtype=torch.int64)])[None]
+            for step in self._steps:
+                logits = step(ids, logits)
+        if not self._is_greedy:
+            # The largest p / Exp(1) is distributed as p: one draw for each token of the vocabulary.
+            logits = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=self._generator)
+        best, likeliest = logits[0].max(-1)
+        if not float(best) > -math.inf:  # probabilities of nothing are no numbers
+            raise SamplingParameterError(
+                "the parameters together leave no token to sample",
+                where="sampling_params",
+                remedy="Look at allowed_token_ids, logit_bias, min_tokens and structured_outputs",
+            )
+        token = int(likeliest)
+        self.tokens.append(token)
+        self.logprobs.append(float(logprobs[token]))
+        self._limits.append(limit)
+        if self._num_top:
+            count = len(logprobs) if self._num_top < 0 else min(self._num_top, len(logprobs))
+            top = logprobs.topk(count)
+            self.top.append(tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        return token
+
+    def _limit(self) -> tuple[tuple[int, ...], bool] | None:
+        """Return the tokens that the next one is chosen among, or those that it is not; and whether these."""
+        following = self.following()
+        if following is None and self._allowed is None:
+            return (self._forbidden, True) if self._forbidden else None
+        if following is None:
+            return self._allowed or (), False
+        allowed = {*following} - {*self._forbidden}
+        return tuple(sorted(allowed if self._allowed is None else allowed.intersection(self._allowed))), False
+
+
+def masked(logits: Any, token_ids: Sequence[int], forbids: bool) -> Any:
+    """Return logits `(vocabulary,)` with minus infinity for what is not allowed."""
+    import torch
+
+    if forbids:
+        return logits.index_fill(-1, torch.tensor(token_ids), -math.inf)
+    kept = torch.full_like(logits, -math.inf)
+    kept[list(token_ids)] = logits[list(token_ids)]
+    return kept
