@@ -3,11 +3,14 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
+from mmcodecs.files import MAGIC
+from mmrender._version import __version__
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from mmrender.client.generation import BackendName
     from mmrender.testing.parity import ParityReport
     from mmrender.tokens.rendered import RenderedTokens
+    from mmrender.view import Page
 
 try:
     import typer
@@ -26,7 +30,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _out = Console()
 _log = Console(stderr=True)
 
@@ -40,7 +44,26 @@ BackendOption = Annotated[
     str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')
 ]
 PromptOption = Annotated[bool, typer.Option(help="Open the assistant's turn.")]
+PageOption = Annotated[
+    Path | None, typer.Option("--html", help="Write a page for a browser to this file instead.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 EngineOption = Annotated[str, typer.Option(help='Engine of the server: "vllm", "sglang" or "dynamo".')]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"mmrender {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Render multimodal chat exactly, and look at what was rendered, sampled and trained on."""
 
 
 @app.command()
@@ -56,6 +79,7 @@ def render(
     document = {
         "token_ids": rendered.token_ids,
         "spans": [span._asdict() for span in rendered.spans],
+        "roles": rendered.roles,
         "rewritten": rendered.rewritten,
         "mm_hashes": data.mm_hashes,
         "mm_placeholders": {
@@ -69,25 +93,119 @@ def render(
 
 @app.command()
 def view(
-    file: FileArgument,
+    file: Annotated[
+        str,
+        typer.Argument(help='JSON as for `render`, "-" for standard input, or a file of saved trajectories.'),
+    ],
     model: ModelOption,
+    *,
     generation_prompt: PromptOption = True,
     image_backend: BackendOption = "torch",
+    html: PageOption = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON with the tools that trajectories were sampled with.")
+    ] = None,
 ) -> None:
-    """Show every token of a conversation, coloured by what it is."""
+    """Show every token, coloured by what it is: in the terminal, or as one page that loads nothing."""
     from mmrender.view.terminal import legend, message_table, token_strip
 
+    if _is_trajectories(file):
+        return _view_trajectories(Path(file), _load(model, image_backend), html, tools)
     rendered = _rendered(file, model, image_backend, generation_prompt)
+    if html is not None:
+        from mmrender.view import Page
+
+        return _save(Page(rendered, names=[Path(file).name]), html)
     _out.print(legend(), "")
     _out.print(token_strip(rendered), "")
     _out.print(message_table(rendered))
+
+
+def _is_trajectories(file: str) -> bool:
+    """Whether a file is one of records; JSON begins otherwise."""
+    try:
+        with Path(file).open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _view_trajectories(file: Path, renderer: Renderer, html: Path | None, tools: Path | None) -> None:
+    from mmrender.trajectory import load_trajectories
+    from mmrender.view import Page
+
+    if html is None:
+        remedy = "Name a file for a page: --html tokens.html"
+        raise InputError("trajectories are shown as a page", where=str(file), remedy=remedy)
+    offered = None if tools is None else _document(str(tools))
+    with _log.status("reading"):
+        trajectories = load_trajectories(file)
+    if not trajectories:
+        raise InputError("the file holds no trajectory", where=str(file))
+    with _log.status("rendering"):
+        page = Page(*trajectories, renderer=renderer, tools=offered, title=file.name)
+    _save(page, html)
+
+
+def _save(page: "Page", path: Path) -> None:
+    try:
+        page.save(path)
+    except OSError as error:
+        raise InputError("cannot write the page", where=str(path), got=error.strerror) from error
+    _log.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(help="JSON as for `render`, or with token_ids as it prints.")],
+    second: Annotated[str, typer.Argument(help='As the first; one of them may be "-".')],
+    model: ModelOption,
+    *,
+    generation_prompt: PromptOption = True,
+    image_backend: BackendOption = "torch",
+    html: PageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two renderings token by token; exit 1 where they differ, and show the first difference."""
+    from mmrender.view.data import shared_length
+    from mmrender.view.terminal import difference
+
+    renderer = _load(model, image_backend)
+    pair = [_renderable(file, renderer, generation_prompt) for file in (first, second)]
+    names = (first, second) if first != second else (f"{first} (1)", f"{second} (2)")
+    equal = shared_length(pair[0].token_ids, pair[1].token_ids)
+    differ = equal < max(map(len, pair))
+    if html is not None:
+        from mmrender.view import Page
+
+        _save(Page.of_difference(*pair, renderer=renderer, names=names), html)
+    elif as_json:
+        lengths = [len(one) for one in pair]
+        found = {"equal": not differ, "first_difference": equal if differ else None, "lengths": lengths}
+        sys.stdout.write(json.dumps(found) + "\n")
+    else:
+        _out.print(difference(pair[0], pair[1], names, renderer.decode))
+    raise typer.Exit(1 if differ else 0)
+
+
+def _renderable(file: str, renderer: Renderer, generation_prompt: bool) -> "RenderedTokens":
+    """Render a conversation, or take token ids as they are."""
+    from mmrender.tokens.rendered import RenderedTokens, TokenSpan
+
+    document = _document(file)
+    ids = document.get("token_ids") if isinstance(document, dict) else None
+    if ids is None:
+        return _render(document, file, renderer, generation_prompt)
+    if not isinstance(ids, list) or not all(isinstance(each, int) and each >= 0 for each in ids):
+        raise InputError("token_ids must be a list of ids", where=file, got=repr(ids)[:80])
+    return RenderedTokens(ids, (TokenSpan(0, len(ids), -1, "prompt", False),) if ids else ())
 
 
 @app.command()
 def doctor(
     model: ModelArgument,
     image_backend: BackendOption = "pil",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print what was found out about a model's template, tokenizer and processor, and what was proved.
 
@@ -292,6 +410,8 @@ def audit(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="Draw the differences to this file.")] = None,
+    html: PageOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Run the model over what a trainer would see, and compare with the sampler; exit 1 where they part."""
     from mmrender.audit.run import audit_files
@@ -300,7 +420,11 @@ def audit(
         report = audit_files(
             files, model, tolerance=tolerance, explain=explain, dtype=dtype, device=device, plot=plot
         )
-    sys.stdout.write(report.text() + "\n")
+    if html is not None:
+        from mmrender.view import Page
+
+        _save(Page(report, title="Audit"), html)
+    sys.stdout.write((json.dumps(report.plain(), indent=1) if as_json else report.text()) + "\n")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -326,20 +450,30 @@ def _parity_table(reports: "list[ParityReport]") -> Table:
 
 
 def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool) -> "RenderedTokens":
+    document = _document(file)
+    return _render(document, file, partial(_load, model, image_backend), generation_prompt)
+
+
+def _document(file: str) -> Any:
     try:
-        document = json.loads(sys.stdin.read() if file == "-" else Path(file).read_text("utf-8"))
+        return json.loads(sys.stdin.read() if file == "-" else Path(file).read_text("utf-8"))
     except OSError as error:
         raise InputError("cannot read the file", where=file, got=error.strerror) from error
     except ValueError as error:
         raise InputError("the file is not JSON", where=file, got=str(error)) from error
-    options = document if isinstance(document, dict) else {"messages": document}
+
+
+def _render(
+    document: Any, file: str, renderer: Renderer | Callable[[], Renderer], generation_prompt: bool
+) -> "RenderedTokens":
+    options = dict(document) if isinstance(document, dict) else {"messages": document}
     if "messages" not in options:
         expected = 'a list, or an object with "messages"'
         raise InputError("no messages in the input", where=file, expected=expected)
-    renderer = _load(model, image_backend)
+    loaded = renderer if isinstance(renderer, Renderer) else renderer()
     messages = options.pop("messages")
     with _log.status("rendering"):
-        return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **options})
+        return loaded.render(messages, **{"add_generation_prompt": generation_prompt, **options})
 
 
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -199,6 +200,10 @@ class AuditReport:
     left_out: tuple[tuple[str, str], ...] = ()
     _decode: Decode | None = field(default=None, repr=False)
 
+    def _repr_html_(self) -> str:
+        page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one
+        return page
+
     @property
     def ok(self) -> bool:
         """Whether every sample could be compared, no token departs and nothing was found."""
@@ -248,6 +253,33 @@ class AuditReport:
             found = [f"  {finding.sample_id or 'sample'}: {finding}" for finding in self.findings]
             lines += ["", "likely causes:", *_listed(found)]
         return "\n".join(lines)
+
+    def plain(self) -> dict[str, Any]:
+        """The report as plain data for JSON; a number that is not finite is None."""
+
+        def finite(value: float) -> float | None:
+            return float(value) if np.isfinite(value) else None
+
+        return {
+            "ok": self.ok,
+            "tokens": self.tokens,
+            "samples": len(self.comparisons),
+            "largest": finite(self.largest),
+            "tolerance": self.tolerance,
+            "kl": finite(self.kl),
+            "departing": [
+                {
+                    "sample_id": compared.sample.sample_id,
+                    "token": int(compared.positions[first]),
+                    "sampler": finite(compared.sampler[first]),
+                    "trainer": finite(compared.trainer[first]),
+                }
+                for compared, first in self.departing
+            ],
+            "findings": [asdict(finding) for finding in self.findings],
+            "unread": [list(entry) for entry in self.unread],
+            "left_out": [list(entry) for entry in self.left_out],
+        }
 
     def _departure(self, compared: Comparison, first: int) -> str:
         position = int(compared.positions[first])

@@ -5,6 +5,7 @@ Attribution is a few dozen spans over the token list; per-token arrays are built
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -69,6 +70,10 @@ class RenderedTokens:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_decode": None}
+
+    def _repr_html_(self) -> str:
+        page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one
+        return page
 
     @property
     def token_array(self) -> npt.NDArray[np.int32]:

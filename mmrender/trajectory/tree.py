@@ -18,6 +18,7 @@ whose history was summarised starts where the tokens part.
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -205,6 +206,10 @@ class Trajectory:
         else:
             newest.extend(step, completion_ids)
         return step
+
+    def _repr_html_(self) -> str:
+        page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one
+        return page
 
     def branches(self) -> list[Branch]:
         """Return, in order, the sequences that no later step extends: one for each last step of a line.

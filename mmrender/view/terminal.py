@@ -10,6 +10,9 @@ from rich.text import Text
 
 from mmrender.spans import MediaItem
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
+from mmrender.view.data import shared_length
+from mmrender.view.pictures import token_grid
+from mmrender.view.text import Decode, visible
 
 STYLES = {
     "content": ("white on grey23", "white on grey30"),
@@ -22,7 +25,8 @@ STYLES = {
 }
 _SCAFFOLD = ("grey58", "grey46")
 _SAMPLED = ("black on dark_sea_green3", "black on dark_sea_green4")
-_VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
+_BEFORE, _AFTER = 16, 24
+"""Tokens shown before a difference and from it on."""
 
 
 def token_strip(rendered: RenderedTokens) -> Text:
@@ -35,7 +39,7 @@ def token_strip(rendered: RenderedTokens) -> Text:
             continue
         styles = _SAMPLED if span.sampled else STYLES.get(span.kind, _SCAFFOLD)
         for index, piece in enumerate(_pieces(rendered, span)):
-            strip.append(piece.translate(_VISIBLE), styles[index % 2])
+            strip.append(visible(piece), styles[index % 2])
             if piece.endswith("\n"):
                 strip.append("\n")
     return strip
@@ -68,12 +72,27 @@ def _folded(span: TokenSpan, item: MediaItem | None) -> str:
 
 def _layout(item: MediaItem, count: int) -> str:
     """Rows and columns of tokens, or the number of tiles."""
-    if len(item.grid) != 3:
+    grid = token_grid(item, count)
+    if grid is None:
         return "×".join(map(str, item.grid)) + " tiles"
-    frames, rows, columns = item.grid
-    merge = round((frames * rows * columns / count) ** 0.5)
-    shape = f"{rows // merge}×{columns // merge}"
-    return shape if frames == 1 else f"{frames}×{shape}"
+    frames, rows, columns = grid
+    return f"{rows}×{columns}" if frames == 1 else f"{frames}×{rows}×{columns}"
+
+
+def difference(first: RenderedTokens, second: RenderedTokens, names: tuple[str, str], decode: Decode) -> Text:
+    """Both sequences at their first difference: a few tokens before it, and those from it on."""
+    start = shared_length(first.token_ids, second.token_ids)
+    lengths = len(first), len(second)
+    if start == max(lengths):
+        return Text(f"equal: {start:,} tokens")
+    text = Text(f"{start:,} tokens are equal, then they differ\n", no_wrap=False, overflow="fold")
+    for name, one in zip(names, (first, second), strict=True):
+        before, after = one.token_ids[max(0, start - _BEFORE) : start], one.token_ids[start : start + _AFTER]
+        text.append(f"\n{visible(name)}: {len(one):,} tokens\n", "bold")
+        text.append(visible(decode(before)), _SCAFFOLD[0])
+        text.append(visible(decode(after)), "black on light_salmon1")
+        text.append(f"\n{' '.join(map(str, after))}\n", _SCAFFOLD[1])
+    return text
 
 
 def message_table(rendered: RenderedTokens) -> Table:

@@ -1,0 +1,70 @@
+"""Small pictures of media items, and where each of their tokens lies in them."""
+
+import io
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pybase64
+from PIL import Image
+
+from mmrender.errors import MediaError
+from mmrender.media.item import PatchItem, ProcessedItem, ReferenceItem
+from mmrender.media.levels import Levels
+from mmrender.media.load import load_image
+from mmrender.spans import MediaItem
+
+_SIDE: Final = 400
+"""Longest side of a thumbnail in pixels: twice what a page shows, for fine screens."""
+_QUALITY: Final = 82
+_MOST: Final = 8
+"""Most frames or tiles of one item that are shown."""
+
+
+def token_grid(item: MediaItem, count: int) -> tuple[int, int, int] | None:
+    """Return frames, rows and columns of an item's feature tokens, or None where they form no such grid.
+
+    Args:
+        item: Its `grid` is `(frames, rows, columns)` in patches, some of which the model merges.
+        count: Number of feature tokens.
+    """
+    if len(item.grid) != 3 or not count:
+        return None
+    frames, rows, columns = item.grid
+    merge = round((frames * rows * columns / count) ** 0.5)
+    found = (frames, rows // max(merge, 1), columns // max(merge, 1))
+    return found if found[0] * found[1] * found[2] == count else None
+
+
+def thumbnails(item: MediaItem) -> list[str]:
+    """Return `data:` URLs of an image, of some frames or of tiles; empty where an item has no pixels."""
+    urls = []
+    for picture in _pictures(item):
+        picture.thumbnail((_SIDE, _SIDE))
+        buffer = io.BytesIO()
+        picture.save(buffer, format="JPEG", quality=_QUALITY)
+        urls.append(f"data:image/jpeg;base64,{pybase64.b64encode_as_string(buffer.getvalue())}")
+    return urls
+
+
+def _pictures(item: MediaItem) -> list[Image.Image]:
+    if isinstance(item, PatchItem):
+        return _of_planes(item.frames)
+    if isinstance(item, ProcessedItem):
+        for part in item.parts.values():
+            if isinstance(part, Levels) and part.values.ndim == 4 and part.values.shape[1] == 3:
+                return _of_planes(part.values)
+    if isinstance(item, ReferenceItem) and isinstance(item.source, bytes):
+        try:
+            return [load_image(item.source).image.convert("RGB")]
+        except MediaError:
+            return []
+    return []
+
+
+def _of_planes(planes: npt.NDArray[Any]) -> list[Image.Image]:
+    """Pictures of some of `(n, 3, height, width)`, evenly chosen, the first and the last among them."""
+    chosen = np.unique(np.linspace(0, len(planes) - 1, min(len(planes), _MOST)).round().astype(int))
+    return [
+        Image.fromarray(np.ascontiguousarray(planes[index].transpose(1, 2, 0)), "RGB") for index in chosen
+    ]
