@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests probe for themselves, and leave nothing in the user's cache.
 os.environ["MMRENDER_CACHE"] = "off"
+# Threads of tiny models wait for each other, and for those of the test process beside this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A loaded machine must not fail a property, so there are no deadlines. `make test` tries the same examples
 # every time; `make fuzz` searches with a fresh seed each round.
