@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from render_cases import make_image  # noqa: E402
 
 from mmrender import Renderer, generate  # noqa: E402
 from mmrender.client.http import encode_json  # noqa: E402
-from mmrender.client.transport import Reply  # noqa: E402
+from mmrender.client.transport import JSONText, Reply  # noqa: E402
 from mmrender.client.types import Generation  # noqa: E402
 from mmrender.client.vllm import VLLMBackend  # noqa: E402
 from mmrender.errors import EngineStatusError  # noqa: E402
@@ -77,19 +78,19 @@ def stub_server() -> Iterator[str]:
             server.kill()
 
 
-def make_load(size: str) -> Load:
-    ids = [random.Random(index).randrange(100, 900) for index in range(PROMPT)]
+def make_load(size: str, renderer: Renderer) -> Load:
+    """Make a prompt of random tokens that ends as prompts do, and an image as base64."""
+    begin = renderer.tokenizer.encode(renderer.profile.generation_prompt)
+    ids = [random.Random(index).randrange(100, 900) for index in range(PROMPT - len(begin))] + begin
     image = base64.b64encode(os.urandom(SIZES[size] * 3 // 4)).decode() if SIZES[size] else None
-    return Load(ids, image, COMPLETION, f'"{image}"'.encode())
+    return Load(ids, image, COMPLETION, JSONText(f'"{image}"'.encode()))
 
 
 async def run_load(contender: Any, url: str, load: Load, concurrency: int, total: int) -> dict[str, float]:
     """Send `total` requests, `concurrency` at a time, over connections that are open."""
-    warm, close_warm = contender.open(url, Load(load.prompt_ids, None, load.completion))
-    await asyncio.gather(*[warm() for _ in range(concurrency)])
-    await close_warm()
-    call, close = contender.open(url, load)
-    await call()
+    call, close = contender.open(url)
+    await asyncio.gather(*[call(replace(load, image=None)) for _ in range(concurrency)])
+    await call(load)
     late: list[float] = []
     left = total
 
@@ -97,7 +98,7 @@ async def run_load(contender: Any, url: str, load: Load, concurrency: int, total
         nonlocal left
         while left > 0:
             left -= 1
-            logprobs = await call()
+            logprobs = await call(load)
             if len(logprobs) != COMPLETION:
                 raise SystemExit(f"{contender.name} lost logprobs: what is timed would not be the same work")
 
@@ -128,10 +129,11 @@ async def run_load(contender: Any, url: str, load: Load, concurrency: int, total
     }
 
 
-def measure_requests(contenders: list[Any], url: str, rounds: int, quick: bool) -> dict[str, Any]:
+def measure_requests(
+    contenders: list[Any], url: str, loads: Mapping[str, Load], rounds: int, quick: bool
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for size in SIZES:
-        load = make_load(size)
+    for size, load in loads.items():
         for concurrency in CONCURRENCY[:2] if quick else CONCURRENCY:
             total = REQUESTS[size][concurrency] // (4 if quick else 1)
             rows: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in contenders}
@@ -289,11 +291,12 @@ def main() -> None:
         )
         renderer = Renderer.from_pretrained(directory, image_backend="pil")
         contenders = make_contenders(directory, renderer)
+        loads = {size: make_load(size, renderer) for size in SIZES}
         rounds = 1 if options.quick else options.rounds
         result = {
             "machine": machine(PACKAGES),
             "rounds": rounds,
-            "requests": measure_requests(contenders, url, rounds, options.quick),
+            "requests": measure_requests(contenders, url, loads, rounds, options.quick),
             "rollout": measure_bytes(renderer, 4 if options.quick else options.turns),
         }
     print(f"{result['machine']['cpu']}, {result['machine']['cores']} cores\n")

@@ -18,7 +18,7 @@ from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import VLLMBackend, sample_tokens
 from mmrender.spans import MultiModalData
 
-Call = Callable[[], Awaitable[Any]]
+Call = Callable[["Load"], Awaitable[Any]]
 
 _PATIENCE = 600.0
 """Seconds. Its default for a connection is 5, and 256 requests of 5 MB hold openai's loop up for longer."""
@@ -31,7 +31,7 @@ class Load:
     prompt_ids: list[int]
     image: str | None
     completion: int
-    image_json: bytes = b""
+    image_json: JSONText | None = None
 
     @property
     def features(self) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ class GivenFeatures:
         features = self.load.features
         if features is not None:
             # As the backend's own encoding gives it: a JSON text.
-            prompt["features"] = {**features, "kwargs_data": {"image": [JSONText(self.load.image_json)]}}
+            prompt["features"] = {**features, "kwargs_data": {"image": [self.load.image_json]}}
         return await sample_tokens(request, transport, prompt, aborts=True)
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
@@ -77,16 +77,15 @@ class Ours:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
 
-    def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
+    def open(self, url: str) -> tuple[Call, Callable[[], Awaitable[None]]]:
         transport = HTTPTransport(url)
-        backend = GivenFeatures(load)
 
-        async def call() -> Any:
+        async def call(load: Load) -> Any:
             result = await generate(
                 client=transport,
                 renderer=self._renderer,
                 model="stub",
-                backend=backend,
+                backend=GivenFeatures(load),
                 prompt_ids=load.prompt_ids,
                 multi_modal_data=MultiModalData(),
                 sampling_params={"max_tokens": load.completion},
@@ -111,22 +110,24 @@ class Peer:
             AutoTokenizer.from_pretrained(directory), processor=SimpleNamespace()
         )
 
-    def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
+    def open(self, url: str) -> tuple[Call, Callable[[], Awaitable[None]]]:
         from openai import AsyncOpenAI
 
-        # Its own encoding needs vLLM; here it gets the same text as everyone.
-        self._client._build_mm_features = lambda *_: load.features
+        # Its own encoding needs vLLM; here it gets the same text as everyone, as its sidecar.
+        self._client._build_mm_features = lambda sidecar, *_: sidecar.features
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE)
-        sidecar: Any = None if load.image is None else SimpleNamespace(is_empty=lambda: False)
 
-        async def call() -> Any:
+        async def call(load: Load) -> Any:
+            given: Any = SimpleNamespace(is_empty=lambda: False, features=load.features)
+            if load.image is None:
+                given = None
             result = await self._client.generate(
                 client=client,
                 renderer=self._renderer,
                 messages=[],
                 model="stub",
                 prompt_ids=load.prompt_ids,
-                multi_modal_data=sidecar,
+                multi_modal_data=given,
                 sampling_params={"max_tokens": load.completion},
             )
             return result["completion_logprobs"]
@@ -139,16 +140,18 @@ class OpenAI:
 
     name = "openai"
 
-    def open(self, url: str, load: Load) -> tuple[Call, Callable[[], Awaitable[None]]]:
+    def open(self, url: str) -> tuple[Call, Callable[[], Awaitable[None]]]:
         from openai import AsyncOpenAI
 
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE)
-        # As many bytes as the others' token ids take as JSON.
-        content: list[Any] = [{"type": "text", "text": "x" * len(str(load.prompt_ids))}]
-        if load.image is not None:
-            content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{load.image}"}})
 
-        async def call() -> Any:
+        async def call(load: Load) -> Any:
+            # As many bytes as the others' token ids take as JSON.
+            content: list[Any] = [{"type": "text", "text": "x" * len(str(load.prompt_ids))}]
+            if load.image is not None:
+                content.append(
+                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{load.image}"}}
+                )
             result = await client.chat.completions.create(
                 model="stub",
                 messages=[{"role": "user", "content": content}],

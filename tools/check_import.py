@@ -14,7 +14,7 @@ import sys
 from typing import NamedTuple
 
 FORBIDDEN = (
-    *("torch", "torchvision", "transformers", "aiohttp", "tenacity", "zmq", "starlette", "uvicorn"),
+    *("torch", "torchvision", "transformers", "aiohttp", "zmq", "starlette", "uvicorn"),
     *("opentelemetry", "matplotlib", "typer", "rich", "vllm", "ray"),
 )
 PACKAGE = "import mmrender"

@@ -6,7 +6,7 @@ import sys
 from conversation import MESSAGES, print_result, with_picture
 from mmrender import Renderer
 
-EXTRAS = ("torch", "torchvision", "transformers", "aiohttp", "tenacity", "rich", "vllm", "ray")
+EXTRAS = ("torch", "torchvision", "transformers", "aiohttp", "rich", "vllm", "ray")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from mmrender.client.reply import (
     ReportedExperts,
     ReportedUsage,
     add_alternatives,
-    convert,
+    decode_as,
     response_of,
     without_large,
 )
@@ -227,9 +227,9 @@ class _Reply(msgspec.Struct):
     usage: ReportedUsage | None = None
 
 
-def read_reply(request: EngineRequest, ends: frozenset[int], decoded: Any, where: str) -> EngineResponse:
+def read_reply(request: EngineRequest, ends: frozenset[int], body: bytes, where: str) -> EngineResponse:
     """Read a chat reply of status 200; `ends` are the tokens that can end a completion."""
-    reply = convert(decoded, _Reply, where=where)
+    reply = decode_as(body, _Reply, where=where)
     if len(reply.choices) != 1:
         raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
     choice, nvext = reply.choices[0], reply.nvext or _Nvext()
@@ -255,7 +255,7 @@ def read_reply(request: EngineRequest, ends: frozenset[int], decoded: Any, where
     return response_of(
         request,
         where=where,
-        raw=without_large(decoded),
+        raw=without_large(body),
         ids=ids,
         entries=entries,
         named=named,

@@ -11,7 +11,6 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from mmrender.client.reply import decode_json
 from mmrender.client.server_facts import forget, model_cards
 from mmrender.client.transport import GATEWAY_STATUSES, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
@@ -94,17 +93,17 @@ async def sample(
     transport: Transport,
     path: str,
     body: Mapping[str, Any],
-    read: Callable[[Any, str], EngineResponse],
+    read: Callable[[bytes, str], EngineResponse],
     *,
     abort: tuple[str, Any] | None = None,
     on_tokens: OnTokens | None = None,
-    read_stream: Callable[[AsyncIterator[bytes]], Awaitable[Any]] | None = None,
+    read_stream: Callable[[AsyncIterator[bytes]], Awaitable[bytes]] | None = None,
 ) -> EngineResponse:
     """Send a request for a completion and read its answer.
 
-    `read` gets the decoded answer and the call in errors. `abort` is the path and body that tell the server
-    to stop; None where the closed connection does. `read_stream` reads an answer that comes as lines, and
-    reports its tokens; otherwise `on_tokens` is called at the end.
+    `read` gets the body of the answer and the call in errors. `abort` is the path and body that tell the
+    server to stop; None where the closed connection does. `read_stream` reads an answer that comes as lines,
+    and reports its tokens; otherwise `on_tokens` is called at the end.
     """
     where = f"{transport.base_url}{path}"
     if taken := sorted(body.keys() & request.extra_body.keys()):
@@ -112,8 +111,8 @@ async def sample(
     body, headers = {**body, **request.extra_body}, request.extra_headers
     try:
         if read_stream is not None:
-            decoded = await read_stream(transport.stream("POST", path, json=body, headers=headers))
-            return read(decoded, where)
+            whole = await read_stream(transport.stream("POST", path, json=body, headers=headers))
+            return read(whole, where)
         reply = await transport.request(
             "POST", path, json=body, headers=headers, max_reply_bytes=_largest_reply(request)
         )
@@ -132,9 +131,9 @@ async def sample(
             raise
         raise overflow from error
     if len(reply.body) < _LARGE_REPLY:
-        response = read(decode_json(reply.body, where=where), where)
+        response = read(reply.body, where)
     else:
-        response = await asyncio.to_thread(lambda: read(decode_json(reply.body, where=where), where))
+        response = await asyncio.to_thread(read, reply.body, where)
     if on_tokens is not None:
         on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
     return response

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
+from mmrender.client.transport import JSONText
 from mmrender.errors import EngineStatusError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ class ClientHooks:
 class ObservedCall:
     """One call and its progress, reported to hooks. `target` is the server and path, with query."""
 
-    def __init__(self, method: str, target: str, body: list[bytes], hooks: Sequence[ClientHooks]) -> None:
+    def __init__(
+        self, method: str, target: str, body: Sequence[bytes | JSONText], hooks: Sequence[ClientHooks]
+    ) -> None:
         self.method = method
         self.body = body
         self.size = sum(map(len, body))

@@ -33,7 +33,6 @@ from mmrender.errors import (
 
 try:
     import aiohttp
-    import tenacity
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "aiohttp", "client", "the HTTP client") from error
 
@@ -48,16 +47,45 @@ _SLICE: Final = 256 << 10
 """Larger bodies are written in slices, so that other tasks have their turn."""
 
 
-async def _slices(pieces: list[bytes]) -> AsyncIterator[memoryview]:
-    """Yield a large body in slices; a socket with a large buffer would take all of it at once."""
-    for piece in pieces:
-        view = memoryview(piece)
-        for start in range(0, len(view), _SLICE):
-            yield view[start : start + _SLICE]
-            await asyncio.sleep(0)
+class _Body(aiohttp.Payload):
+    """A large body; what lies in a file goes to the socket without a copy."""
+
+    def __init__(self, pieces: Sequence[bytes | JSONText]) -> None:
+        super().__init__(pieces, content_type="application/json")
+        self._size = sum(map(len, pieces))
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return joined(self._value).decode(encoding, errors)
+
+    async def write(self, writer: Any) -> None:
+        for piece in self._value:
+            if isinstance(piece, JSONText) and await _send_file(writer, piece):
+                continue
+            view = memoryview(joined([piece]))
+            for start in range(0, max(1, len(view)), _SLICE):  # once at least: the headers go with it
+                await writer.write(view[start : start + _SLICE])
+                await asyncio.sleep(0)
 
 
-def encode_json(value: Any) -> list[bytes]:
+async def _send_file(writer: Any, text: JSONText) -> bool:
+    """Send a text from its file; False, and nothing is sent, where it has none or the event loop cannot."""
+    transport = writer.transport
+    if text.file is None or transport is None or transport.get_extra_info("sslcontext") is not None:
+        return False
+    try:
+        with open(text.file, "rb", buffering=0, closefd=False) as file:
+            await asyncio.get_running_loop().sendfile(transport, file, 0, len(text), fallback=False)
+    except (NotImplementedError, asyncio.SendfileNotAvailableError):
+        return False
+    return True
+
+
+def joined(pieces: Sequence[bytes | JSONText]) -> bytes:
+    """Return the pieces of a body as one."""
+    return b"".join([piece.data if isinstance(piece, JSONText) else piece for piece in pieces])
+
+
+def encode_json(value: Any) -> list[bytes | JSONText]:
     """Encode a JSON value, of what msgspec takes and `JSONText`, as pieces that follow each other.
 
     A `JSONText` is a piece of its own, not copied.
@@ -75,9 +103,9 @@ def encode_json(value: Any) -> list[bytes]:
     try:
         whole = msgspec.json.encode(value, enc_hook=stand_in)
         first, *others = whole.split(f'"{mark}"'.encode()) if texts else (whole,)
-        pieces = [first]
+        pieces: list[bytes | JSONText] = [first]
         for text, after in zip(texts, others, strict=True):
-            pieces += [text.data, after]
+            pieces += [text, after]
         return pieces
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(
@@ -147,41 +175,10 @@ class HTTPTransport:
         """
         repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
-        policy = self.config.retries
-
-        def is_retried(error: BaseException) -> bool:
-            if isinstance(error, EngineConnectionError):
-                cause = error.__cause__
-                return isinstance(cause, _NEVER_MADE) and not isinstance(cause, _UNTRUSTED)
-            return repeatable and isinstance(error, EngineStatusError) and error.status in GATEWAY_STATUSES
-
-        def failure_of(state: tenacity.RetryCallState) -> BaseException | None:
-            return None if state.outcome is None else state.outcome.exception()
-
-        def seconds_before_next(state: tenacity.RetryCallState) -> float:
-            error = failure_of(state)
-            if isinstance(error, EngineStatusError) and error.retry_after is not None:
-                return min(error.retry_after, policy.wait_max)
-            return policy.wait_before(state.attempt_number + 1)
-
-        def report(state: tenacity.RetryCallState) -> None:
-            failure = failure_of(state)
-            _log.debug("%s: attempt %d after: %s", call.where, state.attempt_number + 1, failure)
-            call.attempt = state.attempt_number + 1
-            call.report("on_retry", error=failure)
-            call.status = None
-
-        attempts = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(is_retried),
-            stop=tenacity.stop_after_attempt(policy.attempts),
-            wait=seconds_before_next,
-            before_sleep=report,
-            reraise=True,
-        )
         call = self._begun(method, path, json, headers)
         try:
             async with asyncio.timeout(seconds):
-                reply: Reply = await attempts(self._once, call, max_reply_bytes)
+                reply = await self._repeated(call, max_reply_bytes, repeatable)
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
             call.report("on_error", error=late)
@@ -231,6 +228,31 @@ class HTTPTransport:
         call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
         return call
 
+    async def _repeated(self, call: ObservedCall, most: int | None, repeatable: bool) -> Reply:
+        """Make attempts until one succeeds, fails in a way that is not retried, or is the last."""
+        policy = self.config.retries
+        while True:
+            try:
+                return await self._once(call, most)
+            except EngineConnectionError as error:
+                cause = error.__cause__
+                if not isinstance(cause, _NEVER_MADE) or isinstance(cause, _UNTRUSTED):
+                    raise
+                failure: EngineError = error
+                wait = policy.wait_before(call.attempt + 1)
+            except EngineStatusError as error:
+                if not repeatable or error.status not in GATEWAY_STATUSES:
+                    raise
+                failure, told = error, error.retry_after
+                wait = policy.wait_before(call.attempt + 1) if told is None else min(told, policy.wait_max)
+            if call.attempt >= policy.attempts:
+                raise failure
+            call.attempt += 1
+            _log.debug("%s: attempt %d after: %s", call.where, call.attempt, failure)
+            call.report("on_retry", error=failure)
+            call.status = None
+            await asyncio.sleep(wait)
+
     async def _once(self, call: ObservedCall, most: int | None) -> Reply:
         async with self._opened(call) as response:
             content = bytearray()
@@ -254,19 +276,18 @@ class HTTPTransport:
         self, call: ObservedCall, *, silence: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one attempt and yield its reply, of status 2xx; errors of aiohttp become ours."""
-        headers, data = call.headers, b"".join(call.body) if call.size <= _SLICE else _slices(call.body)
-        if call.size > _SLICE:
-            headers = {**headers, "Content-Length": str(call.size)}
+        short = call.size <= _SLICE
+        # aiohttp writes bytes with the headers in one piece.
+        data = joined(call.body) if short else _Body(call.body)
         waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
         start = b""
         try:
             session = await self._session()
-            # aiohttp writes bytes with the headers in one piece.
             async with session.request(
                 call.method,
                 call.target,
                 data=data or None,
-                headers=headers,
+                headers=call.headers,
                 timeout=waits,
                 allow_redirects=False,
             ) as response:

@@ -38,11 +38,11 @@ _REASONS: Final[Mapping[str, FinishReason]] = {
     "repetition": "stop",  # vLLM's detection of repetition, which a caller asked for
     "tool_calls": "stop",  # a Dynamo frontend's own parser found a call
 }
-_LARGE: Final = re.compile(
+_is_large: Final = re.compile(
     "(prompt_|completion_)?token_ids|output_ids|logprobs|(input|output)_(token|top)_logprobs|"
     "routed_experts|engine_data|token_data|sampling_mask"
-)
-"""Members of replies that are left out of `EngineResponse.raw`."""
+).fullmatch
+"""Whether a member of a reply is left out of `EngineResponse.raw`."""
 
 
 class FailedInEngineError(EngineReplyError):
@@ -52,17 +52,14 @@ class FailedInEngineError(EngineReplyError):
     """
 
 
-def decode_json(body: bytes, *, where: str) -> Any:
-    """Decode a JSON reply."""
+def decode_as(body: bytes, type: type[T], *, where: str) -> T:
+    """Decode a JSON reply strictly, to a struct or another type."""
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=type)
+    except msgspec.ValidationError as error:
+        raise _malformed(error, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineReplyError("the server's reply is not JSON", where=where, got=str(error)) from error
-
-
-def decode_as(body: bytes, type: type[T], *, where: str) -> T:
-    """Decode a JSON reply to a struct, strictly."""
-    return convert(decode_json(body, where=where), type, where=where)
 
 
 def convert(value: Any, type: type[T], *, where: str) -> T:
@@ -70,27 +67,30 @@ def convert(value: Any, type: type[T], *, where: str) -> T:
     try:
         return msgspec.convert(value, type)
     except msgspec.ValidationError as error:
-        # "Expected `int`, got `str` - at `$.data[0]`", or "Object missing required field `x`"
-        text = str(error).replace("`", "")
-        found = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
-        expected, got, path = found.groups() if found else (None, text, None)
-        where = f"{where} {path or ''}".strip()
-        raise EngineReplyError(
-            "the server's reply is malformed", where=where, expected=expected, got=got
-        ) from error
+        raise _malformed(error, where) from error
 
 
-def without_large(value: Any, depth: int = 3) -> Any:
-    """Return decoded JSON without its large members, looked for `depth` levels deep."""
-    if depth and isinstance(value, dict):
-        small = {key: member for key, member in value.items() if not _LARGE.fullmatch(key)}
-        return {key: without_large(member, depth - 1) for key, member in small.items()}
-    if depth and isinstance(value, list):
-        return [without_large(member, depth - 1) for member in value]
-    return value
+def _malformed(error: msgspec.ValidationError, where: str) -> EngineReplyError:
+    # "Expected `int`, got `str` - at `$.data[0]`", or "Object missing required field `x`"
+    text = str(error).replace("`", "")
+    found = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
+    expected, got, path = found.groups() if found else (None, text, None)
+    where = f"{where} {path or ''}".strip()
+    return EngineReplyError("the server's reply is malformed", where=where, expected=expected, got=got)
 
 
-class LogprobEntry(msgspec.Struct):
+def without_large(text: bytes | msgspec.Raw, depth: int = 3) -> Any:
+    """Decode JSON without its large members, looked for `depth` levels deep."""
+    kind = bytes(memoryview(text)[:1]) if isinstance(text, msgspec.Raw) else text.lstrip()[:1]
+    if depth and kind == b"{":
+        members = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        return {key: without_large(each, depth - 1) for key, each in members.items() if not _is_large(key)}
+    if depth and kind == b"[":
+        return [without_large(each, depth - 1) for each in msgspec.json.decode(text, type=list[msgspec.Raw])]
+    return msgspec.json.decode(text)
+
+
+class LogprobEntry(msgspec.Struct, gc=False):
     """A token and its logprob, of vLLM and Dynamo: `token_id: 7`, before vLLM 0.32 `token: "token_id:7"`."""
 
     logprob: float | None = None

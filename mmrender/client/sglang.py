@@ -21,7 +21,6 @@ from mmrender.client.reply import (
     ReportedUsage,
     ReportedVersion,
     add_alternatives,
-    convert,
     decode_as,
     response_of,
     without_large,
@@ -31,6 +30,7 @@ from mmrender.client.sampling import where as parameter
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Trust
 from mmrender.errors import (
+    EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
     PlaceholderError,
@@ -195,22 +195,26 @@ class _Reply(msgspec.Struct):
 def read_reply(
     request: EngineRequest,
     experts_shape: tuple[int, int] | None,
-    decoded: Any,
+    body: bytes,
     where: str,
     *,
     trust: Trust = "renderer",
 ) -> EngineResponse:
     """Read a reply of status 200."""
-    if isinstance(decoded, list) and len(decoded) == 1:
-        decoded = decoded[0]
-    reply = convert(decoded, _Reply, where=where)
+    found: _Reply | list[_Reply] = decode_as(body, _Reply | list[_Reply], where=where)  # type: ignore[arg-type]
+    raw = without_large(body)
+    if isinstance(found, list):
+        if len(found) != 1:
+            raise EngineReplyError("the reply is not one completion", where=where, got=str(len(found)))
+        (found,), (raw,) = found, raw
+    reply = found
     ids, meta = reply.output_ids, reply.meta_info
     finish = meta.finish_reason
     if finish.type == "abort" and finish.status_code is not None:
         raise EngineStatusError(
             f"the server gave up: {finish.message}",
             status=finish.status_code,
-            body=str(decoded["meta_info"]["finish_reason"]),
+            body=str(raw["meta_info"]["finish_reason"]),
             where=f"{where} finish_reason",
         )
     entries = [LogprobEntry(pair.logprob, pair.token_id) for pair in meta.output_token_logprobs or ()]
@@ -223,7 +227,7 @@ def read_reply(
     versions = meta.weight_versions
     if versions is None and meta.weight_version is not None:  # servers before 0.5.23 name the last one only
         versions = [ReportedVersion(meta.weight_version, 0, len(ids))]
-    raw, most = without_large(decoded), request.sampling_params["max_tokens"]
+    most = request.sampling_params["max_tokens"]
     if finish.type == "length" and len(ids) < most:
         raw["max_tokens_granted"] = len(ids)
         _log.warning(

@@ -3,9 +3,12 @@
 Needs no HTTP library.
 """
 
+import contextlib
 import http
 import math
+import os
 import random
+import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -17,6 +20,9 @@ from mmrender.errors import EngineReplyError, EngineStatusError, InputError
 
 MAX_ERROR_BYTES: Final = 8192
 """Bytes of an error reply that are read and kept."""
+
+LONG_TEXT: Final = 2 << 20
+"""Bytes from which on a JSON text lies in a file."""
 
 GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
 """Statuses that a gateway answers in a server's place, also for requests that it passed on."""
@@ -32,15 +38,35 @@ class Reply:
 
 
 class JSONText:
-    """A member of a request that is JSON text, such as base64 in quotes; neither checked nor copied."""
+    """A member of a request that is JSON text, such as base64 in quotes; neither checked nor copied.
 
-    __slots__ = ("data",)  # not a dataclass, which msgspec would write as an object
+    Long text lies in an unnamed file in memory, where the system has them: sockets send it from there without
+    a copy.
+    """
+
+    __slots__ = ("__weakref__", "_data", "_size", "file")  # not a dataclass, which msgspec would write
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        self._data = data
+        self._size = len(data)
+        self.file: int | None = None
+        if len(data) < LONG_TEXT or not hasattr(os, "memfd_create"):
+            return
+        with contextlib.suppress(OSError):  # of a process that may open no more files
+            self.file = os.memfd_create("mmrender")
+            weakref.finalize(self, os.close, self.file).atexit = False
+            if os.write(self.file, data) == len(data):
+                self._data = b""
+            else:
+                self.file = None
 
     def __len__(self) -> int:
-        return len(self.data)
+        return self._size
+
+    @property
+    def data(self) -> bytes:
+        """The text."""
+        return self._data if self.file is None else os.pread(self.file, self._size, 0)
 
 
 @runtime_checkable

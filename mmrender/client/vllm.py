@@ -27,6 +27,7 @@ from mmrender.client.reply import (
     ReportedVersion,
     check_completion,
     convert,
+    decode_as,
     finish_reason_in,
     response_of,
     without_large,
@@ -260,10 +261,10 @@ class _Reply(msgspec.Struct):
 
 
 def read_reply(
-    request: EngineRequest, decoded: Any, where: str, *, widened: Trust | None = None
+    request: EngineRequest, body: bytes, where: str, *, widened: Trust | None = None
 ) -> EngineResponse:
     """Read the whole answer; `widened`: whose prompt is the truth, where the server widened placeholders."""
-    reply = convert(decoded, _Reply, where=where)
+    reply = decode_as(body, _Reply, where=where)
     if len(reply.choices) != 1:
         raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
     choice = reply.choices[0]
@@ -282,7 +283,7 @@ def read_reply(
         request,
         adopted=request is not sent,
         where=where,
-        raw=without_large(decoded),
+        raw=without_large(body),
         ids=choice.token_ids or [],
         entries=choice.logprobs.content or [] if choice.logprobs else [],
         reason=choice.finish_reason,
@@ -318,7 +319,7 @@ class _Stream:
         self._choice: dict[str, Any] = {"token_ids": [], "logprobs": {"content": []}}
         self._whole: dict[str, Any] = {"choices": [self._choice]}
 
-    async def read(self, lines: AsyncIterator[bytes]) -> dict[str, Any]:
+    async def read(self, lines: AsyncIterator[bytes]) -> bytes:
         """Return the answer as it comes without streaming; a break behind the last token loses nothing."""
         try:
             async for chunk in read_events(lines, where=self._where):
@@ -326,7 +327,7 @@ class _Stream:
         except EngineError:
             if self._choice.get("finish_reason") not in ("stop", "length"):
                 raise
-        return self._whole
+        return msgspec.json.encode(self._whole)
 
     def _take(self, decoded: dict[str, Any]) -> None:
         where = self._where

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.http import encode_json
+from mmrender.client.http import encode_json, joined
 from mmrender.client.transport import Reply, status_error
 from mmrender.errors import EngineConnectionError, EngineReplyError, EngineTimeoutError
 
@@ -149,7 +149,7 @@ class MemoryTransport:
         self, method: str, path: str, json: Any, headers: Mapping[str, str] | None, idempotent: bool | None
     ) -> Asked:
         path, _, query = path.partition("?")
-        body = b"" if json is None else b"".join(encode_json(json))
+        body = b"" if json is None else joined(encode_json(json))
         repeatable = method == "GET" if idempotent is None else idempotent
         self.asked.append(Asked(method, path, query, body, dict(headers or {}), repeatable))
         return self.asked[-1]

@@ -8,6 +8,7 @@ to bytes and bytes to tokens exactly. `readable` gives the text that a decoder p
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
+from typing import cast
 
 from mmrender.model.tokenizer import Match, Tokenizer
 
@@ -84,6 +85,13 @@ class TokenSpeller:
             self._spelled[token_id] = known
         return known
 
+    def spell_all(self, token_ids: list[int]) -> list[bytes]:
+        """Bytes of each of some tokens."""
+        spelled = list(map(self._spelled.get, token_ids))
+        if None in spelled:
+            return [self.spell(token_id) for token_id in token_ids]
+        return cast(list[bytes], spelled)
+
 
 def readable(text: str) -> str:
     """Text with U+FFFD where it held bytes that are not UTF-8, as decoders print it.
@@ -106,7 +114,7 @@ class TokenText:
         length = 0
         # Added tokens part characters: bytes on either side of one are never halves of the same.
         for token, run in groupby(token_ids, speller.added.get):
-            spelled = [speller.spell(token_id) for token_id in run]
+            spelled = speller.spell_all(list(run))
             piece = b"".join(spelled).decode("utf-8", "surrogateescape")
             if token is not None:
                 self._added |= dict.fromkeys(range(length, length + len(piece), len(token)), token)

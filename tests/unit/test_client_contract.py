@@ -10,7 +10,8 @@ import pytest
 
 from client_engines import ENGINES, IDS, LOGPROBS, Engine, asked
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from mmrender.client import exchange
+from mmrender.client import reply
+from mmrender.client.reply import check_completion
 from mmrender.client.types import RendererBackend, Usage
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import (
@@ -90,11 +91,11 @@ def test_large_answers_are_read_off_the_event_loop(
 ) -> None:
     seen = []
 
-    def decode(body: bytes, **options: Any) -> Any:
+    def check(*given: Any, **options: Any) -> Any:
         seen.append(threading.current_thread() is threading.main_thread())
-        return msgspec.json.decode(body)
+        return check_completion(*given, **options)
 
-    monkeypatch.setattr(exchange, "decode_json", decode)
+    monkeypatch.setattr(reply, "check_completion", check)
     ask(engine, {**engine.answer(), "padding": "x" * padding})
     assert seen == [main]
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import os
 import pickle
 import random
 import socket
@@ -10,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ import pytest
 from client_server import StubServer, stub_server
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
-from mmrender.client.transport import JSONText, RetryPolicy, Transport, TransportConfig
+from mmrender.client.transport import LONG_TEXT, JSONText, RetryPolicy, Transport, TransportConfig
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
@@ -386,13 +388,41 @@ async def test_what_is_no_json_is_refused_before_sending(server: StubServer) -> 
     assert hooks.names == ["request", "error"]  # what is not JSON never becomes a call
 
 
+@pytest.mark.parametrize("sending", ["files", "no files", "no sendfile"])
 @with_server
-async def test_raw_members_go_out_as_they_are(server: StubServer) -> None:
-    image = b"QUJD" * 200_000
-    body = {"a": 1, "images": [JSONText(b'"%b"' % image), None], "z": "end"}
+async def test_raw_members_go_out_as_they_are(
+    server: StubServer, sending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError  # as uvloop does
+
+    if sending == "no files":
+        monkeypatch.setattr(os, "memfd_create", lambda _: os.open("/nowhere", os.O_RDONLY), raising=False)
+    elif sending == "no sendfile":
+        monkeypatch.setattr(asyncio.get_running_loop(), "sendfile", refuse)
+    texts = [b"QUJD" * count for count in (3, 200_000, 700_000, 600_000)]
+    members = [JSONText(b'"%b"' % text) for text in texts]
+    assert [member.data for member in members] == [b'"%b"' % text for text in texts]
+    body = {"a": 1, "images": [members[0], None, *members[1:], members[-1]], "z": "end"}
+    given = [texts[0].decode(), None, *(text.decode() for text in (*texts[1:], texts[-1]))]
+    transport = HTTPTransport(server.url)
     for path in ("/echo", "/chunked"):
-        reply = await HTTPTransport(server.url).request("POST", path, json=body)
-        assert msgspec.json.decode(reply.body) == {"a": 1, "images": [image.decode(), None], "z": "end"}
+        replies = await asyncio.gather(*[transport.request("POST", path, json=body) for _ in range(3)])
+        assert [msgspec.json.decode(reply.body) for reply in replies] == 3 * [
+            {"a": 1, "images": given, "z": "end"}
+        ]
+
+
+def test_files_of_texts_close_with_them() -> None:
+    open_files = Path("/proc/self/fd")
+    if not open_files.is_dir():
+        pytest.skip("the system does not show open files")
+    before = len(list(open_files.iterdir()))
+    texts = [JSONText(b"0" * LONG_TEXT) for _ in range(5)]
+    assert len(list(open_files.iterdir())) == before + 5
+    del texts
+    gc.collect()
+    assert len(list(open_files.iterdir())) == before
 
 
 @pytest.mark.parametrize(

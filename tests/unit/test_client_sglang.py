@@ -155,9 +155,7 @@ def test_a_list_of_one_completion_is_one_and_several_are_not():
     recording = recorded("text")
     recording.answer = [TEXT]
     assert replay(recording).completion_ids == COMPLETION
-    assert refused(EngineReplyError, "several") == (
-        f"{WHERE}: the server's reply is malformed - expected object, got array"
-    )
+    assert refused(EngineReplyError, "several") == (f"{WHERE}: the reply is not one completion - got 2")
 
 
 def test_weight_versions_are_spans():

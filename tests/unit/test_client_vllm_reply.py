@@ -1,5 +1,6 @@
 """vLLM's answers, each form and each way to be wrong."""
 
+import msgspec
 import pytest
 
 from mmrender.client.reply import FailedInEngineError
@@ -39,7 +40,7 @@ def asked(**changes):
 
 
 def read(answer, **changes):
-    return read_reply(asked(**changes), answer, WHERE)
+    return read_reply(asked(**changes), msgspec.json.encode(answer), WHERE)
 
 
 def error_of(kind, answer, **changes):
@@ -119,7 +120,8 @@ def test_malformed_alternatives(other):
 def widened(**members):
     data = MultiModalData(mm_placeholders={"image": [PlaceholderRange(1, 2)]})
     request = asked(prompt_ids=[1, 9, 9, 3], multi_modal_data=data)
-    return read_reply(request, {**reply(usage={"prompt_tokens": 4}), **members}, WHERE, widened=True)
+    body = msgspec.json.encode({**reply(usage={"prompt_tokens": 4}), **members})
+    return read_reply(request, body, WHERE, widened=True)
 
 
 def test_a_returned_prompt_that_is_ours():
