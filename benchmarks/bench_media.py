@@ -1,159 +1,181 @@
-"""Time from a decoded image to model inputs, against the reference image processors and a plain copy.
+"""Time from decoded images to model inputs, against the reference image processors and a plain copy.
 
-    python benchmarks/bench_media.py [MODEL_DIR ...] [--rounds 15] [--json FILE]
+    python benchmarks/bench_media.py [MODEL_DIR] [--backend pil|torch] [--sizes WxH ...] [--counts N ...]
+                                     [--rounds N] [--clock wall|cpu] [--json FILE]
 
-All contenders of a case take turns within one process, so that a change in the machine's speed falls on all
-of them; the table gives medians in milliseconds and ratios of medians. "uint8", "bf16" and "f32" start from a
-PIL image that was never seen: identity, resizing and, but for uint8, expansion. "warm" is a look-up by a
-resolver that has seen the image. "memcpy" copies the float32 result once.
+- sizes: one image that was never seen. "levels" are the items as they are kept: fingerprint, identity and
+  resized planes; "float32" and "bfloat16" hold the expanded tensors too.
+- counts: that many images of 1024² in one message, as levels: on one thread, on two, and again once seen.
+
+"reference" is the image processor of Transformers on the same back end. The limits are copies between warm
+buffers: of the float32 patches for them, of the planes for levels. "hashes" is what naming an image takes at
+least, "resize" the bare resampling. Pixels of all are compared first; torch uses one thread.
 """
 
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from PIL import Image
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
+import numpy as np  # noqa: E402
+from measure import Clock, Contender, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
+from PIL import Image  # noqa: E402
+from render_cases import make_image  # noqa: E402
+
 from mmrender.errors import MMRenderError  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.pixels import ImageBackend  # noqa: E402
+from mmrender.media.pixels import (  # noqa: E402
+    ImageBackend,
+    media_identity,
+    resized_planes,
+)
 from mmrender.media.policy import MediaPolicy  # noqa: E402
 from mmrender.media.processor import MediaProcessor  # noqa: E402
 from mmrender.media.processors.registry import load_processor  # noqa: E402
-from mmrender.media.resolve import MediaCache, MediaResolver  # noqa: E402
+from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint  # noqa: E402
 from mmrender.messages import ImagePart  # noqa: E402
-from mmrender.testing.reference import (  # noqa: E402
-    has_reference_backend,
-    load_reference_image_processor,
-)
+from mmrender.testing.reference import load_reference_image_processor  # noqa: E402
 
-DEFAULT_MODELS = [ROOT.parent / "shared" / "models" / name for name in ("qwen3_vl", "qwen2_5_vl")]
+MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 SIZES = ((1024, 1024), (1365, 768), (1920, 1080), (3840, 2160))
-BACKENDS: tuple[ImageBackend, ...] = ("torch", "pil")
+COUNTS = (1, 2, 4, 16, 64)
+BACKENDS: tuple[ImageBackend, ...] = ("pil", "torch")
+PACKAGES = ("numpy", "pillow", "torch", "torchvision", "transformers")
 
 
-def make_image(width: int, height: int) -> Image.Image:
-    """Return noise over a gradient: neither constant, which flatters caches, nor unlike a photograph."""
-    rng = np.random.default_rng(width * height)
-    ramp = np.linspace(0, 200, height * width * 3, dtype=np.float32).reshape(height, width, 3)
-    noise = rng.integers(0, 56, ramp.shape, dtype=np.uint8)
-    return Image.fromarray(ramp.astype(np.uint8) + noise, "RGB")
+class Bench:
+    """The contenders of one image back end."""
 
+    def __init__(self, directory: Path, backend: ImageBackend, rounds: int, clock: Clock) -> None:
+        processor = load_processor(directory, image_backend=backend)
+        assert processor is not None
+        self.processor: MediaProcessor = processor
+        self.backend, self.rounds, self.clock = backend, rounds, clock
+        self.reference: Any = None
+        self.missing: str | None = None
+        try:
+            self.reference = load_reference_image_processor(directory, backend)
+        except MMRenderError as error:
+            self.missing = str(error)
 
-def contenders(
-    processor: MediaProcessor, reference: Any | None, image: Image.Image
-) -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name."""
-    resolver = MediaResolver(processor, MediaPolicy(), MediaCache())
-    part = [("image", ImagePart(image))]
-    item = resolver.resolve(part)[0]
-    expanded = item.tensors()["pixel_values"]
-    target = np.empty_like(expanded)
+    def resolver(self) -> MediaResolver:
+        """A resolver that has seen nothing."""
+        return MediaResolver(self.processor, MediaPolicy(), MediaCache())
 
-    def cold() -> Any:
-        return processor.process(load_image(image))
-
-    timed: dict[str, Callable[[], object]] = {
-        "uint8": cold,
-        "float32": lambda: cold().tensors("float32"),
-        "bfloat16": lambda: cold().tensors("bfloat16"),
-        "warm": lambda: resolver.resolve(part),
-        "memcpy": lambda: np.copyto(target, expanded),
-    }
-    if reference is not None:
-        timed["reference"] = lambda: reference(image, return_tensors="pt")
-    return timed
-
-
-def medians(timed: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median of each contender in milliseconds, all of them taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for turn in range(rounds + 1):
-        for name, call in timed.items():
-            start = time.perf_counter()
-            result = call()
-            elapsed = time.perf_counter() - start
-            del result
-            if turn:
-                seconds[name].append(elapsed)
-    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
-
-
-def reference_for(directory: Path, backend: ImageBackend) -> Any | None:
-    """Return the reference on the same back end where it can run here."""
-    return load_reference_image_processor(directory, backend) if has_reference_backend(backend) else None
-
-
-def bench(directory: Path, backend: ImageBackend, rounds: int) -> list[dict[str, Any]]:
-    """Time all sizes for one model on one back end."""
-    processor = load_processor(directory, image_backend=backend)
-    if processor is None:
-        return []
-    reference = reference_for(directory, backend)
-    rows = []
-    for width, height in SIZES:
+    def size(self, width: int, height: int) -> dict[str, Any]:
+        """Time one image."""
         image = make_image(width, height)
-        times = medians(contenders(processor, reference, image), rounds)
-        item = processor.process(load_image(image))
-        full = item.tensors()["pixel_values"].nbytes
-        rows.append(
-            {
-                "model": directory.name,
-                "backend": backend,
-                "size": f"{width}x{height}",
-                "milliseconds": {name: round(value, 3) for name, value in times.items()},
-                "item_bytes": item.nbytes,
-                "float32_bytes": full,
-            }
-        )
-    return rows
+        part = [("image", ImagePart(image))]
+
+        def cold() -> Any:
+            return self.resolver().resolve(part)[0]
+
+        item = cold()
+        expanded = item.tensors("float32")["pixel_values"]
+        loaded = load_image(image)
+        height, width = self.processor.geometry(loaded.height, loaded.width).resized or image.size[::-1]
+        planes = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+        contenders = {
+            "levels": Contender(cold),
+            "float32": Contender(lambda: cold().tensors("float32")),
+            "bfloat16": Contender(lambda: cold().tensors("bfloat16")),
+            "hashes": Contender(lambda: (source_fingerprint(image), media_identity(b"", planes))),
+            "copy of float32": Contender(_copy(expanded)),
+            "copy of levels": Contender(_copy(item.frames)),
+        }
+        if (height, width) != image.size[::-1]:
+            contenders["resize"] = Contender(lambda: self._resized(image, height, width))
+        if self.reference is not None:
+            _compare(expanded, self.reference(image, return_tensors="np")["pixel_values"])
+            contenders["reference"] = Contender(lambda: self.reference(image, return_tensors="pt"))
+        seconds = medians(contenders, rounds=self.rounds, clock=self.clock)
+        return {"size": f"{image.width}x{image.height}", "backend": self.backend, "seconds": seconds}
+
+    def _resized(self, image: Image.Image, height: int, width: int) -> object:
+        if self.backend == "pil":
+            return image.resize((width, height), Image.Resampling.BICUBIC)
+        return resized_planes(load_image(image), height, width, self.backend)
+
+    def count(self, count: int, executor: ThreadPoolExecutor) -> dict[str, Any]:
+        """Time one message of several images."""
+        images = [make_image(1024, 1024, seed) for seed in range(count)]
+        parts = [(f"image {index}", ImagePart(image)) for index, image in enumerate(images)]
+        seen = self.resolver()
+        planes = np.concatenate([item.frames for item in seen.resolve(parts)])  # type: ignore[attr-defined]
+        contenders = {
+            "levels": Contender(lambda: self.resolver().resolve(parts)),
+            "levels, two threads": Contender(lambda: self.resolver().with_executor(executor).resolve(parts)),
+            "seen before": Contender(lambda: seen.resolve(parts)),
+            "copy of levels": Contender(_copy(planes)),
+        }
+        if self.reference is not None:
+            contenders["reference"] = Contender(lambda: self.reference(images, return_tensors="pt"))
+        rounds = max(3, self.rounds // count)
+        seconds = medians(contenders, rounds=rounds, clock=self.clock)
+        return {"images": count, "backend": self.backend, "seconds": seconds}
 
 
-COLUMNS = ("uint8", "bfloat16", "float32", "warm", "memcpy", "reference")
+def _copy(values: np.ndarray[Any, Any]) -> Any:
+    target = np.zeros_like(values)
+    return lambda: np.copyto(target, values)
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print medians, ratios to the reference on the same back end, and bytes kept of the float32 ones."""
-    heads = ("uint8", "bf16", "f32", "warm", "memcpy", "reference", "x uint8", "x bf16", "x f32", "bytes")
-    print(f"{'model':<13}{'mode':<7}{'size':<10}" + "".join(f"{head:>10}" for head in heads))
-    for row in rows:
-        times = row["milliseconds"]
-        cells = [f"{times[name]:.2f}" if name in times else "not here" for name in COLUMNS]
-        cells += [
-            f"{times['reference'] / times[name]:.1f}" if "reference" in times else "-" for name in COLUMNS[:3]
+def _compare(ours: Any, theirs: Any) -> None:
+    if not np.array_equal(ours, theirs):
+        raise SystemExit("pixels differ from the reference's: what is timed would not be the same work")
+
+
+def shown(rows: Sequence[dict[str, Any]], first: str) -> str:
+    """Medians in milliseconds, and how many times longer the reference takes."""
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    forms = [name for name in ("levels", "float32") if name in names]
+    lines = [
+        [
+            str(row[first]),
+            row["backend"],
+            *[shown_ms(row["seconds"].get(name)) for name in names],
+            *[shown_ratio(row["seconds"].get("reference"), row["seconds"][name]) for name in forms],
         ]
-        cells.append(f"1/{row['float32_bytes'] / row['item_bytes']:.0f}")
-        print(f"{row['model']:<13}{row['backend']:<7}{row['size']:<10}" + "".join(f"{c:>10}" for c in cells))
+        for row in rows
+    ]
+    return table([first, "mode", *names, *[f"reference/{name}" for name in forms]], lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time image processing against the reference.")
-    parser.add_argument("models", nargs="*", type=Path, default=DEFAULT_MODELS)
+    parser.add_argument("model", nargs="?", type=Path, default=MODEL)
     parser.add_argument("--backend", choices=BACKENDS, action="append")
+    parser.add_argument("--sizes", nargs="+", default=[f"{width}x{height}" for width, height in SIZES])
+    parser.add_argument("--counts", nargs="*", type=int, default=COUNTS)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
-    arguments = parser.parse_args()
-    rows = []
-    for directory in arguments.models:
-        for backend in arguments.backend or BACKENDS:
-            try:
-                rows += bench(directory, backend, arguments.rounds)
-            except MMRenderError as error:
-                print(f"{directory.name} {backend}: {error}", file=sys.stderr)
-    print_table(rows)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    sizes, counts = [], []
+    for backend in options.backend or BACKENDS:
+        bench = Bench(options.model, backend, options.rounds, options.clock)
+        if bench.missing is not None:
+            print(f"{backend}: without the reference: {bench.missing}", file=sys.stderr)
+        sizes += [bench.size(*map(int, size.split("x"))) for size in options.sizes]
+        with ThreadPoolExecutor(1) as executor:
+            counts += [bench.count(count, executor) for count in options.counts]
+    print("milliseconds, medians\n\n" + shown(sizes, "size"))
+    if counts:
+        print("\n" + shown(counts, "images"))
+    if options.json:
+        document = {"machine": machine(PACKAGES), "clock": options.clock, "sizes": sizes, "counts": counts}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

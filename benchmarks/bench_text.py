@@ -1,10 +1,11 @@
-"""Time of cold text: 16 turns, ours against the peers, and against the reference's tokenizer alone.
+"""Time of cold text: ours, the peers, the reference, and the fast encoder alone, over the number of turns.
 
-    python benchmarks/bench_text.py [MODEL_DIR] [--rounds N] [--clock wall|cpu] [--json FILE]
+    python benchmarks/bench_text.py [MODEL_DIR] [--turns N ...] [--rounds N] [--clock wall|cpu] [--json FILE]
 
 "new" is a conversation whose words were never rendered, "after a known prompt" one with new words after a
-system prompt that was. "tokenizer" is `apply_chat_template` and `tokenizers` over its text, the least that a
-renderer on top of them can take. Token ids of all are compared first. Word caches inside engines stay warm.
+system prompt that was. "reference" is `apply_chat_template` and `tokenizers` over its text, "encoder" the
+fast encoder over the messages without a template, the least that ours can take. Token ids of all are compared
+first. Word caches inside engines stay warm.
 """
 
 import argparse
@@ -23,13 +24,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
-from measure import Contender, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
-from render_contenders import Ours, Peer, Reference  # noqa: E402
+from measure import Clock, Contender, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
+from render_contenders import NativePeer, Ours, Peer, Reference  # noqa: E402
 
 MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 WORDS = files("mmrender.testing").joinpath("data", "corpus.txt").read_text("utf-8").split()
 TURNS = (1, 4, 16, 64)
+LIMIT = "encoder"
 Messages = list[dict[str, Any]]
+Contenders = dict[str, Callable[[Messages], Any]]
 
 
 def conversation(turns: int, seed: int, *, system: bool) -> Messages:
@@ -45,10 +48,11 @@ def conversation(turns: int, seed: int, *, system: bool) -> Messages:
 
 
 class Fresh:
-    """A contender over conversations that it never saw."""
+    """A contender over conversations that nobody saw: engines that it shares with others have caches."""
+
+    _seeds = itertools.count(1)
 
     def __init__(self, turns: int, render: Callable[[Messages], object], *, known: bool) -> None:
-        self._seeds = itertools.count(1)
         self._turns, self._render, self._known = turns, render, known
         self._messages: Messages = []
 
@@ -59,15 +63,21 @@ class Fresh:
         return self._render(self._messages)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time cold text against peers.")
-    parser.add_argument("model", nargs="?", type=Path, default=MODEL)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    ours, reference = Ours(options.model, "pil"), Reference(options.model, "pil")
-    peer = Peer(options.model, reference)
+def measure(contenders: Contenders, turns: int, known: bool, rounds: int, clock: Clock) -> dict[str, Any]:
+    """Compare the token ids of all, then time them on conversations that none of them saw."""
+    messages = conversation(turns, 0, system=known)
+    ids = {name: list(render(messages)) for name, render in contenders.items() if name != LIMIT}
+    if any(found != ids["ours"] for found in ids.values()):
+        raise SystemExit("token ids differ: what is timed would not be the same work")
+    fresh = {name: Fresh(turns, render, known=known) for name, render in contenders.items()}
+    timed = {name: Contender(each.run, each.reset) for name, each in fresh.items()}
+    seconds = medians(timed, rounds=rounds, clock=clock)
+    return {"turns": turns, "known": known, "tokens": len(ids["ours"]), "seconds": seconds}
+
+
+def make_contenders(directory: Path) -> tuple[Contenders, str]:
+    """Return what is timed, by name, and which engine encodes for ours."""
+    ours, reference = Ours(directory, "pil"), Reference(directory, "pil")
     engine = reference.tokenizer.backend_tokenizer
 
     def text(messages: Messages) -> str:
@@ -76,52 +86,51 @@ def main() -> None:
         )
         return shown
 
-    renders: dict[str, Callable[[Messages], Any]] = {
-        "ours": ours.remade,
-        "tokenizer": lambda messages: engine.encode(text(messages), add_special_tokens=False),
+    contenders: Contenders = {
+        "ours": lambda messages: ours.remade(messages).token_ids,
+        "reference": lambda messages: engine.encode(text(messages), add_special_tokens=False).ids,
     }
+    fast = ours.cold_renderer.tokenizer.choice.fast
+    if fast is not None:
+        contenders[LIMIT] = lambda messages: [fast.ids(message["content"]) for message in messages]
+    peer, native = Peer(directory, reference), NativePeer(directory)
     if peer.missing is None:
-        renders["renderers"] = peer.render
-    rows = []
-    for turns, known in itertools.product(TURNS, (False, True)):
-        messages = conversation(turns, 0, system=known)
-        ids = {
-            "ours": ours.remade(messages).token_ids,
-            "tokenizer": engine.encode(text(messages), add_special_tokens=False).ids,
-        }
-        if peer.missing is None:
-            ids["renderers"] = list(peer.render(messages).token_ids)
-        if any(found != ids["ours"] for found in ids.values()):
-            raise SystemExit("token ids differ: what is timed would not be the same work")
-        fresh = {name: Fresh(turns, render, known=known) for name, render in renders.items()}
-        contenders = {name: Contender(each.run, each.reset) for name, each in fresh.items()}
-        seconds = medians(contenders, rounds=options.rounds, clock=options.clock)
-        rows.append({"turns": turns, "known": known, "tokens": len(ids["ours"]), "seconds": seconds})
-    headings = [
-        "turns",
-        "words",
-        "tokens",
-        "ours",
-        "tokenizer",
-        "renderers",
-        "tokenizer/ours",
-        "renderers/ours",
+        contenders["renderers"] = lambda messages: peer.render(messages).token_ids
+    if native.missing is None:
+        contenders["tml-renderers"] = native.render
+    for name, missing in (("renderers", peer.missing), ("tml-renderers", native.missing)):
+        if missing is not None:
+            print(f"without {name}: {missing}", file=sys.stderr)
+    return contenders, ours.encoded_by
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time cold text against peers.")
+    parser.add_argument("model", nargs="?", type=Path, default=MODEL)
+    parser.add_argument("--turns", type=int, nargs="+", default=TURNS)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    contenders, encoded_by = make_contenders(options.model)
+    rows = [
+        measure(contenders, turns, known, options.rounds, options.clock)
+        for turns, known in itertools.product(options.turns, (False, True))
     ]
-    lines = []
-    for row in rows:
-        times = row["seconds"]
-        others = [times.get(name) for name in ("tokenizer", "renderers")]
-        lines.append(
-            [
-                str(row["turns"]),
-                "after a known prompt" if row["known"] else "new",
-                f"{row['tokens']:,}",
-                *map(shown_ms, (times["ours"], *others)),
-                *[shown_ratio(other, times["ours"]) for other in others],
-            ]
-        )
-    here = machine(("tokenizers", "fastokens", "transformers", "renderers"))
-    here |= {"encoded by": ours.encoded_by, "clock": options.clock}
+    others = [name for name in contenders if name != "ours"]
+    headings = ["turns", "words", "tokens", *contenders, *[f"{name}/ours" for name in others]]
+    lines = [
+        [
+            str(row["turns"]),
+            "after a known prompt" if row["known"] else "new",
+            f"{row['tokens']:,}",
+            *[shown_ms(row["seconds"][name]) for name in contenders],
+            *[shown_ratio(row["seconds"][name], row["seconds"]["ours"]) for name in others],
+        ]
+        for row in rows
+    ]
+    here = machine(("tokenizers", "fastokens", "transformers", "renderers", "tml-renderers"))
+    here |= {"encoded by": encoded_by, "clock": options.clock}
     print("\n".join(f"{key}: {value}" for key, value in here.items()))
     print("\nmilliseconds, medians\n\n" + table(headings, lines))
     if options.json:

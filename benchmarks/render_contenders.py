@@ -1,4 +1,4 @@
-"""The three that `bench_render.py` compares, each behind the same few calls.
+"""Those that the benchmarks of rendering compare, each behind the same few calls.
 
 All start from the same decoded pictures. Models are loaded, templates compiled and probed, and processors
 built beforehand. `forget` brings a contender to its cold state, with nothing kept of any conversation.
@@ -6,6 +6,7 @@ built beforehand. `forget` brings a contender to its cold state, with nothing ke
 
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +77,7 @@ class Peer:
     """
 
     def __init__(self, directory: Path, reference: Reference) -> None:
-        self.missing = _why_no_peer(directory)
+        self.missing = _why_missing("renderers", directory)
         if self.missing is not None:
             return
         from renderers.qwen3_vl import Qwen3VLRenderer
@@ -92,10 +93,27 @@ class Peer:
         return self.renderer.render(list(messages), add_generation_prompt=True)
 
 
-def _why_no_peer(directory: Path) -> str | None:
+class NativePeer:
+    """PyPI `tml-renderers`, compiled, with a vocabulary of its own; it renders text of Qwen3-VL alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.missing = _why_missing("tml_renderers", directory)
+        if self.missing is None:
+            from tml_renderers import chat, renderers
+
+            self._messages = chat.OpenAIMessage.from_oss_messages
+            self._renderer = renderers.Qwen3()
+
+    def render(self, messages: Messages) -> list[int]:
+        spans, _ = self._renderer.render_for_completion(self._messages(list(messages)))
+        return [token for span in spans for token in span.span.tokens]
+
+
+def _why_missing(module: str, directory: Path) -> str | None:
+    """Why this peer cannot render the model, or None."""
     try:
-        import renderers  # noqa: F401
+        import_module(module)
     except ImportError as error:
-        return "not installed" if error.name == "renderers" else f"not importable: {error}"
+        return "not installed" if error.name == module else f"not importable: {error}"
     model_type = json.loads((directory / "config.json").read_text()).get("model_type")
     return None if model_type == "qwen3_vl" else f"has no renderer for {model_type}"

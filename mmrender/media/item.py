@@ -7,6 +7,7 @@ straight into buffers of the caller's, such as the rows of a training batch.
 
 import io
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -19,6 +20,7 @@ from blake3 import blake3
 from msgspec import Meta
 from PIL import ExifTags, Image
 
+from mmcodecs import BufferPool
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError
 from mmrender.media.levels import STORAGE, Compact, Floats, Integers, PixelArithmetic, storage_of
@@ -34,6 +36,7 @@ Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 _BLOCK_VALUES: Final = 1 << 15
 """Values of one channel that are expanded at once: 128 KiB as float32."""
+_POOLED_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,28 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     floating: bool
+
+
+_memory = BufferPool(max_idle_bytes=64 << 20)
+"""Of expanded tensors: fresh pages, zeroed by the system, cost as much as what is written to them."""
+
+
+def _fork_memory() -> None:
+    # Another thread may have held its lock.
+    global _memory  # noqa: PLW0603
+    _memory = BufferPool(max_idle_bytes=_memory.max_idle_bytes)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fork_memory)
+
+
+def _new_array(spec: TensorSpec) -> npt.NDArray[Any]:
+    """An array of this form with any values."""
+    nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+    if nbytes < _POOLED_BYTES:
+        return np.empty(spec.shape, spec.dtype)
+    return np.frombuffer(_memory.acquire(nbytes), spec.dtype).reshape(spec.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +124,11 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
     def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
         """Expand to what the model's processor returns for this image, floating tensors in `dtype`.
 
-        Nothing is memoised: each call writes new arrays, which the caller owns.
+        Nothing is memoised: each call writes other arrays, which the caller owns. Memory of those that nobody
+        refers to any more, at most 64 MiB of it, is used again.
         """
         specs = self.specs(dtype)
-        arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in specs.items()}
+        arrays = {name: _new_array(spec) for name, spec in specs.items()}
         self.write(arrays, dtype)
         if framework == "numpy":
             return arrays

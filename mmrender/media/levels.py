@@ -68,14 +68,15 @@ class PixelArithmetic:
 
         Both arrays are C-contiguous and of equal size.
         """
-        if dtype == "float32" and (steps := _steps(self)[channel]) is not None:
+        steps = _steps(self)[channel] if dtype == "float32" else None
+        if steps is not None:
             np.copyto(out, levels)
             for operation, operand in steps:
                 operation(out, operand, out=out)
-        elif dtype != "float32" and levels.size % 2 == 0:
+        elif levels.size % 2 == 0:
             pairs = levels.reshape(-1).view(np.uint16)
             table = _pair_table(self, channel, dtype)
-            np.take(table, pairs, out=out.reshape(-1).view(np.uint32), mode="clip")
+            np.take(table, pairs, out=out.reshape(-1).view(table.dtype), mode="clip")
         else:
             np.take(cast(self.table()[channel], dtype), levels, out=out, mode="clip")
 
@@ -101,39 +102,44 @@ _Steps: TypeAlias = Sequence[tuple[Callable[..., Any], np.float32]]
 
 @lru_cache(maxsize=32)
 def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
-    """Return, per channel, operations on whole float32 arrays that give exactly the table's values.
+    """Return, per channel, two operations on whole float32 arrays that give exactly the table's values.
 
-    None where they do not: the table is looked up then, which is slower.
+    None where they do not: pairs of levels are looked up then, which takes as long where the processor's
+    caches hold their table, and longer where they do not.
     """
     found: list[_Steps | None] = []
     for mean, std, row in zip(arithmetic.mean, arithmetic.std, arithmetic.table(), strict=True):
         scale = np.float32(1.0 / arithmetic.rescale)
-        steps: _Steps = (
-            [(np.subtract, np.float32(mean) * scale), (np.divide, np.float32(std) * scale)]
-            if arithmetic.backend == "torch"
-            else [
-                (np.multiply, np.float32(arithmetic.rescale)),
-                (np.subtract, np.float32(mean)),
-                (np.divide, np.float32(std)),
-            ]
+        shift, factor = np.float32(mean) * scale, np.float32(std) * scale
+        # As the torch back end computes, and the same with the deviation, a power of two, divided by first.
+        orders: tuple[_Steps, ...] = (
+            [(np.subtract, shift), (np.divide, factor)],
+            [(np.divide, factor), (np.subtract, np.float32(mean) / np.float32(std))],
         )
-        values = np.arange(256, dtype=np.float32)
-        for operation, operand in steps:
-            operation(values, operand, out=values)
-        found.append(steps if np.array_equal(values.view(np.uint32), row.view(np.uint32)) else None)
+        found.append(next((steps for steps in orders if _gives(steps, row)), None))
     return tuple(found)
 
 
+def _gives(steps: _Steps, row: npt.NDArray[np.float32]) -> bool:
+    """Whether the operations turn all 256 levels into these very values."""
+    values = np.arange(256, dtype=np.float32)
+    for operation, operand in steps:
+        operation(values, operand, out=values)
+    return np.array_equal(values.view(np.uint32), row.view(np.uint32))
+
+
 @lru_cache(maxsize=32)
-def _pair_table(arithmetic: PixelArithmetic, channel: int, dtype: TensorDtype) -> npt.NDArray[np.uint32]:
-    """Return the 16-bit values of two neighbouring levels as one word, for each of the 65,536 pairs.
+def _pair_table(
+    arithmetic: PixelArithmetic, channel: int, dtype: TensorDtype
+) -> npt.NDArray[np.unsignedinteger]:
+    """Return the values of two neighbouring levels as one word, for each of the 65,536 pairs.
 
     Gathering pairs halves the look-ups; converting float32 arrays costs twice as much for bfloat16 and six
     times as much for float16, which numpy converts in software.
     """
-    values = cast(arithmetic.table()[channel], dtype).view(np.uint16)
+    values = cast(arithmetic.table()[channel], dtype)
     levels = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
-    return np.ascontiguousarray(values[levels]).view(np.uint32).reshape(-1)
+    return values[levels].view(f"u{2 * values.itemsize}").reshape(-1)
 
 
 def cast(values: npt.NDArray[np.float32], dtype: TensorDtype) -> npt.NDArray[Any]:

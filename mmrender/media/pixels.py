@@ -5,7 +5,10 @@ as it is: hashing it takes a third of the time of `image.tobytes()`, and torch r
 """
 
 import ctypes
+import math
+import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -21,7 +24,9 @@ ImageBackend: TypeAlias = Literal["torch", "pil"]
 IMAGE_BACKENDS: tuple[ImageBackend, ...] = get_args(ImageBackend)
 
 _STRIP_PIXELS = 1 << 20
-_ROWS_PER_BLOCK = 32
+_BLOCK_PIXELS = 1 << 16
+"""Pixels that are split at once: 256 KiB, which the second-level cache holds."""
+_MAPPED_BYTES = 8 << 20
 _BYTES_PER_ELEMENT = {"I": 4, "F": 4, "I;16": 2}
 
 
@@ -78,33 +83,65 @@ def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
 
 def rgb_planes(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
     """Return the pixels as a fresh uint8 array of shape `(3, height, width)`."""
-    planes = np.empty((3, loaded.height, loaded.width), np.uint8)
+    planes = _new_array(3, loaded.height, loaded.width)
+    _write_planes(loaded, planes)
+    return planes
+
+
+def _new_array(*shape: int) -> npt.NDArray[np.uint8]:
+    """An uninitialised uint8 array; a large one is mapped.
+
+    In the heap of malloc, items that live long would lie among the temporaries of resampling, and hold on to
+    as much memory again.
+    """
+    size = math.prod(shape)
+    if size < _MAPPED_BYTES:
+        return np.empty(shape, np.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not on macOS, nor in every kernel
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8).reshape(shape)
+
+
+def _write_planes(loaded: LoadedImage, planes: npt.NDArray[np.uint8]) -> None:
     if isinstance(loaded.pixels, np.ndarray):
         _split_planes(loaded.pixels, planes)
-        return planes
+        return
     top = 0
     for strip in raw_strips(loaded.pixels):
         _split_planes(strip, planes[:, top : top + len(strip)])
         top += len(strip)
-    return planes
 
 
 def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
     """Write pixels `(rows, width, 3 or 4)` into planes `(3, rows, width)`; a fourth channel is dropped."""
-    if pixels.shape[-1] != 4 or not pixels.flags.c_contiguous:
+    scratch, rows = _scratch(pixels)
+    for top in range(0, len(pixels), rows):
         for channel in range(3):
-            out[channel] = pixels[..., channel]
+            _copy_channel(pixels[top : top + rows], channel, out[channel, top : top + rows], scratch)
+
+
+def _scratch(pixels: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint32], int]:
+    """Memory for the words of a block of pixels, and the number of rows of a block."""
+    rows = max(1, _BLOCK_PIXELS // pixels.shape[1])
+    return np.empty((rows, pixels.shape[1]), "<u4"), rows
+
+
+def _copy_channel(
+    block: npt.NDArray[np.uint8],
+    channel: int,
+    out: npt.NDArray[np.uint8],
+    scratch: npt.NDArray[np.uint32],
+) -> None:
+    """Copy one channel of pixels `(rows, width, 3 or 4)` to `(rows, width)`."""
+    if block.shape[-1] != 4 or not block.flags.c_contiguous:
+        np.copyto(out, block[..., channel])
         return
     # A shift of whole pixels followed by a narrowing store runs at vector speed; a stride of four does not.
-    words = pixels.view("<u4")[..., 0]
-    shifted = np.empty((_ROWS_PER_BLOCK, words.shape[1]), "<u4")
-    for top in range(0, len(words), _ROWS_PER_BLOCK):
-        block = words[top : top + _ROWS_PER_BLOCK]
-        scratch = shifted[: len(block)]
-        np.copyto(out[0, top : top + len(block)], block, casting="unsafe")
-        for channel in (1, 2):
-            np.right_shift(block, 8 * channel, out=scratch)
-            np.copyto(out[channel, top : top + len(block)], scratch, casting="unsafe")
+    words = block.view("<u4")[..., 0]
+    if channel:
+        words = np.right_shift(words, 8 * channel, out=scratch[: len(words)])
+    np.copyto(out, words, casting="unsafe")
 
 
 def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: bytes = b"") -> str:
@@ -113,10 +150,36 @@ def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: byte
     `context` is whatever else the tensors depend on. One thread hashes: the library's thread pool does not
     survive a fork, and data loaders fork.
     """
-    digest = blake3(settings)
-    digest.update(repr((frames.shape, context)).encode())
+    digest = _digest(settings, frames.shape, context)
     digest.update(frames.reshape(-1).data)
     return digest.hexdigest()
+
+
+def image_identity(settings: bytes, loaded: LoadedImage, context: bytes = b"") -> str:
+    """Return `media_identity` of the planes of an image, which are not kept in memory."""
+    digest = _digest(settings, (3, loaded.height, loaded.width), context)
+    pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
+    if pixels is None:
+        # Copied band by band three times, an image in several blocks would take longer than Pillow does.
+        for channel in range(3):
+            for strip in raw_strips(loaded.image.getchannel(channel)):
+                digest.update(strip.reshape(-1).data)
+        return digest.hexdigest()
+    scratch, rows = _scratch(pixels)
+    plane = np.empty(scratch.shape, np.uint8)
+    for channel in range(3):
+        for top in range(0, len(pixels), rows):
+            block = pixels[top : top + rows]
+            _copy_channel(block, channel, plane[: len(block)], scratch)
+            digest.update(plane[: len(block)].reshape(-1).data)
+    return digest.hexdigest()
+
+
+def _digest(settings: bytes, shape: tuple[int, ...], context: bytes) -> blake3:
+    """A digest of pixels that has read all but the pixels."""
+    digest = blake3(settings)
+    digest.update(repr((shape, context)).encode())
+    return digest
 
 
 def resized_planes(
@@ -124,30 +187,33 @@ def resized_planes(
 ) -> npt.NDArray[np.uint8]:
     """Resample to uint8 `(3, height, width)`, bicubic with antialiasing, bit for bit as the reference does.
 
-    The two back ends differ by at most one level in about 0.2 % of the values. The torch one calls
-    `interpolate` on uint8, as torchvision's `resize` does; torchvision itself is not needed.
+    The two back ends differ by at most one level in about 0.2 % of the values. The torch one runs the kernel
+    of `interpolate` on uint8, as torchvision's `resize` does; torchvision itself is not needed.
 
     Raises:
         MissingDependencyError: The torch back end without torch.
     """
+    planes = _new_array(3, height, width)
     if backend == "pil":
         resized = loaded.image.resize((width, height), Image.Resampling.BICUBIC)
-        return rgb_planes(LoadedImage(resized, height, width))
+        _write_planes(LoadedImage(resized, height, width), planes)
+        return planes
     try:
         import torch
-        from torch.nn.functional import interpolate
     except ImportError as error:
         raise MissingDependencyError.of_extra(
             "torch", "torch", 'image_backend="torch"', otherwise='choose image_backend="pil"'
         ) from error
 
-    planes = np.empty((3, height, width), np.uint8)
     # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel need not repack;
     # torch tells the layout by the strides, that of the batch of one among them.
-    batch = torch.from_numpy(_whole_pixels(loaded))[None].permute(0, 3, 1, 2)
-    resampled = interpolate(batch, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
-    del batch
-    _split_planes(resampled[0].permute(1, 2, 0).contiguous().numpy(), planes)
+    source = _whole_pixels(loaded)
+    resampled = _new_array(height, width, source.shape[-1])
+    given, out = (torch.from_numpy(each)[None].permute(0, 3, 1, 2) for each in (source, resampled))
+    # What `interpolate` calls; it has no `out`, and what it allocates would stay in the heap.
+    torch.ops.aten._upsample_bicubic2d_aa.out(given, [height, width], False, None, None, out=out)
+    del source, given
+    _split_planes(resampled, planes)
     return planes
 
 
@@ -156,7 +222,7 @@ def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
     pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
     if pixels is not None:
         return pixels if pixels.flags.writeable else pixels.copy()
-    whole = np.empty((loaded.height, loaded.width, 4), np.uint8)
+    whole = _new_array(loaded.height, loaded.width, 4)
     top = 0
     for strip in raw_strips(loaded.image):
         whole[top : top + len(strip)] = strip

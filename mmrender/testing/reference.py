@@ -44,13 +44,13 @@ def load_reference_image_processor(directory: Path, backend: ImageBackend) -> An
     """
     if not has_reference_backend("pil"):
         raise MissingDependencyError.of_extra("transformers", "hf", "the reference image processor")
-    if backend == "torch":
-        if not has_reference_backend("torch"):
-            raise MissingDependencyError(
-                "the reference's torch back end needs torchvision, which is not installed",
-                remedy="mmrender itself never needs it; compare with the PIL back end instead.",
-            )
-        import_torchvision()
+    if has_reference_backend("torch"):
+        import_torchvision()  # Transformers imports it for either back end
+    elif backend == "torch":
+        raise MissingDependencyError(
+            "the reference's torch back end needs torchvision, which is not installed",
+            remedy="mmrender itself never needs it; compare with the PIL back end instead.",
+        )
     return build_image_processor(ProcessorFiles.read(directory), backend)
 
 

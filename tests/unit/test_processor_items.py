@@ -1,6 +1,10 @@
+import os
 import pickle
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ from item_cases import PROCESSOR, picture, same_tensors
 from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
-from mmrender.media.pixels import raw_pixels, rgb_planes
+from mmrender.media.pixels import image_identity, media_identity, raw_pixels, rgb_planes
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.spans import MediaItem, Repeat
 
@@ -49,6 +53,50 @@ def test_levels_are_what_the_tensors_are_computed_from(item: PatchItem) -> None:
     again = pickle.loads(pickle.dumps(item))
     assert again == item
     assert same_tensors(again, item)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 3), (300, 500), (2100, 2200)], ids=str)
+def test_identity_of_an_image_is_that_of_its_planes(size: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    expected = media_identity(b"settings", np.ascontiguousarray(pixels.transpose(2, 0, 1)), b"context")
+    for given in (pixels, Image.fromarray(pixels)):  # the last size is held in several blocks
+        assert image_identity(b"settings", load_image(given), b"context") == expected
+
+
+_GROWTH = """
+import gc, sys
+from pathlib import Path
+import numpy as np
+from PIL import Image
+from item_cases import PROCESSOR
+from mmrender.media.load import load_image
+from dataclasses import replace
+
+processor = replace(PROCESSOR, image_backend=sys.argv[1], max_pixels=1 << 24)
+resident = lambda: 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+pictures = [Image.new("RGB", (3840, 2165), (shade, 0, 0)) for shade in range(4)]
+processor.process(load_image(pictures[0].resize((200, 100))))
+gc.collect()
+before, kept = resident(), []
+for picture in pictures:
+    kept.append(processor.process(load_image(picture)))
+items = sum(item.nbytes for item in kept)
+print(items, resident() - before, end=" ")
+kept.clear()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("backend", ["pil", "torch"])
+def test_large_items_take_their_bytes_alone(backend: str) -> None:
+    command = [sys.executable, "-c", _GROWTH, backend]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    printed = subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
+    items, grew, left = map(int, printed.split())
+    assert items > 4 * 3 * 3840 * 2160 * 0.99
+    assert grew < 1.1 * items
+    assert left < 0.1 * items
 
 
 def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:

@@ -13,7 +13,13 @@ from mmrender.errors import MediaError, ProcessorError
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import LoadedImage
-from mmrender.media.pixels import ImageBackend, media_identity, resized_planes, rgb_planes
+from mmrender.media.pixels import (
+    ImageBackend,
+    image_identity,
+    media_identity,
+    resized_planes,
+    rgb_planes,
+)
 from mmrender.media.processor import (
     Geometry,
     MediaProcessor,
@@ -130,10 +136,13 @@ class PatchProcessor(MediaProcessor):
         """Check the size of one image and identify its pixels; see `MediaProcessor`."""
         size = (loaded.height, loaded.width)
         geometry = self.geometry(*size)
-        planes = rgb_planes(loaded)
-        identity = media_identity(self.settings_digest, planes)
-        # Planes that are only hashed are given back before the resized ones are made.
-        kept = planes if geometry.resized == size else None
+        # Planes of an image that is resized are only hashed.
+        kept = rgb_planes(loaded) if geometry.resized == size else None
+        identity = (
+            image_identity(self.settings_digest, loaded)
+            if kept is None
+            else media_identity(self.settings_digest, kept)
+        )
 
         def finish() -> MediaItem:
             height, width = geometry.resized or size

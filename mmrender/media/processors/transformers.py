@@ -24,7 +24,7 @@ from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
-from mmrender.media.pixels import ImageBackend, media_identity, rgb_planes
+from mmrender.media.pixels import ImageBackend, image_identity
 from mmrender.media.processor import (
     Geometry,
     MediaProcessor,
@@ -101,7 +101,7 @@ class TransformersProcessor(MediaProcessor):
         """Identify one image; its `finish` raises a `MediaError` where the model's processor refuses it."""
         copies = self._copies(num_images)
         context = b"in company" if copies > 1 else b""
-        identity = media_identity(self.settings_digest, rgb_planes(loaded), context)
+        identity = image_identity(self.settings_digest, loaded, context)
 
         def finish() -> ProcessedItem:
             geometry = self._geometries.get((loaded.height, loaded.width, copies))
