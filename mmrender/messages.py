@@ -47,10 +47,27 @@ class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
 
 
 class VideoPart(msgspec.Struct, frozen=True, tag_field="type", tag="video"):
-    """One video. `source` is a sequence of frames, each as `ImagePart.source`, or what `ImagePart` takes."""
+    """One video.
+
+    With `times` or `frames_indices` the frames are taken as they are, as sampled already; otherwise the
+    model's own settings say which of them are sampled. An encoded video knows its times itself.
+
+    Attributes:
+        source: A sequence of frames, each as `ImagePart.source`; a uint8 array or torch tensor
+            `(frames, height, width, 3)`; or an encoded video as `bytes`, a `pathlib.Path` or a `str`.
+        fps: Frames in a second of the video that the frames come from.
+        times: When each frame is shown, in seconds.
+        frames_indices: Number of each frame in the video that it comes from.
+        total_num_frames: Number of frames of that video.
+        duration: Of that video, in seconds.
+    """
 
     source: Any
     fps: float | None = None
+    times: tuple[float, ...] | None = None
+    frames_indices: tuple[int, ...] | None = None
+    total_num_frames: int | None = None
+    duration: float | None = None
 
 
 class ThinkingPart(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
@@ -120,7 +137,9 @@ class ContentPartDict(TypedDict, total=False):
     source: Any
     video: Any
     video_url: Any
+    video_metadata: Mapping[str, Any]
     fps: float
+    times: Sequence[float]
     thinking: str
 
 

@@ -21,7 +21,7 @@ from mmrender.errors import InputError, RenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
+from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
 from mmrender.messages import MessageLike, Role
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
@@ -277,7 +277,7 @@ class Renderer:
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
         fingerprints = [
-            source_fingerprint(part.source)
+            part_fingerprint(part)
             for message in conversation
             if type(message.content) is tuple
             for _, part in message.media()

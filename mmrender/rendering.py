@@ -416,9 +416,7 @@ def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable
     if type(message.content) is tuple:
         content = tuple(
             [
-                (type(part), next(fingerprints), getattr(part, "fps", None))
-                if isinstance(part, (ImagePart, VideoPart))
-                else part
+                (type(part), next(fingerprints)) if isinstance(part, (ImagePart, VideoPart)) else part
                 for part in message.content
             ]
         )

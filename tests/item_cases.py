@@ -70,6 +70,7 @@ def video_item(seed: int = 0) -> PatchItem:
         frames=frames,
         layout=PatchLayout(16, 2, 2),
         arithmetic=ARITHMETIC,
+        times=(0.0, 0.5, 1.0, 1.5),
     )
 
 

@@ -35,6 +35,7 @@ from mmrender.messages import (
     TextPart,
     ThinkingPart,
     ToolCall,
+    VideoPart,
 )
 
 # `function` is how OpenAI named tool results before tool calls had ids.
@@ -212,5 +213,11 @@ def _openai_part(part: Part) -> dict[str, Any]:
     written = {"type": modality} if source is None else {"type": modality, modality: source}
     if isinstance(source, str):
         written = {"type": f"{modality}_url", f"{modality}_url": {"url": source}}
-    fps = None if isinstance(part, ImagePart) else part.fps
-    return written if fps is None else written | {"fps": fps}
+    if isinstance(part, VideoPart):
+        timing = {name: getattr(part, name) for name in part.__struct_fields__ if name != "source"}
+        written |= {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in timing.items()
+            if value is not None
+        }
+    return written

@@ -48,6 +48,14 @@ _KEYS = {
     "thinking": ("thinking", "reasoning", "text"),
 }
 """Keys under which a part of each kind holds its text or source."""
+_TIMING = {
+    "fps": ("fps is not a frame rate", "a number above 0", False, False),
+    "times": ("these are not times", "the seconds of each frame, 0 or more", False, True),
+    "frames_indices": ("these number no frames", "the number of each frame, 0 or more", True, True),
+    "total_num_frames": ("this is no number of frames", "a whole number above 0", True, False),
+    "duration": ("this is no duration", "seconds, above 0", False, False),
+}
+"""Fields of a `VideoPart`: what is wrong, what is expected, whether whole and whether a list."""
 _SETTINGS = dict.fromkeys(("image", "video"), "; a processor has the same settings for all parts")
 _ARTICLE = {"text": "a", "image": "an", "video": "a", "thinking": "a"}
 _CONTENT_KEYS = tuple(key for keys in _KEYS.values() for key in keys if key in _KIND_OF_TYPE)
@@ -135,15 +143,8 @@ def normalize_part(value: Any, where: str) -> Part:
     elif kind == "image":
         part = ImagePart(_take_source("image", given_type, fields, where))
     else:
-        fps = fields.pop("fps", None)
-        # `numbers.Real` takes numpy's numbers too.
-        rate = float(fps) if not isinstance(fps, bool) and isinstance(fps, numbers.Real) else None
-        if fps is not None and (rate is None or not 0 < rate < math.inf):
-            path = f"{where}.fps"
-            raise MessageError(
-                "fps is not a frame rate", where=path, expected="a number above 0", got=describe(fps)
-            )
-        part = VideoPart(_take_source("video", given_type, fields, where), rate)
+        timing = _take_timing(fields, where)
+        part = VideoPart(_take_source("video", given_type, fields, where), **timing)
     for key, left in fields.items():
         if key in _CONTENT_KEYS or key in _RECORD_KEYS:
             problem = f"the part is {kind}, yet it also holds {describe(key)}"
@@ -193,6 +194,43 @@ def _take_text(kind: str, fields: dict[str, Any], where: str) -> str:
             got=keys_of(fields),
         )
     return as_text(fields.pop(given[0]), f"{where}.{given[0]}")
+
+
+def _take_timing(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Take the times of a video's frames, also from the metadata that Transformers and qwen-vl-utils give."""
+    given = {name: (fields.pop(name), member(where, name)) for name in _TIMING if name in fields}
+    for key in ("video_metadata", "metadata"):
+        path = member(where, key)
+        for name, value in as_fields(fields.pop(key, None) or {}, path, "a dict").items():
+            if name in _TIMING:
+                given.setdefault(name, (value, member(path, name)))
+            elif name not in ("width", "height", "video_backend", "do_sample_frames"):
+                raise MessageError(
+                    "unknown key in the metadata of a video",
+                    where=member(path, name),
+                    expected=one_of(list(_TIMING)),
+                    got=describe(value),
+                )
+    timing: dict[str, Any] = {}
+    for name, (value, path) in given.items():
+        if value is None:
+            continue
+        problem, expected, is_whole, is_list = _TIMING[name]
+        listed: Sequence[Any] = [value]
+        if is_list:
+            listed = as_sequence(value.tolist() if hasattr(value, "tolist") else value) or ()
+        # `numbers.Real` takes numpy's numbers too.
+        numbers_ = [
+            float(one)
+            for one in listed
+            if not isinstance(one, bool) and isinstance(one, numbers.Real) and 0 <= float(one) < math.inf
+        ]
+        fits = bool(listed) and len(numbers_) == len(listed) and (is_list or numbers_[0] > 0)
+        if not fits or (is_whole and any(one % 1 for one in numbers_)):
+            raise MessageError(problem, where=path, expected=expected, got=describe(value))
+        read = [int(one) for one in numbers_] if is_whole else numbers_
+        timing[name] = tuple(read) if is_list else read[0]
+    return timing
 
 
 def _take_source(modality: str, given_type: str | None, fields: dict[str, Any], where: str) -> Any:

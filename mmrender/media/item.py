@@ -144,19 +144,24 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
     """One image or video of the Qwen2-VL kind: the resized pixels as uint8 planes.
 
     Its tensors are `pixel_values` `(patches, features)` and `image_grid_thw` `(1, 3)`, int64; for a video
-    `pixel_values_videos` and `video_grid_thw`.
+    `pixel_values_videos` and `video_grid_thw`, and `second_per_grid_ts` `(1,)`, float32, where the family
+    numbers time in seconds.
 
     Attributes:
-        frames: `(1, 3, height, width)` for an image; `(n, 3, height, width)` with `n` a multiple of
-            `layout.temporal` for a video; uint8, read-only.
+        frames: `(1, 3, height, width)` for an image; `(n, 3, height, width)` for the `n` sampled frames of a
+            video; uint8, read-only. The last frame fills the patches of its time step.
         layout: How they are cut into patches.
         arithmetic: How levels become values.
+        times: When each frame of a video is shown, in seconds.
+        second_per_grid: Seconds that a time step of a video lasts, for families that ask for it.
     """
 
     grid: tuple[Count, Count, Count]
     frames: npt.NDArray[np.uint8]
     layout: PatchLayout
     arithmetic: PixelArithmetic
+    times: tuple[float, ...] = ()
+    second_per_grid: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -170,19 +175,22 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
         """Return name and form of each tensor; see `tensor_specs`."""
-        video = self.modality == "video"
-        return {
-            "pixel_values_videos" if video else "pixel_values": TensorSpec(
-                self.pixel_shape, np.dtype(STORAGE[dtype]), True
-            ),
-            "video_grid_thw" if video else "image_grid_thw": TensorSpec((1, 3), np.dtype(np.int64), False),
-        }
+        pixels = TensorSpec(self.pixel_shape, np.dtype(STORAGE[dtype]), True)
+        grid = TensorSpec((1, 3), np.dtype(np.int64), False)
+        if self.modality == "image":
+            return {"pixel_values": pixels, "image_grid_thw": grid}
+        specs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+        if self.second_per_grid is not None:
+            specs["second_per_grid_ts"] = TensorSpec((1,), np.dtype(np.float32), False)
+        return specs
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
         """Write each tensor into an array of its spec."""
-        pixels, grid = self.specs(dtype)
+        pixels, grid, *seconds = self.specs(dtype)
         self._write_patches(out[pixels], dtype)
         out[grid][0] = self.grid
+        for name in seconds:
+            out[name][0] = self.second_per_grid
 
     def levels(self) -> npt.NDArray[np.uint8]:
         """Expand to patches that are neither rescaled nor normalised: uint8 of `pixel_shape`, a new array.
@@ -203,7 +211,7 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         scratch = np.empty(3 * bands * per_band * patch**2, target.dtype)
         for index, planes in enumerate(self.frames):
             step, offset = divmod(index, layout.temporal)
-            repeats = slice(None) if self.modality == "image" else slice(offset, offset + 1)
+            repeats = slice(offset, None if index == len(self.frames) - 1 else offset + 1)
             # One element is one row of a patch, so the transposition moves whole rows and never splits them.
             rows = planes.view(f"V{patch}").reshape(3, height // merge, merge, patch, width // merge, merge)
             for band in range(0, rows.shape[1], bands):

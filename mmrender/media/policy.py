@@ -36,6 +36,9 @@ class MediaPolicy:
         max_bytes: Largest encoded image or video, in bytes.
         max_pixels: Largest image or frame, in pixels, read from the header before anything is decoded.
         max_items: Most images and videos of one conversation.
+        max_frames: Most frames of one video, before any are sampled.
+        max_video_bytes: Most bytes of the sampled frames of one video, as they are kept.
+        decode_timeout: Seconds that decoding one video may take.
         connect_timeout: Seconds for one name resolution, connection or TLS handshake.
         read_timeout: Seconds that a server may stay silent.
         total_timeout: Seconds for one source in all, redirects included.
@@ -54,6 +57,9 @@ class MediaPolicy:
     # Pillow warns above this figure, so no warning can escape under the default.
     max_pixels: int = 89_478_485
     max_items: int = 4096
+    max_frames: int = 1 << 17
+    max_video_bytes: int = 1 << 31
+    decode_timeout: float = 120.0
     connect_timeout: float = 5.0
     read_timeout: float = 10.0
     total_timeout: float = 30.0
@@ -110,6 +116,26 @@ class MediaPolicy:
                 expected=f"at most {self.max_items}",
                 got=str(count),
                 remedy="Raise MediaPolicy(max_items=...).",
+            )
+
+    def check_frames(self, count: int) -> None:
+        """Raise MediaLimitError if `count` frames are more than one video may hold."""
+        if count > self.max_frames:
+            raise MediaLimitError(
+                "the video holds too many frames",
+                expected=f"at most {self.max_frames}",
+                got=str(count),
+                remedy="Raise MediaPolicy(max_frames=...), or sample it first.",
+            )
+
+    def check_video(self, frames: int, height: int, width: int) -> None:
+        """Raise MediaLimitError if RGB frames of this size are more than may be kept of one video."""
+        if (size := frames * height * width * 3) > self.max_video_bytes:
+            raise MediaLimitError(
+                "the sampled frames of the video are too large",
+                expected=f"at most {self.max_video_bytes} bytes",
+                got=f"{frames} frames of {width}x{height} = {size}",
+                remedy="Raise MediaPolicy(max_video_bytes=...), or pass fewer or smaller frames.",
             )
 
     def refusal_of(self, address: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from mmrender.media.frames import Video
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
@@ -55,12 +56,13 @@ class MediaProcessor(ABC):
         name: The reference image processor that this one equals, for display.
         image_backend: Which of the reference's two back ends the tensors equal.
         settings_digest: Digest of everything but the pixels that the tensors depend on, `image_backend`
-            among it.
+            among it; videos have one of their own.
         placeholder: The text that the model's template writes for one image or video.
         placeholder_tokens: Tokens of media, or replaced by it; content must never become one
             of them.
         depends_on_image_count: Whether a lone image's tensors differ from those of one among several; all
             numbers above one are alike.
+        videos: The model's processing of videos; None where it has none.
     """
 
     name: str
@@ -69,6 +71,7 @@ class MediaProcessor(ABC):
     placeholder: Mapping[Modality, str]
     placeholder_tokens: frozenset[str]
     depends_on_image_count: bool = False
+    videos: "VideoProcessor | None" = None
 
     @abstractmethod
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
@@ -101,6 +104,27 @@ class MediaProcessor(ABC):
         return self.prepare(loaded, num_images=num_images).finish()
 
 
+class VideoProcessor(ABC):
+    """One model's video processing, with its settings fixed.
+
+    Attributes:
+        name: The reference video processor that this one equals, for display.
+        settings_digest: Digest of everything but the frames and their times that the tensors depend on.
+    """
+
+    name: str
+    settings_digest: bytes
+
+    @abstractmethod
+    def prepare(self, video: Video) -> Prepared:
+        """Sample an open video, and identify it.
+
+        Raises:
+            MediaError: A frame cannot be loaded, or the family cannot process such a video.
+            MissingDependencyError: It needs a package that is not installed.
+        """
+
+
 @dataclass(frozen=True)
 class ProcessorFiles:
     """The settings files of a model directory that concern its processor.
@@ -108,11 +132,14 @@ class ProcessorFiles:
     Attributes:
         model: The model directory.
         image: Settings of the image processor; empty where the directory has none.
+        video: Settings of the video processor, which are those of the image processor where it has no file of
+            its own; empty where the directory has neither.
         processor: Settings of the processor as a whole, such as the number of tokens per tile.
     """
 
     model: ModelDir
     image: Mapping[str, Any]
+    video: Mapping[str, Any]
     processor: Mapping[str, Any]
 
     @classmethod
@@ -124,10 +151,11 @@ class ProcessorFiles:
         """
         model = directory if isinstance(directory, ModelDir) else ModelDir(directory)
         processor = model.read_json("processor_config.json")
-        image = processor.get("image_processor")
-        if not isinstance(image, dict):
-            image = model.read_json("preprocessor_config.json")
-        return cls(model, image, processor)
+        image, video = processor.get("image_processor"), processor.get("video_processor")
+        alone = model.read_json("preprocessor_config.json")
+        if not isinstance(video, dict):
+            video = model.read_json("video_preprocessor_config.json") or alone
+        return cls(model, image if isinstance(image, dict) else alone, video, processor)
 
     @property
     def directory(self) -> Path:
@@ -139,6 +167,14 @@ class ProcessorFiles:
         """Class of the image processor without its back-end suffix, or `None` where no file names one."""
         name = self.image.get("image_processor_type")
         return name.removesuffix("Fast").removesuffix("Pil") if isinstance(name, str) else None
+
+    @property
+    def video_processor_type(self) -> str | None:
+        """Class of the video processor, by the name of that of images where it has no name of its own."""
+        if isinstance(name := self.video.get("video_processor_type"), str):
+            return name
+        name = self.video.get("image_processor_type")
+        return name.replace("ImageProcessor", "VideoProcessor") if isinstance(name, str) else None
 
     @property
     def processor_class(self) -> str | None:

@@ -22,6 +22,7 @@ from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
 from mmrender.media.processors.deferred import DeferredProcessor
+from mmrender.media.video import as_array, open_video
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.spans import MediaItem
 
@@ -94,7 +95,7 @@ class MediaResolver:
     """Loads and processes media for one model, under one policy. Safe to use from many threads.
 
     Args:
-        processor: The model's image processor.
+        processor: The model's processor of images and videos.
         policy: What may be loaded.
         cache: Where items are kept; may be shared with other resolvers.
         executor: Threads that share the work of one call with the calling thread, item by item.
@@ -157,7 +158,8 @@ class MediaResolver:
         total = len(media) if num_images is None else num_images
         self.policy.check_items(total)
         for where, part in media:
-            if isinstance(part, VideoPart):
+            kind = "image" if isinstance(part, ImagePart) else "video"
+            if kind == "video" and self.processor.videos is None:
                 raise ProcessorError(
                     f"videos are not supported for {self.processor.name}",
                     where=where,
@@ -166,26 +168,28 @@ class MediaResolver:
                 )
             if part.source is None:
                 raise MessageError(
-                    "the image part has no source",
+                    f"the {kind} part has no source",
                     where=where,
-                    expected="an image, bytes, a path or a URL",
+                    expected="an image, bytes, a path or a URL" if kind == "image" else "frames or a video",
                     got="None",
-                    remedy="Put it into the part, or pass it beside the messages: images=[...]",
+                    remedy=f"Put it into the part, or pass it beside the messages: {kind}s=[...]",
                 )
         if fingerprints is None:
-            fingerprints = [source_fingerprint(part.source) for _, part in media]
+            fingerprints = [part_fingerprint(part) for _, part in media]
         keys: list[Hashable] = []
         jobs: dict[Hashable, tuple[str, MediaPart, Hashable | None]] = {}
         for (where, part), fingerprint in zip(media, fingerprints, strict=True):
             # Within one call a source cannot change, so the object itself is a key where there is no other.
             same = part.source if isinstance(part.source, str) else id(part.source)
-            keys.append(("object", same) if fingerprint is None else fingerprint)
+            keys.append(("object", same, _timing(part)) if fingerprint is None else fingerprint)
             jobs.setdefault(keys[-1], (where, part, fingerprint))
         items = map_shared(lambda job: self._item(*job, total), list(jobs.values()), self._executor)
         found = dict(zip(jobs, items, strict=True))
         return [found[key] for key in keys]
 
     def _item(self, where: str, part: MediaPart, fingerprint: Hashable | None, num_images: int) -> MediaItem:
+        if isinstance(part, VideoPart):
+            return self._video(where, part, fingerprint)
         # The policy is part of the key: what one resolver may load, another that shares the cache may not.
         counted = num_images if self.processor.depends_on_image_count else None
         settings = (counted, self.processor.settings_digest, self.policy)
@@ -204,6 +208,40 @@ class MediaResolver:
         except MMRenderError as error:
             error.at(where)
             raise
+
+    def _video(self, where: str, part: VideoPart, fingerprint: Hashable | None) -> MediaItem:
+        videos = self.processor.videos
+        if videos is None:
+            raise ProcessorError("videos are not supported", where=where)
+
+        def prepare() -> Prepared:
+            with open_video(part, self.policy, where) as video:
+                return videos.prepare(video)
+
+        try:
+            settings = (videos.settings_digest, self.policy)
+            return self.cache.get_or_load(None if fingerprint is None else (fingerprint, settings), prepare)
+        except MMRenderError as error:
+            error.at(where)
+            raise
+
+
+def part_fingerprint(part: MediaPart) -> Hashable | None:
+    """Return `source_fingerprint` of a part's source, with the times of a video."""
+    if isinstance(part, ImagePart):
+        return source_fingerprint(part.source)
+    source: Any = as_array(part.source)
+    if source is None and isinstance(part.source, tuple | list):
+        frames = tuple([source_fingerprint(frame) for frame in part.source])
+        return None if None in frames else ("video", frames, _timing(part))
+    fingerprint = source_fingerprint(part.source if source is None else source)
+    return None if fingerprint is None else ("video", fingerprint, _timing(part))
+
+
+def _timing(part: MediaPart) -> Hashable:
+    if isinstance(part, ImagePart):
+        return None
+    return part.fps, part.times, part.frames_indices, part.total_num_frames, part.duration
 
 
 def source_fingerprint(source: Any) -> Hashable | None:

@@ -147,7 +147,11 @@ def _check_patches(item: PatchItem, where: str) -> None:
     if not merged or 0 in item.grid or (image and time != 1):
         expected = f"sides that are multiples of {layout.merge}, and one time step for an image"
         _refuse("a grid is malformed", f"{where}.grid", expected, str(list(item.grid)))
-    shape = (1 if image else time * layout.temporal, 3, height * layout.patch, width * layout.patch)
+    count = 1 if image else max(len(item.times), 1)
+    if not image and -(-count // layout.temporal) != time:
+        expected = f"{time * layout.temporal} times, or fewer by less than {layout.temporal}"
+        _refuse("the times of a video do not fit its grid", f"{where}.times", expected, str(len(item.times)))
+    shape = (count, 3, height * layout.patch, width * layout.patch)
     if item.frames.shape != shape:
         expected = f"uint8 {list(shape)}"
         _refuse("frames do not fit their grid", f"{where}.frames", expected, _form_of(item.frames))

@@ -34,9 +34,10 @@ _ARITHMETIC_VERSION = 1
 """Part of every identity; raised whenever the same settings and pixels would give other tensors."""
 
 
-_STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+"""Settings that turn off what is done to every picture."""
 _DEFAULTS: Mapping[str, Any] = {
-    **dict.fromkeys(_STEPS, True),
+    **dict.fromkeys(STEPS, True),
     "resample": 3,
     "patch_size": 14,
     "merge_size": 2,
@@ -89,7 +90,7 @@ class PatchProcessor(MediaProcessor):
             return None
         given = {key: value for key, value in files.image.items() if value not in (None, {})}
         settings = {**_DEFAULTS, **family, **given}
-        if settings["resample"] != 3 or not all(settings[step] for step in _STEPS):
+        if settings["resample"] != 3 or not all(settings[step] for step in STEPS):
             return None
         # Only Qwen's classes read bounds that are named so.
         bounds = settings if family is _QWEN else {}
@@ -163,7 +164,14 @@ class PatchProcessor(MediaProcessor):
 
 
 def smart_resize(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, frames: int | None = None
+    height: int,
+    width: int,
+    *,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+    frames: int | None = None,
+    temporal: int = 1,
 ) -> tuple[int, int]:
     """Return the size that an image is resized to.
 
@@ -171,7 +179,7 @@ def smart_resize(
     is possible, and the aspect ratio is kept as well as that allows. Computed in the reference's order of
     floating-point operations: `floor` and `ceil` of a quotient that is off by one unit in the last place
     would move an image by a row of patches. Source: `smart_resize` of `transformers.models.qwen2_vl` and,
-    with `frames`, of `transformers.models.glm4v`.
+    with `frames`, of `transformers.models.glm4v` and the video processor of `qwen3_vl`.
 
     Args:
         height: Of the image, in pixels.
@@ -179,8 +187,9 @@ def smart_resize(
         factor: Side in pixels of what becomes one token.
         min_pixels: Lower bound.
         max_pixels: Upper bound.
-        frames: Given for GLM-4V: the bounds count the pixels of this many frames, which is how many an image
-            counts as, and a side below `factor` is scaled up first.
+        frames: Given for GLM-4V, and for the videos of others: the bounds count the pixels of this many
+            frames, which is how many an image counts as, and a side below `factor` is scaled up first.
+        temporal: Frames of a patch: so many pixels are bounded as whole patches hold.
 
     Raises:
         MediaError: One side is over 200 times the other.
@@ -199,7 +208,7 @@ def smart_resize(
     resized_height = round(height / factor) * factor
     resized_width = round(width / factor) * factor
     counted = frames or 1
-    pixels = counted * resized_height * resized_width
+    pixels = round(counted / temporal) * temporal * resized_height * resized_width
     if pixels > max_pixels:
         beta = math.sqrt((counted * height * width) / max_pixels)
         return (

@@ -13,6 +13,7 @@ from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
 from mmrender.media.processor import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.model.files import ModelDir
 from mmrender.probing.templates import KnownTemplate
 
@@ -68,6 +69,9 @@ def load_processor(
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
+                native.videos = PatchVideoProcessor.from_files(
+                    files, image_token=native.image_token, video_token=native.video_token
+                )
                 return native
         if template is None:
             return build()

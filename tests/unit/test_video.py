@@ -1,0 +1,303 @@
+"""Videos: sources and their limits, sampling, pixels and expansions as the reference gives them."""
+
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import mmcodecs
+from mmrender import Renderer
+from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, MessageError, MMRenderError
+from mmrender.media.item import PatchItem
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.video import open_video
+from mmrender.media.wire import item_from_wire, item_to_wire
+from mmrender.messages import VideoPart
+from video_cases import (
+    VideoReference,
+    decoded_by_av,
+    encoded_video,
+    expansion_text,
+    frames_of,
+    video_processor,
+)
+
+SMALL = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+FAMILIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("Qwen2VLVideoProcessor", "Qwen2VLProcessor", {}),
+    ("Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", {"do_sample_frames": True, "fps": 2.0}),
+    ("Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor", {"do_sample_frames": True, "num_frames": 7}),
+    (
+        "Qwen2VLVideoProcessor",
+        "Qwen2VLProcessor",
+        {"cap_pixels_per_frame": True, "max_video_tokens": 60},
+    ),
+    ("Qwen2VLVideoProcessor", "Qwen3VLProcessor", {}),
+    ("Qwen3VLVideoProcessor", "Qwen3VLProcessor", {}),
+    (
+        "Qwen3VLVideoProcessor",
+        "Qwen3VLProcessor",
+        {"fps": None, "max_frames": 20, "cap_pixels_per_frame": True, "max_video_tokens": 6},
+    ),
+    ("Glm4vVideoProcessor", "Glm4vProcessor", {}),
+    ("Glm4vVideoProcessor", "Glm4vProcessor", {"max_duration": 3, "fps": 3}),
+    ("Glm46VVideoProcessor", "Glm46VProcessor", {}),
+)
+few = settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+WHERE = "messages[0].content[0]"
+
+
+def item_of(processor: Any, part: VideoPart, policy: MediaPolicy | None = None) -> PatchItem:
+    with open_video(part, policy or MediaPolicy(), WHERE) as video:
+        item = processor.prepare(video).finish()
+    assert isinstance(item, PatchItem)
+    return item
+
+
+def outcome(run: Callable[[], Any], refusals: tuple[type[Exception], ...]) -> Any:
+    try:
+        return run()
+    except refusals:
+        return None
+
+
+@pytest.mark.parametrize(("video", "whole", "given_"), FAMILIES)
+@given(
+    count=st.integers(1, 64),
+    sides=st.tuples(st.integers(5, 60), st.integers(5, 60)),
+    fps=st.sampled_from([1.0, 12.5, 30.0]),
+    is_sampled=st.booleans(),
+)
+@few
+def test_a_video_is_sampled_resized_and_spelled_as_by_the_reference(
+    tmp_path: Path,
+    video: str,
+    whole: str,
+    given_: dict[str, Any],
+    count: int,
+    sides: tuple[int, int],
+    fps: float,
+    is_sampled: bool,
+) -> None:
+    own = {**SMALL, **given_, "size": {"shortest_edge": 12 * 64, "longest_edge": 40_000}}
+    frames = frames_of(count, *sides)
+    metadata: dict[str, Any] = {"total_num_frames": count, "fps": fps}
+    if is_sampled:
+        metadata = {"total_num_frames": 10 * count, "fps": fps}
+        metadata["frames_indices"] = [10 * index + index % 7 for index in range(count)]
+    part = VideoPart(frames, **{k: tuple(v) if isinstance(v, list) else v for k, v in metadata.items()})
+    processor = video_processor(tmp_path, video, whole, own)
+    ours = outcome(lambda: item_of(processor, part), (MediaError,))
+    reference = VideoReference(video, whole, own)
+    refusals = (ValueError, ZeroDivisionError)
+    theirs = outcome(lambda: reference.process(frames, metadata, sampled=is_sampled), refusals)
+    assert (ours is None) == (theirs is None)
+    if ours is None:
+        return
+    tensors = ours.tensors()
+    assert ours.grid == tuple(tensors["video_grid_thw"][0]) == theirs.grid
+    assert expansion_text(ours.expansion) == theirs.text
+    assert len(ours.frames) == len(theirs.indices) == len(ours.times)
+    np.testing.assert_array_equal(tensors["pixel_values_videos"], theirs.pixels, strict=True)
+    assert ("second_per_grid_ts" in tensors) == (whole == "Qwen2_5_VLProcessor")
+    if whole == "Qwen2_5_VLProcessor":
+        assert tensors["second_per_grid_ts"].tolist() == [theirs.seconds]
+    again = item_from_wire(mmcodecs.decode(mmcodecs.encode(item_to_wire(ours))))
+    assert again == ours
+    assert again.tensors("bfloat16").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("codec", "container"), [("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi")]
+)
+def test_frames_of_a_file_are_those_that_decoding_all_of_it_gives(codec: str, container: str) -> None:
+    data = encoded_video(frames_of(45, 48, 64), codec=codec, container=container, fps=25)
+    every = decoded_by_av(data)
+    chooser = np.random.default_rng(0)
+    for count in (1, 3, 8, 45):
+        wanted = sorted(chooser.integers(0, 45, count).tolist())
+        with open_video(VideoPart(data), MediaPolicy(), WHERE) as video:
+            frames = video.sample(lambda timeline, wanted=wanted: wanted)  # type: ignore[misc]
+            found = [image.array for image in frames.images]
+        assert (video.timeline.total, video.timeline.fps, video.timeline.duration) == (45, 25.0, 1.8)
+        assert frames.timeline.seconds == [index / 25 for index in wanted]
+        np.testing.assert_array_equal(found, [every[index] for index in wanted])
+
+
+@pytest.mark.parametrize(("codec", "container"), [("libx264", "mp4"), ("libvpx-vp9", "webm")])
+def test_a_file_that_is_cut_gives_all_of_its_frames_or_an_error(codec: str, container: str) -> None:
+    options = {"movflags": "faststart"} if container == "mp4" else {}
+    data = encoded_video(frames_of(30, 32, 48), codec=codec, container=container, options=options)
+    every = decoded_by_av(data)
+    refused = 0
+    for stop in range(0, len(data), len(data) // 40):
+        try:
+            with open_video(VideoPart(data[:stop] or b"\0"), MediaPolicy(), WHERE) as video:
+                found = [image.array for image in video.sample().images]
+        except MediaDecodeError:
+            refused += 1
+        else:
+            np.testing.assert_array_equal(found, every)
+    assert refused >= 38
+
+
+def test_a_forged_duration_is_not_believed() -> None:
+    data = encoded_video(frames_of(30, 32, 48))
+    for box, place in ((b"mvhd", 20), (b"tkhd", 24), (b"mdhd", 20)):
+        at = data.index(box) + place
+        for forged in (1, 2**31 - 1):
+            other = data[:at] + struct.pack(">I", forged) + data[at + 4 :]
+            with open_video(VideoPart(other), MediaPolicy(), WHERE) as video:
+                assert (video.timeline.total, video.timeline.fps) == (30, 24.0)
+                assert len(list(video.sample().images)) == 30
+    data = encoded_video(frames_of(30, 32, 48), codec="libvpx-vp9", container="webm")
+    at = data.index(b"\x44\x89\x88") + 3
+    with (
+        pytest.raises(MediaDecodeError) as caught,
+        open_video(VideoPart(data[:at] + struct.pack(">d", 9e9) + data[at + 8 :]), MediaPolicy(), WHERE),
+    ):
+        pass
+    assert str(caught.value) == (
+        f"{WHERE}: the video is damaged or truncated - expected the 9000000.000 s that it announces, got 1.249 s. "
+        "Check that the file was written and transferred whole."
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ({"max_pixels": 32 * 48 - 1}, "the video is too large to decode"),
+        ({"max_frames": 29}, "the video holds too many frames"),
+        ({"decode_timeout": 1e-3}, "decoding the video takes too long"),
+        ({"max_video_bytes": 10_000}, "the sampled frames of the video are too large"),
+        ({"max_bytes": 100}, "the encoded image is too large"),
+    ],
+)
+def test_limits_hold_for_a_small_file_that_becomes_large(
+    tmp_path: Path, policy: dict[str, Any], problem: str
+) -> None:
+    data = encoded_video(frames_of(30, 32, 48))
+    processor = video_processor(tmp_path, "Qwen2VLVideoProcessor", "Qwen2VLProcessor", SMALL)
+    began = time.monotonic()
+    with pytest.raises(MediaLimitError, match=problem):
+        item_of(processor, VideoPart(data), MediaPolicy(**policy))
+    assert time.monotonic() - began < 60
+
+
+def test_no_file_that_names_others_is_opened() -> None:
+    pytest.importorskip("av", reason="encoded videos need PyAV (extra `video`)")
+    for text in (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /etc/passwd\n"):
+        with pytest.raises(MediaDecodeError) as caught, open_video(VideoPart(text), MediaPolicy(), WHERE):
+            pass
+        assert "this is not a video that can be decoded" in str(caught.value)
+
+
+def test_one_video_is_one_item_however_it_comes(tmp_path: Path) -> None:
+    processor = video_processor(tmp_path, "Qwen3VLVideoProcessor", "Qwen3VLProcessor", SMALL)
+    frames = frames_of(6, 20, 30)
+    forms: list[Any] = [
+        frames,
+        tuple(frames),
+        tuple(Image.fromarray(frame) for frame in frames),
+        torch.from_numpy(frames),
+        np.asfortranarray(frames),
+    ]
+    known = {item_of(processor, VideoPart(form, fps=2.0)).identity for form in forms}
+    timed = VideoPart(frames, times=(0.0, 0.5, 1.0, 1.5, 2.0, 2.5))
+    numbered = VideoPart(frames, fps=4.0, frames_indices=(0, 2, 4, 6, 8, 10), total_num_frames=12)
+    assert {item_of(processor, part).identity for part in (timed, numbered)} == known
+    others = [
+        VideoPart(frames, fps=3.0),
+        VideoPart(frames[::-1], fps=2.0),
+        VideoPart(frames[:-1], fps=2.0),
+        VideoPart(frames, times=(0.0, 0.5, 1.0, 1.5, 2.0, 9.0)),
+    ]
+    found = {item_of(processor, part).identity for part in others}
+    assert len(found) == len(others)
+    assert not found & known
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (VideoPart(()), "the video has no frames - expected at least 1, got 0"),
+        (
+            VideoPart(np.zeros((2, 3, 8, 9), np.uint8)),
+            "this array is not a video - expected uint8 of shape (frames, height, width, 3), got uint8 of shape "
+            "(2, 3, 8, 9). Channels go last: video.transpose(0, 2, 3, 1), or permute(0, 2, 3, 1) in torch",
+        ),
+        (
+            VideoPart(torch.zeros(2, 8, 9, 3)),
+            "this array is not a video - expected uint8 of shape (frames, height, width, 3), got float32 of shape "
+            "(2, 8, 9, 3). Convert it to uint8 with values in 0..255 yourself",
+        ),
+        (
+            VideoPart((np.zeros((8, 9, 3), np.uint8), np.zeros((9, 8, 3), np.uint8))),
+            "the frames of a video are of different sizes - expected 9x8, as the first, got 8x9. "
+            "Resize or crop them to one size first",
+        ),
+        (
+            VideoPart(np.zeros((2, 8, 9, 3), np.uint8), times=(1.0, 0.5)),
+            "times do not fit the frames - expected 2 numbers, one for each frame, none below the one before, "
+            "got 2 numbers that fall",
+        ),
+        (
+            VideoPart(np.zeros((2, 8, 9, 3), np.uint8), total_num_frames=3),
+            "the number of frames is not that of the video - expected total_num_frames=2, or frames_indices of "
+            "those that were sampled, got 3",
+        ),
+        (
+            VideoPart(b"\x00\x00\x00\x20ftypisom", fps=2.0),
+            "an encoded video knows its own times, yet fps is given - expected no times beside an encoded video; "
+            "the processor's settings say what is sampled, got 2.0. "
+            "Leave it out, or decode the video yourself and pass its frames",
+        ),
+    ],
+)
+def test_what_is_no_video_is_refused_by_name(tmp_path: Path, part: VideoPart, message: str) -> None:
+    processor = video_processor(tmp_path, "Qwen2VLVideoProcessor", "Qwen2VLProcessor", SMALL)
+    with pytest.raises(MMRenderError) as caught:
+        item_of(processor, part)
+    assert str(caught.value) == f"{WHERE}: {message}"
+
+
+def test_a_conversation_of_images_and_videos(tiny_model: Path) -> None:
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="torch")
+    frames = frames_of(5, 40, 56)
+    told = {"fps": 30, "frames_indices": [0, 9, 20, 31, 40], "total_num_frames": 60, "height": 40}
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "video", "video": frames, "video_metadata": told},
+                {"type": "image", "image": frames[0]},
+                {"type": "text", "text": "and"},
+                {"type": "video", "video": list(frames), "fps": 2},
+            ],
+        }
+    ]
+    rendered = renderer.render(messages)
+    videos = rendered.multi_modal_data.mm_items["video"]
+    assert [item.modality for item in videos] == ["video", "video"]
+    assert videos[0].identity != videos[1].identity
+    assert [len(item.times) for item in videos if isinstance(item, PatchItem)] == [5, 5]
+    spans = rendered.multi_modal_data.spans(len(rendered))
+    assert [span.modality for span in spans] == ["video", "image", "video"]
+    assert {span.kind for span in rendered.spans} >= {"video", "image"}
+    # The second time nothing is loaded: items come from the cache, and then the memo.
+    before = renderer.media.cache.stats if renderer.media is not None else None
+    again = renderer.render(messages, add_generation_prompt=True)
+    assert again.multi_modal_data.mm_items["video"][0] is videos[0]
+    assert renderer.media is not None
+    assert before is not None
+    assert renderer.media.cache.stats.misses == before.misses
+    with pytest.raises(MessageError, match="unknown key in the metadata of a video"):
+        renderer.render([{"role": "user", "content": [{"video": frames, "video_metadata": {"speed": 2}}]}])
