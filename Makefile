@@ -69,7 +69,8 @@ types: $(MAIN_STAMP) ## mypy --strict
 layers: $(MAIN_STAMP) ## imports run one way (import-linter)
 	$(BIN)/lint-imports
 
-docs: $(MAIN_STAMP) ## build the documentation into site/
+docs: $(MAIN_STAMP) ## build the documentation into site/, and check the pages that commands write
+	$(BIN)/python tools/profiles_page.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 package: $(MAIN_STAMP) ## build, install with core dependencies only, and render there

@@ -3,7 +3,7 @@
     python tools/profiles_page.py [--check]
 
 The text between the two marks of the page is replaced. `--check` writes nothing and exits with 1 where the
-page is not what it would write.
+page is not what it would write; without `../shared/models` it says so and passes.
 """
 
 import argparse
@@ -49,9 +49,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    if options.check and not MODELS.is_dir():
+        print(f"docs/profiles.md is not checked: {MODELS} is missing")
+        return 0
     page = PAGE.read_text("utf-8")
     expected = with_findings(page)
     if options.check:
+        if page != expected:
+            print("docs/profiles.md is not what tools/profiles_page.py writes", file=sys.stderr)
         return int(page != expected)
     PAGE.write_text(expected, "utf-8")
     return 0
