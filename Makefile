@@ -128,6 +128,12 @@ integration-dynamo: $(MAIN_STAMP) ## drive a real Dynamo, with a worker that run
 		status=$$?; test $$status -eq 3 && echo "integration-dynamo: skipped, since there is no Python 3.12"; \
 	fi
 
+# Each library is installed by itself, on top of .venv.
+LIBRARIES := renderers
+.PHONY: $(LIBRARIES:%=integration-%)
+$(LIBRARIES:%=integration-%): integration-%: $(MAIN_STAMP)
+	$(BIN)/python tools/libraries.py $* .venv-libraries/$*
+
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)
 
@@ -139,4 +145,4 @@ fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the propert
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made
-	rm -rf $(VENV) .venv-parity* $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-libraries .venv-parity* $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

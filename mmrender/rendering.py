@@ -188,6 +188,7 @@ class Rendering:
             multi_modal_data=sidecar,
             text=plain(text),
             rewritten=tuple(sorted(rewritten)),
+            placeholder_ids=self.writer.placeholder_ids,
             _decode=self.writer.tokenizer.decode,
         )
 

@@ -321,6 +321,42 @@ def mm_token_type_ids(
     return types
 
 
+def collapse(
+    prompt_ids: Sequence[int], data: MultiModalData, placeholder_ids: Mapping[str, int] | None = None
+) -> list[int]:
+    """Return the prompt with each range as the one token that the template wrote there.
+
+    Args:
+        prompt_ids: The prompt, placeholders widened.
+        data: Its sidecar.
+        placeholder_ids: By modality the token that the template writes. Without it, only ranges of one
+            repeated token can be collapsed, to that token.
+
+    Raises:
+        PlaceholderError: An expansion begins or ends in text, which has joined its neighbours; or the token
+            that the template wrote is not known.
+    """
+    collapsed: list[int] = []
+    position = 0
+    for span in data.spans(len(prompt_ids)):
+        expansion = span.item.expansion
+        written = (placeholder_ids or {}).get(span.modality)
+        if written is None and len(expansion) == 1 and span.range.num_embeds == span.range.length:
+            written = int(prompt_ids[span.start])
+        if not expansion or written is None or Text in {type(expansion[0]), type(expansion[-1])}:
+            raise PlaceholderError(
+                "the range cannot be put back to the template's placeholder",
+                where=span.where,
+                expected="an expansion of special tokens, and the token that the template writes",
+                got=f"{len(expansion)} pieces",
+                remedy="Use an engine that takes widened placeholders",
+            )
+        collapsed += prompt_ids[position : span.start]
+        collapsed.append(written)
+        position = span.stop
+    return [*collapsed, *prompt_ids[position:]]
+
+
 def common_prefix(first: npt.ArrayLike, second: npt.ArrayLike) -> int:
     """Return the number of leading entries that two one-dimensional sequences, or two texts, share."""
     if isinstance(first, str) and isinstance(second, str):

@@ -132,6 +132,7 @@ class Bridge:
             tool_names=tuple([message.name if message.role == "tool" else None for message in new_messages]),
             multi_modal_data=sidecar,
             text=plain(layout.text),
+            placeholder_ids=self._writer.placeholder_ids,
             _decode=self._writer.tokenizer.decode,
         )
 

@@ -1,8 +1,7 @@
 """Check a prompt and its sidecar before sending: a mistake kills an engine, or gives wrong answers silently.
 
 `MultiModalData.spans` checks the sidecar against itself. What is checked here is engine specific: ids within
-the vocabulary, ranges that hold exactly the tokens of their items, no image without a range. `collapse` gives
-the prompt as the template wrote it, for engines that widen placeholders themselves.
+the vocabulary, ranges that hold exactly the tokens of their items, no image without a range.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from mmrender.spans import (
     MultiModalData,
     PlaceholderRange,
     Repeat,
-    Text,
     common_prefix,
 )
 
@@ -153,38 +151,6 @@ def _check_edges(spans: Sequence[MediaSpan], ids: Ids, modality: str, pad: int) 
                 got=f"a run of the token {pad} between {before} and {after}, as images have it",
                 remedy="Pass the sidecar of the whole prompt as multi_modal_data",
             )
-
-
-def collapse(
-    prompt_ids: Sequence[int], data: MultiModalData, placeholder_ids: Mapping[str, int] | None = None
-) -> list[int]:
-    """Return the prompt with each range as the one token that the template wrote there.
-
-    Args:
-        prompt_ids: The prompt, placeholders widened.
-        data: Its sidecar.
-        placeholder_ids: By modality the token that the template writes. Without it, only ranges of one
-            repeated token can be collapsed, to that token.
-    """
-    collapsed: list[int] = []
-    position = 0
-    for span in data.spans(len(prompt_ids)):
-        expansion = span.item.expansion
-        written = (placeholder_ids or {}).get(span.modality)
-        if written is None and len(expansion) == 1 and span.range.num_embeds == span.range.length:
-            written = int(prompt_ids[span.start])
-        if not expansion or written is None or Text in {type(expansion[0]), type(expansion[-1])}:
-            raise PlaceholderError(
-                "the range cannot be put back to the template's placeholder",
-                where=span.where,
-                expected="an expansion of special tokens, and the token that the template writes",
-                got=f"{len(expansion)} pieces",
-                remedy="Use an engine that takes widened placeholders",
-            )
-        collapsed += prompt_ids[position : span.start]
-        collapsed.append(written)
-        position = span.stop
-    return [*collapsed, *prompt_ids[position:]]
 
 
 def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, data_urls, require_one_of, sample
-from mmrender.client.placeholders import adopt_prompt, check_request, collapse
+from mmrender.client.placeholders import adopt_prompt, check_request
 from mmrender.client.reply import (
     LogprobEntry,
     PromptDetails,
@@ -36,6 +36,7 @@ from mmrender.errors import (
     PlaceholderError,
     SamplingParameterError,
 )
+from mmrender.spans import collapse
 
 _log = logging.getLogger("mmrender.client")
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, data_urls, require_one_of, sample
-from mmrender.client.placeholders import Ids, adopt_prompt, check_request, collapse
+from mmrender.client.placeholders import Ids, adopt_prompt, check_request
 from mmrender.client.reply import (
     FailedInEngineError,
     LogprobEntry,
@@ -52,7 +52,7 @@ from mmrender.errors import (
     EngineStatusError,
     EngineUnsupportedError,
 )
-from mmrender.spans import MediaSpan
+from mmrender.spans import MediaSpan, collapse
 
 GENERATE_PATH: Final = "/inference/v1/generate"
 ABORT_PATH: Final = "/inference/v1/abort_requests"

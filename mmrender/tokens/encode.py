@@ -146,6 +146,10 @@ class TokenWriter:
         self.media_tokens = frozenset(placeholder_tokens) | set(self.modalities)
         known = (tokenizer.token_id(token) for token in self.media_tokens)
         self.media_ids = frozenset(token_id for token_id in known if token_id is not None)
+        written = {modality: tokenizer.token_id(text) for modality, text in placeholders.items()}
+        self.placeholder_ids: dict[str, int] = {
+            modality: token_id for modality, token_id in written.items() if token_id is not None
+        }
         self._bos_token = bos_token
         self._affixes = tokenizer.affixes if post_processed else ((), ())
         self._frames = lru_cache(1024)(self._frame)

@@ -3,16 +3,19 @@
 Attribution is a few dozen spans over the token list; per-token arrays are built when asked for.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import io
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
+from mmrender.media.item import encoded_image
 from mmrender.messages import Role
-from mmrender.spans import MultiModalData
+from mmrender.spans import MultiModalData, collapse
 from mmrender.template.text import Kind
 
 TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]
@@ -54,6 +57,7 @@ class RenderedTokens:
         text: What the template wrote, each placeholder once.
         rewritten: Assistant messages that do not begin with their generation prompt, because the template
             writes them differently as history than it asked for them; none of their tokens count as sampled.
+        placeholder_ids: By modality the token that the template writes for an item.
     """
 
     token_ids: list[int]
@@ -63,6 +67,7 @@ class RenderedTokens:
     multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
     text: str = ""
     rewritten: tuple[int, ...] = ()
+    placeholder_ids: Mapping[str, int] = field(default_factory=dict, compare=False)
     _decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -79,6 +84,37 @@ class RenderedTokens:
     def token_array(self) -> npt.NDArray[np.int32]:
         """`token_ids` as int32 of shape `(n,)`."""
         return np.array(self.token_ids, np.int32)
+
+    @property
+    def collapsed_ids(self) -> list[int]:
+        """`token_ids` with each placeholder as the one token that the template wrote.
+
+        This is what an engine takes that widens placeholders itself; widened ids it would widen once more.
+
+        Raises:
+            PlaceholderError: The token cannot be put back; see `mmrender.spans.collapse`.
+        """
+        return collapse(self.token_ids, self.multi_modal_data, self.placeholder_ids)
+
+    def to_vllm_prompt(self) -> dict[str, Any]:
+        """Return the prompt for vLLM's `LLM.generate`, whose own processor widens it again to `token_ids`.
+
+        Images go as pixels that vLLM processes to the same tensors, under their identity, so that one that
+        it has seen is not processed again.
+
+        Raises:
+            PlaceholderError: As for `collapsed_ids`.
+            MediaError: An item cannot be had as an image; see `mmrender.media.item.encoded_image`.
+        """
+        prompt: dict[str, Any] = {"prompt_token_ids": self.collapsed_ids}
+        if self.multi_modal_data:
+            data = self.multi_modal_data
+            prompt["multi_modal_data"] = {
+                modality: [Image.open(io.BytesIO(encoded_image(item).data)) for item in items]
+                for modality, items in data.mm_items.items()
+            }
+            prompt["multi_modal_uuids"] = {name: list(hashes) for name, hashes in data.mm_hashes.items()}
+        return prompt
 
     def _filled(self, values: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         lengths = [span.stop - span.start for span in self.spans]

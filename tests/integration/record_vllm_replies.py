@@ -20,12 +20,12 @@ from integration.engine_checks import MODEL
 from integration.engine_server import EngineServer, start_vllm
 from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
-from mmrender.client.placeholders import collapse
 from mmrender.client.server_facts import Process
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH
 from mmrender.errors import EngineStatusError, MMRenderError
+from mmrender.spans import collapse
 from mmrender.testing.tiny_model import build_tiny_model
 from vllm_contract import (
     ALTERNATIVES,

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_prompts import CLOSE, IMAGE, OPEN, PAD, TOKENS, FakeItem, PromptMaker, qwen_item, tiled_item
-from mmrender.client.placeholders import adopt_prompt, check_request, collapse
+from mmrender.client.placeholders import adopt_prompt, check_request
 from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineMismatchError, PlaceholderError
 from mmrender.media.item import ReferenceItem
-from mmrender.spans import Expansion, MultiModalData
+from mmrender.spans import Expansion, MultiModalData, collapse
 
 
 def check_sidecar(ids: Any, data: MultiModalData, token_ids: Any) -> None:

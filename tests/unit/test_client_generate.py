@@ -13,7 +13,6 @@ from PIL import Image
 from mmrender import generate
 from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
-from mmrender.client.placeholders import collapse
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
 from mmrender.client.server_facts import forget
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
@@ -25,7 +24,7 @@ from mmrender.errors import (
     PromptTooLongError,
 )
 from mmrender.pool import RendererPool
-from mmrender.spans import MultiModalData
+from mmrender.spans import MultiModalData, collapse
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from rollout_cases import TOOLS, call, text

@@ -1,0 +1,55 @@
+"""Environments for the libraries that `mmrender/integrations` stands on, and their tests.
+
+Usage: `python tools/libraries.py NAME FOLDER`, where `integration-NAME` is a dependency group. The environment
+in FOLDER holds that group alone, on top of the packages of the Python that runs this.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHVISION = ROOT / "tools" / "servers" / "with_torch"
+
+
+def install(name: str, folder: Path) -> Path:
+    """Create the environment unless it is there with the same packages; return its interpreter."""
+    python = folder / "bin" / "python"
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"][f"integration-{name}"]
+    wanted = "\n".join(group)
+    stamp = folder / ".installed"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    venv.create(folder, with_pip=True, clear=True)
+    below = sysconfig.get_paths()["purelib"]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "lib" / version / "site-packages"
+    (packages / "zz_below.pth").write_text(f"{below}\n")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *group], check=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def main(name: str, folder: Path) -> int:
+    """Install what the tests need and run them."""
+    python = install(name, folder.resolve())
+    environment = {
+        **os.environ,
+        "MMRENDER_LIBRARY": name,
+        "MMRENDER_LIBRARY_FOLDER": str(folder.resolve()),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "codecs")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    test = f"tests/integrations/test_{name}.py"
+    return subprocess.run(
+        [python, "-m", "pytest", "-q", test], cwd=ROOT, env=environment, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
