@@ -1,10 +1,11 @@
 """Environments for the libraries that `mmrender/integrations` stands on, and their tests.
 
-Usage: `python tools/libraries.py NAME FOLDER`, where `integration-NAME` is a dependency group. The environment
-in FOLDER holds that group alone, on top of the packages of the Python that runs this.
+Usage: `python tools/libraries.py NAME FOLDER`, where `integration-NAME` is a dependency group. The
+environment in FOLDER holds that group alone, on top of the packages of the Python that runs this.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +14,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCHVISION = ROOT / "tools" / "servers" / "with_torch"
+TORCHVISION = "torchvision==0.28.0"
+"""For the references' torch back end; its wheel asks for another torch than the CPU one."""
 
 
 def install(name: str, folder: Path) -> Path:
@@ -29,7 +31,10 @@ def install(name: str, folder: Path) -> Path:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = folder / "lib" / version / "site-packages"
     (packages / "zz_below.pth").write_text(f"{below}\n")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    for path in (ROOT / "tools" / "servers" / "with_torch").iterdir():
+        shutil.copy(path, packages)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", TORCHVISION], check=True)
     subprocess.run([*pip, *group], check=True)
     stamp.write_text(wanted)
     return python

@@ -1,7 +1,14 @@
 """mmrender behind the interface of `renderers`, against the package itself and under verifiers' pool."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+import tarfile
+from collections import defaultdict
+from pathlib import Path
 from typing import get_args
+from xml.etree import ElementTree
 
 import pytest
 import renderers
@@ -9,6 +16,7 @@ from PIL import Image
 from renderers import CustomRendererConfig, create_renderer
 
 import mmrender
+from integrations.renderers_through_facade import hub_cache
 from mmrender.integrations.renderers import _STATUSES, MMRenderer
 from mmrender.parsing.calls import CallStatus
 
@@ -173,3 +181,80 @@ async def test_verifiers_pool_grows_by_renderers_that_share_one_model(tiny_model
         assert first.renderer.renderer is second.renderer.renderer
         prompt = await first.run(lambda: first.renderer.render(conversation(1), process_multimodal=False))
     assert prompt.multi_modal_data is None
+
+
+HERE = Path(__file__).parent
+FILES = [
+    *("multimodal", "bridge", "sampled_mask", "is_content", "message_indices", "message_tool_names"),
+    *("tokens_per_message", "build_helpers", "parse_response", "parse_response_robustness", "incremental"),
+    *("preserve_thinking", "tool_arg_type_preservation", "custom", "roundtrip", "parity"),
+]
+MODELS = {"Qwen/Qwen3-VL-4B-Instruct": "qwen3_vl", "Qwen/Qwen3.5-9B": "qwen3_5"}
+"""Directories of `shared/models` by the names that their tests have for them."""
+
+REWRITTEN = (
+    "the template writes the turn without the reasoning that its prompt opens, so nobody samples it so"
+)
+REASONS = {
+    "test_build_training_sample_content_sft_roles_picks_up_tool_body": REWRITTEN,
+    "test_build_training_sample_ensures_final_stop": REWRITTEN,
+    "test_build_training_sample_has_trainable_tokens": REWRITTEN,
+    "test_build_training_sample_message_loss_mask": REWRITTEN,
+    "test_is_content_equals_sampled_on_assistant": REWRITTEN,
+    "test_sampled_mask_assistant_role_tag_excluded": REWRITTEN,
+    "test_tokens_by_role_sampled_only_assistant_only": REWRITTEN,
+    "test_tokens_per_message_sampled_lt_total_for_assistant": REWRITTEN,
+    "test_qwen3_vl_renderer_exposes_image_modality": "it asks for their own class",
+}
+"""Tests of theirs that do not pass, and why; beside these, those that name a model which is not there."""
+
+
+@pytest.mark.timeout(1800)
+def test_their_own_tests_pass_but_for_reasons_that_are_known(shared_models, tmp_path):
+    hub_cache(tmp_path / "home", {name: shared_models / folder for name, folder in MODELS.items()})
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    wanted = ["--no-binary", ":all:", "--dest", tmp_path, f"renderers=={renderers.__version__}"]
+    subprocess.run([*pip, *wanted], check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    report = tmp_path / "report.xml"
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(HERE), str(source)]),
+    }
+    options = [
+        "-q",
+        "-p",
+        "renderers_through_facade",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "--tb=short",
+    ]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", *options, f"--junitxml={report}"),
+            *[f"tests/test_{name}.py" for name in FILES],
+        ],
+        cwd=source,
+        env=environment,
+        check=False,
+        timeout=1500,
+    )
+    passed, failed = 0, defaultdict(list)
+    for case in ElementTree.parse(report).iter("testcase"):
+        faults = [*case.iter("failure"), *case.iter("error")]
+        passed += not faults and not [*case.iter("skipped")]
+        if faults and "Cannot find the requested files in the disk cache" not in (faults[0].text or ""):
+            failed[case.get("name").partition("[")[0]].append(case.get("name"))
+    print(f"renderers {renderers.__version__}: {passed} of its tests pass through the facade")
+    for name, cases in failed.items():
+        print(f"{len(cases):3} x {name}: {REASONS.get(name)}")
+    assert set(failed) == set(REASONS)
+    assert all("Qwen3.5" in case for name in failed for case in failed[name] if REASONS[name] == REWRITTEN)
+    assert passed >= 430

@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.client.placeholders import collapse
 from mmrender.media.item import encoded_image
+from mmrender.spans import collapse
 from servers.recording import Recorder
 
 PROMPT = [10, 11, 12]
