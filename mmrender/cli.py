@@ -430,7 +430,7 @@ def audit(
 
 def _parity_table(reports: "list[ParityReport]") -> Table:
     table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    headings = ("compared", "refused", "tokens", "images", "pixel values", "seconds")
+    headings = ("compared", "refused", "tokens", "images", "videos", "pixel values", "seconds")
     for heading in headings:
         table.add_column(heading, justify="right")
     for report in reports:
@@ -441,6 +441,7 @@ def _parity_table(reports: "list[ParityReport]") -> Table:
             report.refused,
             report.tokens,
             report.images,
+            report.videos,
             report.pixel_values,
             round(report.seconds),
         )

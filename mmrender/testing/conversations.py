@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from PIL import Image
 
 from mmrender.errors import InputError
@@ -79,6 +80,7 @@ class ConversationMaker:
             in every place.
         documents: Whether to write documents as well.
         accepts: Whether a conversation can be rendered; None asks about none.
+        videos: Parts of videos to choose from; each conversation takes them all with times, or all without.
     """
 
     profile: TemplateProfile
@@ -89,6 +91,8 @@ class ConversationMaker:
     odd: bool = False
     documents: bool = False
     accepts: Callable[[Conversation], bool] | None = None
+    videos: Sequence[dict[str, Any]] = ()
+    _timed: bool = field(default=False, repr=False)
     _call_ids: int = field(default=0, repr=False)
     _pictured: bool = field(default=True, repr=False)
 
@@ -96,6 +100,7 @@ class ConversationMaker:
         """Return messages in Hugging Face form, and options for `render`; `pictured`: also with images."""
         asks = self.accepts is not None and source.random() >= _UNASKED
         self._pictured = pictured
+        self._timed = bool(self.videos) and source.random() < 0.5
         conversation = self._grown(([], {}), self._rounds(source), asks)
         return self._grown(conversation, self._options(source, conversation[0][-1]), asks)
 
@@ -211,14 +216,20 @@ class ConversationMaker:
     def _content(self, source: random.Random, role: str) -> str | list[dict[str, Any]]:
         may_hold = self._pictured and bool(self.images) and role in self.profile.image_roles
         with_images = may_hold and source.random() < 0.3
+        with_video = may_hold and bool(self.videos) and source.random() < 0.2
         text_only = self.profile.form.content == "text" or role == "tool"
-        if not with_images and (source.random() < 0.6 or text_only):
+        if not with_images and not with_video and (source.random() < 0.6 or text_only):
             return self._text(source)
         texts = [self._text(source) for _ in range(source.randint(0 if with_images and self.odd else 1, 2))]
         parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
         for _ in range(source.choice([1, 1, 1, 1, 2, 3]) if with_images else 0):
             picture = {"type": "image", "image": source.choice(list(self.images))}
             parts.insert(source.randint(0, len(parts)), picture)
+        for _ in range(source.choice([1, 1, 2]) if with_video else 0):
+            video = dict(source.choice(list(self.videos)))
+            if not self._timed:
+                video = {key: video[key] for key in ("type", "video", "fps")}
+            parts.insert(source.randint(0, len(parts)), video)
         return parts
 
     def _name(self, source: random.Random, name: str) -> str:
@@ -245,6 +256,25 @@ def sample_images(source: random.Random, count: int, *, largest: int = 640) -> l
         bands = [Image.linear_gradient("L").resize(size).rotate(90 * quarter) for quarter in range(3)]
         pictures.append(Image.blend(Image.merge("RGB", bands), noise, source.choice([0.1, 0.5, 1.0])))
     return pictures
+
+
+def sample_videos(source: random.Random, count: int, *, largest: int = 200) -> list[dict[str, Any]]:
+    """Parts of videos of 1 to 64 frames, odd sizes and three frame rates, with the times of their frames."""
+    counts = [1, 2, 3, 64, *[source.randint(4, 40) for _ in range(count)]][:count]
+    videos = []
+    for number, frames in enumerate(counts):
+        size = source.randint(32, largest), source.randint(32, largest)
+        noise = np.frombuffer(source.randbytes(frames * size[0] * size[1] * 3), np.uint8)
+        ramp = np.linspace(0, 180, frames * size[0] * size[1] * 3).astype(np.uint8)
+        total = source.randint(frames, 40 * frames)
+        videos.append({
+            "type": "video",
+            "video": (ramp + noise // 4).reshape(frames, *size, 3),
+            "fps": (1.0, 12.5, 30.0)[number % 3],
+            "frames_indices": sorted(source.sample(range(total), frames)),
+            "total_num_frames": total,
+        })  # fmt: skip
+    return videos
 
 
 def load_pictures(folder: Path) -> list[Image.Image]:

@@ -27,7 +27,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat
 from mmrender.template.text import Author
-from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images
+from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images, sample_videos
 from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering
 from mmrender.testing.shrinking import shrink
 from mmrender.tokens.encode import SpecialTokenRule
@@ -94,13 +94,15 @@ class ParityReport:
             looks for the token.
         reordered: How many were compared with the reference's images in the order that the template writes
             them in, which is not that of the messages.
-        images: Media items compared.
+        images: Images compared.
+        videos: Videos compared.
         tokens: Token ids compared.
         pixel_values: Number of pixel values compared, all of which were equal.
         seconds: How long it took, the opening of both sides included.
         invented: Tokens that the reference adds, and that no file of the model has: no text holds them.
         not_compared: Why something that the model takes, such as images, was left out; or None.
         mismatch: The first difference, or None.
+        without_videos: Why the videos that our side takes were left out, or None.
     """
 
     model: str
@@ -111,12 +113,14 @@ class ParityReport:
     unjudged: int = 0
     reordered: int = 0
     images: int = 0
+    videos: int = 0
     tokens: int = 0
     pixel_values: int = 0
     seconds: float = 0.0
     invented: Sequence[str] = ()
     not_compared: str | None = None
     mismatch: Mismatch | None = None
+    without_videos: str | None = None
 
     @property
     def refused(self) -> int:
@@ -147,6 +151,8 @@ class ParityReport:
             found.append(f"{self.unjudged} of a template that looks for a token: text and ranges alone")
         if self.reordered:
             found.append(f"{self.reordered} with the reference's images in the order of the template")
+        if self.without_videos:
+            found.append(f"without videos: {self.without_videos}")
         if self.invented:
             found.append(
                 f"the reference adds {', '.join(self.invented)}, in no file of the model and no text"
@@ -179,9 +185,16 @@ def check_parity(
     source = random.Random(seed)
     report.not_compared, report.invented = pair.without_images, pair.invented
     images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
+    videos = sample_videos(source, 8) if images and pair.takes_videos else []
     documents = pair.renderers["default"].templates.find({}, has_tools=False).template.reads_documents
     maker = ConversationMaker(
-        pair.profile, images, pair.literals, odd=True, documents=documents, accepts=pair.accepts
+        pair.profile,
+        images,
+        pair.literals,
+        odd=True,
+        documents=documents,
+        accepts=pair.accepts,
+        videos=videos,
     )
     for case in range(cases):
         # Two of four hold texts alone, one under each rule: pictures take most of the time.
@@ -197,6 +210,7 @@ def check_parity(
         report.not_compared = "both sides refuse every conversation"
     elif report.mismatch is None and images and not report.images:
         report.not_compared = "no conversation held an image"
+    report.without_videos = pair.without_videos
     report.seconds = time.perf_counter() - began
     return report
 
@@ -210,6 +224,8 @@ class ParityPair:
         invented: Those that the reference's tokenizer adds, and that no file of the model has.
         takes_images: Whether the model is one for images.
         without_images: Why its images cannot be compared, or None.
+        takes_videos: Whether its videos are compared.
+        without_videos: Why the videos that our side takes cannot be compared, or None.
     """
 
     def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
@@ -245,6 +261,11 @@ class ParityPair:
         self.literals = [*sorted(added), *(token.translate(_FULL_WIDTH) for token in sorted(added))]
         self.takes_images = renderer.media is not None
         self.without_images = self._why_without_images(renderer)
+        has_videos = renderer.media is not None and renderer.media.processor.videos is not None
+        self.takes_videos = has_videos and self.reference.takes_videos
+        self.without_videos = None
+        if has_videos and not self.takes_videos:
+            self.without_videos = "the reference's video processor cannot be built here"
         media = (
             renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
         )
@@ -269,7 +290,7 @@ class ParityPair:
         renderer, given = self.renderers["default"], self._as_template_takes(messages)
         parts = [part for message in messages for part in message["content"] or ()]
         # Only where there are images can more go wrong than the template.
-        is_pictured = any(isinstance(part, dict) and part["type"] == "image" for part in parts)
+        is_pictured = any(isinstance(part, dict) and part["type"] in ("image", "video") for part in parts)
         sides = (
             (renderer.render if is_pictured else renderer.render_text, messages),
             (self.reference.render if is_pictured else self.reference.text, given),
@@ -332,6 +353,7 @@ class ParityPair:
             report.replaced += is_replaced
             report.tokens += len(ours)
             report.images += len(ours.multi_modal_data.mm_items.get("image", ()))
+            report.videos += len(ours.multi_modal_data.mm_items.get("video", ()))
         if not is_replaced:
             return first_difference(renderer, ours, theirs, report)
         if ours.text != text:
@@ -519,17 +541,15 @@ def _id_difference(what: str, renderer: Renderer, ours: Sequence[int], theirs: S
 
 def _range_difference(renderer: Renderer, ours: RenderedTokens) -> Difference | None:
     """Require that the ranges name exactly the feature tokens that the ids hold."""
-    sidecar = ours.multi_modal_data
-    pieces = [piece for item in sidecar.mm_items.get("image", ()) for piece in item.expansion]
+    spans = ours.multi_modal_data.spans(len(ours))
+    pieces = [piece for span in spans for piece in span.item.expansion]
     feature_ids = {
         renderer.tokenizer.token_id(piece.token)
         for piece in pieces
         if isinstance(piece, Repeat) and piece.embeds
     }
     in_ids = [index for index, token_id in enumerate(ours.token_ids) if token_id in feature_ids]
-    named: list[int] = []
-    for placeholder in sidecar.mm_placeholders.get("image", ()):
-        named += (np.flatnonzero(placeholder.is_embed) + placeholder.offset).tolist()
+    named = [index for span in spans for index in (np.flatnonzero(span.range.is_embed) + span.start).tolist()]
     return Difference("placeholder ranges", str(named[:20]), str(in_ids[:20])) if named != in_ids else None
 
 
@@ -542,26 +562,28 @@ def _tensor_difference(
     rendered: RenderedTokens, expected: ReferenceRendering, report: ParityReport | None
 ) -> Difference | None:
     """Compare the tensors of every item with its part of the reference's batch."""
-    items = rendered.multi_modal_data.mm_items.get("image", ())
-    if not items:
+    spans = rendered.multi_modal_data.spans()
+    if not spans:
         return None
-    tensors = [item.tensors("float32") for item in items]
+    tensors = [span.item.tensors("float32") for span in spans]
     if report is not None:
-        report.pixel_values += sum(entry["pixel_values"].size for entry in tensors)
+        pixels = ("pixel_values", "pixel_values_videos")
+        report.pixel_values += sum(entry[key].size for entry in tensors for key in pixels if key in entry)
+    held = {key: [entry[key] for entry in tensors if key in entry] for entry in tensors for key in entry}
     # No item holds the number of images, or what is aligned to the tokens and follows from ids and ranges.
+    counts = {len(spans), *map(len, rendered.multi_modal_data.mm_items.values())}
     reference = {
         key: value
         for key, value in expected.tensors.items()
-        if not (value.shape == (1,) and value[0] == len(items)) and value.shape[:2] != (1, len(expected.ids))
+        if key in held
+        or (not (value.shape == (1,) and value[0] in counts) and value.shape[:2] != (1, len(expected.ids)))
     }
-    for key in {**reference, **tensors[0]}:
-        if key not in tensors[0]:
+    for key in {**reference, **held}:
+        if key not in held:
             return Difference(f"tensor {key}", "absent", f"shape {reference[key].shape}")
-        ours = [entry[key] for entry in tensors]
+        ours = held[key]
         if key not in expected.tensors:
             return Difference(f"tensor {key}", f"shape {ours[0].shape}", "absent")
-        if key not in reference:
-            continue
         theirs = reference[key]
         parts = _parts(ours, theirs)
         if parts is None:

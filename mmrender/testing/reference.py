@@ -6,6 +6,7 @@ Both come from Transformers, and are loaded from a model directory.
 import importlib.util
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -96,6 +97,7 @@ class ReferenceRenderer:
 
     Attributes:
         processor_missing: Why the model's images cannot be processed here, or None.
+        takes_videos: Whether the model's videos can be processed here.
     """
 
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
@@ -110,6 +112,7 @@ class ReferenceRenderer:
         files = ProcessorFiles.read(directory)
         self.processor: Any = None
         self.processor_missing: str | None = None
+        self.takes_videos = False
         templates = None
         if files.image:
             templates = ProcessorMixin.get_processor_dict(directory)[0].get("chat_template")
@@ -117,6 +120,7 @@ class ReferenceRenderer:
                 self.processor = build_reference_processor(files, backend)
             except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
                 self.processor_missing = " ".join(str(error).split()) or type(error).__name__
+            self._find_video_processor(directory)
             if getattr(self.processor, "video_processor", self) is None:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = _NoVideos()
@@ -130,6 +134,31 @@ class ReferenceRenderer:
             raise TokenizerError(problem, where=str(directory), got=str(error)) from error
         # Last, the places that Transformers overlooks.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
+
+    def _find_video_processor(self, directory: Path) -> None:
+        """Give the processor its part for videos, where there is one and it can be built."""
+        if getattr(self.processor, "video_processor", self) is None and has_reference_backend("torch"):
+            from transformers import AutoVideoProcessor
+
+            with suppress(ImportError, OSError, ValueError, TypeError, AttributeError):
+                self.processor.video_processor = AutoVideoProcessor.from_pretrained(directory)
+                self.takes_videos = isinstance(getattr(self.processor, "video_token", None), str)
+
+    def _of_videos(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return options that tell the processor the times of a conversation's videos."""
+        parts = [part for message in messages for part in message["content"] if part["type"] == "video"]
+        if not parts or not self.takes_videos:
+            return {}
+        is_sampled = any("frames_indices" in part for part in parts)
+        samples = bool(self.processor.video_processor.do_sample_frames) and not is_sampled
+        metadata = []
+        for part in parts:
+            count = len(part["video"])
+            entry = {"fps": part.get("fps"), "total_num_frames": part.get("total_num_frames", count)}
+            if not samples:
+                entry["frames_indices"] = list(part.get("frames_indices", range(count)))
+            metadata.append(entry)
+        return {"video_metadata": [metadata], "do_sample_frames": samples}
 
     def text(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Run the chat template alone; raises what it raises."""
@@ -176,7 +205,7 @@ class ReferenceRenderer:
                 for message in messages
             ]
             output = self._speaker.apply_chat_template(
-                shown, chat_template="{{ written }}", written=text, **how
+                shown, chat_template="{{ written }}", written=text, **how, **self._of_videos(shown)
             )
         arrays = {name: _as_array(value) for name, value in output.items() if name != "attention_mask"}
         return ReferenceRendering(text, arrays.pop("input_ids").reshape(-1).tolist(), arrays)

@@ -1,5 +1,7 @@
 """Videos: sources and their limits, sampling, pixels and expansions as the reference gives them."""
 
+import importlib.util
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -15,7 +17,14 @@ from PIL import Image
 
 import mmcodecs
 from mmrender import Renderer
-from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, MessageError, MMRenderError
+from mmrender.errors import (
+    MediaDecodeError,
+    MediaError,
+    MediaLimitError,
+    MessageError,
+    MissingDependencyError,
+    MMRenderError,
+)
 from mmrender.media.item import PatchItem
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
@@ -301,3 +310,17 @@ def test_a_conversation_of_images_and_videos(tiny_model: Path) -> None:
     assert renderer.media.cache.stats.misses == before.misses
     with pytest.raises(MessageError, match="unknown key in the metadata of a video"):
         renderer.render([{"role": "user", "content": [{"video": frames, "video_metadata": {"speed": 2}}]}])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_family_that_is_not_native_asks_for_torchvision_by_name(tmp_path: Path, tiny_model: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "video_preprocessor_config.json").write_text('{"resample": 2}')
+    renderer = Renderer.from_pretrained(folder)
+    with pytest.raises(MissingDependencyError) as caught:
+        renderer.render([{"role": "user", "content": [{"type": "video", "video": frames_of(2, 8, 8)}]}])
+    assert caught.value.where == WHERE
+    assert str(caught.value).startswith(
+        f"{WHERE}: videos of this family need Transformers and torchvision, which cannot be imported"
+    )

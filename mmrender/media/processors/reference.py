@@ -62,6 +62,34 @@ def build_reference_processor(
         return processor
 
 
+def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = False) -> Any:
+    """Return the model's whole processor, its video processor included.
+
+    Raises:
+        MissingDependencyError: Something that it needs is not installed, such as torchvision.
+        ProcessorError: The model has no video processor, or Transformers cannot build it.
+    """
+    try:
+        import torchvision  # noqa: F401
+        from transformers import AutoProcessor
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependencyError(
+            "videos of this family need Transformers and torchvision, which cannot be imported",
+            got=str(error),
+            remedy="Install them, or pass the frames as images.",
+        ) from error
+    with _named_errors("the video processor"):
+        processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+    videos = getattr(processor, "video_processor", None)
+    if videos is None or not isinstance(getattr(processor, "video_token", None), str):
+        raise ProcessorError(
+            f"{type(processor).__name__} takes no videos",
+            expected="a processor with a video processor and a token of videos",
+            remedy="Pass the frames as images.",
+        )
+    return processor
+
+
 def build_image_processor(
     files: ProcessorFiles, backend: ImageBackend, *, trust_remote_code: bool = False
 ) -> Any:

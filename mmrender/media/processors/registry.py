@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
-from mmrender.media.processor import MediaProcessor, ProcessorFiles
+from mmrender.media.processor import MediaProcessor, ProcessorFiles, VideoProcessor
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.video import PatchVideoProcessor
@@ -63,14 +63,24 @@ def load_processor(
         # Imported here: native families need none of it, and it is the larger half of the package.
         from mmrender.media.processors.transformers import TransformersProcessor
 
-        return TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+        processor = TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+        processor.videos = adapted_videos() if "video" in processor.placeholder else None
+        return processor
+
+    def adapted_videos() -> VideoProcessor:
+        from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
+
+        return AdaptedVideoProcessor(files, trust_remote_code=trust_remote_code)
 
     try:
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
-                native.videos = PatchVideoProcessor.from_files(
-                    files, image_token=native.image_token, video_token=native.video_token
+                native.videos = (
+                    PatchVideoProcessor.from_files(
+                        files, image_token=native.image_token, video_token=native.video_token
+                    )
+                    or adapted_videos()
                 )
                 return native
         if template is None:

@@ -38,7 +38,7 @@ from mmrender.spans import Expansion, Repeat, Text
 _REMEMBERED_SIZES = 4096
 _PROBE_SIZES = ((96, 160), (700, 230))
 _FORMAT_VERSION = 1
-_BEFORE, _BETWEEN, _AFTER = "before", "between", "after"
+BEFORE, _BETWEEN, AFTER = "before", "between", "after"
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -72,7 +72,7 @@ class TransformersProcessor(MediaProcessor):
         self._framework = "pt" if backend == "torch" else "np"
         self._lock = threading.Lock()
         self._geometries: LRUCache[tuple[int, int, int], Geometry] = LRUCache(_REMEMBERED_SIZES)
-        self._arithmetic = _arithmetic(self._image_processor, backend)
+        self._arithmetic = arithmetic_of(self._image_processor, backend)
         self.name = type(self._image_processor).__name__
         self.image_backend = backend
         token = getattr(self._reference, "image_token", None)
@@ -132,15 +132,15 @@ class TransformersProcessor(MediaProcessor):
         """Run the image processor alone, as the whole processor would run it."""
         with _refusals_named(image):
             output = self._image_processor([[image] * copies], **self._image_options)
-        return _first_of({name: _as_numpy(output[name]) for name in self._names}, copies)
+        return _first_of({name: as_numpy(output[name]) for name in self._names}, copies)
 
     def _observe(self, image: Image.Image, copies: int) -> _Observation:
         """Run the whole processor on copies of an image, each with its placeholder, and note what it does."""
         processor = self._reference
-        text = _BEFORE + _BETWEEN.join([self.placeholder["image"]] * copies) + _AFTER
+        text = BEFORE + _BETWEEN.join([self.placeholder["image"]] * copies) + AFTER
         with self._lock, _refusals_named(image):
             # Under the lock: outside it, these may be another thread's recorders.
-            text_side, image_side = _Recorder(processor.tokenizer), _Recorder(processor.image_processor)
+            text_side, image_side = Recorder(processor.tokenizer), Recorder(processor.image_processor)
             processor.tokenizer, processor.image_processor = text_side, image_side
             try:
                 output = processor(text=[text], images=[[image] * copies], return_tensors=self._framework)
@@ -154,15 +154,15 @@ class TransformersProcessor(MediaProcessor):
                 expected="one text handed to the tokenizer",
                 got=type(written).__name__,
             )
-        start, stop = written.find(_BEFORE), written.rfind(_AFTER)
-        pieces = written[start + len(_BEFORE) : stop].split(_BETWEEN)
+        start, stop = written.find(BEFORE), written.rfind(AFTER)
+        pieces = written[start + len(BEFORE) : stop].split(_BETWEEN)
         if start < 0 or stop < 0 or len(pieces) != copies:
             raise ProcessorError(
                 "the model's processor moves or drops the text around an image",
                 expected=f"{copies} image(s) between the marks of the probe",
                 got=repr(written[:200]),
             )
-        tensors = {key: _as_numpy(output[key]) for key in image_side.returned if key in output}
+        tensors = {key: as_numpy(output[key]) for key in image_side.returned if key in output}
         options = {key: value for key, value in image_side.options.items() if key != "images"}
         return _Observation(pieces[0], _first_of(tensors, copies), options)
 
@@ -219,7 +219,7 @@ class TransformersProcessor(MediaProcessor):
         }
 
 
-class _Recorder:
+class Recorder:
     """A part of a processor that notes its last call."""
 
     def __init__(self, part: Any) -> None:
@@ -232,6 +232,7 @@ class _Recorder:
         return getattr(self.part, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the call, and make it."""
         self.args, self.options = args, dict(kwargs)
         result = self.part(*args, **kwargs)
         self.returned = dict(result)
@@ -263,7 +264,7 @@ def _refusals_named(image: Image.Image) -> Iterator[None]:
         ) from error
 
 
-def _arithmetic(image_processor: Any, backend: ImageBackend) -> PixelArithmetic | None:
+def arithmetic_of(image_processor: Any, backend: ImageBackend) -> PixelArithmetic | None:
     """Return how pixels are normalised, or None where the settings do not say."""
     try:
         return PixelArithmetic.of(
@@ -297,7 +298,8 @@ def _grid(tensors: Tensors) -> tuple[int, ...]:
     return (int(np.prod(pixels.shape[:-3])),)
 
 
-def _as_numpy(values: Any) -> npt.NDArray[Any]:
+def as_numpy(values: Any) -> npt.NDArray[Any]:
+    """Return a tensor of any framework as an array."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         # numpy has no bfloat16, all of whose values are float32's too.
