@@ -8,6 +8,7 @@ import argparse
 import copy
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ import torch
 from PIL import Image
 
 import audit_more_faults  # noqa: F401 - more of them
+import audit_other_faults  # noqa: F401 - and more
 from audit_cases import (
     ANSWER,
     BOS,
@@ -55,7 +57,9 @@ from audit_cases import (
     values_of,
 )
 from mmrender.audit import TrainerModel, audit
+from mmrender.audit.recorded import CAUSES
 from mmrender.audit.report import sampled_runs
+from mmrender.audit.variations import VARIATIONS
 from training_cases import PAD_ID
 from training_models import tiny_family
 
@@ -850,14 +854,28 @@ def healthy(family: str, folder: Path, count: int) -> int:
     return alarms
 
 
+def listed() -> str:
+    """All faults by kind: the cause of the variation that names each."""
+    causes = {one.name: one.cause for one in VARIATIONS} | dict(CAUSES)
+    kinds: dict[str, list[str]] = {}
+    for name, (expected, _) in FAULTS.items():
+        kind = causes.get(expected[0], "logprobs") if expected else "nothing to try"
+        kinds.setdefault(kind, []).append(name)
+    return " ".join(f"*{kind}* ({len(names)}): {'; '.join(names)}." for kind, names in kinds.items())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", nargs="*", default=FAMILIES)
     parser.add_argument("--fault", nargs="*", default=list(FAULTS))
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--healthy", type=int, default=0, help="audit so many healthy rollouts instead")
+    parser.add_argument("--list", action="store_true", help="print the names of all faults by kind")
     parser.add_argument("--quiet", action="store_true", help="print only what was not named")
     options = parser.parse_args()
+    if options.list:
+        print(textwrap.fill(listed(), 120, break_on_hyphens=False))
+        return 0
     torch.set_num_threads(1)
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:

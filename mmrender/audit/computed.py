@@ -1,18 +1,23 @@
 """Variations of what the sampler computed: positions, attention, dtypes and weights."""
 
 import math
+import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mmrender.audit.trainer import ModelChange
 from mmrender.audit.trial import Case, Trial, Variation, Weights, least, scopes
+from mmrender.spans import MediaSpan
 
 Place: TypeAlias = tuple[Any, Any, Any]
 """What holds a value, its attribute or key, and another value for it."""
+Renumbered: TypeAlias = tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any], int | None]
+"""What the sampler did, where, by which change of positions given where they begin, and about which image."""
 _MOST_LAYERS: Final = 64
 _VISION: Final = "vision"
 _LANGUAGE: Final = "language model"
@@ -20,108 +25,121 @@ _LANGUAGE: Final = "language model"
 
 def _positions(case: Case) -> Iterator[Trial]:
     """Yield other numbers of tokens: `position_ids` of shape `(axes, 1, n)`, or `(1, n)`."""
-    import torch
-
     spans, runs, length = case.sample.media_spans, case.runs, len(case.sample)
-    index = torch.arange(length, device=case.trainer.model.device)
     first = spans[0].start if spans else 0
-    several = case.trainer.family.mrope is not None and bool(spans)
-
-    def trial(statement: str, change: Callable[[Any], Any], since: int, image: int | None = None) -> Trial:
-        def inputs(given: dict[str, Any]) -> None:
-            given["position_ids"] = given["position_ids"].clone()
-            change(given["position_ids"])
-
-        return Trial(f"the sampler {statement}", inputs=inputs, token=since, since=since, image=image)
-
-    def by_index(parts: Iterable[tuple[int, int]], ids: Any) -> None:
-        for start, stop in parts:
-            ids[..., start:stop] = index[start:stop]
-
-    def restarted(parts: Iterable[tuple[int, int]], ids: Any) -> None:
-        for start, stop in parts:
-            ids[..., start:stop] -= ids[..., start : start + 1].clone()
-
-    def moved(start: int, by: int, ids: Any) -> None:
-        ids[..., start:] += by
-
-    def in_images(change: Callable[[Any], None], ids: Any) -> None:
-        for span in spans:
-            change(ids[..., span.start : span.stop])
-
-    def followed(step: Callable[[Any], Any], ids: Any) -> None:
-        """Let what follows an image go on so much after its first token."""
-        for span in spans:
-            if span.stop < length:
-                start = ids[0, 0, span.start]
-                ids[..., span.stop :] += start + step(ids[..., span.start : span.stop]) - ids[0, 0, span.stop]
-
-    def extent(axis: int, own: Any) -> Any:
-        return own[axis, 0].max() - own[0, 0, 0] + 1
-
-    def from_zero(own: Any) -> None:
-        own -= own[:, :, :1].clone()
-
     yield Trial(
         "the sampler numbered its tokens as the model does by itself",
         inputs=lambda given: given.pop("position_ids", None),
         since=first,
         token=first,
     )
-    start, everywhere = runs[0][0], [(0, length)]
-    rows: dict[str, Callable[[Any], Any]] = {
-        "numbered its tokens one by one, on one axis": partial(by_index, everywhere),
-        "had height and width exchanged in its positions": lambda ids: ids.copy_(ids[[0, 2, 1]]),
-        "had time and height exchanged in its positions": lambda ids: ids.copy_(ids[[1, 0, 2]]),
-        "had one number for height and width of images": partial(in_images, _flattened),
-        "numbered rows and columns of images from zero": partial(in_images, lambda own: from_zero(own[1:])),
-        "numbered images from zero": partial(in_images, from_zero),
-        "counted an image as one position": partial(followed, lambda own: 1),
-        "counted an image as one position a token": partial(followed, lambda own: own.shape[-1]),
-        "counted an image by its height": partial(followed, partial(extent, 1)),
-        "counted an image by its width": partial(followed, partial(extent, 2)),
-    }
-    if several:
-        for statement, change in rows.items():
-            yield trial(statement, change, first)
-        text = "numbered tokens by their index from the first completion on (no rope delta)"
-        yield trial(text, partial(by_index, [(start, length)]), start)
-    for parts, which in scopes(case):
-        start = parts[0][0]
-        if several:
-            text = f"numbered the tokens of {which} by their index (no rope delta)"
-            yield trial(text, partial(by_index, parts), start)
-        yield trial(f"began its positions anew in {which}", partial(restarted, parts), start)
-        for by in (1, -1, 2, -2):
-            yield trial(f"had positions {by:+d} from {which} on", partial(moved, start, by), start)
+    rows = [*_renumbered(case)]
     turns = [(runs[number - 1][1], runs[number][1]) for number in range(1, len(runs))]
     if turns:
-        yield trial("began its positions anew after each completion", partial(restarted, turns), turns[0][0])
-    for factor in (2, 3, 4):
-        yield trial(f"had positions {factor} apart", partial(_multiplied, factor), 0)
-    for span in case.suspects:
-        name, place = f"{span.modality} {span.position}", (span.start, span.stop)
-        for by in (1, -1, 2, -2):
-            after = partial(moved, span.stop, by)
-            yield trial(f"had positions {by:+d} after {name}", after, span.stop, span.position)
-        if several:
-            flat = partial(_one_by_one, *place)
-            yield trial(f"numbered the tokens of {name} one by one", flat, span.start, span.position)
+        rows.append(("began its positions anew after each completion", turns, _from_zero, None))
+    rows += [(f"had positions {by} apart", [(0, length)], partial(_multiplied, by), None) for by in (2, 3, 4)]
+    for statement, parts, change, image in rows:
+        since = parts[0][0]
+        inputs = partial(_with_positions, parts, change)
+        yield Trial(f"the sampler {statement}", inputs=inputs, token=since, since=since, image=image)
 
 
-def _multiplied(by: int, ids: Any) -> None:
-    ids *= by
+def _renumbered(case: Case) -> Iterator[Renumbered]:
+    spans, length = case.sample.media_spans, len(case.sample)
+    images = [(span.start, span.stop) for span in spans]
+    if spans and case.trainer.family.mrope is not None:
+        whole, since = [(0, length)], [(images[0][0], length)]
+        yield "numbered its tokens one by one, on one axis", whole, _by_index, None
+        for names, axes in {"height and width": [0, 2, 1], "time and height": [1, 0, 2]}.items():
+            text = f"had {names} exchanged in its positions"
+            yield text, since, partial(_with_axes, axes), None
+        yield "had one number for height and width of images", images, _flattened, None
+        yield "numbered rows and columns of images from zero", images, _from_zero_within, None
+        yield "numbered images from zero", images, _from_zero, None
+        for text, step in _STEPS.items():
+            yield f"counted an image {text}", since, partial(_followed, spans, step), None
+        text = "numbered tokens by their index from the first completion on (no rope delta)"
+        yield text, [(case.runs[0][0], length)], _by_index, None
+        for parts, which in scopes(case):
+            yield f"numbered the tokens of {which} by their index (no rope delta)", parts, _by_index, None
+        for span in case.suspects:
+            text = f"numbered the tokens of {span.modality} {span.position} one by one"
+            yield text, [(span.start, span.stop)], _one_by_one, span.position
+    for parts, which in scopes(case):
+        yield f"began its positions anew in {which}", parts, _from_zero, None
+    for by in (1, -1, 2, -2):
+        moved = partial(_moved, by)
+        for parts, which in scopes(case):
+            yield f"had positions {by:+d} from {which} on", [(parts[0][0], length)], moved, None
+        for span in case.suspects:
+            text = f"had positions {by:+d} after {span.modality} {span.position}"
+            yield text, [(span.stop, length)], moved, span.position
+        if spans:
+            yield f"had positions {by:+d} within images", images, moved, None
 
 
-def _flattened(own: Any) -> None:
+def _with_positions(
+    parts: Iterable[tuple[int, int]], change: Callable[[Any, int], Any], given: dict[str, Any]
+) -> None:
+    given["position_ids"] = ids = given["position_ids"].clone()
+    for start, stop in parts:
+        change(ids[..., start:stop], start)
+
+
+def _by_index(own: Any, start: int) -> None:
+    import torch
+
+    own.copy_(torch.arange(start, start + own.shape[-1]))
+
+
+def _one_by_one(own: Any, _: int) -> None:
+    first = own[..., :1].clone()
+    _by_index(own, 0)
+    own += first
+
+
+def _with_axes(order: list[int], own: Any, _: int) -> None:
+    own.copy_(own[order])
+
+
+def _flattened(own: Any, _: int) -> None:
     own[1:] = own[:1, :, :1].clone()
 
 
-def _one_by_one(start: int, stop: int, ids: Any) -> None:
-    import torch
+def _from_zero(own: Any, _: int) -> None:
+    own -= own[..., :1].clone()
 
-    count = torch.arange(stop - start, device=ids.device)
-    ids[..., start:stop] = ids[..., start : start + 1] + count
+
+def _from_zero_within(own: Any, start: int) -> None:
+    _from_zero(own[1:], start)
+
+
+def _moved(by: int, own: Any, _: int) -> None:
+    own += by
+
+
+def _multiplied(by: int, own: Any, _: int) -> None:
+    own *= by
+
+
+def _followed(spans: Sequence[MediaSpan], step: Callable[[Any], Any], ids: Any, offset: int) -> None:
+    """Let what follows an image go on so much after its first token."""
+    for span in spans:
+        start, stop = span.start - offset, span.stop - offset
+        if stop < ids.shape[-1]:
+            ids[..., stop:] += ids[0, 0, start] + step(ids[..., start:stop]) - ids[0, 0, stop]
+
+
+def _extent(axis: int, own: Any) -> Any:
+    return own[axis, 0].max() - own[0, 0, 0] + 1
+
+
+_STEPS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "as one position": lambda own: 1,
+    "as one position a token": lambda own: own.shape[-1],
+    "by its height": partial(_extent, 1),
+    "by its width": partial(_extent, 2),
+}
 
 
 def _attention(case: Case) -> Iterator[Trial]:
@@ -159,6 +177,7 @@ def _attention(case: Case) -> Iterator[Trial]:
         yield trial("images saw themselves only backwards", causal, first, near)
         yield trial("images saw nothing before them", alone, first, near)
     yield trial("tokens attended in both directions", torch.ones_like(causal), 0, near)
+    yield trial("tokens attended to the one after them, too", distance >= -1, 0, near)
     if near is not None:
         for seen, text in ((causal, ""), (blocks, ", and images saw themselves in both directions")):
             yield trial(f"tokens attended without a window{text}", seen)
@@ -214,13 +233,9 @@ def replaced(places: Iterable[Place]) -> Iterator[None]:
 
 
 @contextmanager
-def _giving(modules: Iterable[Any], change: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Let modules give out `change(what went in, what came out)` within the block."""
-
-    def leave(_: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        return change(args[0] if args else next(iter(kwargs.values()), None), output)
-
-    hooks = [module.register_forward_hook(leave, with_kwargs=True) for module in modules]
+def _giving(modules: Iterable[Any], change: Callable[..., Any]) -> Iterator[None]:
+    """Let modules give out `change(module, args, kwargs, output)` within the block."""
+    hooks = [module.register_forward_hook(change, with_kwargs=True) for module in modules]
     try:
         yield
     finally:
@@ -228,8 +243,8 @@ def _giving(modules: Iterable[Any], change: Callable[[Any, Any], Any]) -> Iterat
             hook.remove()
 
 
-def _output(change: Callable[[Any], Any], _: Any, output: Any) -> Any:
-    return _mapped(output, change)
+def _output(change: Callable[[Any], Any], *call: Any) -> Any:
+    return _mapped(call[-1], change)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -284,7 +299,7 @@ def in_dtype(module: Any, dtype: Any, buffers: bool = False) -> Iterator[None]:
     hook = module.register_forward_pre_hook(enter, with_kwargs=True)
     try:
         with (
-            _giving([module], lambda _, output: _mapped(output, lambda one: one.to(own))),
+            _giving([module], partial(_output, lambda one: one.to(own))),
             replaced([*_tensors(module, lambda data: data.to(dtype), buffers=buffers)]),
         ):
             yield
@@ -347,6 +362,29 @@ def _part_dtype(case: Case) -> Iterator[Trial]:
                 model=_change(_giving, modules, partial(_output, partial(_through, dtype))),
                 since=since,
             )
+        yield Trial(f"the sampler kept keys and values in {name}", model=_change(_cached_in, model, dtype))
+
+
+@contextmanager
+def _cached_in(model: Any, dtype: Any) -> Iterator[None]:
+    """Round keys and values of the language model as a cache of another dtype does, within the block."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as KERNELS
+
+    language = parts_of(model).get(_LANGUAGE, model)
+    name = model.config.get_text_config()._attn_implementation
+    own, modules = KERNELS.get(name), {id(module) for module in language.modules()}
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+        kernel = own or sys.modules[type(module).__module__].eager_attention_forward
+        if id(module) in modules:
+            key, value = _through(dtype, key), _through(dtype, value)
+        return kernel(module, query, key, value, *args, **options)
+
+    KERNELS[name] = attend
+    try:
+        yield
+    finally:
+        del KERNELS[name]
 
 
 def _features(model: Any) -> dict[str, list[Any]]:
@@ -452,27 +490,6 @@ def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
     return {name: set(group) for group, name in ordered if group}
 
 
-def _adapter(case: Case) -> Iterator[Trial]:
-    model = case.trainer.model
-    disable = getattr(model, "disable_adapter", None)
-    if disable is not None:
-        text = "the sampler's adapter was not merged: it had the base weights"
-        yield Trial(text, model=_change(disable))
-    scaled = [module for module in model.modules() if isinstance(getattr(module, "scaling", None), dict)]
-
-    def by(factor: float) -> Trial:
-        places = [
-            (one, "scaling", {name: value * factor for name, value in one.scaling.items()}) for one in scaled
-        ]
-        text = f"the sampler's adapter had {factor:.3g} of the trainer's scale"
-        text = text if factor else "the sampler's adapter was not applied"
-        return Trial(text, model=_change(replaced, places))
-
-    if scaled:
-        yield by(0.0)
-        yield from _fitted(case, by, 0.05, 20.0)
-
-
 def _head(case: Case) -> Iterator[Trial]:
     model = case.trainer.model
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -498,8 +515,16 @@ def _stacks(model: Any) -> dict[str, list[Any]]:
     return found
 
 
-def _skipped(given: Any, output: Any) -> Any:
+def _skipped(_: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    given = args[0] if args else next(iter(kwargs.values()), None)
     return (given, *output[1:]) if isinstance(output, tuple) else given
+
+
+def _again(layer: Any, args: Any, kwargs: Any, output: Any) -> Any:
+    given = output[0] if isinstance(output, tuple) else output
+    if args:
+        return layer.forward(given, *args[1:], **kwargs)
+    return layer.forward(**{**kwargs, next(iter(kwargs)): given})
 
 
 def _layers(case: Case) -> Iterator[Trial]:
@@ -508,6 +533,8 @@ def _layers(case: Case) -> Iterator[Trial]:
         for number, layer in enumerate(layers[:_MOST_LAYERS]):
             text = f"the sampler left out layer {number} of its {part}"
             yield Trial(text, model=_change(_giving, [layer], _skipped), since=since)
+            text = f"the sampler ran layer {number} of its {part} twice"
+            yield Trial(text, model=_change(_giving, [layer], _again), since=since)
             if number + 1 < len(layers):
                 text = f"the sampler's layers {number} and {number + 1} of its {part} were exchanged"
                 places = _exchanged(layer, layers[number + 1])
@@ -540,38 +567,38 @@ def _fitted(case: Case, make: Callable[[float], Trial], low: float, high: float)
     yield make(value)._replace(fitted=1)
 
 
-def _rope(case: Case) -> Iterator[Trial]:
-    language = parts_of(case.trainer.model).get(_LANGUAGE)
-    held = [] if language is None else [*language.modules()]
-    held = [module for module in held if getattr(module, "inv_freq", None) is not None]
-    config = case.trainer.model.config.get_text_config()
-    given = getattr(config, "rope_parameters", None) or {}
-    theta = given.get("rope_theta", getattr(config, "rope_theta", None))
-    if not held:
-        return
+class _Number(NamedTuple):
+    """A number that modules hold, or a setting, and what else it may have been.
 
-    def trial(text: str, change: Callable[[Any], Any]) -> Trial:
-        places = [(module, "inv_freq", change(module.inv_freq)) for module in held]
-        return Trial(f"the sampler's {text}", model=_change(replaced, places))
+    Attributes:
+        text: What the sampler's part did or had, given the part's name, the value, and the trainer's own.
+        names: Attributes that hold it.
+        kind: Its type.
+        change: The attribute's value, given its own and another.
+        values: Values to try.
+        bounds: Of a search for one; none is searched for where there are none.
+    """
 
-    def based(base: float) -> Trial:
-        power = math.log(base) / math.log(theta or base)
-        return trial(f"rotary base was {base:.6g}, not {theta:g}", lambda own: own**power)
+    text: str
+    names: tuple[str, ...]
+    kind: type
+    change: Callable[[Any, Any], Any]
+    values: tuple[Any, ...] = ()
+    bounds: tuple[float, float] | None = None
 
-    def scaled(factor: float) -> Trial:
-        return trial(f"rotary frequencies were {factor:.4g} of the trainer's", lambda own: own * factor)
 
-    for make, values in ((based, (1e4, 5e5, 1e6, 5e6, 1e7)), (scaled, (0.5, 0.25, 0.125, 2.0, 4.0, 8.0))):
-        if make is scaled or theta:
-            yield from (make(value) for value in values if value != theta)
-    for module, name, own in [entry for one in held for entry in _attributes(one, ["mrope_section"], list)]:
-        for by in (1, 2):
-            other = [*own[by:], *own[:by]]
-            text = f"the sampler's rotary frequencies were shared out to axes as {other}, not {own}"
-            yield Trial(text, model=_change(replaced, [(module, name, other)]))
-    if theta:
-        yield from _fitted(case, based, 1e3, 1e8)
-    yield from _fitted(case, scaled, 0.02, 50.0)
+def _other_numbers(case: Case, number: _Number, parts: Mapping[str, Any]) -> Iterator[Trial]:
+    for part, module in parts.items():
+        held = _attributes(module, number.names, number.kind)
+
+        def with_value(value: Any, part: str = part, held: Any = held) -> Trial:
+            places = [(one, name, number.change(own, value)) for one, name, own in held]
+            text = number.text.format(part=part, value=value, own=held[0][2])
+            return Trial(f"the sampler's {text}", model=_change(replaced, places))
+
+        yield from (with_value(value) for value in number.values if held)
+        if held and number.bounds is not None:
+            yield from _fitted(case, with_value, *number.bounds)
 
 
 def _attributes(model: Any, names: Sequence[str], kind: type) -> list[tuple[Any, str, Any]]:
@@ -580,10 +607,50 @@ def _attributes(model: Any, names: Sequence[str], kind: type) -> list[tuple[Any,
     return [entry for entry in found if isinstance(entry[2], kind) and not isinstance(entry[2], bool)]
 
 
+def _language_of(case: Case) -> dict[str, Any]:
+    return {name: part for name, part in parts_of(case.trainer.model).items() if name == _LANGUAGE}
+
+
+def _adapter(case: Case) -> Iterator[Trial]:
+    model = case.trainer.model
+    disable = getattr(model, "disable_adapter", None)
+    if disable is not None:
+        text = "the sampler's adapter was not merged: it had the base weights"
+        yield Trial(text, model=_change(disable))
+    text = "{part} had {value:.3g} of the trainer's scale"
+    scale = _Number(text, ("scaling",), dict, _each_scaled, (0.0,), (0.05, 20.0))
+    yield from _other_numbers(case, scale, {"adapter": model})
+
+
+def _each_scaled(own: dict[str, float], factor: float) -> dict[str, float]:
+    return {name: value * factor for name, value in own.items()}
+
+
+def _rope(case: Case) -> Iterator[Trial]:
+    import torch
+
+    config = case.trainer.model.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    theta = given.get("rope_theta", getattr(config, "rope_theta", None))
+
+    def based(own: Any, base: float) -> Any:
+        return own ** (math.log(base) / math.log(theta or base))
+
+    names, bases = ("inv_freq",), (1e4, 5e5, 1e6, 5e6, 1e7)
+    text = f"rotary base was {{value:.6g}}, not {theta}"
+    numbers = [_Number(text, names, torch.Tensor, based, bases, (1e3, 1e8))] if theta else []
+    text = "rotary frequencies were {value:.4g} of the trainer's"
+    factors = (0.5, 0.25, 0.125, 2.0, 4.0, 8.0)
+    numbers.append(_Number(text, names, torch.Tensor, operator.mul, factors, (0.02, 50.0)))
+    text = "rotary frequencies were shared out to axes as {own} moved by {value}"
+    numbers.append(_Number(text, ("mrope_section",), list, lambda own, by: own[by:] + own[:by], (1, 2)))
+    for number in numbers:
+        yield from _other_numbers(case, number, _language_of(case))
+
+
 def _scaled_parts(case: Case) -> Iterator[Trial]:
     """Yield image features, embeddings or attention scaled by a number, which is searched."""
-    model = case.trainer.model
-    for part, modules in _features(model).items():
+    for part, modules in _features(case.trainer.model).items():
 
         def features(factor: float, part: str = part, modules: Any = modules) -> Trial:
             return Trial(
@@ -593,54 +660,34 @@ def _scaled_parts(case: Case) -> Iterator[Trial]:
             )
 
         yield from _fitted(case, features, 0.01, 100.0) if modules else ()
-    language = parts_of(model).get(_LANGUAGE)
-    scales = [] if language is None else _attributes(language, ["scaling"], float)
-
-    def attention(factor: float) -> Trial:
-        places = [(module, name, value * factor) for module, name, value in scales]
-        text = f"the sampler's attention was scaled by {factor:.4g} of the trainer's factor"
-        return Trial(text, model=_change(replaced, places))
-
-    yield from _fitted(case, attention, 0.01, 100.0) if scales else ()
+    text = "attention was scaled by {value:.4g} of the trainer's factor"
+    scale = _Number(text, ("scaling",), float, operator.mul, (), (0.01, 100.0))
+    yield from _other_numbers(case, scale, _language_of(case))
 
 
 def _norms(case: Case) -> Iterator[Trial]:
-    for part, module in parts_of(case.trainer.model).items():
-        held = _attributes(module, ["variance_epsilon", "eps"], float)
-
-        def with_epsilon(value: float, part: str = part, held: Any = held) -> Trial:
-            places = [(one, name, value) for one, name, _ in held]
-            return Trial(
-                f"the norms of the sampler's {part} had an epsilon of {value:.3g}, not {held[0][2]:g}",
-                model=_change(replaced, places),
-            )
-
-        if held:
-            yield from (with_epsilon(10.0**-power) for power in (3, 5, 6, 8) if 10.0**-power != held[0][2])
-            yield from _fitted(case, with_epsilon, 1e-7, 1.0)
+    text = "norms of its {part} had an epsilon of {value:.3g}, not {own:g}"
+    names, values = ("variance_epsilon", "eps"), (1e-3, 1e-5, 1e-6, 1e-8)
+    number = _Number(text, names, float, lambda _, value: value, values, (1e-7, 1.0))
+    yield from _other_numbers(case, number, parts_of(case.trainer.model))
 
 
 def _activations(case: Case) -> Iterator[Trial]:
     from torch import nn
 
-    others = {
-        "GELU": nn.GELU(),
-        "GELU by tanh": nn.GELU("tanh"),
-        "SiLU": nn.SiLU(),
-        "ReLU": nn.ReLU(),
-    }
-    names = ["act_fn", "activation_fn", "act", "hidden_act"]
-    for part, module in parts_of(case.trainer.model).items():
-        held = _attributes(module, names, nn.Module)
-        for name, other in others.items() if held else ():
-            places = [(one, key, other) for one, key, _ in held]
-            text = f"the activation of the sampler's {part} was {name}"
-            yield Trial(text, model=_change(replaced, places))
+    others = {"GELU": nn.GELU(), "GELU by tanh": nn.GELU("tanh"), "SiLU": nn.SiLU(), "ReLU": nn.ReLU()}
+    names = ("act_fn", "activation_fn", "act", "hidden_act")
+    number = _Number(
+        "{part} had {value} for activation", names, nn.Module, lambda _, name: others[name], (*others,)
+    )
+    yield from _other_numbers(case, number, parts_of(case.trainer.model))
 
 
 COMPUTED_VARIATIONS: Final[tuple[Variation, ...]] = (
     Variation("dtype", "precision", "all of the model in another dtype", _whole_dtype),
-    Variation("dtype of a part", "precision", "vision, language model, head or features", _part_dtype),
+    Variation(
+        "dtype of a part", "precision", "vision, language model, head, features, keys and values", _part_dtype
+    ),
     Variation("rounded weights", "precision", "rounded to bfloat16, float16, float8, int8 or int4", _rounded),
     Variation("positions", "positions", "one axis, no rope delta, axes exchanged, off", _positions),
     Variation("attention", "masks", "in both directions, another window, a prompt cut off", _attention),
@@ -648,7 +695,7 @@ COMPUTED_VARIATIONS: Final[tuple[Variation, ...]] = (
     Variation("adapter", "weights", "an adapter not merged, or of another scale", _adapter),
     Variation("weights", "weights", "other weights, all, in one layer or kind; needs `weights`", _weights),
     Variation("rotary base", "positions", "another base, scale or share of rotary frequencies", _rope),
-    Variation("layer left out", "weights", "a layer left out or exchanged, or the last norm", _layers),
+    Variation("layer left out", "weights", "a layer left out, twice or exchanged, or the last norm", _layers),
     Variation("activation", "weights", "another activation function", _activations),
     Variation("epsilon", "weights", "another epsilon of the norms", _norms),
     Variation("scaled part", "weights", "image features, embeddings or attention scaled", _scaled_parts),

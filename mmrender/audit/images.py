@@ -275,6 +275,13 @@ def _moved(axis: int, by: int, planes: Array) -> Array:
     return planes.take(places.clip(0, len(places) - 1), axis)
 
 
+def _half_black(axis: int, side: int, planes: Array) -> Array:
+    """Return planes of which one half is black; normalised values as they are."""
+    places = np.arange(planes.shape[axis]) < planes.shape[axis] // 2
+    kept = (places if side > 0 else ~places).reshape((-1,) + (1,) * (-1 - axis))
+    return planes * kept if planes.dtype == np.uint8 else planes
+
+
 def _bits(planes: Array, bits: int) -> Array:
     """Return levels of so many bits; normalised values as they are."""
     return planes >> (8 - bits) << (8 - bits) if planes.dtype == np.uint8 else planes
@@ -393,6 +400,11 @@ _ROWS: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     },
     "framing": {
         **{f"pixels moved by one {way}": _planes(partial(_moved, *by)) for way, by in _SIDES.items()},
+        **{
+            f"pixels moved round by one {way}": _planes(partial(np.roll, axis=axis, shift=by))
+            for way, (axis, by) in _SIDES.items()
+        },
+        **{f"half of it black, {way}": _planes(partial(_half_black, *by)) for way, by in _SIDES.items()},
         **{
             f"a square of level {fill} around it": _images(partial(_squared, level=fill)) for fill in _GROUNDS
         },
@@ -587,7 +599,7 @@ _ABOUT: Final[Mapping[str, tuple[Cause, str, Callable[[Case], Iterator[Trial]] |
     "temporal frame": ("pixels", "one frame of each patch zero, black or halved", None),
     "turned image": ("pixels", "mirrored, upside down, turned, rows for columns, as stored", None),
     "grid": ("positions", "height and width of the grid exchanged", _exchanged_grid),
-    "framing": ("pixels", "a pixel off, cropped or letterboxed; the latter need the source", None),
+    "framing": ("pixels", "a pixel off, half black, cropped, letterboxed (these need the source)", None),
     "background": ("pixels", "another level under transparent pixels; needs the source", None),
     "resampling": ("pixels", "resized by another filter; needs the source", None),
     "compression": ("pixels", "encoded as JPEG once more; needs the source, or an image not resized", None),

@@ -19,7 +19,7 @@ _MOST_SHIFT: Final = 8
 _CERTAIN: Final = -1e-6
 _MOST_FITTED: Final = 32
 _LEFT_OUT: Final = -0.999
-_CAUSES: Final[Mapping[str, Cause]] = {
+CAUSES: Final[Mapping[str, Cause]] = {
     "rounded": "precision",
     "another's prompt": "ids",
     **dict.fromkeys(("missing or restricted", "restricted", "temperature", "penalty"), "sampling"),
@@ -46,7 +46,7 @@ class Recorded(NamedTuple):
     @property
     def cause(self) -> Cause:
         """The kind of cause."""
-        return _CAUSES.get(self.name, "logprobs")
+        return CAUSES.get(self.name, "logprobs")
 
 
 @dataclass(frozen=True)

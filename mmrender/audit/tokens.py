@@ -333,6 +333,8 @@ def _opening(case: Case) -> Iterator[Trial]:
     for start, stop in [(bounds[0], place) for place in bounds[1:4]] + list(pairwise(bounds[1:])):
         about = "its beginning, as of a system prompt" if start == bounds[0] else "the turn"
         yield _prompt_trial(case, f"lacked {about}: the tokens {start} to {stop - 1}", [(start, stop, [])])
+        twice: list[Edit] = [(stop, stop, part(sample, start, stop, sampled=False))]
+        yield _prompt_trial(case, f"had {about} twice: the tokens {start} to {stop - 1}", twice)
     for turn, name in _openings(case):
         begin = f"began with the {len(turn)} token(s) that {name} begins with"
         yield _prompt_trial(case, f"{begin}, as with a system prompt", [(0, 0, turn)], 0)
@@ -430,6 +432,8 @@ def _turns_left_out(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[s
     for (start, stop), since in zip(runs, starts, strict=False):
         for bound in [since, *(at for at in _bounds(case) if since < at < start)]:
             yield f"lacked the tokens {bound} to {stop - 1}, a turn,", [(bound, stop, [])]
+            again = part(case.sample, bound, stop, sampled=False)
+            yield f"had the tokens {bound} to {stop - 1}, a turn, twice", [(stop, stop, again)]
     spans = [span for span in case.sample.media_spans if span.stop < case.runs[len(runs)][0]]
     for shown in {1, sum(span.start > starts[-1] for span in spans)} - {0, len(spans)}:
         for margin, beside in ((0, ""), (1, ", and the tokens beside them,")):
@@ -484,8 +488,8 @@ TOKEN_VARIATIONS: Final[tuple[Variation, ...]] = (
     Variation("exchanged turns", "ids", "completions, or prompts before them, exchanged", _exchanged_turns),
     Variation("another's tokens", "ids", "a completion of another branch or rollout", _others_tokens),
     Variation("another's prompt", "ids", "another's prompt, or all of another before it", _others_prompt),
-    Variation("history", "ids", "earlier turns cut, left out, encoded again or closed otherwise", _history),
-    Variation("opening", "ids", "a BOS, a system prompt or a turn more, less or another", _opening),
+    Variation("history", "ids", "earlier turns cut, left out, repeated or encoded again", _history),
+    Variation("opening", "ids", "a BOS, a system prompt or a turn more, less, twice or another", _opening),
     Variation("generation prompt", "ids", "tokens more or less before a completion", _before_completion),
     Variation("attended padding", "ids", "padding that was attended to", _attended_padding),
     Variation("another template", "ids", "the prompt as one of the `alternatives` has it", _alternatives),

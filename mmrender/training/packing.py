@@ -13,6 +13,7 @@ the model. The micro-batches of a step cost about the same, since the slowest of
 import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, Unpack
 
 import numpy as np
@@ -207,15 +208,21 @@ def plan_steps(
     fewest = first_fit_decreasing(lengths, max_tokens, keys=keys)
     # As many steps as the fewest bins need, and the samples spread evenly over all of their bins.
     costs = [compute_cost([length], hidden_size) for length in lengths]
-    levelled = _levelled(lengths, costs, keys, -(-len(fewest) // ranks) * ranks, max_tokens)
-    bins = [made(members) for members in levelled or fewest]
-    while len(bins) % ranks and any(len(one.samples) > 1 for one in bins):
-        largest = max((one for one in bins if len(one.samples) > 1), key=lambda one: one.cost)
-        bins.remove(largest)
-        own = [costs[index] for index in largest.samples]
-        bins += [made([largest.samples[place] for place in half]) for half in balance(own, 2)]
+    count = -(-len(fewest) // ranks)
+    level = partial(_levelled, lengths, costs, keys, ranks=ranks, steps=count, capacity=max_tokens)
+    found = [level(by_step=by_step) for by_step in (False, True)]
+    planned: list[list[list[_Bin]]] = []
+    for filled in filter(None, found) if any(found) else [fewest]:
+        bins = [made(members) for members in filled]
+        while len(bins) % ranks and any(len(one.samples) > 1 for one in bins):
+            largest = max((one for one in bins if len(one.samples) > 1), key=lambda one: one.cost)
+            bins.remove(largest)
+            own = [costs[index] for index in largest.samples]
+            bins += [made([largest.samples[place] for place in half]) for half in balance(own, 2)]
+        planned.append(_steps(bins, ranks, max_tokens - dummy_tokens))
     totals, plan = [0.0] * ranks, []
-    for step in _steps(bins, ranks, max_tokens - dummy_tokens):
+    # The slowest rank of each step is waited for.
+    for step in min(planned, key=lambda steps: sum(max(one.cost for one in step) for step in steps)):
         # The costliest bin of each step goes to the rank that has had least so far.
         order = sorted(range(ranks), key=totals.__getitem__)
         given = dict(zip(order, sorted(step, key=lambda one: -one.cost), strict=True))
@@ -228,25 +235,43 @@ def _levelled(
     lengths: Sequence[int],
     costs: Sequence[float],
     keys: Sequence[Hashable | None],
-    count: int,
+    *,
+    ranks: int,
+    steps: int,
     capacity: int,
+    by_step: bool,
 ) -> list[list[int]] | None:
-    """Give each sample, the costliest first, to the bin of least cost that takes it; None if none does."""
+    """Give each sample, the costliest first, to the bin of least cost that takes it; None if none does.
+
+    `by_step`: a step with a sample above the mean of the bins that are left is filled to that sample's cost
+    first, since its other ranks wait for it.
+    """
+    count = ranks * steps
     loads, room = np.zeros(count), np.full(count, capacity, np.int64)
     kind: list[Hashable | None] = [None] * count
     bins: list[list[int]] = [[] for _ in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda index: -costs[index]):
-        fits = room >= lengths[index]
-        if keys[index] is not None:
-            fits &= np.array([one is None or one == keys[index] for one in kind])
-        if not fits.any():
-            return None
-        found = int(np.where(fits, loads, np.inf).argmin())
-        bins[found].append(index)
-        loads[found] += costs[index]
-        room[found] -= lengths[index]
-        kind[found] = kind[found] if keys[index] is None else keys[index]
-    return [sorted(members) for members in bins if members]
+    left = sorted(range(len(lengths)), key=lambda index: -costs[index])
+    for start in range(0, count, ranks):
+        mean = sum(costs[index] for index in left) / (count - start)
+        is_step = by_step and bool(left) and costs[left[0]] > mean and start + ranks < count
+        height, stop = (costs[left[0]], start + ranks) if is_step else (np.inf, count)
+        later = []
+        for index in left:
+            fits = (room[start:stop] >= lengths[index]) & (loads[start:stop] + costs[index] <= height)
+            if keys[index] is not None:
+                fits &= np.array([one is None or one == keys[index] for one in kind[start:stop]])
+            if not fits.any():
+                later.append(index)
+                continue
+            found = start + int(np.where(fits, loads[start:stop], np.inf).argmin())
+            bins[found].append(index)
+            loads[found] += costs[index]
+            room[found] -= lengths[index]
+            kind[found] = kind[found] if keys[index] is None else keys[index]
+        left = later
+        if stop == count:
+            break
+    return None if left else [sorted(members) for members in bins if members]
 
 
 def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:
