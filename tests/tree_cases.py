@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from item_cases import patch_item, processed_item
 from mmrender.media.item import ReferenceItem
 from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
-from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.step import same_value
 
 PAD = 9
@@ -75,6 +75,14 @@ class Call:
         data[:] = (self.number * 7 + np.arange(start, start + rows) % 200)[:, None, None] % 256
         return RoutedExperts(data, start)
 
+    def allowed(self) -> list[AllowedTokens]:
+        """What the first half of the completion was chosen among, and what the rest was not; for some calls."""
+        half, count = len(self.completion) // 2, len(self.completion)
+        if self.number % 2 or not count:
+            return []
+        forbidden = AllowedTokens(half, count, (3, 4), True)
+        return [AllowedTokens(0, half, (20, 21, 22)), forbidden] if half else [forbidden]
+
     def append_to(self, trajectory: Trajectory, **changes: Any) -> Any:
         fields: dict[str, Any] = {
             "prompt_ids": self.prompt,
@@ -85,6 +93,7 @@ class Call:
             "finish_reason": "stop" if self.completion else None,
             "routed_experts": self.experts,
             "weight_versions": [WeightVersionSpan(f"v{self.number}", 0, len(self.completion))],
+            "allowed": self.allowed(),
             "reward": None if self.number % 3 == 0 else float(self.number),
             "extra": {"number": self.number} if self.number % 2 else None,
         }
@@ -163,6 +172,7 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
         assert same_array(old.logprobs, new.logprobs)
         assert old.routed_experts == new.routed_experts
         assert old.weight_versions == new.weight_versions
+        assert old.allowed == new.allowed
         assert old.messages == new.messages
         assert old.finish_reason == new.finish_reason
         assert same_value(old.extra, new.extra)
@@ -173,6 +183,7 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
             assert same_array(getattr(left, name), getattr(right, name)), name
         assert left.multi_modal_data == right.multi_modal_data
         assert left.weight_versions == right.weight_versions
+        assert left.allowed == right.allowed
 
 
 def wire_bound(trajectories: list[Trajectory]) -> int:

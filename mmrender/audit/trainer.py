@@ -13,6 +13,7 @@ from mmrender.audit.report import Float32Array
 from mmrender.errors import EngineError, MMRenderError
 from mmrender.model.weights import load_model
 from mmrender.training import ModelFamily, TrainingBatch, collate, token_logprobs
+from mmrender.training.allowed import allowed_logsumexp
 from mmrender.trajectory.sample import TrainingSample
 
 InputChange: TypeAlias = Callable[[dict[str, Any]], None]
@@ -97,7 +98,7 @@ class TrainerModel:
         places = np.flatnonzero(sample.loss_mask)
         with nullcontext() if model is None else model(self.model):
             rows = self._rows(samples, [places], inputs)
-        return picked_logprobs(rows[0], sample.token_ids[places])
+        return limited_logprobs(rows[0], sample, places)
 
     def sampled_of_many(self, samples: Sequence[TrainingSample]) -> list[Float32Array | None]:
         """Return `sampled_logprobs` of each sample, several in a batch; None where the model fails on one."""
@@ -120,7 +121,7 @@ class TrainerModel:
                 return [None]
             return [found for sample in samples for found in self._of_some([sample])]
         picked = zip(rows, samples, places, strict=True)
-        return [picked_logprobs(own, sample.token_ids[at]) for own, sample, at in picked]
+        return [limited_logprobs(own, sample, at) for own, sample, at in picked]
 
     def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
         """Return the logits from which the tokens at `positions` were predicted: `(m, vocabulary)`.
@@ -196,6 +197,18 @@ class TrainerModel:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             where = sample.sample_id or "sample"
             raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
+
+
+def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[Any]) -> Float32Array:
+    """Return the log-probability of a sample's tokens at `places` among what was allowed, of their logits."""
+    tokens = sample.token_ids[places]
+    found = picked_logprobs(logits, tokens)
+    for start, stop, ids, forbids in sample.allowed:
+        at = np.flatnonzero((places >= start) & (places < stop))
+        own = logits[at].float()
+        chosen = own[range(len(at)), tokens[at].astype(np.int64)]
+        found[at] = (chosen - allowed_logsumexp(own, ids, forbids)).cpu().numpy()
+    return found
 
 
 def picked_logprobs(logits: Any, tokens: npt.NDArray[Any]) -> Float32Array:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.caching import LRUCache
-from mmrender.client.placeholders import known_tokens
+from mmrender.client.limits import forbidding
+from mmrender.client.placeholders import known_tokens, media_token_ids
 from mmrender.client.sampling import complete_sampling
 from mmrender.client.server_facts import prompt_limit
 from mmrender.client.transport import Server, Transport, TransportConfig
@@ -69,6 +70,7 @@ async def generate(
     max_prompt_len: int | None = None,
     routed_experts: bool = False,
     routed_experts_prompt_start: int | None = None,
+    forbid_media_tokens: bool = False,
     chat_template: str | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     on_tokens: OnTokens | None = None,
@@ -104,6 +106,8 @@ async def generate(
         max_prompt_len: The longest prompt; by default the engine's limit, asked once for each server.
         routed_experts: Ask for router choices.
         routed_experts_prompt_start: Ask for them, without those of the prompt before this position.
+        forbid_media_tokens: Never sample a token that stands for media, such as `<|image_pad|>`. A model that
+            was trained does not; one with random weights does, and a trainer cannot take it.
         chat_template: A template for this call alone; see `Renderer.render`.
         template_arguments: Further template variables, such as `{"enable_thinking": False}`.
         on_tokens: Called with tokens as they arrive; see `OnTokens`.
@@ -138,11 +142,12 @@ async def generate(
     if limit is not None and len(prompt.ids) > limit:
         raise PromptTooLongError(len(prompt.ids), limit, where="prompt")
     known = known_tokens(renderer, prompt.data)
+    forbidden = sorted(media_token_ids(renderer)) if forbid_media_tokens else []
     request = EngineRequest(
         model=model,
         prompt_ids=prompt.ids,
         sampling_params=complete_sampling(
-            sampling_params or {}, room=room, stop_token_ids=known["eos_token_ids"] or ()
+            forbidding(sampling_params, forbidden), room=room, stop_token_ids=known["eos_token_ids"] or ()
         ),
         request_id=uuid.uuid4().hex,
         multi_modal_data=prompt.data,
@@ -152,6 +157,7 @@ async def generate(
         extra_body=dict(extra_body or {}),
         routed_experts=routed_experts or routed_experts_prompt_start is not None,
         routed_experts_prompt_start=routed_experts_prompt_start,
+        forbidden_token_ids=forbidden,
         **known,
     )
     try:
@@ -333,9 +339,7 @@ def _given_prompt(
     ids = prompt_ids.tolist() if isinstance(prompt_ids, np.ndarray) else list(prompt_ids or ())
     if data is None:
         # Without a sidecar, an engine would answer as if no image were there.
-        media, tokenizer = getattr(renderer, "media", None), getattr(renderer, "tokenizer", None)
-        texts = media.processor.placeholder_tokens if media is not None and tokenizer is not None else ()
-        tokens = {cast(Any, tokenizer).token_id(text) for text in texts}
+        tokens = media_token_ids(renderer)
         found = next((index for index, token in enumerate(ids) if token in tokens), None)
         if found is not None:
             raise PlaceholderError(

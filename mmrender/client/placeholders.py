@@ -302,3 +302,12 @@ def known_tokens(renderer: Any, data: MultiModalData) -> KnownTokens:
         "media_token_ids": tokens,
         "eos_token_ids": None if stops is None else stops(),
     }
+
+
+def media_token_ids(renderer: Any) -> set[int]:
+    """Return the ids of all tokens that stand for media, as far as a renderer knows them."""
+    media: Any = getattr(renderer, "media", None)
+    tokenizer: Any = getattr(renderer, "tokenizer", None)
+    if media is None or tokenizer is None:
+        return set()
+    return {tokenizer.token_id(text) for text in media.processor.placeholder_tokens} - {None}

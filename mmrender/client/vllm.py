@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, data_urls, require_one_of, sample
+from mmrender.client.limits import limit_of, renormalised, reporting
 from mmrender.client.placeholders import Ids, adopt_prompt, check_request
 from mmrender.client.reply import (
     FailedInEngineError,
@@ -94,7 +95,9 @@ class VLLMBackend(HTTPBackend):
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion; tokens are streamed where `on_tokens` is given.
+        """Sample one completion; tokens are streamed where `on_tokens` is given and none is forbidden.
+
+        Log-probabilities under `allowed_token_ids` or `forbidden_token_ids` are of what these leave over.
 
         Raises:
             MediaError: An item cannot be sent as an encoded image.
@@ -102,6 +105,18 @@ class VLLMBackend(HTTPBackend):
             EngineMismatchError: The server takes other pixels, or made another prompt of the images.
             MMRenderError: As for `RendererBackend.generate`.
         """
+        limit = limit_of(request)
+        if limit is None:
+            return await self._generate(request, transport, on_tokens)
+        response = renormalised(await self._generate(reporting(request, limit), transport, None), limit)
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
+
+    async def _generate(
+        self, request: EngineRequest, transport: Transport, on_tokens: OnTokens | None
+    ) -> EngineResponse:
+        """Sample one completion, with the log-probabilities that vLLM reports."""
         by_parts = self.images == "content_parts"
         ids, spans = check_request(request, takes_sparse=by_parts)
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=on_tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Prompt, Usage
 from mmrender.engines.interface import InferenceEngineInterface, check_budget
 from mmrender.errors import EngineReplyError, PromptTooLongError
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -164,9 +164,11 @@ class Continuation:
             if new_ids and self._listener is not None:
                 self._listener(new_ids, new_logprobs, None)
 
-        # Router choices come at the end of a stream, so a broken one would lose its tokens' rows. A stop
-        # string across a seam is found in whole pieces only.
-        in_pieces = request.routed_experts or (self._stops and self.completion_ids)
+        # Router choices come at the end of a stream, and so does what was allowed: a broken one would lose
+        # them. A stop string across a seam is found in whole pieces only.
+        params = request.sampling_params
+        limited = request.forbidden_token_ids or params.get("allowed_token_ids")
+        in_pieces = request.routed_experts or limited or (self._stops and self.completion_ids)
         streams = self._listener is not None and not in_pieces and self.can_continue(self.remaining)
         try:
             piece = await engine.complete(
@@ -253,6 +255,7 @@ class Continuation:
         nothing = EngineResponse([], [], "abort", Usage(len(self.request.prompt_ids), 0))
         first, last = (self._pieces[0], self._pieces[-1]) if self._pieces else (nothing, nothing)
         versions: list[WeightVersionSpan] = []
+        allowed: list[AllowedTokens] = []
         top: list[Any] | None = []
         done = 0
         for piece in self._pieces:
@@ -261,6 +264,9 @@ class Continuation:
                 if versions and versions[-1].version == version and versions[-1].stop == begin:
                     begin = versions.pop().start
                 versions.append(WeightVersionSpan(version, begin, stop + done))
+            allowed += [
+                span._replace(start=span.start + done, stop=span.stop + done) for span in piece.allowed
+            ]
             if piece.completion_ids:
                 missing = top is None or piece.top_logprobs is None
                 top = None if missing else [*top, *piece.top_logprobs]  # type: ignore[misc]
@@ -273,6 +279,7 @@ class Continuation:
             stop_reason=last.stop_reason,
             routed_experts=self._experts,
             weight_versions=tuple(versions),
+            allowed=tuple(allowed),
             request_id=first.request_id,
             top_logprobs=tuple(top) if top else None,
             prompt=self._prompt,
@@ -296,6 +303,9 @@ def cut_piece(piece: EngineResponse, count: int, stop: str, length: int) -> Engi
             WeightVersionSpan(version, start, min(end, count))
             for version, start, end in piece.weight_versions
             if start < count
+        ),
+        allowed=tuple(
+            span._replace(stop=min(span.stop, count)) for span in piece.allowed if span.start < count
         ),
         top_logprobs=None if piece.top_logprobs is None else piece.top_logprobs[:count],
     )

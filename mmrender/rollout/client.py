@@ -124,6 +124,7 @@ class RendererClient:
         max_prompt_len: The longest prompt; by default what the engine takes.
         template_arguments: Further template variables.
         routed_experts: Ask for router choices.
+        forbid_media_tokens: Never sample a token that stands for media; see `generate`.
         request_options: Options of every request; a call's own take precedence.
 
     Raises:
@@ -143,6 +144,7 @@ class RendererClient:
         max_prompt_len: int | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         routed_experts: bool = False,
+        forbid_media_tokens: bool = False,
         request_options: RequestOptions | None = None,
     ) -> None:
         if overlong not in (policies := get_args(Overlong)):
@@ -161,6 +163,7 @@ class RendererClient:
         self.sampling_params = dict(sampling_params or {})
         self.template_arguments = dict(template_arguments or {})
         self.routed_experts = routed_experts
+        self.forbid_media_tokens = forbid_media_tokens
         self._history_rule = history
         self._max_prompt_len = max_prompt_len
         self._options: RequestOptions = request_options or {}
@@ -208,6 +211,7 @@ class RendererClient:
                     max_prompt_len=self._max_prompt_len,
                     template_arguments=self.template_arguments,
                     routed_experts=self.routed_experts,
+                    forbid_media_tokens=self.forbid_media_tokens,
                     prompt_ids=None if again is None else again.prompt_ids,
                     multi_modal_data=None if again is None else again.multi_modal_data,
                     prompt_attribution=prompt.rendered,
@@ -246,8 +250,9 @@ class RendererClient:
         records = records[: len(prompt.messages)]
         records = (*records, *map(_plain_record, said[len(records) :]))
         extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
-        if restriction := params.get("structured_outputs"):
-            # Its log-probabilities are of what a grammar left over, not the model's.
+        restriction = params.get("structured_outputs")
+        if restriction and not response.allowed:
+            # Its log-probabilities are of what a grammar left over, which the engine does not report.
             extra[RESTRICTED] = sorted(restriction)
         step = trajectory.append(
             generation.prompt_ids,
@@ -259,6 +264,7 @@ class RendererClient:
             finish_reason=generation.finish_reason,
             routed_experts=response.routed_experts,
             weight_versions=response.weight_versions,
+            allowed=response.allowed,
             extra=extra | ({"left_out": list(turn.left_out)} if turn.left_out else {}),
         )
         histories[step.index] = _History(said, records, definitions, prompt.left_out)

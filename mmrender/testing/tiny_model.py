@@ -9,9 +9,10 @@ Its settings and chat template are files in `data/tiny_model`; the tokenizer is 
 Given one release of `tokenizers` and `torch`, equal seeds give equal files.
 """
 
+import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -47,7 +48,15 @@ PRE_TOKENIZER: Final = (
 _DATA = files("mmrender.testing").joinpath("data")
 
 
-def build_tiny_model(directory: Path, *, seed: int = 0, weights: bool = True) -> Path:
+def build_tiny_model(
+    directory: Path,
+    *,
+    seed: int = 0,
+    weights: bool = True,
+    hidden_size: int = 64,
+    layers: int = 2,
+    patch_size: int = 16,
+) -> Path:
     """Build the model directory and return its path.
 
     Args:
@@ -55,9 +64,13 @@ def build_tiny_model(directory: Path, *, seed: int = 0, weights: bool = True) ->
         seed: Seeds the weights; nothing else is random.
         weights: Also write `model.safetensors` (2 MB, float32). Needs the `hf` and `torch` extras; everything
             else is built with the core dependencies.
+        hidden_size: Width of the language model and of the vision tower, a multiple of 32.
+        layers: Layers of each.
+        patch_size: Side of a patch in pixels, even. An image takes 16 to 256 tokens of 2 by 2 patches, so a
+            smaller patch makes them of smaller images.
 
     Raises:
-        ModelError: `directory` is a file, or holds something already.
+        ModelError: A size is not possible; `directory` is a file, or holds something already.
         MissingDependencyError: `weights` is true and an extra is missing. Nothing is written.
     """
     if weights:
@@ -77,9 +90,19 @@ def build_tiny_model(directory: Path, *, seed: int = 0, weights: bool = True) ->
             got="one that holds files" if directory.is_dir() else "a file",
             remedy="Name another directory, or remove it first",
         )
+    for name, value, unit in (
+        ("hidden_size", hidden_size, 32),
+        ("layers", layers, 1),
+        ("patch_size", patch_size, 2),
+    ):
+        if value < 1 or value % unit:
+            raise ModelError(
+                "a size is not possible", where=name, expected=f"a multiple of {unit}", got=str(value)
+            )
     directory.mkdir(parents=True, exist_ok=True)
     for file in _DATA.joinpath("tiny_model").iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
+    _set_sizes(directory, hidden_size, layers, patch_size)
     train_tokenizer().save(str(directory / "tokenizer.json"))
     if weights:
         _write_weights(directory, seed)
@@ -107,6 +130,29 @@ def train_byte_pairs(vocab_size: int, *more: str) -> Tokenizer:
     corpus = _DATA.joinpath("corpus.txt").read_text(encoding="utf-8")
     tokenizer.train_from_iterator([*corpus.splitlines(keepends=True), *more], trainer)
     return tokenizer
+
+
+def _set_sizes(directory: Path, hidden_size: int, layers: int, patch_size: int) -> None:
+    """Write sizes into the settings; with those of the data, the files stay as they are."""
+    heads, inner = hidden_size // 32, 2 * hidden_size
+    text = {"hidden_size": hidden_size, "intermediate_size": inner, "num_hidden_layers": layers}
+    vision = {"hidden_size": hidden_size, "out_hidden_size": hidden_size, "intermediate_size": inner}
+    pixels = {"shortest_edge": 64 * patch_size**2, "longest_edge": 1024 * patch_size**2}
+    sizes: dict[str, dict[str, Any]] = {
+        "config.json": {
+            "text_config": {**text, "num_attention_heads": heads},
+            "vision_config": {**vision, "depth": layers, "num_heads": heads, "patch_size": patch_size},
+        },
+        "preprocessor_config.json": {"patch_size": patch_size, "size": pixels},
+        "video_preprocessor_config.json": {"patch_size": patch_size, "size": pixels},
+    }
+    for name, changes in sizes.items():
+        settings = json.loads((directory / name).read_text())
+        changed = json.loads(json.dumps(settings))
+        for key, value in changes.items():
+            changed[key] = {**changed[key], **value} if isinstance(value, dict) else value
+        if changed != settings:
+            (directory / name).write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def _write_weights(directory: Path, seed: int) -> None:

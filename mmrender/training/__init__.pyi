@@ -1,3 +1,4 @@
+from .allowed import token_entropy as token_entropy
 from .batch import TrainingBatch as TrainingBatch
 from .batch import token_logprobs as token_logprobs
 from .collate import collate as collate

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
+from mmrender.training.allowed import allowed_logsumexp, limited_tokens
 from mmrender.training.families import ModelFamily, SequenceSplit
 from mmrender.training.segments import (
     Rows,
@@ -219,7 +220,7 @@ class TrainingBatch:
         Raises:
             BatchError: The tensor is not aligned to the batch.
         """
-        self._check_aligned(values)
+        self.check_aligned(values)
         return [values[row, s.start : s.stop] for row, segments in enumerate(self.segments) for s in segments]
 
     def rows(self, start: int, stop: int) -> TrainingBatch:
@@ -400,7 +401,8 @@ class TrainingBatch:
         """Return the batch in page-locked memory, as a data loader of torch asks for."""
         return self._map(lambda t, _: t.pin_memory(), TensorList.pin_memory)
 
-    def _check_aligned(self, values: Any) -> None:
+    def check_aligned(self, values: Any) -> None:
+        """Raise `BatchError` unless a tensor is `(rows, width, ...)`."""
         expected = [len(self), self.width]
         if [*values.shape[:2]] != expected:
             got = str(list(values.shape))
@@ -449,6 +451,8 @@ class TrainingBatch:
 def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.0) -> Any:
     """Return the log-probability of each token given those before it in its sample.
 
+    That of a token which was sampled under a constraint is among the tokens that were allowed.
+
     Args:
         logits: `(rows, width, vocabulary)`, as the model gives them for `batch.model_inputs()`.
         batch: Its tokens are looked up.
@@ -461,8 +465,14 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
     Raises:
         BatchError: The logits are not those of this batch.
     """
-    batch._check_aligned(logits)
+    batch.check_aligned(logits)
     found = logprobs_of(logits[:, :-1], batch.input_ids[:, 1:], temperature)
+    for rows, columns, ids, forbids in limited_tokens(batch.segments, logits.device):
+        own = logits[rows, columns - 1].float() / temperature
+        logprobs = own.gather(-1, batch.input_ids[rows, columns, None])[:, 0] - allowed_logsumexp(
+            own, ids, forbids
+        )
+        found = found.index_put((rows, columns - 1), logprobs)
     # Not a product: what the model says at padding may be infinite or not a number.
     predicted = token_numbers(batch.segments, batch.input_ids) > 0
     return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)
@@ -485,7 +495,7 @@ def importance_weights(logprobs: Any, batch: TrainingBatch | SequenceShard, *, m
     Raises:
         BatchError: The batch has no log-probabilities, or the tensor is not aligned to it.
     """
-    batch._check_aligned(logprobs)
+    batch.check_aligned(logprobs)
     if batch.logprobs is None:
         problem = "the batch has no log-probabilities of a sampler"
         raise BatchError(problem, where="logprobs", remedy="Batch rollouts, not recorded conversations")

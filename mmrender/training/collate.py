@@ -171,7 +171,17 @@ def _layout(
             sample = samples[index]
             name, count = sample.sample_id or f"samples[{index}]", len(sample.token_ids)
             prompt = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else count
-            own.append(Segment(start, count, name, sample.weight_versions, sample.extra, prompt))
+            own.append(
+                Segment(
+                    start=start,
+                    length=count,
+                    sample_id=name,
+                    weight_versions=sample.weight_versions,
+                    allowed=sample.allowed,
+                    extra=sample.extra,
+                    prompt_length=prompt,
+                )
+            )
             start += count
         segments.append(tuple(own))
     return tuple(segments), full

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mmrender.errors import BatchError
 from mmrender.training.tensor_list import torch
-from mmrender.trajectory.engine_data import WeightVersionSpan
+from mmrender.trajectory.engine_data import AllowedTokens, WeightVersionSpan
 
 if TYPE_CHECKING:
     from mmrender.training.batch import TrainingBatch
@@ -40,6 +40,7 @@ class Segment:
         length: Number of its tokens.
         sample_id: Its name.
         weight_versions: Which weights sampled which of its tokens, counted from its own first token.
+        allowed: What sampled tokens were chosen among, counted likewise.
         extra: Further data of the sample.
         prompt_length: Number of its tokens before the first one to train on.
     """
@@ -48,6 +49,7 @@ class Segment:
     length: int
     sample_id: str
     weight_versions: tuple[WeightVersionSpan, ...] = ()
+    allowed: tuple[AllowedTokens, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     prompt_length: int = 0
 

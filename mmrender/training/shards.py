@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from mmrender.errors import BatchError
+from mmrender.training.allowed import allowed_logsumexp, limited_tokens
 from mmrender.training.segments import attention_mask as attention_mask_of
 from mmrender.training.segments import (
     by_segment,
@@ -103,7 +104,7 @@ class SequenceShard:
         Raises:
             BatchError: It is not aligned to `whole`.
         """
-        self.whole._check_aligned(values)
+        self.whole.check_aligned(values)
         return take_columns(values, self.columns, 0)
 
     def at_prediction(self, values: Any) -> Any:
@@ -111,7 +112,7 @@ class SequenceShard:
 
         Where none follows in the sample, 0. Raises as `take`.
         """
-        self.whole._check_aligned(values)
+        self.whole.check_aligned(values)
         follows = token_numbers(self.whole.segments, self.whole.input_ids) > 0
         known = torch.where(follows, values, torch.zeros_like(values))
         return self.take(torch.nn.functional.pad(known[:, 1:], (0, 1)))
@@ -241,8 +242,17 @@ class SequenceShard:
         Raises:
             BatchError: The logits are not those of this shard.
         """
-        self._check_aligned(logits)
+        self.check_aligned(logits)
         found = logprobs_of(logits, self._next_ids, temperature)
+        numbers = torch.full_like(self.whole.input_ids, -1)
+        own_numbers = torch.arange(self.columns.shape[1], device=numbers.device)
+        numbers.scatter_(1, self.columns, own_numbers.expand_as(self.columns))
+        for rows, columns, ids, forbids in limited_tokens(self.whole.segments, logits.device):
+            at = numbers[rows, columns - 1]
+            places = rows[at >= 0], at[at >= 0]
+            own = logits[places].float() / temperature
+            chosen = own.gather(-1, self._next_ids[places][:, None])[:, 0]
+            found = found.index_put(places, chosen - allowed_logsumexp(own, ids, forbids))
         follows = self.at_prediction(torch.ones_like(self.whole.loss_mask))
         return torch.where(follows, found, 0.0)
 
@@ -268,7 +278,8 @@ class SequenceShard:
         values = getattr(self.whole, name)
         return None if values is None else self.at_prediction(values)
 
-    def _check_aligned(self, values: Any) -> None:
+    def check_aligned(self, values: Any) -> None:
+        """Raise `BatchError` unless a tensor is `(rows, tokens, ...)`."""
         expected = [*self.columns.shape]
         if [*values.shape[:2]] != expected:
             got = str(list(values.shape))

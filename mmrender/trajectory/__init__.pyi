@@ -1,3 +1,4 @@
+from .engine_data import AllowedTokens as AllowedTokens
 from .engine_data import RoutedExperts as RoutedExperts
 from .engine_data import WeightVersionSpan as WeightVersionSpan
 from .files import TrajectoryReader as TrajectoryReader

@@ -167,6 +167,34 @@ def check_experts(value: Any, length: int, where: str) -> None:
         )
 
 
+def check_allowed(value: Any, completion_ids: npt.NDArray[Any], where: str) -> tuple[AllowedTokens, ...]:
+    """Return spans of what sampled tokens were chosen among, each of which must hold its tokens."""
+    problem = "what was allowed is malformed"
+    try:
+        spans = msgspec.convert(value, tuple[AllowedTokens, ...])
+    except msgspec.ValidationError as error:
+        expected = "start, stop and token ids of each"
+        raise TrajectoryError(problem, where=where, expected=expected, got=str(error)) from error
+    end = 0
+    for index, span in enumerate(spans):
+        if not end <= span.start <= span.stop <= len(completion_ids):
+            expected = f"start and stop within sampled tokens [{end}, {len(completion_ids)})"
+            got = str((span.start, span.stop))
+            raise TrajectoryError(problem, where=f"{where}[{index}]", expected=expected, got=got)
+        end = span.stop
+        sampled = completion_ids[span.start : span.stop]
+        fits = np.isin(sampled, span.token_ids) != span.forbids
+        if not fits.all():
+            place = int(fits.argmin())
+            raise TrajectoryError(
+                "a token was sampled that was not allowed",
+                where=f"{where}[{index}]",
+                expected=f"{'none' if span.forbids else 'one'} of {len(span.token_ids)} tokens",
+                got=f"{sampled[place]} at {span.start + place}",
+            )
+    return spans
+
+
 def check_versions(value: Any, count: int, where: str) -> tuple[WeightVersionSpan, ...]:
     """Return spans of weight versions over `count` sampled tokens."""
     problem = "a span of a weight version is malformed"

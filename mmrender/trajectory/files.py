@@ -272,6 +272,7 @@ def _plain_step(step: Step, media_sources: MediaSources) -> dict[str, Any]:
         "logprobs": None if step.logprobs is None else step.logprobs.tolist(),
         "finish_reason": step.finish_reason,
         "weight_versions": step.weight_versions,
+        "allowed": step.allowed,
         "reward": reward.tolist() if isinstance(reward, np.ndarray) else reward,
         "media": [
             {

@@ -16,14 +16,15 @@ import numpy.typing as npt
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaSpan, MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 IGNORE_INDEX: Final = -100
 """The label that PyTorch's cross entropy leaves out."""
 
 RESTRICTED: Final = "restricted"
-"""Key of a step's `extra`: the kinds of grammar or choices that its completion was held to. In a sample's
-`extra`: for each such completion its first token, the token after its last, and those kinds."""
+"""Key of a step's `extra`: the kinds of grammar or choices that its completion was held to, where the engine
+does not say which tokens they allowed. In a sample's `extra`: for each such completion its first token, the
+token after its last, and those kinds."""
 
 ALIGNED: Final[Mapping[str, Any]] = {
     "token_ids": np.int32,
@@ -52,6 +53,7 @@ class TrainingSample:
             shape `(n,)`, or None where all tokens of the loss mask weigh the same.
         routed_experts: Router choices of the tokens from `routed_experts.start` on, or None.
         weight_versions: Spans over `token_ids` with the weights that sampled them.
+        allowed: Spans over `token_ids` with what sampled tokens were chosen among; `logprobs` are of that.
         prompt_length: Number of tokens before the completion, for a sample of one step; None for others.
         rewritten: Messages of a recorded conversation that the template drops, or writes differently than a
             model would have, by index, and why; see `OnRewritten`.
@@ -72,6 +74,7 @@ class TrainingSample:
     loss_weights: npt.NDArray[np.float32] | None = None
     routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
+    allowed: tuple[AllowedTokens, ...] = ()
     prompt_length: int | None = None
     rewritten: Mapping[int, str] = field(default_factory=dict)
     rendered: RenderedTokens | None = None

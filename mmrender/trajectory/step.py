@@ -15,9 +15,11 @@ import numpy.typing as npt
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaItem, MediaSpan, MultiModalData
 from mmrender.trajectory.engine_data import (
+    AllowedTokens,
     RoutedExperts,
     WeightVersionSpan,
     assembled_experts,
+    check_allowed,
     check_experts,
     check_versions,
     last_run,
@@ -68,6 +70,7 @@ class Step:
         own_experts: Router choices that are not known from the parent; positions count from the first token
             of the prompt.
         weight_versions: Spans over the completion.
+        allowed: Spans over the completion with what its tokens were chosen among; `logprobs` are of that.
         messages_keep: Number of leading messages that it shares with the parent's conversation.
         new_messages: The messages after those, the sampled one included.
         reward: One number for the step, one for each sampled token, or None.
@@ -85,6 +88,7 @@ class Step:
     finish_reason: str | None = None
     own_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
+    allowed: tuple[AllowedTokens, ...] = ()
     messages_keep: int = 0
     new_messages: tuple[Any, ...] = ()
     _reward: Any = None
@@ -101,6 +105,8 @@ class Step:
             check_experts(self.own_experts, len(self), f"{where}.routed_experts")
         if self.weight_versions:
             self.weight_versions = check_versions(self.weight_versions, sampled, f"{where}.weight_versions")
+        if self.allowed:
+            self.allowed = check_allowed(self.allowed, self.completion_ids, f"{where}.allowed")
 
     def __len__(self) -> int:
         return self.keep + len(self.own_ids)
@@ -293,7 +299,7 @@ def _sample(
     step: Step, parts: Sequence[Part], mask: npt.NDArray[np.bool_], name: str, require_logprobs: bool
 ) -> TrainingSample:
     logprobs = np.zeros(len(mask), np.float32)
-    versions = []
+    versions, allowed = [], []
     for part in parts:
         start, stop = part.sampled
         if part.step.logprobs is not None:
@@ -309,6 +315,10 @@ def _sample(
         for version, first, last in part.step.weight_versions:
             if start + first < min(start + last, stop):
                 versions.append(WeightVersionSpan(version, start + first, min(start + last, stop)))
+        for span in part.step.allowed:
+            if start + span.start < min(start + span.stop, stop):
+                end = min(start + span.stop, stop)
+                allowed.append(span._replace(start=start + span.start, stop=end))
     logprobs[~mask] = 0.0
     extra: dict[str, Any] = {"steps": tuple(part.step.index for part in parts)}
     if restricted := [part for part in parts if part.step.extra.get(RESTRICTED)]:
@@ -321,6 +331,7 @@ def _sample(
         rewards=_rewards(parts, len(mask)),
         routed_experts=step.routed_experts,
         weight_versions=tuple(versions),
+        allowed=tuple(allowed),
         sample_id=name,
         extra=extra,
     )

@@ -27,7 +27,13 @@ import numpy as np
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan, last_run, new_rows
+from mmrender.trajectory.engine_data import (
+    AllowedTokens,
+    RoutedExperts,
+    WeightVersionSpan,
+    last_run,
+    new_rows,
+)
 from mmrender.trajectory.prefix import (
     NOTHING_SHARED,
     SharedPrefix,
@@ -122,6 +128,7 @@ class Trajectory:
         finish_reason: str | None = None,
         routed_experts: RoutedExperts | None = None,
         weight_versions: Sequence[WeightVersionSpan] = (),
+        allowed: Sequence[AllowedTokens] = (),
         reward: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Step:
@@ -140,6 +147,7 @@ class Trajectory:
             finish_reason: Why sampling ended.
             routed_experts: Router choices of prompt and completion; rows that earlier steps hold are dropped.
             weight_versions: Which weights sampled which tokens of the completion.
+            allowed: What tokens of the completion were chosen among, where `logprobs` are of that.
             reward: A number, or one for each sampled token.
             extra: Data to keep beside the step; text keys.
 
@@ -193,6 +201,7 @@ class Trajectory:
             finish_reason=finish_reason,
             own_experts=experts,
             weight_versions=tuple(weight_versions),
+            allowed=tuple(allowed),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
             _reward=reward,

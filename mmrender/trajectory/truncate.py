@@ -66,11 +66,15 @@ def _truncated(sample: TrainingSample, length: int) -> dict[str, Any]:
         for version, start, stop in sample.weight_versions
         if start < length
     )
+    allowed = tuple(
+        span._replace(stop=min(span.stop, length)) for span in sample.allowed if span.start < length
+    )
     prompt_length = None if sample.prompt_length is None else min(sample.prompt_length, length)
     return fields | {
         "rewards": _moved_rewards(sample, length),
         "routed_experts": experts,
         "weight_versions": versions,
+        "allowed": allowed,
         "prompt_length": prompt_length,
         "rendered": None,
     }

@@ -31,7 +31,7 @@ from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
 from mmrender.spans import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_prefix
 from mmrender.trajectory.step import Step, check_ids, check_numbers
 
@@ -81,6 +81,7 @@ class StepRow(msgspec.Struct, frozen=True, omit_defaults=True):
         finish_reason: As in `Step`.
         reward: One number, one for each sampled token, or None.
         weight_versions: Version, start and stop of each span.
+        allowed: Start, stop, row of the token ids in `Table.token_sets`, and whether they were forbidden.
     """
 
     base: Count | None = None
@@ -94,6 +95,7 @@ class StepRow(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None
     reward: float | list[float] | None = None
     weight_versions: list[WeightVersionSpan] = []
+    allowed: list[tuple[Count, Count, Count, bool]] = []
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -105,11 +107,18 @@ class TrajectoryRow(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
-class Table(msgspec.Struct, frozen=True):
-    """The trajectories, and the distinct messages, each as the frames of the codec."""
+class Table(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The trajectories, and what they share.
+
+    Attributes:
+        trajectories: Their rows.
+        messages: The distinct messages, each as the frames of the codec.
+        token_sets: The distinct sets that sampled tokens were chosen among, int32, little-endian.
+    """
 
     trajectories: list[TrajectoryRow]
     messages: list[tuple[bytes, ...]]
+    token_sets: list[memoryview] = []
 
 
 class _Form(msgspec.Struct):
@@ -130,7 +139,8 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
         )
     writer = _Writer(media_sources)
     rows = [writer.row(record, f"trajectories[{number}]") for number, record in enumerate(records)]
-    table = msgspec.msgpack.encode(Table(rows, list(writer.messages)))
+    sets = [np.array(ids, _IDS).data for ids in writer.token_sets]
+    table = msgspec.msgpack.encode(Table(rows, list(writer.messages), sets))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -147,6 +157,7 @@ class _Writer:
 
     media_sources: MediaSources
     messages: dict[tuple[bytes, ...], int] = field(default_factory=dict)
+    token_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
     items: list[MediaItem] = field(default_factory=list)
     experts: dict[str, tuple[int, Any]] = field(default_factory=dict)
     extras: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -194,6 +205,10 @@ class _Writer:
             finish_reason=step.finish_reason,
             reward=reward.tolist() if isinstance(reward, np.ndarray) else reward,
             weight_versions=list(step.weight_versions),
+            allowed=[
+                (start, stop, self.token_sets.setdefault(ids, len(self.token_sets)), forbids)
+                for start, stop, ids, forbids in step.allowed
+            ],
         )
 
     def _medium(self, span: MediaSpan) -> MediaRow:
@@ -299,6 +314,10 @@ def read_records(wire: Any) -> list[Record]:
         [_read_message(frames, index) for index, frames in enumerate(table.messages)],
         {name: _experts(name, *given) for name, given in form.experts.items()},
         dict(form.extras),
+        [
+            tuple(_numbers(ids, _IDS, f"wire.token_sets[{index}]").tolist())
+            for index, ids in enumerate(table.token_sets)
+        ],
     )
     records = [reader.record(row, f"trajectories[{index}]") for index, row in enumerate(table.trajectories)]
     for name in (*reader.experts, *reader.extras):
@@ -314,6 +333,7 @@ class _Reader:
     messages: Sequence[Any]
     experts: dict[str, RoutedExperts]
     extras: dict[str, dict[str, Any]]
+    token_sets: Sequence[tuple[int, ...]]
     _steps: list[Step] = field(default_factory=list)
     _media: list[list[MediaSpan]] = field(default_factory=list)
     _total: int = 0
@@ -358,6 +378,9 @@ class _Reader:
             raise _damaged("the number of tokens is wrong", path, expected, len(own_ids))
         if base is not None and lent:
             own_ids = np.concatenate([base.own_ids[:lent], own_ids])
+        if any(place >= len(self.token_sets) for _, _, place, _ in row.allowed):
+            expected = f"token sets below {len(self.token_sets)}"
+            raise _damaged("token ids are not in the table", f"{where}.allowed", expected, row.allowed)
         return Step(
             index=number - first,
             parent=parent,
@@ -369,6 +392,10 @@ class _Reader:
             finish_reason=row.finish_reason,
             own_experts=self.experts.pop(name, None),
             weight_versions=tuple(row.weight_versions),
+            allowed=tuple(
+                AllowedTokens(start, stop, self.token_sets[place], forbids)
+                for start, stop, place, forbids in row.allowed
+            ),
             messages_keep=row.messages_keep,
             new_messages=tuple(self.messages[each] for each in row.messages),
             _reward=row.reward,

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mmrender.client.server_facts import facts_of
@@ -87,7 +88,14 @@ def assert_is(response, name, prompt_len):
     """A response is what the last answer of a recording says."""
     choice = choice_of(name)
     assert response.completion_ids == choice["token_ids"]
-    assert response.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    entries, among = choice["logprobs"]["content"], [span.token_ids for span in response.allowed]
+    if among:  # vLLM's are of all tokens, the response's of those that were allowed
+        tops = [{top["token_id"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries]
+        left = [np.logaddexp.reduce([top[token] for token in among[0]]) for top in tops]
+        raw = [entry["logprob"] for entry in entries]
+        assert response.logprobs == pytest.approx(np.subtract(raw, left).tolist(), abs=1e-6)
+    else:
+        assert response.logprobs == [entry["logprob"] for entry in entries]
     assert (response.finish_reason, response.stop_reason) == (choice["finish_reason"], choice["stop_reason"])
     assert response.usage == Usage(prompt_len, len(choice["token_ids"]))
     assert response.weight_versions == (("default", 0, len(choice["token_ids"])),)
@@ -127,6 +135,7 @@ def test_stops(renderer):
         prompt = text_prompt(renderer)
         response = replay(name, by(VLLMBackend(), prompt, sampling={**GREEDY, **sampling}))
         assert_is(response, name, len(prompt))
+        assert bool(response.allowed) == ("allowed_token_ids" in sampling)
         assert (response.finish_reason, response.stop_reason) == ("stop", reason)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer
 
+from mmrender import Renderer
 from mmrender.errors import MissingDependencyError, ModelError
 from mmrender.testing.tiny_model import (
     ADDED_TOKENS,
@@ -105,6 +106,23 @@ def test_seed_decides_the_weights_and_spares_the_callers_randomness(tmp_path: Pa
     assert torch.equal(torch.get_rng_state(), before)
     assert contents(same) == contents(again)
     assert contents(same)["model.safetensors"] != contents(other)["model.safetensors"]
+
+
+def test_sizes_are_what_was_asked_for(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    small = build_tiny_model(tmp_path / "small", hidden_size=96, layers=1, patch_size=8)
+    model = AutoModelForImageTextToText.from_pretrained(small)
+    assert (model.lm_head.in_features, len(model.model.language_model.layers)) == (96, 1)
+    rendered = Renderer.from_pretrained(small).render(
+        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (64, 64))}]}]
+    )
+    (place,) = rendered.multi_modal_data.mm_placeholders["image"]
+    assert place.length == 16
+    with pytest.raises(
+        ModelError, match=r"^hidden_size: a size is not possible - expected a multiple of 32, got 40$"
+    ):
+        build_tiny_model(tmp_path / "odd", hidden_size=40)
 
 
 def test_template_writes_a_whole_conversation(tiny_model: Path) -> None:

@@ -220,6 +220,7 @@ def test_lines_of_json(tmp_path):
         "logprobs": [-0.5],
         "finish_reason": "stop",
         "weight_versions": [],
+        "allowed": [],
         "reward": 1.0,
         "media": [{"modality": "image", "identity": A.identity, "size": [64, 96], "offset": 1, "length": 6}],
         "routed_experts": {"start": 0, "shape": [8, 2, 2]},

@@ -241,6 +241,9 @@ BAD = {
     "experts": (lambda t: call(t, routed_experts=[1]), f"{NEXT}.routed_experts: router choices have the wrong type - expected RoutedExperts, got list"),
     "rows": (lambda t: call(t, [1, 2], [3, 4], routed_experts=experts(2, 1, 1)), f"{NEXT}.routed_experts: the rows of routed experts do not fit the tokens - expected rows to position 3 or 4, got positions [0, 2)"),
     "version": (lambda t: call(t, weight_versions=[("a", 0, 2)]), f"{NEXT}.weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 1), got ('a', 0, 2)"),
+    "allowed span": (lambda t: call(t, allowed=[(0, 2, (5,))]), f"{NEXT}.allowed[0]: what was allowed is malformed - expected start and stop within sampled tokens [0, 1), got (0, 2)"),
+    "not allowed": (lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 6))]), f"{NEXT}.allowed[0]: a token was sampled that was not allowed - expected one of 2 tokens, got 7 at 0"),
+    "forbidden": (lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 7), True)]), f"{NEXT}.allowed[0]: a token was sampled that was not allowed - expected none of 2 tokens, got 7 at 0"),
     "reward": (lambda t: call(t, reward=[1.0, 2.0]), f"{NEXT}.reward: a reward is malformed - expected a finite number, or 1 finite numbers, one for each sampled token, got [1.0, 2.0]"),
     "extra": (lambda t: call(t, extra={1: 2}), f"{NEXT}.extra: extra must be a mapping with text keys - got {{1: 2}}"),
 }  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from mmrender.errors import TrajectoryError
 from mmrender.spans import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-from mmrender.trajectory import RoutedExperts, TrainingSample, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, TrainingSample, WeightVersionSpan
 from mmrender.trajectory.truncate import truncate, whole_media_length
 from tree_cases import A, B, sidecar
 
@@ -58,6 +58,7 @@ def test_samples_are_cut_in_everything():
             WeightVersionSpan("b", 9, 18),
             WeightVersionSpan("c", 12, 18),
         ),
+        allowed=(AllowedTokens(1, 3, (1, 2)), AllowedTokens(9, 14, (3,), True)),
         sample_id="t/0",
     )
     cut = truncate(sample, 12)
@@ -66,6 +67,7 @@ def test_samples_are_cut_in_everything():
     assert cut.rewards.tolist() == [1.0] * 9 + [9.0]
     assert (cut.routed_experts.start, cut.routed_experts.stop) == (2, 10)
     assert cut.weight_versions == (("a", 0, 9), ("b", 9, 10))
+    assert cut.allowed == ((1, 3, (1, 2), False), (9, 10, (3,), True))
     assert truncate(sample, 2).routed_experts is None
 
 

@@ -208,6 +208,7 @@ DAMAGE = {
     "reward": (row(0, reward=[1.0]), "wire.trajectories[0].steps[0].reward: a reward is malformed - expected a finite number, or 2 finite numbers, one for each sampled token, got [1.0]"),
     "messages": (row(0, messages=[7]), "wire.trajectories[0].steps[0].messages: messages are not in the table - expected at most 0 kept, and rows below 2, got [0, 7]"),
     "version span": (row(0, weight_versions=[["v1", 0, 9]]), "wire.trajectories[0].steps[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('v1', 0, 9)"),
+    "allowed": (row(0, allowed=[[0, 2, 3, False]]), "wire.trajectories[0].steps[0].allowed: token ids are not in the table - expected token sets below 0, got [(0, 2, 3, False)]"),
     "no step": (lambda w: w["extras"].update({"trajectories[3]": {}}), "wire.trajectories[3]: data of no step or trajectory is left over"),
     "other rows": (lambda w: w["experts"].update({STEP.format(1): (0, np.zeros((18, 2, 3), np.uint8))}), "wire.trajectories[0].steps[1].routed_experts: routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3]"),
     "no rows": (lambda w: w["experts"].update({STEP.format(1): (0, None)}), "wire.trajectories[0].steps[1].routed_experts: routed experts have the wrong form - expected integers of shape (rows, layers, top_k), from position 0 or later, got NoneType from 0"),
