@@ -22,7 +22,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
-from mmrender.messages import MessageLike, Role
+from mmrender.messages import ImagePart, Message, MessageLike, Part, Role, VideoPart
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
@@ -333,6 +333,40 @@ class Renderer:
             documents=normalize_documents(documents),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+        )
+
+    def encode_text(
+        self, text: str, *, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None
+    ) -> RenderedTokens:
+        """Encode a text that the template has written, each placeholder widened to the next image.
+
+        Nothing is known of who wrote which part of it, so every special token in it is syntax. To render
+        messages keeps what users write apart.
+
+        Args:
+            text: The text.
+            images: One source for each image's placeholder, in order.
+            videos: The same for videos.
+
+        Raises:
+            MediaError: An image cannot be loaded or processed.
+            PlaceholderError: There are more placeholders than sources, or fewer.
+        """
+        parts: list[Part] = [
+            *[ImagePart(one) for one in images or ()],
+            *[VideoPart(one) for one in videos or ()],
+        ]
+        known = self.templates.find({}, has_tools=False)
+        encoded, sidecar = Rendering(known, self._writer, self.media, self._unprinted).encode(
+            self._writer.lay_out(TracedStr(text)), [Message(role="user", content=tuple(parts))], where="text"
+        )
+        return RenderedTokens(
+            token_ids=encoded.ids,
+            spans=tuple(encoded.spans),
+            multi_modal_data=sidecar,
+            text=text,
+            placeholder_ids=self._writer.placeholder_ids,
+            _decode=self.decode,
         )
 
     def _known(

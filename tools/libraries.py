@@ -52,7 +52,10 @@ def main(name: str, folder: Path) -> int:
     }
     test = f"tests/integrations/test_{name}.py"
     return subprocess.run(
-        [python, "-m", "pytest", "-q", test], cwd=ROOT, env=environment, check=False
+        [python, "-m", "pytest", "-q", "-rs", "-p", "no:asyncio", test],
+        cwd=ROOT,
+        env=environment,
+        check=False,
     ).returncode
 
 

@@ -1,0 +1,221 @@
+"""mmrender behind the call of a Transformers processor: texts or messages in, a `BatchFeature` out.
+
+```python
+processor = Processor.from_pretrained(model)
+inputs = processor(messages=messages, add_generation_prompt=True)
+model.generate(**inputs.to(model.device))
+```
+
+The outputs are those of the family's own processor. Messages keep what users write apart from what the
+template writes; texts, as of a processor, are syntax throughout.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, Self
+
+import numpy as np
+from transformers import BatchFeature
+
+from mmrender.errors import InputError
+from mmrender.messages import Message, Modality
+from mmrender.model.files import find_model
+from mmrender.renderer import Renderer
+from mmrender.spans import mm_token_type_ids
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.training.families import ModelFamily
+from mmrender.training.kwargs import collate_mm_kwargs
+from mmrender.training.tensor_list import torch
+from mmrender.trajectory.sample import TrainingSample
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Renders conversations and texts to a model's keyword arguments. Safe to use from many threads.
+
+    Attributes:
+        renderer: Renders them.
+        family: How the tensors of several images become one.
+        pad_token_id: What fills rows.
+        padding_side: Where rows are filled; `"left"` to generate.
+        response_template: The model's own grammar of completions, where it ships one.
+    """
+
+    renderer: Renderer
+    family: ModelFamily
+    pad_token_id: int
+    padding_side: Literal["left", "right"] = "left"
+    response_template: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, **options: Any) -> Self:
+        """Load the processor of a model; further options are those of `Renderer.from_pretrained`."""
+        renderer = Renderer.from_pretrained(name_or_path, revision=revision, **options)
+        model = find_model(name_or_path, revision=revision)
+        pad = renderer.templates.special_tokens.get("pad_token")
+        pad_token_id = renderer.tokenizer.token_id(pad) if pad else None
+        return cls(
+            renderer,
+            ModelFamily.from_config(model.config),
+            renderer.get_stop_token_ids()[0] if pad_token_id is None else pad_token_id,
+            response_template=model.tokenizer_config.get("response_template"),
+        )
+
+    def __call__(
+        self,
+        images: Any = None,
+        text: str | Sequence[str] | None = None,
+        *,
+        videos: Any = None,
+        messages: Sequence[Any] | None = None,
+        dtype: Any = None,
+        **options: Any,
+    ) -> BatchFeature:
+        """Return the model's keyword arguments as torch tensors, one row for each text or conversation.
+
+        Args:
+            images: Sources for the placeholders of `text`, in order: of one text a list, of several a list
+                of lists or one list of all. For messages, sources of the parts that have none.
+            text: Texts that the template has written.
+            videos: As `images`, for videos.
+            messages: A conversation, or a list of them; in place of `text`.
+            dtype: Of pixels, by torch; float32 by default.
+            **options: For messages, those of `Renderer.render`.
+
+        Raises:
+            InputError: There are both texts and messages, or neither, or options beside texts.
+            MMRenderError: As for `Renderer.render` and `Renderer.encode_text`.
+        """
+        if (text is None) == (messages is None) or (text is not None and options):
+            raise InputError(
+                "a call takes either texts or messages",
+                where=next(iter(options), "text"),
+                expected="text=... with images=..., or messages=... with options of the template",
+            )
+        if messages is not None:
+            rows = messages if _is_nested(messages) else [messages]
+            pictures, films = _rows(images, len(rows)), _rows(videos, len(rows))
+            if pictures is None or films is None:
+                raise InputError(
+                    "several conversations take a list of sources each",
+                    where="images" if pictures is None else "videos",
+                    expected=f"{len(rows)} lists",
+                )
+            rendered = [
+                self.renderer.render(row, images=given, videos=filmed, **options)
+                for row, given, filmed in zip(rows, pictures, films, strict=True)
+            ]
+        else:
+            texts = [text] if isinstance(text, str) else list(text or ())
+            rendered = [
+                self.renderer.encode_text(row, images=pictures, videos=films)
+                for row, pictures, films in zip(
+                    texts,
+                    self._by_text(texts, images, "image"),
+                    self._by_text(texts, videos, "video"),
+                    strict=True,
+                )
+            ]
+        return self._batch(rendered, dtype)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Any], *, tokenize: bool = False, **options: Any
+    ) -> BatchFeature | str | list[str]:
+        """Render a conversation or a list of them: to text, or as a call does.
+
+        `return_dict` and `return_tensors` may be given as to a processor's own, whose defaults here are True
+        and `"pt"`; other options are those of `Renderer.render`.
+        """
+        asked = ("return_dict", "return_tensors")
+        options = {name: value for name, value in options.items() if name not in asked}
+        if tokenize:
+            return self(messages=conversation, **options)
+        if not _is_nested(conversation):
+            return str(self.renderer.render_text(conversation, **options))
+        return [str(self.renderer.render_text(row, **options)) for row in conversation]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
+        return self.renderer.decode([int(token) for token in token_ids])
+
+    def parse_response(
+        self, token_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: Sequence[Any] | None = None
+    ) -> dict[str, Any]:
+        """Read a completion as the model's `response_template` says, with Transformers' own parser.
+
+        Args:
+            token_ids: What the model sampled.
+            prompt_ids: The prompt, which may have written the beginning of the turn.
+            tools: Tool definitions, whose schemas give types to arguments.
+
+        Raises:
+            InputError: The model ships none.
+        """
+        from transformers.utils.chat_parsing import parse_response
+
+        if self.response_template is None:
+            raise InputError(
+                "the model ships no response template",
+                where="tokenizer_config.json",
+                expected="a member response_template",
+                remedy="Use renderer.parse_response, which proves a grammar by the chat template",
+            )
+        prefix = self.decode(prompt_ids)
+        message: dict[str, Any] = parse_response(
+            self.decode(token_ids), dict(self.response_template), prefix=prefix, tools=tools
+        )
+        return message
+
+    def _by_text(self, texts: Sequence[str], sources: Any, modality: Modality) -> list[Any]:
+        """Return the sources of each text; of one list of all, each takes as many as it has placeholders."""
+        nested = _rows(sources, len(texts))
+        if sources is None or nested is not None:
+            return nested or [None] * len(texts)
+        left = iter(sources)
+        media = self.renderer.media
+        token = media.processor.placeholder.get(modality) if media is not None else None
+        found = [self.renderer.tokenizer.find(text) for text in texts]
+        taken = [list(islice(left, sum(match.token == token for match in matches))) for matches in found]
+        taken[-1] += left
+        return taken
+
+    def _batch(self, rendered: Sequence[RenderedTokens], dtype: Any) -> BatchFeature:
+        width = max(map(len, rendered))
+        shape = (len(rendered), width)
+        fields = {
+            "input_ids": np.full(shape, self.pad_token_id, np.int64),
+            "attention_mask": np.zeros(shape, np.int64),
+            "mm_token_type_ids": np.zeros(shape, np.int64),
+        }
+        samples = []
+        for row, one in enumerate(rendered):
+            start = width - len(one) if self.padding_side == "left" else 0
+            used = (row, slice(start, start + len(one)))
+            fields["input_ids"][used] = one.token_ids
+            fields["attention_mask"][used] = 1
+            spans = one.multi_modal_data.spans(len(one))
+            fields["mm_token_type_ids"][used] = mm_token_type_ids(spans, len(one))
+            mask = np.zeros(len(one), np.bool_)
+            samples.append(TrainingSample(one.token_array, mask, multi_modal_data=one.multi_modal_data))
+        types = fields.pop("mm_token_type_ids")
+        if self.family.token_types is not None:
+            fields[self.family.token_types] = types
+        tensors = {name: torch.from_numpy(values) for name, values in fields.items()}
+        images = collate_mm_kwargs(samples, self.family, dtype=dtype or torch.float32)
+        return BatchFeature({**tensors, **images})
+
+
+def _is_nested(conversations: Sequence[Any]) -> bool:
+    """Whether these are several conversations, rather than the messages of one."""
+    return bool(conversations) and not isinstance(conversations[0], Mapping | Message)
+
+
+def _rows(sources: Any, rows: int) -> list[Any] | None:
+    """Return a list of sources for each row, or None if one list holds those of several rows."""
+    if sources is None:
+        return [None] * rows
+    given = list(sources) if isinstance(sources, list | tuple) else [sources]
+    if all(isinstance(one, list | tuple) for one in given):
+        return given
+    return [given] if rows == 1 else None
