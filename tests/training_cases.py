@@ -111,7 +111,8 @@ def item_tokens(item: MediaItem) -> tuple[list[int], PlaceholderRange]:
         embeds = isinstance(piece, Repeat) and piece.embeds
         if embeds:
             spans.append((len(ids), len(ids) + count))
-        ids += [IMAGE_ID if embeds else 7] * count
+        token = IMAGE_ID + ("video" in piece.token) if isinstance(piece, Repeat) else 7
+        ids += [token if embeds else 7] * count
     whole = len(spans) == 1 and spans[0] == (0, len(ids))
     return ids, PlaceholderRange(0, len(ids), None if whole else tuple(spans))
 

@@ -118,7 +118,7 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
         raise NotImplementedError
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
-        """Write each tensor into an array of its spec."""
+        """Write each tensor that `out` has an array of, which is of its spec."""
         raise NotImplementedError
 
     def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
@@ -185,12 +185,13 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         return specs
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
-        """Write each tensor into an array of its spec."""
-        pixels, grid, *seconds = self.specs(dtype)
-        self._write_patches(out[pixels], dtype)
-        out[grid][0] = self.grid
-        for name in seconds:
-            out[name][0] = self.second_per_grid
+        """Write each tensor that `out` has an array of, which is of its spec."""
+        pixels, *others = self.specs(dtype)
+        if pixels in out:
+            self._write_patches(out[pixels], dtype)
+        for name, value in zip(others, (self.grid, self.second_per_grid), strict=False):
+            if name in out:
+                out[name][0] = value
 
     def levels(self) -> npt.NDArray[np.uint8]:
         """Expand to patches that are neither rescaled nor normalised: uint8 of `pixel_shape`, a new array.
@@ -251,9 +252,10 @@ class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="proces
         }
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
-        """Write each tensor into an array of its spec."""
+        """Write each tensor that `out` has an array of, which is of its spec."""
         for name, part in self.parts.items():
-            part.write(out[name], dtype)
+            if name in out:
+                part.write(out[name], dtype)
 
 
 class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):

@@ -24,6 +24,7 @@ from PIL import Image
 
 from mmrender.errors import MMRenderError
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat
 from mmrender.template.text import Author
@@ -92,6 +93,7 @@ class ParityReport:
         replaced: How many held special tokens that a rule makes text.
         unjudged: How many of these were compared in text and placeholder ranges alone, since their template
             looks for the token.
+        unjoined: How many hold videos that the reference cannot join, and were compared in text alone.
         reordered: How many were compared with the reference's images in the order that the template writes
             them in, which is not that of the messages.
         images: Images compared.
@@ -111,6 +113,7 @@ class ParityReport:
     refusals: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     unjudged: int = 0
+    unjoined: int = 0
     reordered: int = 0
     images: int = 0
     videos: int = 0
@@ -149,6 +152,8 @@ class ParityReport:
         found = [f"{count} refused by both: {why}" for why, count in self.refusals.most_common()]
         if self.unjudged:
             found.append(f"{self.unjudged} of a template that looks for a token: text and ranges alone")
+        if self.unjoined:
+            found.append(f"{self.unjoined} of videos that the reference cannot join: text alone")
         if self.reordered:
             found.append(f"{self.reordered} with the reference's images in the order of the template")
         if self.without_videos:
@@ -261,8 +266,10 @@ class ParityPair:
         self.literals = [*sorted(added), *(token.translate(_FULL_WIDTH) for token in sorted(added))]
         self.takes_images = renderer.media is not None
         self.without_images = self._why_without_images(renderer)
-        has_videos = renderer.media is not None and renderer.media.processor.videos is not None
+        videos = renderer.media.processor.videos if renderer.media is not None else None
+        has_videos = videos is not None
         self.takes_videos = has_videos and self.reference.takes_videos
+        self._joins_videos = isinstance(videos, PatchVideoProcessor)
         self.without_videos = None
         if has_videos and not self.takes_videos:
             self.without_videos = "the reference's video processor cannot be built here"
@@ -346,6 +353,10 @@ class ParityPair:
         text = theirs if isinstance(theirs, Exception) else theirs.text
         if is_replaced:
             text = _outcome(lambda: self.reference.text(given, **options))
+        if isinstance(theirs, Exception) and not isinstance(ours, Exception) and self._is_unjoined(messages):
+            if report is not None:
+                report.unjoined += 1
+            return None if ours.text == text or is_replaced else _text_difference(ours.text, str(text))
         if isinstance(ours, Exception) or isinstance(theirs, Exception) or isinstance(text, Exception):
             refused = theirs if isinstance(theirs, Exception) else text
             return _refusal(ours, refused, report)
@@ -368,6 +379,12 @@ class ParityPair:
             or _range_difference(renderer, ours)
             or _tensor_difference(ours, theirs, report)
         )
+
+    def _is_unjoined(self, messages: Messages) -> bool:
+        """Whether videos differ in their number of frames, which the reference may not join."""
+        parts = [part for message in messages for part in message["content"] or ()]
+        counts = {len(part["video"]) for part in parts if isinstance(part, dict) and "video" in part}
+        return len(counts) > 1 and not self._joins_videos
 
     def _as_template_takes(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages in the shapes that the template takes, which only our side chooses by itself."""

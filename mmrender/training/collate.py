@@ -83,6 +83,7 @@ def collate(
     for _, segment, sample in places:
         _check_sample(sample, segment.sample_id, family)
         _check_alike(sample, segment.sample_id, places[0])
+    _check_modalities([(segment.sample_id, sample) for _, segment, sample in places], family)
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     fields = collate_fields(media, family, dtype=dtype, device=device, pin_memory=pin, executor=executor)
     like = places[0][2] if places else next(iter(samples), None)
@@ -185,6 +186,30 @@ def _layout(
             start += count
         segments.append(tuple(own))
     return tuple(segments), full
+
+
+def _check_modalities(samples: Sequence[tuple[str, TrainingSample]], family: ModelFamily) -> None:
+    """Refuse images beside videos where the model finds both by one token."""
+    kinds = {
+        kind for _, sample in samples for kind, held in sample.multi_modal_data.mm_hashes.items() if held
+    }
+    if len(kinds) < 2:
+        return
+    for name, sample in samples:
+        if not sample.multi_modal_data.mm_hashes.get("video"):
+            continue
+        first = sample.multi_modal_data.mm_placeholders["video"][0]
+        token = sample.token_ids[first.offset : first.offset + first.length][first.is_embed][0]
+        if token == family.feature_token_ids.get("image"):
+            raise BatchError(
+                f"{family.model_type} looks for videos by the token of images, and cannot tell them apart in "
+                "one forward",
+                where=name,
+                expected="images or videos in a batch",
+                got="both",
+                remedy="Put them into different batches",
+            )
+        return
 
 
 def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> None:

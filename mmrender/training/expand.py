@@ -54,10 +54,9 @@ def _patches(frames: Any, item: PatchItem) -> Any:
     merge, patch, temporal = layout.merge, layout.patch, layout.temporal
     cut = frames.view(-1, 3, height // merge, merge, patch, width // merge, merge, patch)
     by_patch = cut.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, height * width, 3, patch**2)
-    if item.modality == "image":
-        whole = by_patch[:, :, :, None].expand(-1, -1, -1, temporal, -1)
-    else:
-        whole = by_patch.view(steps, temporal, height * width, 3, patch**2).permute(0, 2, 3, 1, 4)
+    missing = steps * temporal - len(by_patch)  # the last frame fills its time step
+    by_patch = torch.cat((by_patch, by_patch[-1:].expand(missing, -1, -1, -1))) if missing else by_patch
+    whole = by_patch.view(steps, temporal, height * width, 3, patch**2).permute(0, 2, 3, 1, 4)
     return whole.reshape(steps * height * width, 3, temporal * patch**2)
 
 

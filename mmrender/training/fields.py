@@ -14,9 +14,8 @@ import numpy as np
 
 from mmrender.errors import BatchError, PlaceholderError
 from mmrender.media.item import (
-    PatchItem,
-    ProcessedItem,
     ReferenceItem,
+    TensorItem,
     TensorSpec,
     expand_into,
     tensor_specs,
@@ -224,20 +223,10 @@ def _expand(
             smaller.append((place, targets[name].reshape(spec.shape[-place.ndim :])))
     if targets.keys() == one.specs.keys():
         expand_into(one.item, targets, _DTYPES[dtype])
-    elif targets:
-        _write_others(one, targets, _DTYPES[dtype])
+    elif targets and isinstance(one.item, TensorItem):
+        one.item.write(targets, _DTYPES[dtype])
     for place, name in moved:
         values = torch.from_numpy(targets[name]).view(dtype).reshape(targets[name].shape[-place.ndim :])
         smaller.append((place, values.to(place.device)))
     for place, values in smaller:
         place[tuple(slice(0, side) for side in values.shape)] = values
-
-
-def _write_others(one: _Expansion, targets: Mapping[str, Any], dtype: TensorDtype) -> None:
-    """Write the tensors of an item that is partly expanded on the device."""
-    if isinstance(one.item, PatchItem):
-        for grid in targets.values():
-            grid[0] = one.item.grid
-    elif isinstance(one.item, ProcessedItem):
-        for name, target in targets.items():
-            one.item.parts[name].write(target, dtype)

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from mmrender.errors import BatchError
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.video import open_video
+from mmrender.messages import VideoPart
 from mmrender.training import collate, smallest_dummy, token_logprobs
 from mmrender.training.positions import mrope_position_ids
 from mmrender.training.segments import recurrent_segments
@@ -16,10 +19,12 @@ from training_models import (
     MROPE_FAMILIES,
     PAD_ID,
     TinyFamily,
+    make_sample,
     make_samples,
     tiny_family,
     video_sample,
 )
+from video_cases import VideoReference, frames_of, video_processor
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "right": {},
@@ -90,6 +95,82 @@ def test_videos_beside_images(name: str, folder: Path) -> None:
             batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
             assert batch.fields["video_grid_thw"].values[:, 0].sum() == 5
             assert_close(together(tiny, batch), expected)
+
+
+def video_item(whole: str, processor: Any, reference: VideoReference, frames: Any) -> tuple[Any, Any]:
+    """Return our item of a video, and the reference's inputs for it."""
+    metadata = {"total_num_frames": 99, "fps": 12.5, "frames_indices": [3 * n for n in range(len(frames))]}
+    part = VideoPart(frames, fps=12.5, frames_indices=tuple(metadata["frames_indices"]), total_num_frames=99)
+    with open_video(part, MediaPolicy(), "video") as video:
+        item = processor.prepare(video).finish()
+    found = reference.process(frames, metadata, sampled=True)
+    inputs = {
+        "pixel_values_videos": torch.from_numpy(found.pixels),
+        "video_grid_thw": torch.tensor([found.grid]),
+    }
+    if whole == "Qwen2_5_VLProcessor":
+        inputs["second_per_grid_ts"] = torch.tensor([found.seconds])
+    return item, inputs
+
+
+@pytest.mark.parametrize(
+    ("name", "video", "whole"),
+    [
+        ("qwen2_5_vl", "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
+        ("qwen3_vl", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+        ("qwen3_5", "Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
+        ("glm4v", "Glm4vVideoProcessor", "Glm4vProcessor"),
+    ],
+)
+def test_videos_as_the_reference_gives_them(
+    name: str, video: str, whole: str, folder: Path, tmp_path: Path
+) -> None:
+    """Odd numbers of frames, packed and padded, and expanded on the device, as in forwards of their own."""
+    tiny = tiny_family(name, folder)
+    patch = tiny.model.config.vision_config.patch_size
+    settings = {
+        "patch_size": patch,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 8 * (2 * patch) ** 2, "longest_edge": 60 * (2 * patch) ** 2},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    processor = video_processor(tmp_path, video, whole, settings)
+    reference = VideoReference(video, whole, settings)
+    samples, expected = make_samples(tiny, (0, 0) if name == "glm4v" else (1, 0)), {}
+    with torch.no_grad():
+        for count in (2, 3, 7):
+            item, inputs = video_item(whole, processor, reference, frames_of(count, 40 + count, 70))
+            sample = make_sample([item], np.random.default_rng(count), name=f"v{count}")
+            types = torch.from_numpy(sample.mm_token_type_ids)[None]
+            ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+            expected[sample.sample_id] = tiny.model(input_ids=ids, mm_token_type_ids=types, **inputs).logits[
+                0
+            ]
+            samples.append(sample)
+        for options in ({}, {"padding_side": "left"}, {"rows": [[3, 0, 2], [4, 1]]}, {"device": "cpu"}):
+            batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **options)
+            for sample_id, logits in together(tiny, batch).items():
+                if sample_id in expected:
+                    torch.testing.assert_close(logits, expected[sample_id], atol=5e-5, rtol=0)
+
+
+def test_a_model_that_finds_videos_by_the_token_of_images_takes_one_kind(
+    folder: Path, tmp_path: Path
+) -> None:
+    tiny = tiny_family("glm4v", folder)
+    settings = {"patch_size": 14, "size": {"shortest_edge": 6272, "longest_edge": 47040}}
+    kinds = ("Glm4vVideoProcessor", "Glm4vProcessor")
+    processor = video_processor(tmp_path, *kinds, settings)
+    item, _ = video_item(kinds[1], processor, VideoReference(*kinds, settings), frames_of(2, 40, 70))
+    samples = [*make_samples(tiny, (1,)), make_sample([item], np.random.default_rng(0), name="v")]
+    with pytest.raises(BatchError) as caught:
+        collate(samples, tiny.family, pad_token_id=PAD_ID)
+    assert str(caught.value) == (
+        "v: glm4v looks for videos by the token of images, and cannot tell them apart in one forward - "
+        "expected images or videos in a batch, got both. Put them into different batches"
+    )
 
 
 def test_logprobs_are_those_of_the_models_own_loss(folder: Path) -> None:
