@@ -28,7 +28,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint types layers docs package import-time parity families bench soak faults fuzz clean \
-	.venv-vllm integration-vllm integration-sglang integration-dynamo
+	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -106,6 +106,20 @@ families: $(FAMILIES)/.built ## build directories of twenty-nine families, witho
 bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
 	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
+# Chromium comes from the system: apt-get install chromium. axe-core, which judges accessibility, comes from npm.
+BROWSER_STAMP := $(VENV)/.installed-browser
+$(BROWSER_STAMP): $(MAIN_STAMP)
+	@command -v chromium >/dev/null || { echo "no chromium: apt-get install chromium" >&2; exit 1; }
+	$(PIP) --group browser
+	mkdir -p .browser && cd .browser && npm pack --silent axe-core@4.14.1 && tar -xzf axe-core-*.tgz
+	@touch $@
+
+browser: $(BROWSER_STAMP) ## test the page of tokens in headless Chromium
+	MMRENDER_TIERS=browser $(BIN)/python -m pytest -q tests/browser
+
+screenshots: $(BROWSER_STAMP) ## make the pictures of docs/images; MODEL=DIR shows another model's tokens
+	$(BIN)/python tools/screenshots.py $(if $(MODEL),--model $(MODEL))
+
 # Installed once, 2.2 GB; a named environment is taken as it is.
 .venv-vllm: $(MAIN_STAMP)
 	@$(BIN)/python tools/servers/environments.py vllm $@ || { echo "no environment for vLLM: it needs Python 3.11 and \
@@ -145,4 +159,4 @@ fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the propert
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 clean: ## remove what the targets above have made
-	rm -rf $(VENV) .venv-libraries .venv-parity* $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .browser .venv-libraries .venv-parity* $(FAMILIES) .venv-vllm .venv-sglang .venv-dynamo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,7 +2,7 @@
 const place = (name) => document.getElementById(name);
 const panes = place("panes"), inspector = place("inspector"), outline = place("outline"), query = place("query");
 const strips = [];
-let active = null, view = "origin", hits = [], hit = -1, hovered = "";
+let active = null, view = "origin", hits = [], hit = -1, hovered = "", settled = 0;
 
 const probe = element("span", { hidden: true });
 document.body.append(probe);
@@ -49,14 +49,8 @@ const events = {
   },
   scrolled(strip) {
     if (strip !== active) return;
-    const top = strip.rows[strip.rowAt(strip.scroller.scrollTop + 40)];
-    for (const button of outline.querySelectorAll("[data-section]")) {
-      const now = top && +button.dataset.section === top.section;
-      if (now !== (button.getAttribute("aria-current") === "true")) {
-        button.setAttribute("aria-current", now);
-        if (now) outline.scrollTop = Math.max(0, button.offsetTop - outline.clientHeight / 2);
-      }
-    }
+    clearTimeout(settled);
+    settled = setTimeout(followOutline, 80);
   },
 };
 
@@ -78,6 +72,10 @@ function fact(list, name, value) {
   list.append(element("dt", { textContent: name }), element("dd", { textContent: value }));
 }
 
+const WRITERS = {
+  content: "the message", reasoning: "the message, reasoning", tool_call: "the message, a call", name: "the message, a name",
+  extra: "the caller", tools: "the caller, tools", documents: "the caller, documents", image: "an image", video: "a video", prompt: "the prompt",
+};
 const nats = (value) => (typeof value === "number" ? value.toFixed(4).replace("-", "−") : value);
 
 function inspect(sequence, token) {
@@ -87,8 +85,13 @@ function inspect(sequence, token) {
   const at = sequence.patch(token);
   const values = Object.fromEntries(Object.entries(sequence.values).map(([name, all]) => [name, all[token]]));
   const parts = [];
-  const mark = sequence.marked.get(token) || sequence.marks.find((one) => at && one.medium === sequence.mediumAt[token]);
-  if (mark) parts.push(element("div", { className: "note" }, element("b", { textContent: mark.title }), mark.text));
+  for (const mark of sequence.marks) {
+    if (mark.token !== token && !(at && mark.medium === sequence.mediumAt[token])) continue;
+    const note = element("div", { className: "note" }, element("b", { textContent: mark.title }), mark.text);
+    const medium = mark.medium !== null && !at && sequence.media[mark.medium];
+    if (medium) note.append(picture(medium, 96, { most: 240 }));
+    parts.push(note);
+  }
   parts.push(element("p", { className: "text", textContent: sequence.text(token) }));
   if (at) {
     const pictures = data.media[at.medium.item].pictures.length;
@@ -103,7 +106,7 @@ function inspect(sequence, token) {
   fact(list, "position", number(token));
   fact(list, "role", section?.label);
   fact(list, "message", message >= 0 ? `${message}` : "");
-  fact(list, "written by", sampled ? "the model, sampled" : kind === "template" ? "the template" : kind);
+  fact(list, "written by", sampled ? "the model, sampled" : WRITERS[kind] || "the template");
   fact(list, "trained on", sequence.trained ? (sequence.trained[token] ? "yes" : "no") : "");
   if (at) {
     const [frames, rows, columns] = at.medium.grid || [];
@@ -111,7 +114,7 @@ function inspect(sequence, token) {
     fact(list, "patch row", at.row === undefined ? "" : `${at.row + 1} of ${rows}`);
     fact(list, "patch column", at.column === undefined ? "" : `${at.column + 1} of ${columns}`);
     if (at.feature < 0) fact(list, "feature", "none: a separator");
-    fact(list, "image", data.media[at.medium.item] && at.medium.item.slice(0, 12));
+    fact(list, "identity", data.media[at.medium.item] && at.medium.item.slice(0, 12));
   }
   if (values.sampler !== undefined) {
     fact(list, "log-probability", nats(values.sampler));
@@ -136,7 +139,9 @@ function drawOutline() {
   if (data.marks.length) {
     const list = element("ul", { className: "marks" });
     for (const mark of data.marks) {
-      const button = element("button", { type: "button" }, element("span", { textContent: mark.title }));
+      const label = element("span", { textContent: mark.title });
+      if (sequences.length > 1) label.append(element("small", { textContent: sequences[mark.strip].name }));
+      const button = element("button", { type: "button" }, label);
       button.addEventListener("click", () => jump(mark));
       list.append(element("li", {}, button));
     }
@@ -156,8 +161,22 @@ function drawOutline() {
   events.scrolled(active);
 }
 
+/** Show in the outline which message is at the top; after scrolling, since it costs a layout. */
+function followOutline() {
+  const top = active.rows[active.rowAt(active.scroller.scrollTop + 40)];
+  for (const button of outline.querySelectorAll("[data-section]")) {
+    const now = top && +button.dataset.section === top.section;
+    if (now === (button.getAttribute("aria-current") === "true")) continue;
+    button.setAttribute("aria-current", now);
+    if (now) outline.scrollTop = Math.max(0, button.offsetTop - outline.clientHeight / 2);
+  }
+}
+
 function jump(mark) {
   const strip = show(mark.strip);
+  for (const other of visible()) {
+    if (other !== strip) other.go(Math.min(mark.token, other.sequence.length - 1), { middle: true });
+  }
   choose(strip, mark.token, { middle: true });
 }
 
@@ -166,7 +185,7 @@ function show(index, { alone = false } = {}) {
   let strip = strips[index];
   if (!strip) {
     strip = strips[index] = new Strip(sequences[index], events);
-    strip.view = view;
+    dress(strip);
     markHits(strip);
   }
   if (alone) panes.replaceChildren(strip.pane);
@@ -225,13 +244,17 @@ function step(by) {
   place("hits").textContent = `${number(hit + 1)} of ${number(hits.length)}`;
 }
 
+function dress(strip) {
+  strip.view = view;
+  strip.scroller.classList.toggle("masked", view === "mask");
+  strip.scroller.classList.toggle("scaled", view in SCALES);
+}
+
 function look(name) {
   view = name;
   for (const strip of strips) {
     if (!strip) continue;
-    strip.view = name;
-    strip.scroller.classList.toggle("masked", name === "mask");
-    strip.scroller.classList.toggle("scaled", name in SCALES);
+    dress(strip);
     strip.refresh();
   }
   for (const button of place("views").children) {
@@ -356,11 +379,12 @@ panes.addEventListener("focusin", (event) => {
   if (strip) activate(strip);
 });
 
-const MOST_PRINTED = 1500;
-addEventListener("beforeprint", () => {
-  for (const strip of visible()) strip.draw(strip.rows.length <= MOST_PRINTED);
-});
-addEventListener("afterprint", () => visible().forEach((strip) => strip.draw()));
+for (const [name, whole] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(name, () => {
+    Strip.whole = whole;
+    for (const strip of visible()) strip.draw();
+  });
+}
 
 function start() {
   const style = getComputedStyle(document.body).getPropertyValue("--mono");
@@ -409,11 +433,17 @@ function start() {
   if (!sequences.length) return welcome();
   const wide = innerWidth >= 1280 ? 2 : 1;
   const count = data.sideBySide ? 2 : data.marks.some((mark) => mark.strip > 0) && !data.strips[0].values.trainer ? wide : 1;
-  look("origin");
+  look(views.includes("difference") ? "difference" : "origin");
   for (let index = 0; index < Math.min(count, sequences.length); index++) show(index);
   activate(strips[0]);
   welcome();
-  if (data.sideBySide) for (const mark of data.marks) choose(strips[mark.strip], mark.token, { middle: true });
-  new ResizeObserver(() => requestAnimationFrame(arrange)).observe(panes);
+  if (data.sideBySide && data.marks.length) jump(data.marks[0]);
+  new ResizeObserver(() => requestAnimationFrame(() => {
+    if (visible().some((strip) => strip.scroller.clientWidth !== strip.width)) return arrange();
+    for (const strip of visible()) {
+      strip.draw();
+      strip.drawMap();
+    }
+  })).observe(panes);
 }
 start();

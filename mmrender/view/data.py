@@ -140,21 +140,32 @@ def of_rendered(document: Document, rendered: RenderedTokens, name: str, decode:
 
 
 def of_sample(
-    document: Document, sample: TrainingSample, decode: Decode | None, *, trainer: Data | None = None
+    document: Document,
+    sample: TrainingSample,
+    name: str,
+    decode: Decode | None,
+    *,
+    trainer: Data | None = None,
 ) -> None:
     """Add a training sample; `trainer` has the values that a trainer's model gives."""
     rendered = sample.rendered
     values = {"sampler": _runs(sample.logprobs, sample.loss_mask), **(trainer or {})}
     values |= {"reward": _runs(sample.rewards, None), "advantage": _runs(sample.advantages, None)}
-    values["weight"] = _runs(sample.loss_weights, sample.loss_mask)
+    if sample.loss_weights is not None and np.any(sample.loss_weights[sample.loss_mask] != 1):
+        values["weight"] = _runs(sample.loss_weights, sample.loss_mask)
     spans = rendered.spans if rendered is not None else _from_mask(sample)
     decode = decode if decode is not None or rendered is None else rendered._decode
     document.add(
-        sample.sample_id or "sample",
+        sample.sample_id or name,
         sample.token_ids,
         decode,
         spans=spans,
-        sections=_messages(rendered) if rendered is not None else [],
+        sections=_messages(rendered)
+        if rendered is not None
+        else [
+            _section(span.start, *(("sampled", "assistant") if span.sampled else ("prompt", "prompt")))
+            for span in spans
+        ],
         media=sample.media_spans,
         trained=sample.loss_mask,
         values={name: runs for name, runs in values.items() if runs},
@@ -213,7 +224,7 @@ def of_audit(document: Document, report: AuditReport) -> None:
         strips[compared.sample.sample_id] = len(document.strips)
         mask = compared.sample.loss_mask
         trainer = {"trainer": _placed(compared.positions, compared.trainer, len(mask))}
-        of_sample(document, compared.sample, report._decode, trainer=trainer)
+        of_sample(document, compared.sample, "sample", report._decode, trainer=trainer)
     for finding in report.findings:
         strip = strips.get(finding.sample_id)
         if strip is None:
@@ -295,7 +306,7 @@ def _messages(rendered: RenderedTokens, stop: int | None = None, after: Sequence
 
 
 def _section(start: int, label: str, role: str, message: int = -1) -> Data:
-    return {"start": start, "label": visible(label), "role": role, "message": message}
+    return {"start": start, "label": visible(label), "role": visible(role), "message": message}
 
 
 def _steps(branch: Branch) -> list[Data]:

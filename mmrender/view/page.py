@@ -49,7 +49,7 @@ class Page:
         decode = renderer.decode if renderer is not None else None
         self._document = Document(title)
         for index, one in enumerate(shown):
-            name = names[index] if index < len(names) else f"rendering {index}"
+            name = names[index] if index < len(names) else f"sequence {index}"
             self._add(one, name, decode, renderer, tools)
         if not title:
             self._document.title = (
@@ -66,7 +66,7 @@ class Page:
         names: tuple[str, str] = ("first", "second"),
     ) -> "Page":
         """Return a page with two sequences side by side, at their first difference."""
-        page = cls(first, second, renderer=renderer, names=names, title=" and ".join(names))
+        page = cls(first, second, renderer=renderer, names=names, title="First difference")
         of_difference(page._document)
         return page
 
@@ -77,7 +77,7 @@ class Page:
         if isinstance(shown, RenderedTokens):
             of_rendered(document, shown, name, decode)
         elif isinstance(shown, TrainingSample):
-            of_sample(document, shown, decode)
+            of_sample(document, shown, name, decode)
         elif isinstance(shown, Trajectory):
             of_trajectory(document, shown, decode, renderer, tools)
         elif isinstance(shown, AuditReport):

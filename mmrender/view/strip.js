@@ -1,5 +1,6 @@
 // One sequence as a strip: lines are broken here, so that only those in sight need to be in the document.
-const LINE = 25, HEAD = 42, CARD = 136, PICTURE = 112, AHEAD = 400;
+const LINE = 25, HEAD = 42, CARD = 136, PICTURE = 112, AHEAD = 125;
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff\ud802-\ud803\ud83a-\ud83b]/;
 const measured = new Map();
 const ruler = document.createElement("canvas").getContext("2d");
 
@@ -42,6 +43,9 @@ function picture(medium, height, { frame = 0, patch = null, most = 400 } = {}) {
   return host;
 }
 
+const MOST_PRINTED = 1500;
+const BLANK = element("span", { role: "gridcell" });
+
 class Strip {
   constructor(sequence, events) {
     Object.assign(this, { sequence, events, rows: [], shown: new Map(), unfolded: new Set(), hits: new Uint8Array(sequence.length), current: -1, view: "origin" });
@@ -66,6 +70,7 @@ class Strip {
   layout() {
     const width = this.scroller.clientWidth - (innerWidth <= 720 ? 44 : 56);
     if (width <= 0) return;
+    this.room = width;
     const { sequence, rows } = this;
     const { sections, media, mediumAt } = sequence;
     rows.length = 0;
@@ -102,7 +107,9 @@ class Strip {
       if (text.endsWith(BREAK) || (place >= 0 && media[place].stop === token + 1)) flush(token + 1);
     }
     flush(sequence.length);
-    this.height = y + 40;
+    // Panes beside each other can be scrolled to the same height, however short one of them is.
+    this.height = y + (this.pane.classList.contains("alone") ? 40 : this.scroller.clientHeight * 0.6);
+    this.width = this.scroller.clientWidth;
     this.space.style.height = `${this.height}px`;
     this.scroller.setAttribute("aria-rowcount", rows.length);
     this.clear();
@@ -113,6 +120,7 @@ class Strip {
   clear() {
     for (const shown of this.shown.values()) shown.remove();
     this.shown.clear();
+    this.first = this.last = -1;
   }
 
   /** Index of the row at a height. */
@@ -136,11 +144,14 @@ class Strip {
     return low;
   }
 
-  draw(everything = false) {
+  draw() {
+    const everything = Strip.whole && this.rows.length <= MOST_PRINTED;
     if (!this.rows.length) return;
     const top = this.scroller.scrollTop;
     const first = everything ? 0 : this.rowAt(top - AHEAD);
     const last = everything ? this.rows.length - 1 : this.rowAt(top + this.scroller.clientHeight + AHEAD);
+    if (!everything && first === this.first && last === this.last) return;
+    [this.first, this.last] = everything ? [-1, -1] : [first, last];
     for (const [index, shown] of this.shown) {
       if (index >= first && index <= last) continue;
       shown.remove();
@@ -161,7 +172,7 @@ class Strip {
   row(row, index) {
     const { sequence } = this;
     const section = sequence.sections[row.section];
-    const host = element("div", { className: `row ${row.kind === "head" ? "head" : ""}`, role: "row", "aria-rowindex": index + 1 });
+    const host = element("div", { className: `row ${row.kind}-row`, role: "row", "aria-rowindex": index + 1 });
     if (section) host.dataset.role = section.role;
     host.style.transform = `translateY(${row.y}px)`;
     host.style.height = `${row.height}px`;
@@ -179,8 +190,7 @@ class Strip {
   }
 
   token(token) {
-    const cell = document.createElement("span");
-    cell.setAttribute("role", "gridcell");
+    const cell = BLANK.cloneNode();
     cell.id = `t${this.sequence.index}-${token}`;
     cell.textContent = this.sequence.text(token);
     cell.className = this.classes(token);
@@ -203,6 +213,9 @@ class Strip {
     if (sequence.marked.has(token)) names.push("marked");
     if (this.hits[token]) names.push("found");
     if (token === this.current) names.push("current");
+    const text = sequence.text(token);
+    if (widthOf(text) > this.room) names.push("wide");
+    if (RIGHT_TO_LEFT.test(text)) names.push("strong");
     return names.join(" ");
   }
 
@@ -328,7 +341,7 @@ class Strip {
     const { map } = this, ratio = devicePixelRatio || 1;
     const width = (map.width = 14 * ratio), height = (map.height = this.scroller.clientHeight * ratio);
     map.style.height = `${this.scroller.clientHeight}px`;
-    const pen = map.getContext("2d"), style = getComputedStyle(map);
+    const pen = map.getContext("2d");
     const scale = height / Math.max(this.height, this.scroller.clientHeight);
     const colours = {};
     for (const row of this.rows) {
@@ -336,16 +349,16 @@ class Strip {
       const role = row.kind === "card" ? "image" : this.sequence.sections[row.section]?.role;
       colours[role] ??= this.events.colour(role, this.pane);
       pen.fillStyle = colours[role];
-      pen.globalAlpha = row.kind === "card" ? 0.9 : 0.5;
+      pen.globalAlpha = row.kind === "card" ? 0.6 : 0.5;
       pen.fillRect(4 * ratio, row.y * scale, 6 * ratio, Math.max(row.height * scale, 0.5));
     }
     pen.globalAlpha = 1;
-    const tick = (token, colour) => {
-      pen.fillStyle = style.getPropertyValue(colour);
-      pen.fillStyle = this.events.variable(colour, this.pane);
+    const tick = (token) => {
       pen.fillRect(0, this.rows[this.rowOf(token)].y * scale, width, 2 * ratio);
     };
-    for (let token = 0; token < this.hits.length; token++) if (this.hits[token] && !this.hits[token - 1]) tick(token, "--focus");
-    for (const token of this.sequence.marked.keys()) tick(token, "--alert");
+    pen.fillStyle = this.events.variable("--focus", this.pane);
+    for (let token = 0; token < this.hits.length; token++) if (this.hits[token] && !this.hits[token - 1]) tick(token);
+    pen.fillStyle = this.events.variable("--alert", this.pane);
+    for (const token of this.sequence.marked.keys()) tick(token);
   }
 }

@@ -1,0 +1,297 @@
+"""The page of tokens as a person meets it: seen, searched, read aloud, steered by keys, scrolled."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from browser.conftest import AXE, HOSTILE
+from mmrender.audit.report import AuditReport, Comparison, Finding
+from mmrender.trajectory import TrainingSample, Trajectory
+from mmrender.view import Page
+from mmrender.view.text import visible
+
+SCROLL = """async ({pixels, seconds}) => {
+  const strip = document.querySelector(".strip");
+  const begin = performance.now();
+  let frames = 0, most = 0;
+  return await new Promise((done) => requestAnimationFrame(function frame(now) {
+    frames += 1;
+    const part = (performance.now() - begin) / 1000 / seconds;
+    strip.scrollTop = part * pixels;
+    most = Math.max(most, document.querySelectorAll(".t").length);
+    if (part < 1) requestAnimationFrame(frame);
+    else done({rate: frames / seconds, most, top: strip.scrollTop});
+  }));
+}"""
+
+
+def current(tab):
+    """The token that is the current one, as a screen reader is told."""
+    cell = tab.locator("#" + tab.locator(".strip").first.get_attribute("aria-activedescendant"))
+    return cell.get_attribute("aria-label")
+
+
+def test_every_token_is_there_in_order_and_images_are_folded(opened, renderer, rendered):
+    tab = opened(Page(rendered, title="Two pictures"), viewport={"width": 900, "height": 3000})
+    assert tab.inner_text("h1") == "Two pictures"
+    cells = tab.locator(".strip [data-token]")
+    shown = [int(token) for token in cells.evaluate_all("all => all.map(one => one.dataset.token)")]
+    spans = rendered.multi_modal_data.spans(len(rendered))
+    hidden = {token for span in spans for token in range(span.start + 1, span.stop)}
+    assert shown == [token for token in range(len(rendered)) if token not in hidden]
+    texts = tab.locator(".t").all_text_contents()
+    assert "".join(texts).replace("·", "").find(visible(HOSTILE)) > 0
+    pictures = tab.locator(".card img").evaluate_all("all => all.map(one => one.naturalWidth > 0)")
+    assert pictures == [True, True]
+    assert "24 tokens" in tab.locator(".card").first.inner_text()
+    assert "4 × 6 patches" in tab.locator(".card").first.inner_text()
+    mask = rendered.loss_mask()
+    trained = tab.locator(".strip .t.trained").evaluate_all("all => all.map(one => +one.dataset.token)")
+    assert trained == np.flatnonzero(mask).tolist()
+
+
+def test_tokens_of_a_line_fit_into_it(opened, rendered):
+    """Lines are broken by measured widths; what the browser lays out is no wider."""
+    for width in (1360, 420):
+        tab = opened(Page(rendered), viewport={"width": width, "height": 900})
+        over = tab.locator(".line-row").evaluate_all(
+            "all => all.map(one => one.scrollWidth - one.clientWidth)"
+        )
+        assert max(over) <= 0
+
+
+def test_hostile_text_stays_text(opened, renderer, rendered, messages):
+    tools = [{"name": HOSTILE, "description": HOSTILE}]
+    trajectory = Trajectory(HOSTILE)
+    count = len(rendered) - 10
+    trajectory.append(
+        rendered.token_ids[:count],
+        rendered.token_ids[count:],
+        multi_modal_data=rendered.multi_modal_data,
+        messages=messages,
+        finish_reason=HOSTILE,
+    )
+    sample = TrainingSample(
+        np.array(rendered.token_ids, np.int32),
+        np.arange(len(rendered)) > count,
+        np.zeros(len(rendered), np.float32),
+        rendered.multi_modal_data,
+        sample_id=HOSTILE,
+        rewritten={0: HOSTILE},
+    )
+    comparison = Comparison.of(sample, np.ones(len(rendered), np.float32))
+    finding = Finding("pixels", HOSTILE, HOSTILE, HOSTILE, image=0, token=count + 1)
+    report = AuditReport((comparison,), (finding,), (), 1e-3, _decode=renderer.decode)
+    other = replace(rendered, roles=(HOSTILE, *rendered.roles[1:]))
+    pages = [Page(rendered, other, title=HOSTILE, names=[HOSTILE, HOSTILE]), Page(sample, renderer=renderer)]
+    pages += [Page(report), Page(trajectory), Page(trajectory, renderer=renderer, tools=tools)]
+    pages += [Page.of_difference(rendered, other, names=(HOSTILE, HOSTILE))]
+    for page in pages:
+        tab = opened(page)
+        tab.locator(".strip").first.press("End")
+        assert tab.evaluate("window.hacked") is None
+        assert tab.locator("body img[src=x], body svg").count() == 0
+        assert tab.locator("script").count() == 2
+        assert "\u202e" not in tab.content()
+
+
+def test_the_content_policy_stops_what_would_get_in(opened, rendered):
+    """As if text had become markup after all: neither script, nor handler, nor request."""
+    tab = opened(Page(rendered), expected=True)
+    refused = tab.evaluate("""async () => {
+      const refused = [];
+      addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
+      document.body.insertAdjacentHTML("beforeend", "<i onclick='window.hacked=1' id='bait'></i><b style='color:red'></b>");
+      document.getElementById("bait").click();
+      document.body.append(Object.assign(document.createElement("script"), {textContent: "window.hacked=1"}));
+      await fetch("https://example.com").catch(() => 0);
+      await new Promise((done) => setTimeout(done, 50));
+      return [...new Set(refused)].sort();
+    }""")
+    assert refused == ["connect-src", "script-src-attr", "script-src-elem", "style-src-attr"]
+    assert tab.evaluate("window.hacked") is None
+
+
+def test_a_patch_and_its_token_find_each_other(opened, rendered):
+    tab = opened(Page(rendered))
+    (span, _) = rendered.multi_modal_data.spans(len(rendered))
+    box = tab.locator(".picture").first.bounding_box()
+    for row, column in ((0, 0), (2, 4), (3, 5)):
+        tab.mouse.move(
+            box["x"] + box["width"] * (column + 0.5) / 6, box["y"] + box["height"] * (row + 0.5) / 4
+        )
+        facts = dict(
+            zip(tab.locator("dt").all_inner_texts(), tab.locator("dd").all_inner_texts(), strict=True)
+        )
+        assert facts["position"] == str(span.start + row * 6 + column)
+        assert (facts["patch row"], facts["patch column"]) == (f"{row + 1} of 4", f"{column + 1} of 6")
+    tab.get_by_role("button", name="Show tokens").first.click()
+    tab.locator(f'.t[data-token="{span.start + 16}"]').hover()
+    facts = dict(zip(tab.locator("dt").all_inner_texts(), tab.locator("dd").all_inner_texts(), strict=True))
+    assert (facts["patch row"], facts["patch column"]) == ("3 of 4", "5 of 6")
+
+
+def test_search_by_text_and_by_id(opened, renderer, rendered):
+    tab = opened(Page(rendered))
+    tab.keyboard.press("/")
+    tab.keyboard.type("GRADIENT")
+    assert tab.inner_text("#hits") == "1 of 2"
+    found = "".join(tab.locator(".t.found").all_text_contents()).lower()
+    assert "gradient" in found
+    tab.keyboard.press("Enter")
+    assert tab.inner_text("#hits") == "2 of 2"
+    assert ", assistant, sampled" in current(tab)
+    tab.fill("#query", str(rendered.token_ids[0]))
+    assert tab.inner_text("#hits") == f"1 of {rendered.token_ids.count(rendered.token_ids[0])}"
+    (first, _) = rendered.multi_modal_data.spans(len(rendered))
+    tab.fill("#query", str(rendered.token_ids[first.start]))
+    assert tab.inner_text("#hits") == "1 of 2"  # an image is one hit
+    tab.fill("#query", "nowhere to be found")
+    assert tab.inner_text("#hits") == "none"
+    tab.keyboard.press("Escape")
+    assert tab.locator(".t.found").count() == 0
+
+
+def test_keys_reach_everything(opened, renderer, rendered):
+    tab = opened(Page(rendered))
+    (first, _) = rendered.multi_modal_data.spans(len(rendered))
+    strip = tab.locator(".strip")
+    strip.focus()
+    strip.press("Home")
+    assert ", token 0, system" in current(tab)
+    strip.press("i")
+    assert current(tab).startswith(f"image 0, {first.stop - first.start} tokens")
+    strip.press("ArrowRight")
+    assert f", token {first.stop}, " in current(tab)
+    strip.press("ArrowLeft")
+    strip.press("Enter")
+    assert tab.locator('[aria-expanded="true"]').count() == 1
+    strip.press("ArrowRight")
+    assert f"token {first.start + 1}, " in current(tab)
+    strip.press("Enter")
+    strip.press("i")
+    assert current(tab).startswith("image 1")
+    strip.press("End")
+    assert f", token {len(rendered) - 1}, assistant" in current(tab)
+    strip.press("[")
+    assert ", user, " in current(tab)
+    strip.press("Home")
+    lines = [current(tab)]
+    for _ in range(tab.locator(".line-row, .card-row").count() - 1):
+        strip.press("ArrowDown")
+        lines.append(current(tab))
+    assert len(set(lines)) == len(lines)
+
+
+def test_a_hundred_thousand_tokens_scroll(opened, renderer, long_sample):
+    """Above 30 frames a second at some 250 lines a second, with a few hundred tokens in the document."""
+    tab = opened(Page(long_sample, renderer=renderer))
+    tab.wait_for_selector(".t")
+    best = max(
+        (tab.evaluate(SCROLL, {"pixels": 18000, "seconds": 3}) for _ in range(3)), key=lambda one: one["rate"]
+    )
+    print(f"{best['rate']:.0f} frames a second, at most {best['most']} tokens in the document")
+    assert best["top"] > 17000
+    assert best["rate"] > 30
+    assert best["most"] < 3000
+    tab.locator(".strip").press("End")
+    assert ", token 99999, " in current(tab)
+    tab.locator(".strip").press("Home")
+    assert ", token 0, " in current(tab)
+
+
+def test_colours_by_number_and_mask(opened, renderer, rendered):
+    mask = rendered.loss_mask()
+    logprobs = np.where(mask, -5.0, 0.0).astype(np.float32)
+    sample = TrainingSample(
+        np.array(rendered.token_ids, np.int32),
+        mask,
+        logprobs,
+        rendered.multi_modal_data,
+        rendered=rendered,
+        advantages=np.where(mask, -1.0, 0.0).astype(np.float32),
+    )
+    tab = opened(Page(sample), viewport={"width": 1360, "height": 2400})
+    trained = int(mask.sum())
+    tab.get_by_role("radio", name="Log-prob").click()
+    assert tab.locator(".strip .t.v4").count() == trained
+    tab.get_by_role("radio", name="Advantage").click()
+    assert tab.locator(".strip .t.v-4").count() == trained
+    tab.get_by_role("radio", name="Loss mask").click()
+    assert tab.locator(".strip.masked").count() == 1
+    tab.keyboard.press("ArrowLeft")
+    assert tab.locator("[role=radio][aria-checked=true]").inner_text() == "Origin"
+    tab.locator(".strip .t.trained").first.click()
+    facts = dict(zip(tab.locator("dt").all_inner_texts(), tab.locator("dd").all_inner_texts(), strict=True))
+    assert (facts["log-probability"], facts["advantage"], facts["trained on"]) == ("−5.0000", "-1", "yes")
+
+
+def test_a_difference_opens_where_it_begins(opened, renderer, rendered):
+    ids = [*rendered.token_ids[:-6], *renderer.tokenizer.encode("quite another"), *rendered.token_ids[-2:]]
+    other = TrainingSample(np.array(ids, np.int32), np.arange(len(ids)) > 60)
+    tab = opened(Page.of_difference(rendered, other, renderer=renderer, names=("ours", "theirs")))
+    assert tab.locator(".pane").count() == 2
+    tops = [tab.locator(".t.marked").nth(index).bounding_box()["y"] for index in (0, 1)]
+    assert all(0 < top < 820 for top in tops)
+    assert f"{len(rendered) - 6} tokens are equal before it" in tab.inner_text("#inspector")
+
+
+def test_a_finding_opens_at_its_token_and_image(opened, renderer, rendered):
+    mask = rendered.loss_mask()
+    sample = TrainingSample(
+        np.array(rendered.token_ids, np.int32),
+        mask,
+        np.zeros(len(rendered), np.float32),
+        rendered.multi_modal_data,
+        rendered=rendered,
+        sample_id="one",
+    )
+    token = int(np.flatnonzero(mask)[-3])
+    finding = Finding("pixels", "another picture", "0.5 nats", "one", image=1, token=token)
+    report = AuditReport(
+        (Comparison.of(sample, np.ones(len(rendered), np.float32)),),
+        (finding,),
+        (),
+        1e-3,
+        _decode=renderer.decode,
+    )
+    tab = opened(Page(report))
+    tab.get_by_role("button", name="pixels: another picture").click()
+    assert tab.locator(f'.t.marked.current[data-token="{token}"]').is_visible()
+    assert tab.locator(".card.marked").count() == 1
+    assert "0.5 nats" in tab.inner_text("#inspector")
+    assert tab.locator("#inspector .note img").count() == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1360, 400])
+def test_axe_finds_nothing_serious(opened, renderer, rendered, scheme, width):
+    if not AXE.is_file():
+        pytest.skip(f"needs {AXE}, which `make browser` fetches")
+    tab = opened(
+        Page.of_difference(rendered, replace(rendered, token_ids=[*rendered.token_ids[:-1], 7])),
+        color_scheme=scheme,
+        viewport={"width": width, "height": 800},
+        bypass_csp=True,
+    )
+    tab.locator(".strip").first.press("End")
+    tab.add_script_tag(path=str(AXE))
+    found = tab.evaluate("axe.run()")["violations"]
+    serious = [
+        (one["id"], [node["target"] for node in one["nodes"]][:3], one["nodes"][0]["failureSummary"])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+    assert serious == [], json.dumps(serious, indent=1)
+
+
+def test_it_prints_every_token(opened, rendered):
+    tab = opened(Page(rendered))
+    tab.emulate_media(media="print")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    spans = rendered.multi_modal_data.spans(len(rendered))
+    folded = sum(span.stop - span.start - 1 for span in spans)
+    assert tab.locator(".strip [data-token]").count() == len(rendered) - folded
+    assert len(tab.pdf()) > 5000
