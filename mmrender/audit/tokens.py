@@ -30,7 +30,7 @@ _MOST_PEERS: Final = 8
 _MOST_CANDIDATES: Final = 12
 _MOST_REPAIRS: Final = 8
 _MOST_CUT: Final = 65
-_PADS: Final = (1, 2, 3, 4, 8, 16, 32, 64)
+_PADS: Final = (*range(1, 17), 32, 64)
 
 
 def _shifted(case: Case) -> Iterator[Trial]:

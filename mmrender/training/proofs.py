@@ -55,6 +55,8 @@ _NEUTRAL: Final = re.compile(
 _SPLIT_ROWS: Final[tuple[Layout, ...]] = ("packed", "right", "left")
 """Which rows are split for a proof: the first of these that the model takes."""
 _RANKS: Final = 2
+_LEAST: Final[Mapping[str, int]] = {"max_soft_tokens": 70}
+"""Budgets that image processors scale every image up to, and the least that they take."""
 _WITHIN_LAYER: Final = re.compile(r"layers\.\d+\.([\w.]+)$")
 
 
@@ -422,7 +424,10 @@ def _image_processor(model_type: str, config: Any) -> Any:
 
 
 def _fitted(processor: Any, vision: Any) -> Any:
-    """Give an image processor the sizes that the vision tower is configured for."""
+    """Give an image processor the sizes that the vision tower is configured for, and the least budget."""
+    for name, least in _LEAST.items():
+        if getattr(processor, name, least) > least:
+            setattr(processor, name, least)
     for own, theirs in (
         ("patch_size", "patch_size"),
         ("temporal_patch_size", "temporal_patch_size"),
