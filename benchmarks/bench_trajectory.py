@@ -65,8 +65,8 @@ SAMPLED = 100
 Calls = list[dict[str, Any]]
 
 
-def images(count: int) -> list[PatchItem]:
-    random = np.random.default_rng(0)
+def images(count: int, seed: int = 0) -> list[PatchItem]:
+    random = np.random.default_rng(seed)
     pixels = random.integers(0, 256, (count, 640, 960, 3), np.uint8)
     items = [PROCESSOR.process(load_image(Image.fromarray(picture))) for picture in pixels]
     return [item for item in items if isinstance(item, PatchItem)]

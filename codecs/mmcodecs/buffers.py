@@ -7,6 +7,8 @@ decoded array, a tensor over it, or a slice of any of these keeps the buffer out
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 import weakref
 from bisect import insort
@@ -17,6 +19,9 @@ import numpy as np
 
 ALIGNMENT = 64
 _STEP = 4096
+_HUGE = 2 << 20
+_HUGE_FROM = 3 << 19
+"""Bytes from which on a buffer is whole huge pages: it wastes a quarter at most of those it takes."""
 
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Buffer: TypeAlias = bytearray | memoryview | Bytes
@@ -27,6 +32,22 @@ def aligned_empty(nbytes: int) -> Bytes:
     slab = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -slab.ctypes.data % ALIGNMENT
     return slab[start : start + nbytes]
+
+
+def _slab(nbytes: int) -> Bytes:
+    """Give aligned memory for at least `nbytes`; long memory in huge pages, where the system has them.
+
+    The system hands out a huge page in a third of the time of as many ordinary ones.
+    """
+    if nbytes < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return aligned_empty(max(1, -(-nbytes // _STEP)) * _STEP)
+    rounded = -(-nbytes // _HUGE) * _HUGE
+    pages = mmap.mmap(-1, rounded + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    slab = np.frombuffer(pages, np.uint8)
+    start = -slab.ctypes.data % _HUGE
+    return slab[start : start + rounded]
 
 
 class BufferPool:
@@ -62,7 +83,7 @@ class BufferPool:
             best = next(fits, None)
             slab = None if best is None else self._idle.pop(best)
         if slab is None:
-            slab = aligned_empty(max(1, -(-nbytes // _STEP)) * _STEP)
+            slab = _slab(nbytes)
         # A view of its own, which every memoryview and array over it keeps alive, and nothing else does.
         lease = slab[:nbytes]
         weakref.finalize(lease, self._settle, slab).atexit = False

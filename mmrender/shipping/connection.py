@@ -5,6 +5,7 @@ Frames go out straight from where they lie, and a long one comes in straight int
 
 import asyncio
 import contextlib
+import select
 import socket
 import time
 from collections import deque
@@ -37,6 +38,10 @@ ALIGNMENT: Final = 64
 _OWN_BUFFER_BYTES: Final = 64 << 10
 """Frames from this size on come into a buffer of their own, so that one of them keeps no other alive."""
 _SOCKET_BUFFER_BYTES: Final = 4 << 20
+_LOCAL_BUFFER_BYTES: Final = 256 << 10
+"""Of a Unix socket: what is in flight stays in the processor's cache, which halves the time of a copy."""
+_PATIENCE_MS: Final = 1
+"""A peer on this machine goes on with a long frame sooner than the event loop would come round."""
 _STEPS: Final = 16
 """Calls of the system in a row, after which other tasks have their turn."""
 _PIECE_BYTES: Final = 1 << 20
@@ -55,10 +60,12 @@ class Stream:
         self.heard = time.monotonic()
         self.loop = asyncio.get_running_loop()
         sock.setblocking(False)
+        self.is_local = sock.family == socket.AF_UNIX
+        size = _LOCAL_BUFFER_BYTES if self.is_local else _SOCKET_BUFFER_BYTES
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
-        if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.SOL_SOCKET, option, size)
+        if not self.is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     async def handshake(self) -> None:
@@ -102,26 +109,35 @@ class Stream:
     ) -> int:
         """Call the socket with what is left of a view, waiting in between; return how many bytes it moved.
 
-        The event loop makes the calls itself: one task switch for a long frame, not one for each piece.
+        The event loop makes the calls itself: one task switch for a long frame, not one for each piece. For
+        the next piece of a peer on this machine it waits a moment.
         """
         end: asyncio.Future[int] = self.loop.create_future()
         done = 0
+        soon: select.poll | None = None
+        if self.is_local and view.nbytes > _LOCAL_BUFFER_BYTES:
+            soon = select.poll()
+            soon.register(self.sock, select.POLLIN if add == self.loop.add_reader else select.POLLOUT)
 
         def advance() -> None:
             nonlocal done
-            try:
-                for _ in range(0 if end.done() else _STEPS):
+            for _ in range(0 if end.done() else _STEPS):
+                try:
                     count = call(view[done : done + _PIECE_BYTES])
-                    if not count:
-                        raise ConnectionResetError("the peer closed it")
-                    done += count
-                    if done == view.nbytes or not whole:
-                        end.set_result(done)
+                except _NOT_READY:
+                    if soon is None or not soon.poll(_PATIENCE_MS):
                         return
-            except _NOT_READY:
-                pass
-            except OSError as error:
-                end.set_exception(error)
+                    continue
+                except OSError as error:
+                    end.set_exception(error)
+                    return
+                if not count:
+                    end.set_exception(ConnectionResetError("the peer closed it"))
+                    return
+                done += count
+                if done == view.nbytes or not whole:
+                    end.set_result(done)
+                    return
 
         advance()
         if not end.done():
