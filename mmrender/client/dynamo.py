@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, sample
+from mmrender.client.exchange import HTTPBackend, check_size, sample
 from mmrender.client.placeholders import Ids, check_request
 from mmrender.client.reply import (
     LogprobEntry,
@@ -45,8 +45,6 @@ from mmrender.spans import MediaSpan
 
 CHAT_PATH: Final = "/v1/chat/completions"
 EXTRA_FIELDS: Final = ("completion_token_ids", "prompt_token_ids", "engine_data")
-_BYTES_PER_ID: Final = 8
-"""An id of up to six digits, its comma and a margin for the rest of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,8 @@ class DynamoBackend(HTTPBackend):
                 return response
             read = partial(read_reply, request, self._ends(request))
             body = chat_body(request, self.nvext)
-            _check_size(len(ids) * _BYTES_PER_ID, self.max_body_bytes, where=CHAT_PATH)
+            setting = "DynamoBackend(max_body_bytes=...)"
+            check_size(len(ids), (), self.max_body_bytes, where=CHAT_PATH, setting=setting)
             return await sample(request, transport, CHAT_PATH, body, read, on_tokens=on_tokens)
         except EngineStatusError as error:
             if error.status == 400 and error.remedy is None:
@@ -130,8 +129,8 @@ class DynamoBackend(HTTPBackend):
         forms = await wire_forms(spans, ids, request.model, Process.unknown(transport), self.pixels)
         prompt = await asyncio.to_thread(features_of, spans, forms)
         texts = [text for texts in prompt["features"]["kwargs_data"].values() for text in texts]
-        size = len(ids) * _BYTES_PER_ID + sum(map(len, texts))
-        _check_size(size, self.max_image_bytes, where=GENERATE_PATH)
+        setting = "DynamoBackend(max_image_bytes=...)"
+        check_size(len(ids), texts, self.max_image_bytes, where=GENERATE_PATH, setting=setting)
         prompt["token_ids"] = ids.tolist()
         try:
             # The frontend has no route that aborts; closing the connection does.
@@ -146,18 +145,6 @@ class DynamoBackend(HTTPBackend):
                 remedy="Start the frontend with DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1, and vLLM workers, "
                 "which advertise the route; GET /v1/models lists the models that are served at all",
             ) from error
-
-
-def _check_size(size: int, most: int, *, where: str) -> None:
-    """Refuse a body that the frontend or its worker would refuse, or break the connection over."""
-    if size > most:
-        raise EngineUnsupportedError(
-            "the request is larger than the Dynamo frontend takes",
-            where=where,
-            expected=f"at most {most:,} bytes",
-            got=f"about {size:,}",
-            remedy="Send fewer or smaller images, or raise the limit at the frontend and in DynamoBackend",
-        )
 
 
 def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any]:

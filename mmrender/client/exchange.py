@@ -8,28 +8,33 @@ it is large.
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+from mmrender.caching import LRUCache
 from mmrender.client.server_facts import forget, model_cards
-from mmrender.client.transport import GATEWAY_STATUSES, Transport
+from mmrender.client.transport import GATEWAY_STATUSES, JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
     EngineStatusError,
     EngineTimeoutError,
+    EngineUnsupportedError,
     InputError,
     PromptTooLongError,
     SamplingParameterError,
 )
 from mmrender.media.item import encoded_image
-from mmrender.spans import MediaSpan
+from mmrender.spans import MediaItem, MediaSpan
 
 _ABORT_SECONDS: Final = 5.0
 _LARGE_REPLY: Final = 1 << 20
 """Bytes from which on a reply is read on a thread."""
 _REPLY_BYTES: Final = 4 << 20
+BYTES_PER_ID: Final = 8
+"""More than a token id takes as JSON."""
 _ENTRY_BYTES: Final = 512
 """More than any server writes of a token with its logprob."""
 
@@ -182,9 +187,46 @@ async def _send_abort(transport: Transport, path: str, body: Any) -> None:
         await asyncio.shield(sending)
 
 
-def data_urls(spans: Sequence[MediaSpan]) -> list[str]:
+_texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=len)
+"""Images as the text in which a server takes them, by identity and form."""
+
+
+def encoded_once(item: MediaItem, form: tuple[Hashable, ...], encode: Callable[[], bytes]) -> JSONText:
+    """Return an item as JSON text; each item and form is encoded once while it is remembered.
+
+    All requests, servers and event loops share the last 256 MiB.
+    """
+    return _texts.get_or_compute((item.identity, type(item), *form), lambda: JSONText(encode()))
+
+
+def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:
     """Encode images as `data:` URLs; tens of milliseconds for each that was not sent before.
 
     A server would open any other text as a file of its own.
     """
-    return [encoded_image(span.item).data_url for span in spans]
+
+    def url(item: MediaItem) -> bytes:
+        return b'"%b"' % encoded_image(item).data_url.encode()
+
+    return [encoded_once(span.item, ("data URL",), partial(url, span.item)) for span in spans]
+
+
+def check_size(ids: int, images: Sequence[JSONText], most: int, *, where: str, setting: str) -> None:
+    """Refuse a body that the server's frontend would refuse, or break the connection over.
+
+    Args:
+        ids: Number of its token ids.
+        images: Its images.
+        most: Bytes that the frontend takes.
+        where: The route, in errors.
+        setting: What sets the bound.
+    """
+    size = ids * BYTES_PER_ID + sum(map(len, images))
+    if size > most:
+        raise EngineUnsupportedError(
+            "the request is larger than the server's frontend takes",
+            where=where,
+            expected=f"at most {most:,} bytes",
+            got=f"about {size:,}",
+            remedy=f"Send fewer or smaller images, or raise the limit at the frontend and in {setting}",
+        )

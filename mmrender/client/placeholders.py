@@ -53,14 +53,8 @@ def check_request(
             raise EngineUnsupportedError(
                 "only images can be sent to this engine", where=span.where, got=span.modality
             )
-        if not takes_sparse and span.range.num_embeds != span.range.length:
-            raise EngineUnsupportedError(
-                "the engine loses which tokens of this range hold features",
-                where=span.where,
-                expected="a range in which every token does",
-                got=f"{span.range.num_embeds} of {span.range.length}",
-                remedy="Send the encoded image, or use another engine for this model",
-            )
+        if not takes_sparse:
+            require_dense(span)
         expected = _expected_tokens(span, ids, request.media_token_ids, pads)
         found = ids[span.start : span.stop]
         if not np.array_equal(found, expected):
@@ -74,6 +68,18 @@ def check_request(
     for modality, pad in pads.items():
         _check_edges(spans, ids, modality, pad)
     return ids, spans
+
+
+def require_dense(span: MediaSpan) -> None:
+    """Require that every token of a range holds features, for engines that do not keep which do."""
+    if span.range.num_embeds != span.range.length:
+        raise EngineUnsupportedError(
+            "the engine loses which tokens of this range hold features",
+            where=span.where,
+            expected="a range in which every token does",
+            got=f"{span.range.num_embeds} of {span.range.length}",
+            remedy="Send the encoded image, or use another engine for this model",
+        )
 
 
 def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:

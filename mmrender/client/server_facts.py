@@ -52,6 +52,8 @@ class ServerFacts:
         used_at: When something was last asked here.
         processes: Those of each process that has answered at this address, the last 16.
         is_silent: Whether the server does not say which process answers.
+        latest: Name of the process that answered last.
+        alternates: Whether processes answer in turn, instead of one in the place of another.
     """
 
     name: str = ""
@@ -62,6 +64,8 @@ class ServerFacts:
     used_at: float = 0.0
     processes: LRUCache[str, "ServerFacts"] = field(default_factory=lambda: LRUCache(16))
     is_silent: bool = False
+    latest: str = ""
+    alternates: bool = False
 
 
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
@@ -131,6 +135,8 @@ class Process(NamedTuple):
 
         name: str = await _shared(transport, "process", ask)
         facts.is_silent = not name
+        facts.alternates |= name != facts.latest and name in facts.processes
+        facts.latest = name
         known = facts.processes.get_or_compute(name, lambda: ServerFacts(name)) if name else facts
         return cls(transport, known)
 

@@ -6,10 +6,14 @@ Images go in one of three ways:
 - `hash_only`: the same, without the data of images that the server has seen;
 - `content_parts`: encoded images, which the server processes; its prompt is then compared with ours.
 
+`auto` takes the second where the server's cache is proved safe, else the first, and the third where server
+or items allow neither.
+
 What kills the engine or passes silently wrong is refused before it is sent. Verified with vLLM 0.32.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +21,9 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, data_urls, require_one_of, sample
+from mmrender.client.exchange import HTTPBackend, check_size, data_urls, require_one_of, sample
 from mmrender.client.limits import limit_of, renormalised, reporting
-from mmrender.client.placeholders import Ids, adopt_prompt, check_request
+from mmrender.client.placeholders import Ids, adopt_prompt, check_request, require_dense
 from mmrender.client.reply import (
     FailedInEngineError,
     LogprobEntry,
@@ -35,14 +39,14 @@ from mmrender.client.reply import (
 )
 from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
-from mmrender.client.transport import Transport, read_events
+from mmrender.client.transport import JSONText, Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Trust
 from mmrender.client.vllm_images import (
     PIXEL_DTYPES,
+    ImageTensors,
     PixelDtype,
     Place,
-    WireForm,
-    features_of,
+    has_safe_cache,
     require_safe_cache,
     wire_forms,
 )
@@ -52,12 +56,15 @@ from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
+    MediaError,
 )
 from mmrender.spans import MediaSpan, collapse
 
+_log = logging.getLogger("mmrender.client")
+
 GENERATE_PATH: Final = "/inference/v1/generate"
 ABORT_PATH: Final = "/inference/v1/abort_requests"
-ImageMode: TypeAlias = Literal["features", "hash_only", "content_parts"]
+ImageMode: TypeAlias = Literal["auto", "features", "hash_only", "content_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +72,16 @@ class VLLMBackend(HTTPBackend):
     """vLLM's wire. Frozen and picklable; what it learns about a server is kept with the transport.
 
     Attributes:
-        images: How images are sent: `"features"`, `"hash_only"` or `"content_parts"`; see the module.
+        images: How images are sent: `"auto"`, `"features"`, `"hash_only"` or `"content_parts"`; see the
+            module.
         pixels: Which pixels the server takes; `"ask"` finds out by a handshake. `"uint8"` are
             levels that the server normalises, the others normalised values.
-        trust_cache: Leave out images of `hash_only` also where the server does not say how it caches them. A
+        trust_cache: Leave out images that the server has also where it does not say how it caches them. A
             wrong answer kills the engine.
         trust: Whose widening of images is the truth, for `content_parts`; see `Trust`. With `"server"` tokens
             are reported at the end alone.
+        max_body_bytes: The longest body that the server's frontend takes; None for no bound. Where hashes are
+            sent, longer requests are split; else they are refused before they are sent.
         abort_on_cancel: Tell the server to stop where a call is cancelled or times out. Closing the
             connection stops it too, unless a proxy keeps it open.
 
@@ -80,10 +90,11 @@ class VLLMBackend(HTTPBackend):
     """
 
     name: ClassVar[str] = "vllm"
-    images: ImageMode = "features"
+    images: ImageMode = "auto"
     pixels: Literal["ask"] | PixelDtype = "ask"
     trust_cache: bool = False
     trust: Trust = "renderer"
+    max_body_bytes: int | None = None
     abort_on_cancel: bool = True
 
     def __post_init__(self) -> None:
@@ -117,16 +128,19 @@ class VLLMBackend(HTTPBackend):
         self, request: EngineRequest, transport: Transport, on_tokens: OnTokens | None
     ) -> EngineResponse:
         """Sample one completion, with the log-probabilities that vLLM reports."""
-        by_parts = self.images == "content_parts"
-        ids, spans = check_request(request, takes_sparse=by_parts)
+        ids, spans = check_request(request, takes_sparse=self.images in ("auto", "content_parts"))
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=on_tokens)
         if not spans:
             return await send({"token_ids": ids.tolist()})
-        if not by_parts:
-            return await self._by_features(send, request, transport, ids, spans)
+        images = None
+        if self.images != "content_parts":
+            images = await self._as_tensors(request, transport, ids, spans)
+        if images is not None:
+            return await self._by_features(send, request, images)
         urls = await asyncio.to_thread(data_urls, spans)
-        parts = [{"type": "image_url", "url": url} for url in urls]
         collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
+        self._check_size(len(collapsed), urls)
+        parts = [{"type": "image_url", "url": url} for url in urls]
         body = {"token_ids": collapsed, "content_parts": parts, "return_token_ids": True}
         if self.trust == "renderer":
             return await send(body)
@@ -135,58 +149,109 @@ class VLLMBackend(HTTPBackend):
             on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
         return response
 
+    async def _as_tensors(
+        self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
+    ) -> ImageTensors | None:
+        """Find out how the server takes the images, and encode what it lacks; nothing is sampled.
+
+        None where `auto` sends encoded images instead.
+        """
+        try:
+            return await self._looked_up(request, transport, ids, spans)
+        except EngineUnsupportedError as refusal:
+            if self.images != "auto":
+                raise
+            try:
+                await asyncio.to_thread(data_urls, spans)
+            except MediaError:
+                raise refusal from None
+            _log.info("%s: images are sent encoded: %s", transport.base_url, refusal)
+            return None
+
+    async def _looked_up(
+        self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
+    ) -> ImageTensors:
+        for span in spans:
+            require_dense(span)
+        asks = self.pixels == "ask" or self.images != "features"
+        process = await Process.answering(transport) if asks else Process.unknown(transport)
+        forms = await wire_forms(spans, ids, request.model, process, self.pixels)
+        images = ImageTensors(process, ids, spans, forms)
+        if self.images == "hash_only":
+            await require_safe_cache(process, trusted=self.trust_cache)
+        if self.images == "hash_only" or (
+            self.images == "auto" and await has_safe_cache(process, trusted=self.trust_cache)
+        ):
+            images.known = {name for name in images.names if process.facts.hashes.get(name)}
+        texts = await asyncio.to_thread(images.encode)
+        for together in [texts] if images.known is None else [[text] for text in texts]:
+            self._check_size(len(ids), together)
+        return images
+
+    def _check_size(self, ids: int, texts: Sequence[JSONText]) -> None:
+        if self.max_body_bytes is not None:
+            setting = "VLLMBackend(max_body_bytes=...)"
+            check_size(ids, texts, self.max_body_bytes, where=GENERATE_PATH, setting=setting)
+
     async def _by_features(
-        self,
-        send: Callable[[Mapping[str, Any]], Awaitable[EngineResponse]],
-        request: EngineRequest,
-        transport: Transport,
-        ids: Ids,
-        spans: Sequence[MediaSpan],
+        self, send: Callable[..., Awaitable[EngineResponse]], request: EngineRequest, images: ImageTensors
     ) -> EngineResponse:
         """Send tensors in the form that the server takes; verify that no other server came in its place."""
-        learns = self.pixels == "ask" or self.images == "hash_only"
-        process = await Process.answering(transport) if learns else Process.unknown(transport)
-        forms = await wire_forms(spans, ids, request.model, process, self.pixels)
-        prompt = {"token_ids": ids.tolist()}
-        if self.images == "features":
-            response = await send(prompt | await asyncio.to_thread(features_of, spans, forms))
-        else:
-            response = await self._by_hashes(send, prompt, process, spans, forms)
-        now = await Process.answering(transport) if process.facts.name else process
-        if now != process and forms != await wire_forms(spans, ids, request.model, now, self.pixels):
+        process, sent = images.process, images.process.facts.hashes
+        by_hashes = images.known is not None
+        try:
+            response = await self._in_pieces(send, request, images)
+        except (EngineStatusError, FailedInEngineError) as error:
+            # A miss has no text of its own: status 500, or on older servers an empty completion.
+            may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
+            if not may_be_miss or not images.leaves_out_data:
+                raise
+            for name in images.names:
+                sent.pop(name)
+            images.known = None if self.max_body_bytes is None else set()
+            response = await self._in_pieces(send, request, images)
+        if by_hashes:
+            for name in images.names:
+                sent.put(name, True)
+        now = await Process.answering(process.transport) if process.facts.name else process
+        if now != process and images.forms != await wire_forms(
+            images.spans, images.ids, request.model, now, self.pixels
+        ):
             raise EngineMismatchError(
                 "a server that takes other pixels came in the place of the one that was asked",
-                where=transport.base_url,
+                where=process.transport.base_url,
                 remedy="Ask again; it is not known which of the two answered",
             )
         return response
 
-    async def _by_hashes(
-        self,
-        send: Callable[[Mapping[str, Any]], Awaitable[EngineResponse]],
-        prompt: Mapping[str, Any],
-        process: Process,
-        spans: Sequence[MediaSpan],
-        forms: Mapping[str, WireForm],
+    async def _in_pieces(
+        self, send: Callable[..., Awaitable[EngineResponse]], request: EngineRequest, images: ImageTensors
     ) -> EngineResponse:
-        """Leave out the data of images that the server has, and send it after a miss."""
-        await require_safe_cache(process, trusted=self.trust_cache)
-        hashes = {forms[span.item.identity].mm_hash(span.item) for span in spans}
-        sent = process.facts.hashes
-        known = {digest for digest in hashes if sent.get(digest)}
-        try:
-            response = await send({**prompt, **await asyncio.to_thread(features_of, spans, forms, known)})
-        except (EngineStatusError, FailedInEngineError) as error:
-            # A miss has no text of its own: status 500, or on older servers an empty completion.
-            may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
-            if not may_be_miss or not (known or len(hashes) < len(spans)):
-                raise
-            for digest in hashes:
-                sent.pop(digest)
-            response = await send({**prompt, **await asyncio.to_thread(features_of, spans, forms)})
-        for digest in hashes:
-            sent.put(digest, True)
-        return response
+        """Send a request whose images a server's frontend may not take at once.
+
+        Then beginnings of the prompt go first, each with as many further images as fit, and sample a token.
+        So the server has the images and, in its prefix cache, the work.
+        """
+        *beginnings, _ = images.stops(self.max_body_bytes)
+        headers = {
+            name: text for name, text in request.extra_headers.items() if name.lower() != "x-request-id"
+        }
+        for count in beginnings:
+            beginning = EngineRequest(
+                model=request.model,
+                prompt_ids=images.ids[: images.spans[count - 1].stop].tolist(),
+                sampling_params={"max_tokens": 1},
+                request_id=f"{request.request_id}-{count}",
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                extra_headers=headers,
+                vocab_size=request.vocab_size,
+            )
+            prompt = {"token_ids": beginning.prompt_ids, **await asyncio.to_thread(images.features, count)}
+            await sample_tokens(beginning, images.process.transport, prompt, aborts=self.abort_on_cancel)
+            images.bring(count)
+        features = await asyncio.to_thread(images.features, len(images.spans))
+        return await send({"token_ids": images.ids.tolist(), **features})
 
 
 async def sample_tokens(
@@ -240,6 +305,8 @@ async def sample_tokens(
                 where=where,
                 remedy="Start vLLM with --enable-scale-out",
             ) from error
+        if error.status == 413:
+            error.remedy = "Say what its frontend takes: VLLMBackend(max_body_bytes=...)"
         if error.status == 404 and "does not exist" not in error.body:
             raise EngineUnsupportedError(
                 "the server has no generate route for tokens",

@@ -27,9 +27,9 @@ from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError
 from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_item_as_bytes
 from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
-from mmrender.caching import LRUCache
+from mmrender.client.exchange import BYTES_PER_ID, encoded_once
 from mmrender.client.reply import decode_as
-from mmrender.client.server_facts import Process
+from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import JSONText, Transport
 from mmrender.errors import (
     EngineMismatchError,
@@ -51,9 +51,6 @@ PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
 """Pixels on the wire: `uint8` levels that the server normalises itself, or normalised values."""
 
 PIXEL_DTYPES: Final[tuple[PixelDtype, ...]] = get_args(PixelDtype)
-
-_encoded: LRUCache[tuple[str, type[MediaItem], str, PixelDtype], JSONText] = LRUCache(256 << 20, size_of=len)
-"""Encoded items as JSON text, by identity, class, layout and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +133,9 @@ def layout_for(names: Collection[str], kinds: Mapping[str, str] | None = None) -
 
 
 def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
-    """Encode one item as vLLM's base64 item, a JSON text; each item and form once while it is remembered."""
+    """Encode one item as vLLM's base64 item, a JSON text."""
 
-    def encode() -> JSONText:
+    def encode() -> bytes:
         if isinstance(span.item, PatchItem):
             patches = span.item.pixel_shape[0]
             expected = span.range.num_embeds * span.item.layout.merge**2
@@ -150,10 +147,9 @@ def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
                     got=f"{patches} of {list(span.item.grid)}",
                 )
         (item,) = collate_items(form.layout, [item_tensors(span.item, form.pixels)])
-        return JSONText(b'"%b"' % encode_mm_kwargs_item_as_bytes(item))
+        return b'"%b"' % encode_mm_kwargs_item_as_bytes(item)
 
-    key = (span.item.identity, type(span.item), form.layout.name, form.pixels)
-    return _encoded.get_or_compute(key, encode)
+    return encoded_once(span.item, (form.layout.name, form.pixels), encode)
 
 
 def features_of(
@@ -179,6 +175,72 @@ def features_of(
     places = [{"offset": span.range.offset, "length": span.range.length} for span in spans]
     features = {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": data}
     return {"features": {name: {"image": members} for name, members in features.items()}}
+
+
+@dataclass(slots=True)
+class ImageTensors:
+    """The images of a request as tensors for one server.
+
+    Attributes:
+        process: The server process.
+        ids: The prompt, placeholders widened.
+        spans: Items in prompt order.
+        forms: How the server takes each, by identity.
+        known: Hashes whose data the server has; None where data is never left out.
+    """
+
+    process: Process
+    ids: npt.NDArray[Any]
+    spans: Sequence[MediaSpan]
+    forms: Mapping[str, WireForm]
+    known: set[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Hash of each item."""
+        return [self.forms[span.item.identity].mm_hash(span.item) for span in self.spans]
+
+    @property
+    def leaves_out_data(self) -> bool:
+        """Whether some hash may have gone without its data."""
+        return self.known is not None and bool(self.known or len({*self.names}) < len(self.spans))
+
+    def encode(self) -> list[JSONText]:
+        """Encode the data that the server lacks."""
+        spans, known = self.spans, self.known
+        if known is not None:
+            lacking = {name: span for name, span in zip(self.names, spans, strict=True) if name not in known}
+            spans = list(lacking.values())
+        return [encode_item(span, self.forms[span.item.identity]) for span in spans]
+
+    def stops(self, most: int | None) -> list[int]:
+        """Return how many items each of some requests shows, so that none has more than `most` bytes.
+
+        Each shows a longer beginning of the prompt, and brings what the server lacks by then; the last shows
+        the whole. Without hashes there is only that one.
+        """
+        stops: list[int] = []
+        room: int | None = None
+        had = set(self.known or ())
+        for index, (name, span) in enumerate(zip(self.names, self.spans, strict=True)):
+            if most is None or self.known is None or name in had:
+                continue
+            had.add(name)
+            size = len(encode_item(span, self.forms[span.item.identity]))
+            if room is None or size > room:
+                stops += [] if room is None else [index]
+                room = most - BYTES_PER_ID * len(self.ids)
+            room -= size
+        return [*stops, len(self.spans)]
+
+    def bring(self, count: int) -> None:
+        """Note that the server has been sent the first `count` items."""
+        if self.known is not None:
+            self.known |= set(self.names[:count])
+
+    def features(self, count: int) -> dict[str, Any]:
+        """Return the member `features` of a request that shows the first `count` items."""
+        return features_of(self.spans[:count], self.forms, self.known)
 
 
 # --- images: what a server makes of one ---
@@ -414,24 +476,15 @@ async def require_safe_cache(process: Process, *, trusted: bool) -> None:
     With `trusted` the caller vouches for a server that does not say.
     """
     transport = process.transport
-    where = f"{transport.base_url}{INFO_PATH}"
 
-    async def ask() -> str | None:
+    async def ask() -> str:
         try:
             reply = await transport.request("GET", INFO_PATH)
         except EngineStatusError as error:
             if error.status not in (403, 404, 405):
                 raise
-            if trusted:
-                return None
-            raise EngineUnsupportedError(
-                "the server does not say how it caches images, and a hash without data can be fatal",
-                where=where,
-                got=f"status {error.status}",
-                remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its cache (lru, one API "
-                "process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
-            ) from error
-        config = decode_as(reply.body, _Info, where=where).vllm_config
+            return f"status {error.status}"
+        config = decode_as(reply.body, _Info, where=f"{transport.base_url}{INFO_PATH}").vllm_config
         cache, parallel = config.model_config.multimodal_config or _Multimodal(), config.parallel_config
         dangers = {
             "its processor cache is off": not cache.mm_processor_cache_gb,
@@ -441,13 +494,39 @@ async def require_safe_cache(process: Process, *, trusted: bool) -> None:
             f"it runs {parallel.api_processes} API processes": parallel.api_processes != 1,
             f"it runs {parallel.data_parallel_size} data-parallel ranks": parallel.data_parallel_size != 1,
         }
-        return next((danger for danger, applies in dangers.items() if applies), None)
+        return next((danger for danger, applies in dangers.items() if applies), "")
 
-    refusal = await process.ask_once(("cache", trusted), ask)
-    if refusal is not None:
+    answer: str = await process.ask_once("cache", ask)
+    if answer.startswith("status"):
+        if trusted:
+            return
+        raise EngineUnsupportedError(
+            "the server does not say how it caches images, and a hash without data can be fatal",
+            where=f"{transport.base_url}{INFO_PATH}",
+            got=answer,
+            remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, or vouch for its cache (lru, one API "
+            "process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
+        )
+    if answer:
         raise EngineUnsupportedError(
             "the server's settings make a hash without data fatal to its engine",
             where=transport.base_url,
-            got=refusal,
+            got=answer,
             remedy="Send the data each time: VLLMBackend(images='features')",
         )
+
+
+async def has_safe_cache(process: Process, *, trusted: bool) -> bool:
+    """Whether it is proved that a hash without data cannot kill the engine.
+
+    It takes a server that says which process answers, and an address at which one process answers at a time:
+    of others it is not known which would get the hash. What cannot be asked is not proved.
+    """
+    if not process.facts.name or facts_of(process.transport).alternates:
+        return False
+    try:
+        await require_safe_cache(process, trusted=trusted)
+    except (EngineUnsupportedError, EngineStatusError, EngineReplyError, EngineMismatchError) as error:
+        _log.debug("images go with their data: %s", error)
+        return False
+    return True

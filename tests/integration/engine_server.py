@@ -81,11 +81,11 @@ class EngineServer:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def get(self, path: str, *, timeout: float = 10) -> Any:
+    def get(self, path: str, *, timeout: float = 60) -> Any:
         """Answer to a GET, read as JSON where it is; raises `urllib.error.HTTPError` for an error status."""
         return _call(urllib.request.Request(self.base_url + path), timeout)
 
-    def post(self, path: str, body: Any = None, *, timeout: float = 60) -> Any:
+    def post(self, path: str, body: Any = None, *, timeout: float = 300) -> Any:
         """Answer to a POST of JSON; errors as for `get`."""
         data = b"" if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"content-type": "application/json"}
@@ -141,7 +141,7 @@ def running(
     port: int,
     log: Path,
     ready: str = "/health",
-    seconds: float = 300,
+    seconds: float = 900,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineServer]:
     """Run `command`, a server on 127.0.0.1 at `port`, until the block ends.

@@ -94,7 +94,7 @@ async def asked_over(transport: HTTPTransport, renderer: Renderer, seed: int, mo
     return list(generation.logprobs)
 
 
-@pytest.mark.parametrize("mode", ["features", "hash_only"])
+@pytest.mark.parametrize("mode", ["auto", "features", "hash_only"])
 def test_a_server_that_is_replaced_between_turns_is_asked_anew(servers, renderer, mode):
     order = random.Random(7)
 

@@ -63,7 +63,7 @@ def only(*names):
     return pytest.mark.parametrize("server", names, indirect=True)
 
 
-@pytest.fixture(params=["features", "hash_only", "content_parts"])
+@pytest.fixture(params=["auto", "features", "hash_only", "content_parts"])
 def mode(request, server):
     if request.param == "hash_only" and not multimodal_settings(server)["mm_processor_cache_gb"]:
         pytest.skip("refused there: see test_hashes_alone_are_refused_without_a_cache")
@@ -141,7 +141,8 @@ def test_logprobs_equal_the_chat_route_and_transformers(server, renderer, tiny_m
         assert [span.stop for span in generation.weight_versions] == [12]
         assert_reference(tiny_model, generation)
     first, second = sizes
-    if mode == "hash_only" and name != "text":
+    has_cache = bool(multimodal_settings(server)["mm_processor_cache_gb"])
+    if (mode == "hash_only" or (mode == "auto" and has_cache)) and name != "text":
         assert second < 4000 < first
     else:
         assert abs(second - first) < 100
@@ -169,13 +170,31 @@ def test_a_hash_whose_data_the_server_lacks_is_sent_with_it(server, renderer):
         process = await Process.answering(way)
         for pixels in ("uint8", "float32"):
             process.facts.hashes.put(f"{identity}-{pixels}", True)
-        missed = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend(images="hash_only"))
-        whole = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend())
+        missed = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend())
+        whole = await generate(**call, prompt_attribution=rendered, backend=VLLMBackend(images="features"))
         return missed, whole, way.sizes
 
     missed, whole, sizes = connected(server, forgotten, Counted)
     assert sizes[0] < 4000 < sizes[1] == sizes[2]
     assert (missed.completion_ids, missed.logprobs) == (whole.completion_ids, whole.logprobs)
+
+
+@only("default", "floats")
+def test_a_request_that_is_split_is_answered_as_the_whole(server, renderer):
+    messages = [user("What are these?", *(picture(60 + number, 128, 96) for number in range(4)))]
+
+    async def both(way):
+        call = {"client": way, "renderer": renderer, "model": MODEL, "messages": messages}
+        call["sampling_params"] = GREEDY
+        whole = await generate(**call, backend=VLLMBackend(images="features"))
+        limit = max(way.sizes) // 2
+        return whole, await generate(**call, backend=VLLMBackend(max_body_bytes=limit)), limit, way.sizes
+
+    whole, split, limit, sizes = connected(server, both, Counted)
+    assert len(sizes) > 2
+    assert max(sizes[1:]) <= limit
+    assert split.completion_ids == whole.completion_ids
+    assert split.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
 
 
 @only("no-cache")

@@ -1,7 +1,9 @@
 """What was learnt of one server is not believed of another that answers at the same address."""
 
 import asyncio
+import contextlib
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -30,10 +32,12 @@ class Address:
     Attributes:
         wrong: Whether some completion was made of pixels that its server does not take.
         killed: Whether some server was sent a hash without data that it does not have.
+        hashes_sent: Hashes that came without data.
     """
 
     def __init__(self, image, turns):
         self.wrong = self.killed = False
+        self.hashes_sent = 0
         self._turns = iter(turns)
         self._hashes = {}
         self._image = image
@@ -55,6 +59,7 @@ class Address:
         for name, data in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
             self.wrong |= not name.endswith(PIXELS[server])
             known = self._hashes.setdefault(server, set())
+            self.hashes_sent += data is None
             if data is None and name not in known:
                 self.killed = True
                 return Answer("a miss", status=500)
@@ -65,7 +70,9 @@ class Address:
         return asyncio.run(VLLMBackend(images=mode).generate(contract_request(self._image), self.transport))
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(["features", "hash_only"]))
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(["auto", "features", "hash_only"])
+)
 def test_servers_may_change_between_calls(image, order, mode):
     present = [0]
     address = Address(image, iter(lambda: present[0], None))
@@ -75,7 +82,7 @@ def test_servers_may_change_between_calls(image, order, mode):
     assert not address.killed
 
 
-@given(st.integers(0, 30), st.permutations(range(4)), st.sampled_from(["features", "hash_only"]))
+@given(st.integers(0, 30), st.permutations(range(4)), st.sampled_from(["auto", "features", "hash_only"]))
 def test_a_server_that_changes_at_any_moment_is_an_error_at_most_once(image, moment, servers, mode):
     turns = itertools.chain(itertools.repeat(servers[0], moment), itertools.repeat(servers[1]))
     address = Address(image, turns)
@@ -102,6 +109,23 @@ def test_unlike_servers_that_answer_by_turns_are_noticed(image, servers, count):
         except EngineMismatchError:
             continue
         assert not address.wrong
+
+
+@given(st.integers(0, 12), st.permutations(range(4)), st.integers(2, 4), st.booleans())
+def test_by_default_no_hash_goes_where_servers_answer_by_turns(image, alone, servers, count, at_random):
+    """A balancer in front of several servers, of which the first may have answered alone for a while."""
+    among = servers[:count]
+    turns = random.Random(alone).choice if at_random else itertools.cycle(among).__next__
+    each = (lambda: turns(among)) if at_random else turns
+    address = Address(image, itertools.chain(itertools.repeat(among[0], alone), iter(each, None)))
+    for _ in range(6):
+        with contextlib.suppress(MMRenderError):
+            address.ask("auto")
+    address.hashes_sent = 0
+    for _ in range(6):
+        with contextlib.suppress(MMRenderError):
+            address.ask("auto")
+    assert not address.hashes_sent
 
 
 def test_like_servers_that_answer_by_turns_are_asked_once_each(image):

@@ -359,7 +359,7 @@ def test_bodies_that_a_worker_would_not_get(one_image):
     fields = with_image(one_image)
     small = DynamoBackend(pixels="uint8", max_image_bytes=100_000)
     assert refused(EngineUnsupportedError, image, small, **fields).startswith(
-        "/inference/v1/generate: the request is larger than the Dynamo frontend takes - expected at most "
+        "/inference/v1/generate: the request is larger than the server's frontend takes - expected at most "
         "100,000 bytes, got about 13"
     )
     short = DynamoBackend(max_body_bytes=1000)

@@ -19,7 +19,7 @@ from mmrender.client import vllm_images
 from mmrender.client.server_facts import facts_of
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
-from mmrender.client.vllm_images import RENDER_PATH, item_tensors
+from mmrender.client.vllm_images import RENDER_PATH, WireForm, encode_item, item_tensors
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -35,6 +35,7 @@ from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 from vllm_contract import (
+    LAYOUT,
     blocks,
     completion,
     contract_request,
@@ -272,7 +273,7 @@ def test_a_server_with_other_placeholders(image):
 def test_how_fields_are_joined_must_be_known(image):
     batched = served(image, pixel_values=lambda elem: FieldElem(elem.data, BatchedField()))
     with pytest.raises(EngineUnsupportedError) as caught:
-        run(server(**{RENDER: batched}), image)
+        run(server(**{RENDER: batched}), image, VLLMBackend(images="features"))
     assert str(caught.value) == (
         "image items: it is not known how vLLM joins these tensors - expected the fields of one of the known layouts, "
         "got image_grid_thw, pixel_values. "
@@ -280,11 +281,11 @@ def test_how_fields_are_joined_must_be_known(image):
     )
 
 
-def processed(image, **parts):
+def processed(image, identity="ab" * 32, **parts):
     """The same prompt with an item of another class in place of its own."""
     (place,) = image.multi_modal_data.mm_placeholders["image"]
     item = ProcessedItem(
-        identity="ab" * 32, size=(8, 8), grid=(1,), expansion=(Repeat("x", place.length),), parts=parts
+        identity=identity, size=(8, 8), grid=(1,), expansion=(Repeat("x", place.length),), parts=parts
     )
     return dataclasses.replace(image, multi_modal_data=MultiModalData.of([(place, item)]))
 
@@ -365,15 +366,15 @@ def test_other_errors_are_not_sent_again(image, status):
     assert len(facts_of(transport).hashes) == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "refusal"),
-    [
-        ("mm_processor_cache_gb", 0, "its processor cache is off"),
-        ("mm_processor_cache_type", "shm", "its processor cache is of kind 'shm'"),
-        ("_api_process_count", 2, "it runs 2 API processes"),
-        ("data_parallel_size", 4, "it runs 4 data-parallel ranks"),
-    ],
-)
+UNSAFE = {
+    ("mm_processor_cache_gb", 0): "its processor cache is off",
+    ("mm_processor_cache_type", "shm"): "its processor cache is of kind 'shm'",
+    ("_api_process_count", 2): "it runs 2 API processes",
+    ("data_parallel_size", 4): "it runs 4 data-parallel ranks",
+}
+
+
+@pytest.mark.parametrize(("name", "value", "refusal"), [(*setting, why) for setting, why in UNSAFE.items()])
 def test_settings_that_a_hash_alone_would_kill(image, name, value, refusal):
     transport = hashing(image, **{INFO: info(**{name: value})})
     for trust in (False, True):
@@ -390,6 +391,141 @@ def test_a_server_that_does_not_say_may_be_vouched_for(image):
     for _ in range(2):
         run(transport, image, VLLMBackend(images="hash_only", trust_cache=True))
     assert data_sent(transport) == [[True], [False]]
+
+
+# The default: hashes where they are proved safe, else tensors, else parts
+
+METRICS = "GET /metrics/"
+
+
+def parts_completion(rendered):
+    """A server that widens encoded images as the renderer does."""
+    places = rendered.multi_modal_data.mm_placeholders["image"]
+
+    def complete(asked):
+        if "content_parts" not in asked.json:
+            return completion(asked)
+        answer = completion(
+            dataclasses.replace(asked, body=msgspec.json.encode({"token_ids": rendered.token_ids}))
+        )
+        answer["prompt_token_ids"] = rendered.token_ids
+        answer["mm_placeholders"] = {"image": [{"offset": p.offset, "length": p.length} for p in places]}
+        return answer
+
+    return complete
+
+
+def test_hashes_go_by_default_where_the_cache_is_proved_safe(renderer, image):
+    three = three_images(renderer)
+    transport = hashing(image, **{METRICS: "process_start_time_seconds 1.0"})
+    for prompt in (image, image, three, three):
+        run(transport, prompt)
+    assert data_sent(transport) == [[True], [False], [True, True, False], [False, False, False]]
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        {INFO: Answer("closed", status=404)},
+        {INFO: Answer("broken", status=500)},
+        {INFO: {"vllm_config": {}}},
+        *[{INFO: info(**{name: value})} for name, value in UNSAFE],
+        {METRICS: ""},
+        {METRICS: [f"process_start_time_seconds {number % 2}" for number in range(400)]},
+    ],
+)
+def test_whatever_is_not_proved_of_a_cache_data_is_sent(image, routes):
+    ready = {METRICS: "process_start_time_seconds 1.0", **routes}
+    transport = hashing(image, **ready)
+    for _ in range(3):
+        run(transport, image)
+    assert data_sent(transport) == [[True]] * 3
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        {RENDER: Answer("closed", status=403)},  # which pixels it takes cannot be asked
+        {RENDER: None},
+    ],
+)
+def test_parts_go_by_default_where_tensors_cannot(image, routes):
+    if routes[RENDER] is None:  # fields joined in a way that is not known
+        routes = {RENDER: served(image, pixel_values=lambda elem: FieldElem(elem.data, BatchedField()))}
+    transport = server(image, **{GENERATE: parts_completion(image), **routes})
+    run(transport, image)
+    (body,) = sent(transport)
+    assert "features" not in body
+    assert body["content_parts"][0]["url"].startswith("data:image/png;base64,")
+
+
+def test_what_can_be_sent_in_no_way_names_the_first_reason(image):
+    prompt = processed(image, "cd" * 32, pixel_values=Floats(np.zeros((1, 3, 2, 2), np.float32)))
+    transport = server(image)
+    with pytest.raises(EngineUnsupportedError, match="the server normalises pixels itself"):
+        run(transport, prompt, VLLMBackend(pixels="uint8"))
+    assert sent(transport) == []
+
+
+def test_a_server_that_makes_other_pixels_is_never_sent_parts_instead(image):
+    transport = server(**{RENDER: served(image, pixel_values=changed_values)})
+    with pytest.raises(EngineMismatchError):
+        run(transport, image)
+    assert sent(transport) == []
+
+
+# Bodies that a frontend would refuse
+
+
+def pictures(renderer, count):
+    parts = [{"type": "image", "image": blocks(number)} for number in range(count)]
+    return renderer.render([{"role": "user", "content": parts}], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("miss", [False, True])
+def test_a_request_that_is_too_long_is_split_where_hashes_go(renderer, miss):
+    prompt = pictures(renderer, 5)
+    answers = [completion, Answer("a miss", status=500), *[completion] * 9] if miss else completion
+    transport = hashing(prompt, **{METRICS: "process_start_time_seconds 1.0", GENERATE: answers})
+    one = len(encode_item(prompt.multi_modal_data.spans()[0], WireForm(LAYOUT, "uint8")))
+    limit = int(2.5 * one) + 8 * len(prompt.token_ids)
+    run(transport, prompt, VLLMBackend(max_body_bytes=limit), sampling_params={"max_tokens": 9, "seed": 3})
+    bodies = sent(transport)
+    assert all(len(asked.body) <= limit for asked in transport.of_path(GENERATE_PATH))
+    *beginnings, whole = bodies[2 * miss :]
+    assert [len(body["features"]["mm_hashes"]["image"]) for body in (*beginnings, whole)] == [2, 4, 5]
+    assert data_sent(transport)[2 * miss :] == [[True] * 2, [False] * 2 + [True] * 2, [False] * 4 + [True]]
+    for body in beginnings:
+        count = len(body["features"]["mm_hashes"]["image"])
+        stop = prompt.multi_modal_data.spans()[count - 1].stop
+        assert body["token_ids"] == prompt.token_ids[:stop]
+        assert body["sampling_params"] == {"max_tokens": 1, "logprobs": 0}
+    assert whole["token_ids"] == prompt.token_ids
+    assert whole["sampling_params"] == {"max_tokens": 9, "seed": 3, "logprobs": 0}
+    assert len({body["request_id"] for body in (*beginnings, whole)}) == 3
+    run(transport, prompt, VLLMBackend(max_body_bytes=limit))
+    assert data_sent(transport)[-1] == [False] * 5
+
+
+def test_a_request_that_is_too_long_and_cannot_be_split_is_named_before_it_is_sent(renderer):
+    prompt = pictures(renderer, 3)
+    backend = VLLMBackend(images="features", max_body_bytes=300_000)
+    transport = server(prompt)
+    with pytest.raises(EngineUnsupportedError) as caught:
+        run(transport, prompt, backend)
+    assert str(caught.value).startswith(
+        f"{GENERATE_PATH}: the request is larger than the server's frontend takes - expected at most 300,000 "
+        "bytes, got about 39"
+    )
+    assert caught.value.remedy.endswith("at the frontend and in VLLMBackend(max_body_bytes=...)")
+    assert sent(transport) == []
+    # Encoded images are shorter.
+    transport = server(prompt, **{GENERATE: parts_completion(prompt)})
+    run(transport, prompt, VLLMBackend(max_body_bytes=300_000))
+    assert "content_parts" in sent(transport)[0]
+    with pytest.raises(EngineUnsupportedError, match="larger than the server's frontend takes"):
+        run(transport, prompt, VLLMBackend(max_body_bytes=2_000))
+    assert len(sent(transport)) == 1
 
 
 # Refused first

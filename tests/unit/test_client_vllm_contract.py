@@ -230,7 +230,7 @@ def test_routes_that_are_closed(renderer):
         f"{WHERE}: the server's generate route is closed. Start vLLM with --enable-scale-out"
     )
     with pytest.raises(EngineUnsupportedError) as caught:
-        replay("closed_render", by(VLLMBackend(), one_image(renderer)))
+        replay("closed_render", by(VLLMBackend(images="features"), one_image(renderer)))
     assert str(caught.value).startswith(
         f"{BASE}/v1/chat/completions/render: the server does not render images - got status 403: "
     )
