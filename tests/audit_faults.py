@@ -57,9 +57,9 @@ from audit_cases import (
     values_of,
 )
 from mmrender.audit import TrainerModel, audit
+from mmrender.audit.causes import GROUPS
 from mmrender.audit.recorded import CAUSES
 from mmrender.audit.report import sampled_runs
-from mmrender.audit.variations import VARIATIONS
 from training_cases import PAD_ID
 from training_models import tiny_family
 
@@ -856,7 +856,7 @@ def healthy(family: str, folder: Path, count: int) -> int:
 
 def listed() -> str:
     """All faults by kind: the cause of the variation that names each."""
-    causes = {one.name: one.cause for one in VARIATIONS} | dict(CAUSES)
+    causes = {one.name: one.cause for group in GROUPS for one in group} | dict(CAUSES)
     kinds: dict[str, list[str]] = {}
     for name, (expected, _) in FAULTS.items():
         kind = causes.get(expected[0], "logprobs") if expected else "nothing to try"

@@ -6,11 +6,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from mmrender.audit.computed import COMPUTED_VARIATIONS
+from mmrender.audit.images import IMAGE_VARIATIONS
 from mmrender.audit.recorded import RECORDED_VARIATIONS, Recorded, View, views
 from mmrender.audit.report import Cause, Comparison, Finding, described
+from mmrender.audit.tokens import TOKEN_VARIATIONS
 from mmrender.audit.trial import Case, Trial, Variation
-from mmrender.audit.variations import GROUPS
 from mmrender.errors import MMRenderError
+
+GROUPS: Final[tuple[tuple[Variation, ...], ...]] = (TOKEN_VARIATIONS, IMAGE_VARIATIONS, COMPUTED_VARIATIONS)
+"""What an audit tries together: it goes on to the next group where chance could have done what fits."""
 
 DEFAULT_BUDGET: Final = 1500
 """Forward passes for one sample at most."""
@@ -91,15 +96,10 @@ def _missing(case: Case) -> Finding | None:
     absent = ~np.isfinite(case.compared.sampler)
     if not absent.any() or case.compared.beyond(case.tolerance)[~absent].any():
         return None
-    value = case.compared.sampler[absent][0]
-    return Finding(
-        "logprobs",
-        f"{value:g} was recorded in place of log-probabilities, which are missing",
-        f"{int(absent.sum())} of {len(absent)} tokens",
-        case.sample.sample_id,
-        token=case.position,
-        variation="missing",
+    statement = (
+        f"{case.compared.sampler[absent][0]:g} was recorded in place of log-probabilities, which are missing"
     )
+    return _found(case, "logprobs", "missing", statement, f"{int(absent.sum())} of {len(absent)} tokens")
 
 
 def _appended(case: Case) -> Finding | None:
@@ -113,14 +113,9 @@ def _appended(case: Case) -> Finding | None:
         or len(case.compared.positions) == len(beyond)
     ):
         return None
-    return Finding(
-        "ids",
-        "the last token of a completion has no log-probability: it was added after sampling",
-        f"0 was recorded for {len(places)} of {len(ends)} last tokens, and all other tokens agree",
-        case.sample.sample_id,
-        token=case.position,
-        variation="final token",
-    )
+    statement = "the last token of a completion has no log-probability: it was added after sampling"
+    evidence = f"0 was recorded for {len(places)} of {len(ends)} last tokens, and all other tokens agree"
+    return _found(case, "ids", "final token", statement, evidence)
 
 
 def _by_version(case: Case) -> Finding | None:
@@ -137,15 +132,17 @@ def _by_version(case: Case) -> Finding | None:
             and not beyond[~of_it].any()
             and beyond[of_it].mean() > 0.5
         ):
-            return Finding(
-                "weights",
-                f"the tokens that the weights {version!r} sampled depart, and those of other weights agree",
-                f"{int(beyond.sum())} of {int(of_it.sum())} tokens depart, none of the {int((~of_it).sum())}",
-                case.sample.sample_id,
-                token=case.position,
-                variation="weights",
-            )
+            text = f"the tokens that the weights {version!r} sampled depart, and those of other weights agree"
+            evidence = f"{beyond.sum()} of {of_it.sum()} tokens depart, none of the {(~of_it).sum()}"
+            return _found(case, "weights", "weights", text, evidence)
     return None
+
+
+def _found(case: Case, cause: Cause, variation: str, statement: str, evidence: str) -> Finding:
+    """Return a finding about the first token that departs."""
+    return Finding(
+        cause, statement, evidence, case.sample.sample_id, token=case.position, variation=variation
+    )
 
 
 def _recorded(case: Case, noise: Noise) -> Finding | None:
@@ -201,14 +198,7 @@ def _recorded_finding(case: Case, fits: dict[str, dict[int, tuple[float, Recorde
         statements.append("; ".join(parts))
     cause: Cause = next(iter(causes)) if len(causes) == 1 else "unknown"
     evidence = f"largest difference {case.compared.largest:.4g}; read off the trainer's own distribution"
-    return Finding(
-        cause,
-        "; or ".join(statements),
-        evidence,
-        case.sample.sample_id,
-        token=case.position,
-        variation=" or ".join(fits),
-    )
+    return _found(case, cause, " or ".join(fits), "; or ".join(statements), evidence)
 
 
 def _completions(case: Case, numbers: list[int]) -> str:

@@ -152,12 +152,6 @@ def _source(case: Case, item: MediaItem, *, stored: bool = False) -> Image.Image
     return Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB")
 
 
-def _rows_lower(pixels: Array, grid: tuple[int, ...], by: int) -> Array:
-    # Patches come in merged squares, row of squares by row of squares: one such row is two of patches.
-    flat = pixels.ndim == 2 and len(grid) == 3
-    return np.roll(pixels, by * 2 * grid[2], 0) if flat else np.roll(pixels, by, pixels.ndim - 2)
-
-
 def _in_squares(
     order: tuple[int, ...], merged: bool, pixels: Array, grid: tuple[int, ...], layout: PatchLayout
 ) -> Array:
@@ -303,8 +297,11 @@ def _to_steps(values: Array, _: tuple[int, ...], steps: int) -> Array:
     return np.asarray(np.round(values * steps) / steps)
 
 
-def _rolled(values: Array, _: tuple[int, ...], by: int) -> Array:
-    return np.roll(values, by, 0 if values.ndim == 2 else values.ndim - 1)
+def _rolled(values: Array, grid: tuple[int, ...], by: int, rows: bool = False) -> Array:
+    flat = values.ndim == 2
+    # Patches come in merged squares, row of squares by row of squares: one such row is two of patches.
+    by *= 2 * grid[2] if rows and flat and len(grid) == 3 else 1
+    return np.roll(values, by, 0 if flat else -2 if rows else -1)
 
 
 def _instead(mean: Channels, std: Channels) -> Rule:
@@ -358,8 +355,8 @@ _FILTERS: Final = ("NEAREST", "BILINEAR", "BICUBIC", "LANCZOS", "BOX", "HAMMING"
 _ROWS: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "patches moved": {
         **{f"every patch {shift_text(by)}": _values(partial(_rolled, by=by)) for by in (1, -1, 2, -2, 4, -4)},
-        "patches one row lower": _values(partial(_rows_lower, by=1)),
-        "patches one row higher": _values(partial(_rows_lower, by=-1)),
+        "patches one row lower": _values(partial(_rolled, by=1, rows=True)),
+        "patches one row higher": _values(partial(_rolled, by=-1, rows=True)),
     },
     "patch order": {
         **{f"patches {text}": _patches(partial(_in_squares, *how)) for text, how in _SQUARES.items()},

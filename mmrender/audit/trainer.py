@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mmrender.audit.report import Float32Array
 from mmrender.errors import EngineError, MMRenderError
 from mmrender.model.weights import load_model
-from mmrender.training import ModelFamily, TrainingBatch, collate, token_logprobs
+from mmrender.training import ModelFamily, TrainingBatch, collate
 from mmrender.training.allowed import allowed_logsumexp
 from mmrender.trajectory.sample import TrainingSample
 
@@ -58,23 +58,6 @@ class TrainerModel:
         """Name of the dtype that pixels are given in."""
         return self._dtype
 
-    def logprobs(self, sample: TrainingSample) -> Float32Array:
-        """Return the log-probability of each token given those before it, `(tokens,)`; 0.0 for the first.
-
-        Each sample runs by itself, through the batch that a trainer builds.
-
-        Args:
-            sample: What the trainer would get.
-
-        Raises:
-            BatchError: The sample cannot be batched: items or tokens do not fit together.
-            PlaceholderError: Its placeholders do not fit its items or tokens.
-            EngineError: The model fails on it.
-        """
-        batch = self._batch([sample])
-        found = token_logprobs(self._logits(batch, sample), batch)
-        return np.asarray(found[0].float().cpu().numpy(), np.float32)
-
     def sampled_logprobs(
         self,
         sample: TrainingSample,
@@ -83,7 +66,9 @@ class TrainerModel:
         model: ModelChange | None = None,
         beside: TrainingSample | None = None,
     ) -> Float32Array:
-        """Return the log-probability of each token of the loss mask, `(m,)`.
+        """Return the log-probability of each token of the loss mask, given those before it: `(m,)`.
+
+        Each sample runs by itself, through the batch that a trainer builds.
 
         Args:
             sample: What the trainer would get.
@@ -92,7 +77,9 @@ class TrainerModel:
             beside: A sample to share a batch with, which is padded on the left.
 
         Raises:
-            MMRenderError: As for `logprobs`.
+            BatchError: The sample cannot be batched: items or tokens do not fit together.
+            PlaceholderError: Its placeholders do not fit its items or tokens.
+            EngineError: The model fails on it.
         """
         samples = [sample] if beside is None else [sample, beside]
         places = np.flatnonzero(sample.loss_mask)
@@ -127,7 +114,7 @@ class TrainerModel:
         """Return the logits from which the tokens at `positions` were predicted: `(m, vocabulary)`.
 
         Raises:
-            MMRenderError: As for `logprobs`.
+            MMRenderError: As for `sampled_logprobs`.
         """
         return self._rows([sample], [np.asarray(positions)])[0]
 

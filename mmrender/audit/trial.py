@@ -127,8 +127,9 @@ class Case:
 
     @cached_property
     def everything(self) -> Float32Array:
-        """The trainer's log-probability of every token, of the prompt's too: `(len(sample),)`."""
-        return self.trainer.logprobs(self.sample)
+        """The trainer's log-probability of every token, of the prompt's too; 0.0 for the first."""
+        whole = replace(self.sample, loss_mask=np.ones(len(self.sample), np.bool_))
+        return np.append(np.float32(0), self.trainer.sampled_logprobs(whole)[1:])
 
     @cached_property
     def rows(self) -> npt.NDArray[np.intp]:

@@ -13,10 +13,10 @@ from PIL import Image
 import audit_faults  # noqa: F401 - registers them
 from audit_cases import FAULTS, judge, scene
 from mmrender.audit import TrainerModel, audit, inspect_sample
+from mmrender.audit.causes import GROUPS
 from mmrender.audit.computed import whole_in
 from mmrender.audit.report import sampled_runs, save_plot
 from mmrender.audit.trial import ChangedItem
-from mmrender.audit.variations import VARIATIONS
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
 from mmrender.renderer import Renderer
@@ -281,5 +281,5 @@ def test_the_page_lists_what_is_tried_and_what_was_planted():
     page = " ".join((Path(__file__).parents[2] / "docs" / "audit.md").read_text().split())
     assert len(FAULTS) >= 36
     assert [name for name in FAULTS if name not in page] == []
-    rows = [f"| `{one.name}` | `{one.cause}` | {one.about} |" for one in VARIATIONS]
+    rows = [f"| `{one.name}` | `{one.cause}` | {one.about} |" for group in GROUPS for one in group]
     assert [row for row in rows if row not in page] == []
