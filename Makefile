@@ -5,15 +5,16 @@ FUZZ_SECONDS ?= 600
 FUZZ_MESSAGES ?= 300000
 FAULTS ?= 500
 SOAK_SECONDS ?= 600
+BENCH_JSON ?= bench.json
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 MAIN_STAMP := $(VENV)/.installed
-BENCH_STAMP := $(VENV)/.installed-bench
 PARITY_VENV := .venv-parity$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 PARITY_PIP := $(PARITY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 PARITY_STAMP := $(PARITY_VENV)/.installed
+BENCH_STAMP := $(PARITY_VENV)/.installed-bench
 FAMILIES := .families
 # Ready environments of the inference servers may be named; otherwise `make integration-*` installs its own.
 export MMRENDER_VLLM_ENV ?= $(CURDIR)/.venv-vllm
@@ -27,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity families bench soak faults fuzz clean \
+.PHONY: help setup demo test check lint types layers docs package import-time parity families bench speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -44,10 +45,6 @@ $(BIN)/python:
 $(MAIN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) 'pip>=25.1'
 	$(PIP) --group test --group dev -e '.[all]'
-	@touch $@
-
-$(BENCH_STAMP): $(MAIN_STAMP)
-	$(PIP) --group bench -e '.[all]'
 	@touch $@
 
 demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures and show its tokens
@@ -103,8 +100,17 @@ $(FAMILIES)/.built: tools/families.py tools/families.toml $(PARITY_STAMP)
 
 families: $(FAMILIES)/.built ## build directories of twenty-nine families, without weights, in .families/models
 
-bench: $(BENCH_STAMP) ## compare with the reference processor and with peers
-	set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+# Beside torchvision, without which the reference has no torch back end.
+$(BENCH_STAMP): $(PARITY_STAMP)
+	$(PARITY_PIP) 'pip>=25.1'
+	$(PARITY_PIP) -c $(PARITY_VENV)/constraints.txt --group bench -e '.[all]'
+	@touch $@
+
+bench: $(BENCH_STAMP) ## one table against the reference, peers and physical limits; QUICK=1 takes three minutes
+	$(PARITY_VENV)/bin/python benchmarks/run.py $(if $(QUICK),--quick) --json $(BENCH_JSON)
+
+speed-page: $(MAIN_STAMP) ## write the figures of `make bench` into README.md and docs/, with the plots of growth
+	$(BIN)/python tools/speed_page.py $(BENCH_JSON)
 
 # Chromium comes from the system: apt-get install chromium. axe-core, which judges accessibility, comes from npm.
 BROWSER_STAMP := $(VENV)/.installed-browser

@@ -172,6 +172,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", default=MODEL)
     parser.add_argument("--backend", choices=("pil", "torch"), default="pil")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
+    parser.add_argument("--before", type=int, nargs="+", default=ROUNDS, help="rounds of the conversation")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -184,8 +186,8 @@ def main() -> None:
         if missing is not None:
             print(f"without the {name}: {missing}")
     found: list[dict[str, Any]] = []
-    for kind in KINDS:
-        for rounds in ROUNDS:
+    for kind in options.kinds:
+        for rounds in options.before:
             case = Case(rounds, kind, ours, peer, reference)
             case.check()
             seconds = case.seconds(options.rounds, options.clock)

@@ -33,19 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
 import numpy as np  # noqa: E402
-from measure import Clock, Contender, machine, medians, memcpy_seconds, shown_ms, shown_ratio, table  # noqa: E402
-from render_cases import CASES, LARGE, SIZES, Case, make_conversation, make_image  # noqa: E402
+from measure import Clock, Contender, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
+from render_cases import CASES, LARGE, Case, make_conversation  # noqa: E402
 from render_contenders import Ours, Peer, Reference  # noqa: E402
 
 from mmrender.media.pixels import ImageBackend  # noqa: E402
-from mmrender.media.policy import MediaPolicy  # noqa: E402
-from mmrender.media.resolve import MediaCache, MediaResolver  # noqa: E402
-from mmrender.messages import ImagePart  # noqa: E402
 from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402
 
 SHARED_MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 BACKENDS: tuple[ImageBackend, ...] = ("pil", "torch")
-ONE_IMAGE = "1 turn, one 1024²"
 PACKAGES = ("numpy", "pillow", "tokenizers", "torch", "torchvision", "transformers", "renderers")
 
 
@@ -108,30 +104,6 @@ class Bench:
                 _same("pixels", "the peer", mine, np.asarray(item["pixel_values"]))
         return len(rendered)
 
-    def image(self, width: int, height: int) -> dict[str, Any]:
-        """Time one picture without a conversation."""
-        image = make_image(width, height)
-        part = [("image", ImagePart(image))]
-        processor = self.ours.warm_renderer.media.processor
-
-        def fresh() -> Any:
-            return MediaResolver(processor, MediaPolicy(), MediaCache()).resolve(part)[0]
-
-        expanded = fresh().tensors("float32")["pixel_values"]
-        target = np.empty_like(expanded)
-        contenders = {
-            "float32": Contender(lambda: fresh().tensors("float32")),
-            "bfloat16": Contender(lambda: fresh().tensors("bfloat16")),
-            "uint8": Contender(fresh),
-            "memcpy": Contender(lambda: np.copyto(target, expanded)),
-        }
-        if self.reference.missing is None:
-            process = self.reference.processor.image_processor
-            _same("pixels", "the reference", expanded, process(image, return_tensors="np")["pixel_values"])
-            contenders["reference"] = Contender(lambda: process(image, return_tensors="pt"))
-        seconds = medians(contenders, rounds=self.rounds, clock=self.clock)
-        return {"case": f"{width}x{height}", "backend": self.backend, "seconds": seconds}
-
     def memory(self) -> dict[str, Any]:
         """Measure one large picture, each contender in a process of its own."""
         names = ["ours"] if self.reference.missing is not None else ["ours", "reference"]
@@ -177,31 +149,6 @@ def conversation_table(rows: list[dict[str, Any]]) -> str:
     return table(headings, lines)
 
 
-def image_table(rows: list[dict[str, Any]]) -> str:
-    """One picture, cold, in milliseconds."""
-    names = ("reference", "float32", "bfloat16", "uint8", "memcpy")
-    headings = [
-        "one picture, cold",
-        "mode",
-        "reference",
-        "float32",
-        "bf16",
-        "uint8",
-        "memcpy",
-        "ref/f32",
-        "ref/bf16",
-        "ref/u8",
-    ]
-    lines = []
-    for row in rows:
-        times = row["seconds"]
-        ratios = [
-            shown_ratio(times.get("reference"), times[name]) for name in ("float32", "bfloat16", "uint8")
-        ]
-        lines.append([row["case"], row["backend"], *[shown_ms(times.get(name)) for name in names], *ratios])
-    return table(headings, lines)
-
-
 def memory_table(rows: list[dict[str, Any]]) -> str:
     """Megabytes of one large picture."""
     headings = ["one picture, MB", "mode", "who", "item", "retained", "peak"]
@@ -216,38 +163,6 @@ def memory_table(rows: list[dict[str, Any]]) -> str:
     return table(headings, lines)
 
 
-def aims(results: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield each aim with what was measured; `met` is None where a rival is not here."""
-    for row in results["conversations"]:
-        times = row["seconds"]
-        if row["case"] == ONE_IMAGE:
-            for form, least in (("float32", 4.0), ("uint8", 15.0)):
-                for rival, name in (("the reference", "reference"), ("the peer", "peer cold")):
-                    aim = f"{row['backend']}: cold image as {form} at least {least:g}x faster than {rival}"
-                    yield _judged(aim, times.get(name), times[form], least)
-        aim = f"{row['backend']}: warm, {row['case']}, at least 20x faster than the peer"
-        yield _judged(aim, times.get("peer warm"), times["warm"], 20.0)
-    for row in results["memory"]:
-        theirs = row["reference"]["kept_bytes"] if "reference" in row else None
-        aim = f"{row['backend']}: an item's bytes at most 1/8 of the reference's"
-        yield _judged(aim, theirs, row["ours"]["kept_bytes"], 8.0)
-
-
-def _judged(aim: str, theirs: float | None, ours: float, least: float) -> dict[str, Any]:
-    if theirs is None:
-        return {"aim": aim, "ratio": None, "met": None}
-    # The grid beside the pixels is 24 bytes.
-    return {"aim": aim, "ratio": theirs / ours, "met": theirs / ours >= least * (1 - 1e-5)}
-
-
-def print_aims(judged: list[dict[str, Any]]) -> None:
-    """Say which aims are met and which fall short."""
-    verdicts = {True: "met", False: "SHORT", None: "not measured"}
-    for entry in judged:
-        ratio = f" ({entry['ratio']:.1f}x)" if entry["ratio"] is not None else ""
-        print(f"  {verdicts[entry['met']]:<12} {entry['aim']}{ratio}")
-
-
 @contextmanager
 def model_directory(given: Path | None) -> Iterator[Path]:
     """Yield the model to time: the one given, the real one beside the checkout, or the tiny one."""
@@ -259,21 +174,18 @@ def model_directory(given: Path | None) -> Iterator[Path]:
 
 
 def run(
-    directory: Path, backends: list[ImageBackend], rounds: int, clock: Clock
+    directory: Path, backends: list[ImageBackend], cases: list[int], rounds: int, clock: Clock
 ) -> dict[str, list[dict[str, Any]]]:
     """Measure everything; progress goes to standard error."""
-    results: dict[str, list[dict[str, Any]]] = {"conversations": [], "images": [], "memory": []}
+    results: dict[str, list[dict[str, Any]]] = {"conversations": [], "memory": []}
     for backend in backends:
         bench = Bench(directory, backend, rounds, clock)
         for who, missing in (("reference", bench.reference.missing), ("peer", bench.peer_missing)):
             if missing is not None:
                 print(f"{backend}: {who}: {missing}", file=sys.stderr)
-        for case in CASES:
+        for case in [CASES[index] for index in cases]:
             print(f"{backend}: {case.name} …", file=sys.stderr)
             results["conversations"].append(bench.conversation(case))
-        for size in SIZES:
-            print(f"{backend}: {size[0]}x{size[1]} …", file=sys.stderr)
-            results["images"].append(bench.image(*size))
         results["memory"].append(bench.memory())
     return results
 
@@ -284,6 +196,9 @@ def main() -> int:
         "model", nargs="?", type=Path, help="model directory; by default Qwen3-VL's, else a tiny one"
     )
     parser.add_argument("--backend", choices=BACKENDS, action="append")
+    numbers = range(len(CASES))
+    names = "; ".join(f"{index}: {case.name}" for index, case in enumerate(CASES))
+    parser.add_argument("--cases", type=int, nargs="+", choices=numbers, default=list(numbers), help=names)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: time of all threads")
     parser.add_argument("--threads", type=int, default=1, help="of torch, for all contenders")
@@ -295,17 +210,14 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     here = {**machine(PACKAGES), "torch threads": arguments.threads, "clock": arguments.clock}
     with model_directory(arguments.model) as directory:
-        results = run(directory, arguments.backend or list(BACKENDS), arguments.rounds, arguments.clock)
+        backends = arguments.backend or list(BACKENDS)
+        results = run(directory, backends, arguments.cases, arguments.rounds, arguments.clock)
         here["model"] = directory.name
-    copied = 24 << 20  # the float32 patches of one 1024² image
-    here["memcpy of 24 MiB, ms"] = round(1e3 * memcpy_seconds(copied, clock=arguments.clock), 2)
-    judged = list(aims(results))
     print("\n".join(f"{key}: {value}" for key, value in here.items()))
     print("\nmilliseconds, medians\n\n" + conversation_table(results["conversations"]))
-    print("\n" + image_table(results["images"]) + "\n\n" + memory_table(results["memory"]) + "\n\naims")
-    print_aims(judged)
+    print("\n" + memory_table(results["memory"]))
     if arguments.json:
-        document = {"machine": here, **results, "aims": judged}
+        document = {"machine": here, **results}
         arguments.json.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     return 0
 

@@ -114,7 +114,7 @@ class Peer:
         from openai import AsyncOpenAI
 
         # Its own encoding needs vLLM; here it gets the same text as everyone, as its sidecar.
-        self._client._build_mm_features = lambda sidecar, *_: sidecar.features
+        self._client._build_mm_features = lambda _, sidecar: sidecar.features
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_PATIENCE)
 
         async def call(load: Load) -> Any:

@@ -25,8 +25,6 @@ CASES = (
     Case("16 turns, no image", 16, 0),
     Case("16 turns, four 1024²", 16, 4),
 )
-SIZES = ((1024, 1024), (1365, 768), (1920, 1080))
-"""Width and height of single images."""
 LARGE = (3840, 2160)
 _WORDS_USER, _WORDS_ASSISTANT = 75, 200
 

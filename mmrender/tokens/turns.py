@@ -143,8 +143,9 @@ def turn_stop(
             end, begun = span.stop, True
         elif begun and span.message >= 0:
             break
-    places = range(start, min(end + 1, len(ids)))
-    return next((place + 1 for place in places if ids[place] in stop_ids), end)
+    tail = ids[start : end + 1]
+    places = [tail.index(stop_id) for stop_id in stop_ids if stop_id in tail]
+    return start + min(places) + 1 if places else end
 
 
 class Opening(NamedTuple):
