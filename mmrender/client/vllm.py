@@ -47,6 +47,7 @@ from mmrender.client.vllm_images import (
     PixelDtype,
     Place,
     has_safe_cache,
+    in_runs,
     require_safe_cache,
     wire_forms,
 )
@@ -128,7 +129,11 @@ class VLLMBackend(HTTPBackend):
         self, request: EngineRequest, transport: Transport, on_tokens: OnTokens | None
     ) -> EngineResponse:
         """Sample one completion, with the log-probabilities that vLLM reports."""
-        ids, spans = check_request(request, takes_sparse=self.images in ("auto", "content_parts"))
+        ids, spans = check_request(
+            request,
+            takes_videos=self.images != "content_parts",
+            takes_sparse=self.images in ("auto", "content_parts"),
+        )
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=on_tokens)
         if not spans:
             return await send({"token_ids": ids.tolist()})
@@ -171,6 +176,7 @@ class VLLMBackend(HTTPBackend):
     async def _looked_up(
         self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
     ) -> ImageTensors:
+        spans = in_runs(spans)
         for span in spans:
             require_dense(span)
         asks = self.pixels == "ask" or self.images != "features"

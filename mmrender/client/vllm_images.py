@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from PIL import Image
 
 from mmcodecs.arrays import RawTensor
@@ -40,7 +41,7 @@ from mmrender.errors import (
 )
 from mmrender.media.item import EncodedImage, PatchItem, ProcessedItem, encoded_image, tensor_specs
 from mmrender.media.levels import Levels, expanded
-from mmrender.spans import MediaItem, MediaSpan
+from mmrender.spans import MediaItem, MediaSpan, PlaceholderRange
 
 _log = logging.getLogger("mmrender.client")
 
@@ -74,7 +75,7 @@ class WireForm:
 
 
 def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
-    """Expand one image to the tensors that go on the wire."""
+    """Expand one image or video to the tensors that go on the wire."""
     if pixels != "uint8":
         tensors = item.tensors(pixels)
         if pixels != "bfloat16":
@@ -85,7 +86,10 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
             for name, array in tensors.items()
         }
     if isinstance(item, PatchItem):
-        return {"pixel_values": item.levels(), "image_grid_thw": np.array([item.grid], np.int64)}
+        values, *others = item.specs("float32").items()
+        arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in others}
+        item.write(arrays, "float32")
+        return {values[0]: item.levels(), **arrays}
     problem = "this item holds normalised ones only"
     if isinstance(item, ProcessedItem) and item.compact:
         levels = {name: part for name, part in item.parts.items() if isinstance(part, Levels)}
@@ -106,15 +110,55 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
     )
 
 
-def layout_for(names: Collection[str], kinds: Mapping[str, str] | None = None) -> Layout:
-    """Return the field layout of an image by the names of its tensors.
+def in_runs(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
+    """Return media with each time step of a video as an image of its own, where text lies between the steps.
+
+    vLLM forgets which tokens of a range hold features. Families that write text between time steps attend
+    within each of them and number each like an image, so a step gives the features of an image of one step.
+
+    Raises:
+        EngineUnsupportedError: Such a video is not kept as frames.
+    """
+    found: list[MediaSpan] = []
+    for span in spans:
+        runs, item = span.range.embed_spans, span.item
+        if span.modality != "video" or runs is None:
+            found.append(span)
+            continue
+        if not isinstance(item, PatchItem) or len(runs) != item.grid[0]:
+            raise EngineUnsupportedError(
+                "the engine loses which tokens of a video hold features",
+                where=span.where,
+                expected="one run of features for each time step of a PatchItem",
+                got=f"{len(runs)} runs of {item!r}",
+                remedy="Use another engine for videos of this model",
+            )
+        temporal, (_, height, width) = item.layout.temporal, item.grid
+        for step, (start, stop) in enumerate(runs):
+            image = msgspec.structs.replace(
+                item,
+                identity=blake3(f"{item.identity} step {step}".encode()).hexdigest(),
+                modality="image",
+                grid=(1, height, width),
+                frames=item.frames[step * temporal : (step + 1) * temporal],
+                times=item.times[step * temporal : (step + 1) * temporal],
+            )
+            place = PlaceholderRange(span.start + start, stop - start)
+            found.append(MediaSpan(span.modality, span.position, place, image))
+    return found
+
+
+def layout_for(
+    names: Collection[str], kinds: Mapping[str, str] | None = None, *, modality: str = "image"
+) -> Layout:
+    """Return the field layout of an image or video by the names of its tensors.
 
     `kinds` is how the server says that each is joined: `batched`, `flat` or `shared`.
     """
 
     def fits(layout: Layout, name: str) -> bool:
         spec = layout.fields.get(name)
-        if spec is None or spec.modality != "image":
+        if spec is None or spec.modality != modality:
             return False
         kind = type(spec).__name__.lower()
         sizes_known = not isinstance(spec, Flat | Shared) or spec.sizes in names
@@ -124,7 +168,7 @@ def layout_for(names: Collection[str], kinds: Mapping[str, str] | None = None) -
     if not found or any(layout.fields[n] != found[0].fields[n] for layout in found for n in names):
         raise EngineUnsupportedError(
             "it is not known how vLLM joins these tensors",
-            where="image items",
+            where=f"{modality} items",
             expected="the fields of one of the known layouts",
             got=", ".join(sorted(names)),
             remedy="Send encoded images: VLLMBackend(images='content_parts')",
@@ -163,18 +207,18 @@ def features_of(
         known: Hashes whose data the server has; it is sent neither of these nor of repeats within the
             request, which a server takes for hashes that it knows. None sends all data.
     """
-    hashes: list[str] = []
-    data: list[JSONText | None] = []
+    features: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     left_out = set(known or ())
     for span in spans:
         form = forms[span.item.identity]
-        hashes.append(form.mm_hash(span.item))
-        data.append(None if hashes[-1] in left_out else encode_item(span, form))
+        digest = form.mm_hash(span.item)
+        place = {"offset": span.range.offset, "length": span.range.length}
+        data = None if digest in left_out else encode_item(span, form)
+        for members, value in zip(features.values(), (digest, place, data), strict=True):
+            members.setdefault(span.item.modality, []).append(value)
         if known is not None:
-            left_out.add(hashes[-1])
-    places = [{"offset": span.range.offset, "length": span.range.length} for span in spans]
-    features = {"mm_hashes": hashes, "mm_placeholders": places, "kwargs_data": data}
-    return {"features": {name: {"image": members} for name, members in features.items()}}
+            left_out.add(digest)
+    return {"features": features}
 
 
 @dataclass(slots=True)
@@ -341,7 +385,9 @@ async def wire_forms(
         item = span.item
         if item.identity in forms:
             continue
-        settings = (item.layout, item.arithmetic) if isinstance(item, PatchItem) else None
+        settings = None
+        if isinstance(item, PatchItem):
+            settings = (item.layout, item.arithmetic, item.modality, _is_video(item))
         key = ("form", pixels, model, type(item), settings)
         tokens = tuple(ids[span.start : span.stop].tolist())
         ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
@@ -358,7 +404,7 @@ async def _ask_form(
 ) -> WireForm:
     """Let the server render an item, and compare its placeholder tokens and tensors with ours."""
     if pixels != "ask":
-        return WireForm(layout_for(tensor_specs(item)), pixels)
+        return WireForm(layout_for(tensor_specs(item), modality=item.modality), pixels)
     where = f"{transport.base_url}{RENDER_PATH}"
     image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
     try:
@@ -372,6 +418,12 @@ async def _ask_form(
         raise
     except CodecError as error:
         raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
+    if _is_video(item):  # a server processes those that it decodes: only the dtype can be learnt
+        dtype = _dtype_of(theirs["pixel_values"].data) if "pixel_values" in theirs else "nothing"
+        known = next((one for one in PIXEL_DTYPES if one == dtype), None)
+        if known is None:
+            raise _mismatch("pixel dtypes", where, dtype, f"one of {', '.join(PIXEL_DTYPES)}")
+        return WireForm(layout_for(tensor_specs(item), modality=item.modality), known)
     if served.tokens != tokens:
         runs = [
             ", ".join(f"{len(list(run))} of the token {token}" for token, run in itertools.groupby(some))
@@ -390,12 +442,17 @@ async def _ask_form(
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
     """Return an image that the server widens as the item, and whether it has the item's own pixels."""
-    if isinstance(item, PatchItem):
+    if isinstance(item, PatchItem) and not _is_video(item):
         return encoded_image(item), True
     height, width = item.size
     buffer = io.BytesIO()
     Image.new("RGB", (width, height), (127, 127, 127)).save(buffer, format="PNG")
     return EncodedImage(buffer.getvalue(), "image/png"), False
+
+
+def _is_video(item: MediaItem) -> bool:
+    """Whether an item is a video or a time step of one."""
+    return isinstance(item, PatchItem) and (item.modality == "video" or bool(item.times))
 
 
 def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, where: str) -> WireForm:

@@ -20,7 +20,7 @@ from mmrender.client.http import HTTPTransport
 from mmrender.client.types import EngineRequest, EngineResponse, Generation
 from mmrender.errors import EngineConnectionError, EngineStatusError, PromptTooLongError
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData
+from mmrender.spans import MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
 
 MODEL = "tiny"
@@ -107,13 +107,12 @@ def reference_logprobs(
     """Logprobs that Transformers gives each completion token, in one forward pass over float32 pixels."""
     import torch
 
-    items = data.mm_items.get("image", ())
-    tensors = [item.tensors("float32", framework="torch") for item in items]
-    joined = {key: torch.cat([entry[key] for entry in tensors]) for key in tensors[0]} if tensors else {}
+    spans = data.spans(len(prompt_ids))
+    tensors = [span.item.tensors("float32", framework="torch") for span in spans]
+    joined = {key: [entry[key] for entry in tensors if key in entry] for entry in tensors for key in entry}
+    joined = {key: torch.cat(values) for key, values in joined.items()}
     ids = torch.tensor([[*prompt_ids, *completion_ids]])
-    kinds = torch.zeros_like(ids)
-    for place in data.mm_placeholders.get("image", ()):
-        kinds[0, place.offset : place.offset + place.length] = 1
+    kinds = torch.from_numpy(mm_token_type_ids(spans, ids.shape[1]))[None]
     with torch.inference_mode():
         logits = reference_model(directory)(input_ids=ids, mm_token_type_ids=kinds, **joined).logits[0]
     logprobs = torch.log_softmax(logits.float(), -1)
@@ -121,12 +120,12 @@ def reference_logprobs(
     return logprobs[positions, ids[0, len(prompt_ids) :]].numpy()
 
 
-def assert_reference(directory: Path, generation: Generation) -> None:
-    """The logprobs of a generation equal those of Transformers to 1e-2."""
+def assert_reference(directory: Path, generation: Generation, atol: float = 1e-2) -> None:
+    """The logprobs of a generation equal those of Transformers."""
     expected = reference_logprobs(
         directory, generation.prompt_ids, generation.completion_ids, generation.multi_modal_data
     )
-    np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=atol)
 
 
 def connected(server: EngineServer, work: Any, wrap: Any = None) -> Any:
@@ -202,12 +201,18 @@ def interrupted(
 
 
 def rolled_out(
-    server: EngineServer, renderer: Renderer, directory: Path, wrap: Any = None, **call: Any
+    server: EngineServer,
+    renderer: Renderer,
+    directory: Path,
+    wrap: Any = None,
+    opening: dict[str, Any] | None = None,
+    **call: Any,
 ) -> tuple[list[Generation], Any]:
     """Four turns, each bridged to the last and with an image of its own, and the transport that they took."""
+    opening = opening or user("Look.", picture(10, 128, 128))
 
     async def work(way: Any) -> tuple[list[Generation], Any]:
-        rendered = renderer.render([user("Look.", picture(10, 128, 128))], add_generation_prompt=True)
+        rendered = renderer.render([opening], add_generation_prompt=True)
         turns: list[Generation] = []
         for turn in range(4):
             last = await generate(
@@ -220,7 +225,7 @@ def rolled_out(
         return turns, way
 
     turns, way = connected(server, work, wrap)
-    assert [len(turn.multi_modal_data.mm_items["image"]) for turn in turns] == [1, 2, 3, 4]
+    assert [len(turn.multi_modal_data.spans()) for turn in turns] == [1, 2, 3, 4]
     for turn in turns:
         assert_reference(directory, turn)
     return turns, way

@@ -43,6 +43,7 @@ from mmrender.errors import (
 )
 from mmrender.training.kwargs import resolve_references
 from mmrender.trajectory import Trajectory
+from video_cases import frames_of
 
 pytestmark = needs_tier("vllm")
 
@@ -157,6 +158,22 @@ def test_a_bridged_rollout_with_an_image_a_turn(server, renderer, tiny_model, mo
         last = turns[-1].multi_modal_data.mm_items["image"][-1]
         bytes_per_value = 1 if multimodal_settings(server)["mm_device_do_normalize"] else 4
         assert way.sizes[-1] < 1.4 * bytes_per_value * last.levels().nbytes
+
+
+def test_a_bridged_rollout_with_a_video(server, renderer, tiny_model, mode):
+    frames = frames_of(5, 96, 128)  # the time stamps between its steps are no features
+    video = {"type": "video", "video": frames, "times": [0.0, 0.5, 1.0, 1.5, 2.0]}
+    opening = {"role": "user", "content": [video, {"type": "text", "text": "What happens?"}]}
+    sampling = {"temperature": 1.0, "seed": 7, "max_tokens": 10}
+    call = {"backend": VLLMBackend(images=mode), "sampling_params": sampling, "opening": opening}
+    if mode == "content_parts":
+        with pytest.raises(EngineUnsupportedError, match="only images can be sent to this engine"):
+            rolled_out(server, renderer, tiny_model, **call)
+        return
+    turns, _ = rolled_out(server, renderer, tiny_model, **call)
+    for turn in turns:
+        assert turn.multi_modal_data.mm_placeholders["video"][0].embed_spans is not None
+        assert_reference(tiny_model, turn, atol=1e-3)
 
 
 @only("default", "floats")

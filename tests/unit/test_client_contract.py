@@ -114,9 +114,12 @@ def test_sidecars_that_do_not_fit(engine: Engine) -> None:
     refused(engine, PlaceholderError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar.shifted(1))
 
 
-def test_videos_are_refused(engine: Engine) -> None:
+@pytest.mark.parametrize("name", ["sglang", "dynamo"])
+def test_videos_are_refused(name: str) -> None:
     prompt = PromptMaker().text([1]).framed(video_item(4)).text([2])
-    problem = refused(engine, EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
+    problem = refused(
+        ENGINES[name], EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar
+    )
     assert problem == "mm_placeholders['video'][0]: only images can be sent to this engine - got video"
 
 
