@@ -8,8 +8,9 @@
 - counts: that many images of 1024² in one message, as levels: on one thread, on two, and again once seen.
 
 "reference" is the image processor of Transformers on the same back end. The limits are copies between warm
-buffers: of the float32 patches for them, of the planes for levels. "hashes" is what naming an image takes at
-least, "resize" the bare resampling. Pixels of all are compared first; torch uses one thread.
+buffers: of the float32 patches for them, of the planes for levels. "fingerprint" is what knowing an image
+again takes, "hashes" that and its name, "resize" the bare resampling. Pixels of all are compared first; torch
+uses one thread.
 """
 
 import argparse
@@ -87,6 +88,7 @@ class Bench:
             "levels": Contender(cold),
             "float32": Contender(lambda: cold().tensors("float32")),
             "bfloat16": Contender(lambda: cold().tensors("bfloat16")),
+            "fingerprint": Contender(lambda: source_fingerprint(image)),
             "hashes": Contender(lambda: (source_fingerprint(image), media_identity(b"", planes))),
             "copy of float32": Contender(_copy(expanded)),
             "copy of levels": Contender(_copy(item.frames)),

@@ -102,6 +102,7 @@ def _images(parts: Mapping[str, Document]) -> Iterator[Figure]:
             yield Figure(
                 f"16 turns with four images, seen before{mode}",
                 {OURS: seconds["warm"], **_present({RENDERERS: seconds.get("peer warm")})},
+                _limit("four fingerprints", None if "fingerprint" not in bare else 4 * bare["fingerprint"]),
                 faster={RENDERERS: 60.0} if is_pil else {},
             )
     for (size, backend), seconds in sizes.items():
