@@ -1,12 +1,14 @@
 """Trajectories, and whatever else the codec can encode, from the workers to the process that trains.
 
 ```python
-async with Receiver("unix:///tmp/rollouts.sock") as receiver:  # the trainer
-    async for message in receiver:
-        train(message.value)
+async def train(samples):                      # the trainer
+    async with Receiver("unix:///tmp/rollouts.sock") as receiver:
+        async for message in receiver:
+            samples.extend(message.value.samples())
 
-async with Sender("unix:///tmp/rollouts.sock") as sender:      # a worker
-    await sender.send(trajectory)
+async def work(trajectory):                    # a worker
+    async with Sender("unix:///tmp/rollouts.sock") as sender:
+        await sender.send(trajectory)
 ```
 """
 

@@ -2,7 +2,8 @@
 
 ```python
 collator = Collator(ModelFamily.from_config(directory), pad_token_id=0, renderer=renderer)
-Trainer(model, TrainingArguments(..., remove_unused_columns=False), data_collator=collator, ...)
+arguments = TrainingArguments("checkpoints", remove_unused_columns=False)
+Trainer(model, arguments, data_collator=collator, train_dataset=samples)
 ```
 """
 

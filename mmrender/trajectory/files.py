@@ -6,7 +6,7 @@ with TrajectoryWriter("run.mmc") as file:
     file.append(group)             # one record; content that its trajectories share is written once
 
 load_trajectories("run.mmc")       # all of them
-TrajectoryReader("run.mmc")[5]     # the trajectories of one record; nothing else is read
+TrajectoryReader("run.mmc")[1]     # the trajectories of one record; nothing else is read
 ```
 """
 

@@ -1,0 +1,135 @@
+"""What is shown is true: the code of the README, the guides and docstrings runs, in the order of its page."""
+
+import asyncio
+import ssl
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from doc_pages import PAGES, Page, lay_out, stand_in
+from mmrender.audit import TrainerModel
+from mmrender.client.local import LocalBackend
+from mmrender.rollout.client import RendererClient
+from mmrender.rollout.environment import Environment
+from mmrender.trajectory import Trajectory, save_trajectories
+
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/index.md": "test_readme.py",
+    "docs/quickstart.md": "test_readme.py",
+    "docs/audit.md": "below, with a rollout to audit",
+    "docs/rollout.md": "below, with what it ends in",
+    "docs/client.md": "test_client_page.py",
+    "docs/training.md": "test_training_page.py",
+    **dict.fromkeys(
+        ["docs/use-renderers.md", "mmrender/integrations/renderers.py"], "make integration-renderers"
+    ),
+    "mmrender/integrations/transformers.py": "docs/use-transformers.md, the same",
+}
+"""Pages whose code has more to show than that it runs, and what runs it."""
+
+LEFT_OUT = {"docs/vllm.md": "llm.generate", "mmrender/training/collator.py": "Trainer("}
+"""Blocks that need a vLLM in this process, or accelerate; tests/integration and test_training_page.py run the like."""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, renderer, tiny_model):
+    monkeypatch.chdir(tmp_path)
+    lay_out(tmp_path, tiny_model)
+    stand_in(monkeypatch, renderer)
+    # No certificates are made for a page: only how they are named is shown.
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", lambda *_: None)
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)
+    return lambda name, **given: Page(name, given).run(leave_out=LEFT_OUT.get(name, ""))
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".md") and name not in ELSEWHERE])
+def test_the_code_of_a_page_runs(name, run):
+    run(name)
+
+
+def test_rollouts_of_the_guide_end_as_it_says(run, tiny_model, monkeypatch, capsys):
+    """With the tiny model, which finds no answer, in place of a server's."""
+    start, local = RendererClient.__init__, LocalBackend(tiny_model)
+
+    def init(client, renderer, server, *, model, backend, sampling_params):
+        assert (server, model, backend) == ("http://127.0.0.1:8000", "MODEL", "vllm")
+        start(
+            client, renderer, backend=local, sampling_params={**sampling_params, "max_tokens": 6, "seed": 1}
+        )
+
+    monkeypatch.setattr(RendererClient, "__init__", init)
+    found = run("docs/rollout.md")
+    assert isinstance(found["Guess"](), Environment)
+    assert found["turn"].why_rendered is None
+    assert len(found["trajectory"]) == 2
+    output = found["output"]
+    assert output["errors"] == [None] * 2
+    assert output["stop_reasons"] == ["max_turns"] * 2
+    assert sum(output["rewards"][0]) == pytest.approx(-0.2)
+    asyncio.run(found["main"](found["questions"]))
+    assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["4", "max_turns"]] * 2
+
+
+def test_the_code_of_the_audit_runs(run, renderer, tiny_model):
+    """With one rollout that the trainer's own model scored."""
+    trainer = TrainerModel.from_pretrained(tiny_model)
+    prompt = renderer.render(
+        [{"role": "user", "content": "Which animal says moo?"}], add_generation_prompt=True
+    )
+    completion = [*renderer.tokenizer.encode("A cow."), renderer.tokenizer.token_id("<|im_end|>")]
+    bare = Trajectory()
+    bare.append(prompt.token_ids, completion, logprobs=np.zeros(len(completion)))
+    logprobs = trainer.sampled_logprobs(bare.samples()[0])
+    rollout = Trajectory()
+    rollout.append(prompt.token_ids, completion, logprobs=logprobs)
+    save_trajectories("rollouts.mmr", [rollout])
+    assert run("docs/audit.md")["report"].ok
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".py") and name not in ELSEWHERE])
+def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path):
+    """What goes before it is given: a docstring shows a call, not a program."""
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForImageTextToText
+
+    import mmcodecs
+    from mmrender import client, media, shipping, training, trajectory
+    from mmrender.client.hooks import OpenTelemetryHooks
+    from mmrender.training.segments import recurrent_segments
+
+    given = {
+        "mmcodecs": mmcodecs,
+        "OpenTelemetryHooks": OpenTelemetryHooks,
+        "recurrent_segments": recurrent_segments,
+    }
+    for package in (client, media, shipping, training, trajectory):
+        given |= {each: getattr(package, each) for each in package.__all__}
+    photo = {"type": "image", "image": tmp_path / "photo.jpg"}
+    rendered = renderer.render([{"role": "user", "content": [photo, "What?"]}], add_generation_prompt=True)
+    data = rendered.multi_modal_data
+    response = SimpleNamespace(completion_ids=[40, 41], logprobs=[-0.1, -0.2])
+    bridged = renderer.bridge_to_next_turn(
+        rendered.token_ids, [40, 41], [{"role": "user", "content": "Why?"}], previous_multi_modal_data=data
+    )
+    rollout = Trajectory()
+    rollout.append(rendered.token_ids, [40, 41], logprobs=[-0.1, -0.2], multi_modal_data=data)
+    given |= {
+        "rendered": rendered, "bridged": bridged, "response": response, "more": response,
+        "prompt_ids": rendered.token_ids, "next_prompt_ids": bridged.token_ids, "item": data.mm_items["image"][0],
+        "trajectory": rollout, "group": [rollout, rollout], "directory": tiny_model, "renderer": renderer,
+    }  # fmt: skip
+    if name.startswith("mmrender/training"):
+        model = AutoModelForImageTextToText.from_pretrained(tiny_model)
+        family = training.ModelFamily.from_config(tiny_model)
+        batch = training.collate(rollout.samples(), family, pad_token_id=0, dtype=model.dtype)
+        given |= {"model": model, "batch": batch, "StatefulDataLoader": DataLoader}
+        given |= {"shard": batch.shard(rank=0, world_size=1, layout="ulysses"), "group": None}
+        given["collator"] = training.Collator(family, pad_token_id=0)
+    run(name, **given)
+
+
+def test_every_page_runs_somewhere():
+    assert set(ELSEWHERE) <= set(PAGES)
+    assert sum(map(len, PAGES.values())) > 60
