@@ -193,17 +193,31 @@ def _sequence(prompt: RenderedTokens, completion: list[int]) -> RenderedTokens:
     )
 
 
+WITHOUT_TOOL_IMAGES = """{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == 'tool' %}
+{%- for part in message.content if part.type == 'text' %}{{ part.text }}{% endfor %}
+{%- elif message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Prints the text of tools alone, as GLM-4.5V's template does."""
+
+
 def dropped(renderer: Renderer) -> Page:
-    """A tool's picture that a template leaves out, beside what was meant."""
+    """A tool's picture that a template leaves out, beside the same message from a user."""
     before = [
-        user("Look at the map, then name the island's highest point."),
+        user("Name the island's highest point."),
         {"role": "assistant", "content": "I look at the map."},
     ]
-    asked = user(terrain(5).resize((320, 320)), "Here it is.")
-    text_only = user("Here it is.")
-    pair = [renderer.render([*before, message], add_generation_prompt=True) for message in (text_only, asked)]
-    names = ("a template that drops the picture", "what the environment returned")
-    return Page.of_difference(pair[0], pair[1], renderer=renderer, names=names)
+    answer = [_part(terrain(5).resize((320, 320))), _part("The map.")]
+    told = [[*before, {"role": role, "content": answer}] for role in ("tool", "user")]
+    text = renderer.render_text(told[0], chat_template=WITHOUT_TOOL_IMAGES, add_generation_prompt=True)
+    ids = renderer.tokenizer.encode(str(text))
+    shown = renderer.render(told[1], chat_template=WITHOUT_TOOL_IMAGES, add_generation_prompt=True)
+    sent = TrainingSample(np.array(ids, np.int32), np.zeros(len(ids), np.bool_))
+    names = ("from the tool: the picture is gone", "from the user: 100 tokens of picture")
+    return Page.of_difference(sent, shown, renderer=renderer, names=names)
 
 
 def audited(model: Path) -> Page:
