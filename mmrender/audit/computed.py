@@ -339,7 +339,10 @@ def _whole_dtype(case: Case) -> Iterator[Trial]:
         yield Trial(f"the sampler computed in {name}", model=whole_in(dtype))
 
 
-def _first_image(case: Case) -> int:
+def _since(case: Case, part: str) -> int:
+    """Return the first token whose number may depend on a part: for vision, the first image's."""
+    if not part.startswith((_VISION, "image")):
+        return 0
     return min((span.start for span in case.sample.media_spans), default=len(case.sample))
 
 
@@ -350,13 +353,13 @@ def _part_dtype(case: Case) -> Iterator[Trial]:
     others = _other_dtypes(model) | ({"float32": torch.float32} if model.dtype != torch.float32 else {})
     for name, dtype in others.items():
         for part, module in parts_of(model).items():
-            since = _first_image(case) if part.startswith(_VISION) else 0
+            since = _since(case, part)
             for buffers in (False, True) if any(True for _ in module.buffers()) else (False,):
                 text = f"the sampler computed its {part} in {name}" + (", buffers too" if buffers else "")
                 yield Trial(text, model=_change(in_dtype, module, dtype, buffers), since=since)
     for name, dtype in {**_other_dtypes(model), "float8_e4m3fn": torch.float8_e4m3fn}.items():
         for part, modules in _features(model).items():
-            since = _first_image(case) if part.startswith("image") else 0
+            since = _since(case, part)
             yield Trial(
                 f"the sampler's {part} were rounded to {name}",
                 model=_change(_giving, modules, partial(_output, partial(_through, dtype))),
@@ -529,7 +532,7 @@ def _again(layer: Any, args: Any, kwargs: Any, output: Any) -> Any:
 
 def _layers(case: Case) -> Iterator[Trial]:
     for part, layers in _stacks(case.trainer.model).items():
-        since = _first_image(case) if part.startswith(_VISION) else 0
+        since = _since(case, part)
         for number, layer in enumerate(layers[:_MOST_LAYERS]):
             text = f"the sampler left out layer {number} of its {part}"
             yield Trial(text, model=_change(_giving, [layer], _skipped), since=since)
@@ -656,7 +659,7 @@ def _scaled_parts(case: Case) -> Iterator[Trial]:
             return Trial(
                 f"the sampler's {part} were multiplied by {factor:.4g}",
                 model=_change(_giving, modules, partial(_output, lambda own: own * factor)),
-                since=_first_image(case) if part.startswith("image") else 0,
+                since=_since(case, part),
             )
 
         yield from _fitted(case, features, 0.01, 100.0) if modules else ()

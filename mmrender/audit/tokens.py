@@ -51,15 +51,19 @@ def _shifted(case: Case) -> Iterator[Trial]:
 
 def _stops(case: Case) -> set[int]:
     """Return tokens that may end a completion: the model's own, and those that end the completions given."""
-    model = case.trainer.model
-    found: set[int] = set()
-    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
-        for name in ("eos_token_id", "pad_token_id"):
-            value = getattr(config, name, None)
-            found.update(value if isinstance(value, list | tuple) else [value] if value is not None else [])
+    found = set(_configured(case, "eos_token_id", "pad_token_id"))
     for one in [case.compared, *case.peers[:64]]:
         found.update(int(one.sample.token_ids[stop - 1]) for _, stop in sampled_runs(one.sample.loss_mask))
     return found
+
+
+def _configured(case: Case, *names: str) -> list[int]:
+    """Return the tokens that the model's configurations name so, each once."""
+    model = case.trainer.model
+    configs = (model.config, model.config.get_text_config(), getattr(model, "generation_config", None))
+    held = [getattr(config, name, None) for config in configs for name in names]
+    named = [one for value in held for one in (value if isinstance(value, list | tuple) else [value])]
+    return [one for one in dict.fromkeys(named) if isinstance(one, int)]
 
 
 def _final_token(case: Case) -> Iterator[Trial]:
@@ -137,9 +141,15 @@ def _altered(case: Case) -> Iterator[Trial]:
             )
 
 
+def _pieces(case: Case) -> tuple[Mapping[str, int], Sequence[str]]:
+    """Return the tokens of the vocabulary by their text, and their texts; empty without `decode`."""
+    if case.decode is None:
+        return {}, ()
+    return _read_vocabulary(case.decode, len(case.trainer.model.get_output_embeddings().weight))
+
+
 @lru_cache(maxsize=2)
-def _pieces(decode: Decode, count: int) -> tuple[Mapping[str, int], Sequence[str]]:
-    """Return the tokens of a vocabulary by their text, and their texts."""
+def _read_vocabulary(decode: Decode, count: int) -> tuple[Mapping[str, int], Sequence[str]]:
     texts = [decode([token]) for token in range(count)]
     return {text: token for token, text in reversed(list(enumerate(texts))) if text}, texts
 
@@ -149,9 +159,9 @@ def _encoded_again(case: Case) -> Iterator[Trial]:
 
     From place to place the tokens are chosen by which the next numbers agree the furthest.
     """
-    if case.decode is None:
+    by_text, texts = _pieces(case)
+    if not by_text:
         return
-    by_text, texts = _pieces(case.decode, int(case.trainer.model.get_output_embeddings().weight.shape[0]))
     number, place, sample = case.departing_runs[0], case.position, case.sample
     stop, said = case.runs[number][1], ""
     for _ in range(_MOST_REPAIRS):
@@ -318,11 +328,8 @@ def _bounds(case: Case) -> list[int]:
 
 def _opening(case: Case) -> Iterator[Trial]:
     """Yield prompts that begin with a token or a turn more, or less, or with another one's."""
-    sample, config = case.sample, case.trainer.model.config
-    text = config.get_text_config()
-    begins = {getattr(one, "bos_token_id", None) for one in (config, text)} | {int(sample.token_ids[0])}
-    begins |= {getattr(text, "eos_token_id", None)}
-    for token in sorted(each for each in begins if isinstance(each, int)):
+    sample = case.sample
+    for token in sorted({int(sample.token_ids[0]), *_configured(case, "bos_token_id", "eos_token_id")}):
         yield _prompt_trial(case, f"began with one more token, {token}", [(0, 0, [token])], 0)
     first = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
     lengths = [len(sample) - 2**power for power in range(5, 16)]
@@ -378,9 +385,7 @@ def _fillers(case: Case) -> Iterator[tuple[list[int], str]]:
     seen = {int(case.sample.token_ids[start - 1]) for start, _ in case.runs}
     for token in sorted(seen)[:3]:
         yield [token], f"one token {token}"
-    if case.decode is None:
-        return
-    by_text, _ = _pieces(case.decode, int(case.trainer.model.get_output_embeddings().weight.shape[0]))
+    by_text, _ = _pieces(case)
     for texts in (["\n"], ["\n\n"], [" "], ["<think>", "\n"], ["<think>", "\n\n", "</think>", "\n\n"]):
         if all(text in by_text for text in texts):
             yield [by_text[text] for text in texts], repr("".join(texts))
@@ -396,11 +401,9 @@ def _history(case: Case) -> Iterator[Trial]:
     for text, edits in found:
         if all(first[1] <= second[0] for first, second in pairwise(edits)):
             yield _prompt_trial(case, f"{text} when it sampled completion {number}", edits, since)
-    if case.decode is None:
-        return
-    by_text, texts = _pieces(case.decode, int(case.trainer.model.get_output_embeddings().weight.shape[0]))
+    by_text, texts = _pieces(case)
     start, stop = case.runs[number - 1]
-    for place in range(start, min(stop, start + _MOST_CUT)):
+    for place in range(start, min(stop, start + _MOST_CUT)) if by_text else ():
         for old, new in _cuts(case.sample.token_ids[place:stop], by_text, texts):
             text = f"had the text of completion {number - 1} encoded again, {new} at {place},"
             yield _prompt_trial(case, text, [(place, place + old, new)], since)
@@ -442,11 +445,9 @@ def _turns_left_out(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[s
 
 
 def _attended_padding(case: Case) -> Iterator[Trial]:
-    sample, config = case.sample, case.trainer.model.config
-    text = config.get_text_config()
-    named = [getattr(one, name, None) for one in (config, text) for name in ("pad_token_id", "eos_token_id")]
-    features = set(case.trainer.family.feature_token_ids.values())
-    pads = [each for each in dict.fromkeys([*named, 0]) if isinstance(each, int) and each not in features][:3]
+    sample = case.sample
+    named = dict.fromkeys([*_configured(case, "pad_token_id", "eos_token_id")[:2], 0])
+    pads = [token for token in named if token not in case.trainer.family.feature_token_ids.values()]
     longest = [len(peer.sample) - len(sample) for peer in case.peers]
     starts = [sampled_runs(peer.sample.loss_mask)[:1] for peer in case.peers]
     longest += [runs[0][0] - case.runs[0][0] for runs in starts if runs]
