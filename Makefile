@@ -6,6 +6,8 @@ FUZZ_MESSAGES ?= 300000
 FAULTS ?= 500
 SOAK_SECONDS ?= 600
 BENCH_JSON ?= bench.json
+OUT ?= runs/learn
+SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity families bench speed-page soak faults fuzz clean \
+.PHONY: help setup demo test check lint types layers docs package import-time parity families bench learn speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -153,6 +155,9 @@ LIBRARIES := renderers transformers
 .PHONY: $(LIBRARIES:%=integration-%)
 $(LIBRARIES:%=integration-%): integration-%: $(MAIN_STAMP)
 	$(BIN)/python tools/libraries.py $* .venv-libraries/$*
+
+learn: $(MAIN_STAMP) ## train a small model on pictures until it plays a game, into OUT; SEED and LEARN="--flag" change it
+	PYTHONPATH=examples $(BIN)/python -m grpo --out $(OUT) --seed $(SEED) $(LEARN)
 
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)

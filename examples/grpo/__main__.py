@@ -1,0 +1,89 @@
+"""Train in one process: a model of this process samples, and the same weights are trained.
+
+Usage: `PYTHONPATH=examples python -m grpo --out runs/seed-0 --seed 0`; `--help` lists the settings.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from grpo.config import Config, parse
+from grpo.report import Report, save_page, save_plot
+from grpo.trainer import Trainer
+from grpo.worker import Worker
+from mmrender import Renderer
+from mmrender.client.local import LocalBackend
+from mmrender.model.weights import load_model
+from mmrender.template.limits import TemplateLimits
+from mmrender.testing.tiny_model import build_tiny_model
+
+
+class Clock:
+    """Seconds and processor seconds by part of a step."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what the block takes."""
+        wall, processor = time.perf_counter(), time.process_time()
+        yield
+        self.parts[f"{name}_s"] += time.perf_counter() - wall
+        self.parts[f"{name}_processor_s"] += time.process_time() - processor
+
+
+async def run(config: Config) -> float:
+    """Train to the end, or go on from a checkpoint; return the held-out share of right answers."""
+    directory, checkpoint = config.out / "model", config.out / "checkpoint.pt"
+    if not directory.exists():
+        build_tiny_model(
+            directory,
+            seed=config.seed,
+            hidden_size=config.hidden_size,
+            layers=config.layers,
+            patch_size=config.patch_size,
+        )
+    model = load_model(directory, "float32", "cpu", purpose="the example")
+    # The template is the tiny model's own: a loaded machine must not end the run.
+    renderer = Renderer.from_pretrained(directory, limits=TemplateLimits(max_seconds=600))
+    backend = LocalBackend(model, tokenizer=renderer.tokenizer)
+    trainer, worker = Trainer(config, model), Worker(config, renderer, backend=backend)
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    report = Report(config, trainer.step)
+    with report.display:
+        while trainer.step < config.steps:
+            clock, number = Clock(), trainer.step
+            with clock.part("rollout"):
+                trajectories = await worker.train_rollouts(number)
+            if config.audit_every and number % config.audit_every == 0:
+                with clock.part("audit"):
+                    trainer.audit(trajectories[:: config.rollouts])
+            with clock.part("train"):
+                seen = trainer.update(trajectories)
+            await asyncio.to_thread(backend.update_weights, (), str(trainer.step))
+            if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
+                with clock.part("evaluate"):
+                    seen["held_out"] = await worker.held_out()
+            seen["tokens_per_s"] = seen.pop("tokens") / sum(
+                clock.parts[f"{part}_s"] for part in ("rollout", "train")
+            )
+            report.add(
+                {"step": trainer.step, "rollouts": trainer.step * len(trajectories), **seen, **clock.parts}
+            )
+            if number == 0 or trainer.step == config.steps:
+                name = "early" if number == 0 else "late"
+                save_page(config.out / f"rollouts-{name}.html", trajectories[: config.rollouts], renderer)
+            if "held_out" in seen:
+                trainer.save(checkpoint)
+                save_plot([config.out], config.out / "plot.png")
+    return float(report.last["held_out"])
+
+
+if __name__ == "__main__":
+    settings = parse()
+    share = asyncio.run(run(settings))
+    print(f"{settings.out}: {share:.3f} of {settings.held_out} held-out boards answered rightly")

@@ -1,0 +1,77 @@
+"""Settings of a run, as fields and as flags of the command line."""
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run.
+
+    Attributes:
+        out: Folder of the run: model, metrics, checkpoint, rollouts and plot. A run that was cut off goes on.
+        grid: Rows and columns of the board.
+        shuffled: Show pictures of other boards than the answers are of: nothing can be learned.
+        seed: Of the weights, the boards and the sampling.
+        steps: Updates of the weights.
+        boards: Boards of a step.
+        rollouts: Games of each board, one group.
+        cycle: Steps after which the boards come again; 0 for never.
+        learning_rate: Of AdamW.
+        entropy_bonus: Weight of the entropy of what could be answered.
+        most_weight: Where importance weights are cut.
+        row_tokens: Tokens of a packed row.
+        micro_batch_tokens: Tokens of a forward; gradients of a step are accumulated over its micro-batches.
+        held_out: Boards that are never trained on, to be played greedily.
+        evaluate_every: Steps between such games, and between checkpoints and samples of rollouts.
+        audit_every: Steps between audits, which end the run where sampler and trainer differ; 0 for none.
+        tolerance: Nats by which arithmetic alone may part sampler and trainer; more is a finding.
+        hidden_size: Width of the model.
+        layers: Layers of its language model and of its vision tower.
+        patch_size: Side of a patch, in pixels.
+        fault: A fault between sampler and trainer, to see what it does: `shifted` loss masks, or `stale`
+            pictures, those of the board before.
+        server: URL of the vLLM server that the worker of two processes plays against.
+        quiet: Show no progress.
+    """
+
+    out: Path = Path("runs/grpo")
+    grid: int = 3
+    shuffled: bool = False
+    seed: int = 0
+    steps: int = 80
+    boards: int = 32
+    rollouts: int = 8
+    cycle: int = 0
+    learning_rate: float = 7e-4
+    entropy_bonus: float = 0.015
+    most_weight: float = 2.0
+    row_tokens: int = 512
+    micro_batch_tokens: int = 4096
+    held_out: int = 128
+    evaluate_every: int = 10
+    audit_every: int = 20
+    tolerance: float = 1e-3
+    hidden_size: int = 64
+    layers: int = 2
+    patch_size: int = 8
+    fault: str = ""
+    server: str = "http://127.0.0.1:8000"
+    quiet: bool = False
+
+
+def parse(arguments: list[str] | None = None) -> Config:
+    """Read the flags of the command line, such as `--learning-rate 1e-3`."""
+    lines = (line.strip().partition(": ") for line in (Config.__doc__ or "").splitlines())
+    described = {name: text for name, _, text in lines if text}
+    parser = argparse.ArgumentParser("grpo", description=__doc__)
+    for setting in fields(Config):
+        options: dict[str, Any] = {"type": type(setting.default)}
+        if isinstance(setting.default, bool):
+            options = {"action": argparse.BooleanOptionalAction}
+        flag = "--" + setting.name.replace("_", "-")
+        text = described.get(setting.name, "") + f" ({setting.default})"
+        parser.add_argument(flag, default=setting.default, help=text, **options)
+    return Config(**vars(parser.parse_args(arguments)))

@@ -1,0 +1,61 @@
+"""The worker's side: games against whatever samples, as trajectories."""
+
+from functools import partial
+from typing import Any
+
+from grpo.config import Config
+from grpo.games import HELD_OUT, MarkedCell, letters
+from mmrender import Renderer
+from mmrender.rollout import RendererClient, TrajectoryID, VLMGenerator
+from mmrender.trajectory import Trajectory
+
+
+class Worker:
+    """Plays games.
+
+    Args:
+        config: The run's.
+        renderer: Of the model.
+        client: The server that samples; None where `backend` is a model in this process.
+        options: Further options of `RendererClient`, such as `backend`.
+    """
+
+    def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
+        self._config = config
+        game = partial(MarkedCell, config.grid, letters(renderer, config.grid), shuffled=config.shuffled)
+        sampler = RendererClient(renderer, client, **options)
+        concurrency = config.boards * config.rollouts
+        self._generator = VLMGenerator(sampler, {"game": game}, max_concurrency=concurrency, failures="raise")
+
+    async def train_rollouts(self, step: int) -> list[Trajectory]:
+        """Play the boards of a step, each as often as a group has games; `extra` says which each one is."""
+        config = self._config
+        number = step % config.cycle if config.cycle else step
+        first = ((config.seed << 20) + number) * config.boards
+        games = [
+            (board, game) for board in range(first, first + config.boards) for game in range(config.rollouts)
+        ]
+        played = await self._play(games, temperature=1.0, seed=config.seed + step)
+        for trajectory in played:
+            trajectory.extra["step"] = step
+        return played
+
+    async def held_out(self) -> float:
+        """Play the boards that are never trained on greedily; return the share of right answers."""
+        games = [(HELD_OUT + board, 0) for board in range(self._config.held_out)]
+        played = await self._play(games, temperature=0.0)
+        return sum(float(each.steps[-1].reward or 0.0) for each in played) / len(played)
+
+    async def _play(self, games: list[tuple[int, int]], **sampling: Any) -> list[Trajectory]:
+        played = await self._generator.roll_out(
+            {
+                "prompts": [[]] * len(games),
+                "env_classes": ["game"] * len(games),
+                "env_extras": [{"seed": board} for board, _ in games],
+                "trajectory_ids": [TrajectoryID(str(board), game) for board, game in games],
+                "sampling_params": sampling,
+            }
+        )
+        for trajectory, (board, game) in zip(played, games, strict=True):
+            trajectory.extra |= {"group": board, "game": game}
+        return played

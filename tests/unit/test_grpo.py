@@ -1,0 +1,98 @@
+"""The example that learns: groups, advantages, what a fault does, and a run that is cut off."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from grpo.__main__ import run  # noqa: E402
+from grpo.config import Config, parse  # noqa: E402
+from grpo.trainer import with_advantages  # noqa: E402
+from mmrender.trajectory import Trajectory  # noqa: E402
+
+SMALL = Config(
+    grid=2,
+    boards=4,
+    rollouts=2,
+    steps=3,
+    held_out=8,
+    evaluate_every=2,
+    audit_every=0,
+    hidden_size=32,
+    quiet=True,
+)
+
+
+def rows_of(config):
+    return [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(config):
+    return torch.load(config.out / "checkpoint.pt", weights_only=True)["model"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    config = replace(SMALL, out=tmp_path_factory.mktemp("runs") / "whole")
+    asyncio.run(run(config))
+    return config
+
+
+def test_settings_are_flags():
+    assert parse([]) == Config()
+    assert parse(["--grid", "4", "--shuffled", "--learning-rate", "1e-3"]) == replace(
+        Config(), grid=4, shuffled=True, learning_rate=1e-3
+    )
+
+
+def test_a_run_shows_what_it_did(whole):
+    rows = rows_of(whole)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["rollouts"] for row in rows] == [8, 16, 24]
+    assert all(0 <= row["reward"] <= 1 and row["difference"] < 1e-4 for row in rows)
+    assert [row["step"] for row in rows if "held_out" in row] == [2, 3]
+    assert {path.name for path in whole.out.iterdir()} == {
+        "model", "metrics.jsonl", "checkpoint.pt", "plot.png", "rollouts-early.html", "rollouts-late.html",
+    }  # fmt: skip
+
+
+def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(whole, tmp_path):
+    config = replace(whole, out=tmp_path / "cut")
+    asyncio.run(run(replace(config, steps=2)))
+    # A step after the checkpoint was written down, and its weights were lost.
+    with (config.out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**rows_of(config)[-1], "step": 3, "reward": -1.0}) + "\n")
+    asyncio.run(run(config))
+    assert [row["reward"] for row in rows_of(config)] == [row["reward"] for row in rows_of(whole)]
+    for name, value in weights_of(whole).items():
+        torch.testing.assert_close(weights_of(config)[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_an_audit_ends_a_run_with_its_finding(tmp_path):
+    config = replace(SMALL, out=tmp_path, fault="stale", steps=1, audit_every=1)
+    with pytest.raises(SystemExit, match="sampler and trainer differ before step 0"):
+        asyncio.run(run(config))
+
+
+def test_advantages_are_rewards_less_the_mean_of_their_group():
+    rng = np.random.default_rng(0)
+    games = []
+    for number in range(24):
+        game = Trajectory(f"t{number}", extra={"group": number % 5})
+        for turn in range(1 + number % 3):
+            game.append([1, 2] + [3] * turn, [3], logprobs=[-1.0], reward=float(rng.normal()))
+        games.append(game)
+    groups = {}
+    for game in games:
+        groups.setdefault(game.extra["group"], []).append(sum(step.reward for step in game.steps))
+    samples = iter(with_advantages(games))
+    for game in games:
+        own = sum(step.reward for step in game.steps)
+        expected = own - np.mean(groups[game.extra["group"]])
+        for _ in game.samples():
+            sample = next(samples)
+            assert np.allclose(sample.advantages, np.where(sample.loss_mask, expected, 0), atol=1e-6)
