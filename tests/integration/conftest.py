@@ -8,6 +8,16 @@ import pytest
 from integration.engine_server import Running, start_vllm
 from mmrender.renderer import Renderer
 
+TEST_SECONDS = 1200
+"""A test's time limit: its server takes a minute to start, and many on a machine that is busy."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    for item in items:
+        if folder in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+
 
 @pytest.fixture(scope="session")
 def renderer(tiny_model: Path) -> Renderer:

@@ -20,5 +20,5 @@ def start_sglang(model_dir: Path, flags: Sequence[str] = (), *, log: Path) -> It
     python = environment_of("MMRENDER_SGLANG_ENV", ".venv-sglang")
     command = [python, SERVERS / "sglang" / "serve.py", model_dir, str(port), *flags]
     name = " ".join(["sglang", *flags])
-    with running(command, name=name, port=port, log=log, ready="/v1/models", seconds=400) as server:
+    with running(command, name=name, port=port, log=log, ready="/v1/models", seconds=900) as server:
         yield server

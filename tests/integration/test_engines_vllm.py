@@ -31,7 +31,7 @@ from mmrender.engines import EngineServer, HTTPEngine, InferenceEngineClient, Se
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
-pytestmark = [needs_tier("vllm"), pytest.mark.timeout(600)]
+pytestmark = needs_tier("vllm")
 
 PROMPTS = 50
 PARAMS = {"max_tokens": 48, "temperature": 0.0, "ignore_eos": True}

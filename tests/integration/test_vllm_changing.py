@@ -19,7 +19,7 @@ from mmrender.client.vllm import GENERATE_PATH, VLLMBackend
 from mmrender.errors import EngineMismatchError
 from mmrender.renderer import Renderer
 
-pytestmark = [needs_tier("vllm"), pytest.mark.timeout(600)]
+pytestmark = needs_tier("vllm")
 
 SWITCHES = 100
 FLAGS = ((), ("--no-mm-device-do-normalize",))

@@ -18,6 +18,7 @@ from integration.engine_checks import (
     assert_logprobs,
     assert_overflow,
     assert_reference,
+    assert_server_widens,
     assert_stops_and_alternatives,
     cancelled,
     chat_answer,
@@ -41,8 +42,6 @@ from mmrender.errors import (
     EngineUnsupportedError,
     PromptTooLongError,
 )
-from mmrender.training.kwargs import resolve_references
-from mmrender.trajectory import Trajectory
 from video_cases import frames_of
 
 pytestmark = needs_tier("vllm")
@@ -266,28 +265,8 @@ def test_another_size_is_found(server, renderer, tiny_model, tmp_path):
 
 @only("default")
 def test_a_servers_own_widening_is_the_prompt_where_it_is_trusted(server, renderer, tiny_model, tmp_path):
-    """The renderer counts other tokens for the image than the server, which is right about its model."""
-    size = {"shortest_edge": 16384, "longest_edge": 4 << 20}
-    other = with_settings(tiny_model, tmp_path / "size", size=size)
-    messages = [user("How large?", picture(5, 800, 640), picture(6, 128, 128))]
     backend = VLLMBackend(images="content_parts", trust="server")
-    found = ask(server, other, messages=messages, backend=backend)
-    chat = chat_answer(server, messages, max_tokens=12, return_token_ids=True)
-    assert found.prompt_ids == chat["prompt_token_ids"] == found.response.prompt.ids
-    assert found.usage.prompt_tokens == chat["usage"]["prompt_tokens"]
-    trajectory = Trajectory()
-    trajectory.append(
-        found.prompt_ids,
-        found.completion_ids,
-        logprobs=found.logprobs,
-        multi_modal_data=found.multi_modal_data,
-    )
-    # The trainer processes the image as the server does, and gets as many tokens.
-    (sample,) = resolve_references(trajectory.samples(), renderer.media.processor)
-    large, small = sample.multi_modal_data.spans(len(sample.token_ids))
-    assert (large.range.length, small.range.length) == tuple(
-        renderer.media.processor.geometry(*sides).num_tokens for sides in ((640, 800), (128, 128))
-    )
+    assert_server_widens(server, renderer, tiny_model, tmp_path, backend)
 
 
 @only("default")

@@ -16,6 +16,7 @@ from mmcodecs.vllm import (
     encode_mm_kwargs_item,
 )
 from mmrender.client import vllm_images
+from mmrender.client.exchange import data_urls
 from mmrender.client.server_facts import facts_of
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
@@ -585,6 +586,8 @@ def test_an_image_is_encoded_once(image, monkeypatch):
     assert others == [first, first]
     run(transport, image, VLLMBackend(pixels="float16"), multi_modal_data=fresh)
     assert len(encoded) == 2
+    (span,) = fresh.spans()
+    assert data_urls([span])[0] is data_urls([span, span])[1]
 
 
 @pytest.mark.parametrize(
