@@ -12,9 +12,14 @@ from mmrender.audit.recorded import RECORDED_VARIATIONS, Recorded, View, views
 from mmrender.audit.report import Cause, Comparison, Finding, described
 from mmrender.audit.tokens import TOKEN_VARIATIONS
 from mmrender.audit.trial import Case, Trial, Variation
+from mmrender.audit.videos import VIDEO_VARIATIONS
 from mmrender.errors import MMRenderError
 
-GROUPS: Final[tuple[tuple[Variation, ...], ...]] = (TOKEN_VARIATIONS, IMAGE_VARIATIONS, COMPUTED_VARIATIONS)
+GROUPS: Final[tuple[tuple[Variation, ...], ...]] = (
+    TOKEN_VARIATIONS,
+    (*IMAGE_VARIATIONS, *VIDEO_VARIATIONS),
+    COMPUTED_VARIATIONS,
+)
 """What an audit tries together: it goes on to the next group where chance could have done what fits."""
 
 DEFAULT_BUDGET: Final = 1500

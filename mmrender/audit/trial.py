@@ -182,7 +182,7 @@ class ChangedItem:
         pixels = np.ascontiguousarray(self.change(tensors[name], self.item.grid), np.float32)
         tensors[name] = cast(pixels, dtype)
         if self.grid != self.item.grid:
-            tensors["image_grid_thw"] = np.array([self.grid], np.int64)
+            tensors[f"{self.modality}_grid_thw"] = np.array([self.grid], np.int64)
         if framework == "numpy":
             return tensors
         import torch
