@@ -28,7 +28,8 @@ from mmrender.media.load import load_image, open_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
-from mmrender.messages import Modality
+from mmrender.media.video import open_video
+from mmrender.messages import Modality, VideoPart
 from mmrender.spans import Count, Expansion, Framework, MediaItem, Repeat, TensorDtype
 
 Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -342,7 +343,13 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
             MediaError: It cannot be loaded, or it becomes another item than the one expected.
         """
         where = f"item {self.identity[:12]}"
-        item = processor.process(load_image(self.source, policy, where=where), num_images=num_images)
+        if self.modality == "image":
+            item = processor.process(load_image(self.source, policy, where=where), num_images=num_images)
+        elif processor.videos is None:
+            raise MediaError(f"videos are not supported for {processor.name}", where=where)
+        else:
+            with open_video(VideoPart(self.source), policy or MediaPolicy(), where) as video:
+                item = processor.videos.prepare(video).finish()
         for name in ("expansion",) if self.served else ("identity", "grid", "expansion"):
             expected, got = getattr(self, name), getattr(item, name)
             if expected != got:

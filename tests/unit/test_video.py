@@ -25,7 +25,7 @@ from mmrender.errors import (
     MissingDependencyError,
     MMRenderError,
 )
-from mmrender.media.item import PatchItem
+from mmrender.media.item import PatchItem, ReferenceItem
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
 from mmrender.media.wire import item_from_wire, item_to_wire
@@ -276,6 +276,20 @@ def test_what_is_no_video_is_refused_by_name(tmp_path: Path, part: VideoPart, me
     with pytest.raises(MMRenderError) as caught:
         item_of(processor, part)
     assert str(caught.value) == f"{WHERE}: {message}"
+
+
+def test_a_video_by_reference_is_resolved_to_the_same_item(tmp_path: Path, tiny_model: Path) -> None:
+    renderer = Renderer.from_pretrained(tiny_model)
+    data = encoded_video(frames_of(6, 40, 56), fps=3)
+    rendered = renderer.render([{"role": "user", "content": [{"type": "video", "video": data}]}])
+    (item,) = rendered.multi_modal_data.mm_items["video"]
+    reference = ReferenceItem.of(item, data, rendered.multi_modal_data.mm_placeholders["video"][0].length)
+    assert renderer.media is not None
+    resolved = reference.resolve(renderer.media.processor)
+    assert (resolved.identity, resolved.expansion) == (item.identity, item.expansion)
+    other = ReferenceItem.of(item, encoded_video(frames_of(4, 40, 56)), reference.expected_length)
+    with pytest.raises(MediaError, match="processing again gives another identity"):
+        other.resolve(renderer.media.processor)
 
 
 def test_a_conversation_of_images_and_videos(tiny_model: Path) -> None:

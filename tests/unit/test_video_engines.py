@@ -1,19 +1,27 @@
 """Videos on vLLM's wire: whole, or by time steps where text lies between these."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mmcodecs.vllm import decode_mm_kwargs_item
+from mmrender import Renderer
+from mmrender.client.local import LocalBackend
 from mmrender.client.vllm_images import PixelDtype, WireForm, features_of, in_runs, layout_for
 from mmrender.errors import EngineUnsupportedError
 from mmrender.media.item import tensor_specs
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
 from mmrender.messages import VideoPart
+from mmrender.rollout.client import RendererClient
 from mmrender.spans import MediaSpan, MultiModalData
+from mmrender.training import ModelFamily, collate, token_logprobs
+from mmrender.trajectory import Trajectory
+from mmrender.trajectory.files import load_trajectories, save_trajectories
 from training_cases import item_tokens
 from video_cases import frames_of, video_processor
 
@@ -72,3 +80,32 @@ def test_a_video_that_holds_no_frames_is_refused(tmp_path: Path) -> None:
     short = span._replace(range=type(span.range)(7, span.range.length, (span.range.embed_spans or ())[:1]))
     with pytest.raises(EngineUnsupportedError, match="loses which tokens of a video hold features"):
         in_runs([short])
+
+
+def test_a_rollout_with_a_video_is_saved_batched_and_scored(tmp_path: Path, tiny_model: Path) -> None:
+    """Two turns, the second bridged and with an image; files, samples and batches hold the video."""
+    renderer = Renderer.from_pretrained(tiny_model)
+    backend = LocalBackend(tiny_model)
+    sampling = {"max_tokens": 8, "seed": 3, "temperature": 1.0}
+    client = RendererClient(renderer, backend=backend, sampling_params=sampling)
+    frames = frames_of(5, 64, 96)
+    video = {"type": "video", "video": frames, "times": [0.0, 0.5, 1.0, 1.5, 2.0]}
+    messages: list[Any] = [{"role": "user", "content": [video, {"type": "text", "text": "What happens?"}]}]
+    trajectory = Trajectory("group")
+
+    async def talk() -> Any:
+        first = await client.create_completion(messages, trajectory=trajectory)
+        question = {"role": "user", "content": [{"type": "image", "image": frames[3]}]}
+        return await client.create_completion([*messages, first.message, question], trajectory=trajectory)
+
+    second = asyncio.run(talk())
+    assert second.why_rendered is None  # it was bridged
+    save_trajectories(tmp_path / "saved.mmc", [trajectory])
+    (saved,) = load_trajectories(tmp_path / "saved.mmc")
+    (branch,) = saved.branches()
+    sample = branch.sample()
+    assert [span.modality for span in sample.media_spans] == ["video", "image"]
+    batch = collate([sample], ModelFamily.from_config(tiny_model), pad_token_id=0)
+    with torch.inference_mode():
+        scored = token_logprobs(backend.model(**batch.model_inputs()).logits, batch)
+    np.testing.assert_allclose(scored[batch.loss_mask], batch.logprobs[batch.loss_mask], rtol=0, atol=1e-3)
