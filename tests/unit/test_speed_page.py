@@ -2,17 +2,24 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_tables_are_what_the_script_writes() -> None:
-    spec = importlib.util.spec_from_file_location("speed_page", ROOT / "tools" / "speed_page.py")
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec is not None
     assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_what_the_script_writes() -> None:
+    script = load("tools/speed_page.py")
     kept = json.loads(script.FIGURES.read_text("utf-8"))
     for page, text in script.PAGES.items():
         written = page.read_text("utf-8")
@@ -20,3 +27,19 @@ def test_tables_are_what_the_script_writes() -> None:
         assert script.with_text(written, text(kept)) == written, "run: make speed-page BENCH_JSON=..."
     for name in kept["growth"]:
         assert (ROOT / "docs" / f"growth-{name}.svg").exists()
+
+
+def test_a_figure_says_what_was_reached() -> None:
+    figure = load("benchmarks/figures.py").Figure(
+        "text",
+        {"mmrender": 2.0, "reference": 13.0},
+        ("a copy", 1.0),
+        faster={"reference": 6.0, "renderers": 2.0},
+        at_most={"limit": 1.5, "s": 3.0},
+    )
+    assert [(row["other"], row["reached"], row["met"]) for row in figure.verdicts()] == [
+        ("reference", 6.5, True),
+        ("renderers", None, None),
+        ("limit", 2.0, False),
+        ("s", 2.0, True),
+    ]
