@@ -468,13 +468,17 @@ class Renderer:
             _log.debug("no bridge: %s", refusal)
             return None
         finally:
-            _why_not_bridged.set((weakref.ref(self), reason))
+            self.set_outcome(reason)
 
     @property
     def why_not_bridged(self) -> str | None:
         """Why the last bridge that this thread or task asked for is None; None if there was one."""
         last = _why_not_bridged.get(None)
         return last[1] if last is not None and last[0]() is self else None
+
+    def set_outcome(self, reason: str | None) -> None:
+        """Make this the `why_not_bridged` of the thread or task: that of a bridge made elsewhere."""
+        _why_not_bridged.set((weakref.ref(self), reason))
 
     @staticmethod
     def adopt_outcome(context: contextvars.Context) -> None:

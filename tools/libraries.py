@@ -1,7 +1,8 @@
 """Environments for the libraries that `mmrender/integrations` stands on, and their tests.
 
-Usage: `python tools/libraries.py NAME FOLDER`, where `integration-NAME` is a dependency group. The
-environment in FOLDER holds that group alone, on top of the packages of the Python that runs this.
+Usage: `python tools/libraries.py NAME FOLDER [--install]`, where `integration-NAME` is a dependency group.
+The environment in FOLDER holds that group alone, on top of the packages of the Python that runs this. With
+`--install` nothing is tested.
 """
 
 import os
@@ -19,7 +20,11 @@ TORCHVISION = "torchvision==0.28.0"
 
 
 def install(name: str, folder: Path) -> Path:
-    """Create the environment unless it is there with the same packages; return its interpreter."""
+    """Create the environment unless it is there with the same packages; return its interpreter.
+
+    Raises:
+        CalledProcessError: pip could not install them.
+    """
     python = folder / "bin" / "python"
     group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"][f"integration-{name}"]
     wanted = "\n".join(group)
@@ -40,13 +45,17 @@ def install(name: str, folder: Path) -> Path:
     return python
 
 
-def main(name: str, folder: Path) -> int:
-    """Install what the tests need and run them."""
-    python = install(name, folder.resolve())
+def main(name: str, folder: Path, *options: str) -> int:
+    """Install what the tests need, and run them unless the options say otherwise."""
+    try:
+        python = install(name, folder.resolve())
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    if "--install" in options:
+        return 0
     environment = {
         **os.environ,
         "MMRENDER_LIBRARY": name,
-        "MMRENDER_LIBRARY_FOLDER": str(folder.resolve()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "codecs")]),
         "OMP_NUM_THREADS": "1",
     }
@@ -60,4 +69,4 @@ def main(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

@@ -34,7 +34,7 @@ from mmrender.training.segments import (
     varlen_kwargs,
 )
 from mmrender.training.shards import SequenceShard, logprobs_of, take_columns
-from mmrender.training.tensor_list import TensorList, row_places, torch
+from mmrender.training.tensor_list import OutOfBand, TensorList, row_places, torch
 from mmrender.trajectory.sample import IGNORE_INDEX
 
 PaddingSide: TypeAlias = Literal["left", "right"]
@@ -53,7 +53,7 @@ PER_TOKEN: Final[Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TrainingBatch:
+class TrainingBatch(OutOfBand):
     """Rows to train on. Built by `collate`.
 
     A row without a segment is a padding row: a single pad token that is attended to, since attention and

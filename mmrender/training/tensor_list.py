@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any, NamedTuple, cast, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from mmrender.errors import BatchError, MissingDependencyError
 
@@ -20,6 +23,49 @@ except ImportError as error:
     raise MissingDependencyError.of_extra("torch", "torch", "mmrender.training") from error
 
 torch: Any = _torch  # type checkers do not follow torch; other modules of this package import it from here
+
+
+class _Packed(NamedTuple):
+    """A tensor's bytes as an array, which pickles out of band."""
+
+    data: npt.NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _packed(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.requires_grad:
+        return value
+    data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _Packed(data, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, _Packed):
+        return value
+    # Whoever holds a tensor may write to it, so memory that cannot be written to is copied.
+    data = value.data if value.data.flags.writeable else value.data.copy()
+    return torch.from_numpy(data).view(getattr(torch, value.dtype)).reshape(value.shape)
+
+
+def _restored(cls: Any, values: dict[str, Any]) -> Any:
+    return cls(**{name: _unpacked(value) for name, value in values.items()})
+
+
+class OutOfBand:
+    """A dataclass whose tensors on the CPU pickle out of band with protocol 5, as numpy's arrays do.
+
+    They arrive as views of the buffers, or as copies where these cannot be written to. Other protocols
+    leave tensors to torch, which passes them through shared memory between the processes of a `DataLoader`.
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if protocol < 5:
+            return super().__reduce_ex__(protocol)
+        values = {one.name: _packed(getattr(self, one.name)) for one in fields(cast(Any, self))}
+        return _restored, (type(self), values)
 
 
 def row_places(indices: Iterable[Any], count: int) -> list[int]:
@@ -45,7 +91,7 @@ def row_places(indices: Iterable[Any], count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class TensorList:
+class TensorList(OutOfBand):
     """Rows of equal dtype and trailing dimensions.
 
     Attributes:

@@ -1,0 +1,232 @@
+"""mmrender on Ray: conversations to samples over a cluster, and a pool of renderers in actors.
+
+Items, renderings, samples, trajectories and batches pickle with their pixels out of band, so Ray's object
+store holds them without a copy, and `ray.get` on the same machine gives views of its memory.
+"""
+
+import asyncio
+import os
+import pickle
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import ray
+
+from mmrender.bridge.bridge import TokenIds
+from mmrender.errors import InputError
+from mmrender.messages import MessageLike
+from mmrender.pool import RendererPool
+from mmrender.protocols import BridgeOptions, RenderOptions
+from mmrender.renderer import Renderer
+from mmrender.tokens.rendered import RenderedTokens
+from mmrender.training.samples import build_training_sample
+from mmrender.trajectory.sample import TrainingSample
+
+
+class ToSamples:
+    """Renders a batch of conversations to training samples: the class that `ray.data` maps batches with.
+
+    ```python
+    samples = dataset.map_batches(
+        ToSamples, fn_constructor_args=("MODEL",), batch_size=16, compute=ray.data.ActorPoolStrategy(size=4)
+    )
+    ```
+
+    Args:
+        model: Model directory or hub id; it is loaded once in each actor.
+        column: Column of the conversations. Columns `tools` and `images` are read where there are any.
+        load: Further arguments of `Renderer.from_pretrained`.
+        **options: Arguments of `build_training_sample`, such as `train_on`.
+    """
+
+    def __init__(
+        self, model: str, column: str = "messages", *, load: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        self._renderer = Renderer.from_pretrained(model, **(load or {}))
+        self._column = column
+        self._options = options
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch with a column `sample` in place of those that it is made of.
+
+        Raises:
+            MMRenderError: A conversation cannot be rendered; see `build_training_sample`.
+        """
+        read = [name for name in ("tools", "images") if name in batch]
+        samples = np.empty(len(batch[self._column]), object)
+        for row, messages in enumerate(batch[self._column]):
+            given = {name: batch[name][row] for name in read if batch[name][row] is not None}
+            samples[row] = build_training_sample(
+                self._renderer, list(messages), sample_id=str(row), **self._options, **given
+            )
+        left = {name: values for name, values in batch.items() if name not in (self._column, *read)}
+        return {**left, "sample": samples}
+
+
+def render_to_files(
+    conversations: Sequence[Sequence[MessageLike]],
+    model: str,
+    folder: str | os.PathLike[str],
+    *,
+    shard_size: int = 64,
+    in_flight: int = 8,
+    on_progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Iterator[TrainingSample]:
+    """Render conversations on a cluster, a shard to each task, and yield the samples in order.
+
+    Each shard is a file, written whole or not at all. A worker that dies costs the shards that it had begun,
+    which Ray runs again; a driver that dies goes on, called again, with those that have no file yet.
+
+    Args:
+        conversations: The data, equal in every call with this folder.
+        model: Model directory or hub id, reachable from all machines.
+        folder: Where the shards are written, on a file system that all machines share.
+        shard_size: Conversations in a shard.
+        in_flight: Tasks that are queued or run at a time.
+        on_progress: Called with the number of shards done, and of all, whenever one is done.
+        **options: Arguments of `build_training_sample`.
+
+    Raises:
+        MMRenderError: A conversation cannot be rendered.
+        ray.exceptions.RayError: A shard's worker died more often than Ray retries.
+    """
+    if shard_size < 1 or in_flight < 1:
+        raise InputError("is too small", where="shard_size or in_flight", expected="1 or more")
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(conversations), shard_size)
+    paths = {start: root / f"samples-{start:09d}.pickle" for start in starts}
+    left = [start for start in starts if not paths[start].exists()]
+    running: dict[Any, int] = {}
+    done = len(starts) - len(left)
+    while left or running:
+        while left and len(running) < in_flight:
+            start = left.pop(0)
+            shard = list(conversations[start : start + shard_size])
+            running[_task.remote(model, shard, start, str(paths[start]), options)] = start
+        finished, _ = ray.wait(list(running), num_returns=1)
+        for task in finished:
+            ray.get(task)
+            del running[task]
+            done += 1
+            if on_progress is not None:
+                on_progress(done, len(starts))
+    for start in starts:
+        yield from pickle.loads(paths[start].read_bytes())  # noqa: S301 - written by `_render_to_file`
+
+
+@lru_cache(4)
+def _renderer(model: str) -> Renderer:
+    """Load a renderer once in each of Ray's worker processes, which run many tasks."""
+    return Renderer.from_pretrained(model)
+
+
+def _render_to_file(model: str, shard: list[Any], start: int, path: str, options: Mapping[str, Any]) -> None:
+    samples = [
+        build_training_sample(_renderer(model), messages, sample_id=str(start + index), **options)
+        for index, messages in enumerate(shard)
+    ]
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    partial.write_bytes(pickle.dumps(samples, protocol=5))
+    partial.replace(target)
+
+
+_task: Any = ray.remote(max_retries=8)(_render_to_file)
+
+
+class _RendererActor:
+    """One renderer in a process of its own; Ray starts another where it dies, and repeats its calls."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        self._renderer = Renderer.from_pretrained(model, **options)
+
+    def render(self, messages: Sequence[Any], options: Mapping[str, Any]) -> RenderedTokens:
+        return self._renderer.render(messages, **options)
+
+    def bridge(self, prompt: Any, completion: Any, messages: Sequence[Any], options: Any) -> Any:
+        bridged = self._renderer.bridge_to_next_turn(prompt, completion, messages, **options)
+        return bridged, self._renderer.why_not_bridged
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+
+class RayRendererPool(RendererPool):
+    """A `RendererPool` whose renderings and bridges run in actors, on any machine of the cluster.
+
+    Everything else, such as reading completions, runs on a renderer of its own, as `RendererPool` does it.
+
+    Args:
+        model: Model directory or hub id, reachable from all machines.
+        actors: Number of actors.
+        resources: Options of each actor, such as `{"num_cpus": 2}`.
+        **options: Those of `Renderer.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        actors: int = 4,
+        resources: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(Renderer.from_pretrained(model, **options), workers=1)
+        given = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1, **(resources or {})}
+        actor: Any = ray.remote(**given)(_RendererActor)
+        self.actors = [actor.remote(model, options) for _ in range(actors)]
+        self._turn = cycle(self.actors)
+
+    async def arender(
+        self, messages: Sequence[MessageLike], *, nowait: bool = False, **options: Unpack[RenderOptions]
+    ) -> RenderedTokens:
+        """Render in an actor; options of `Renderer.render`. `nowait` has no effect: Ray queues calls.
+
+        Raises:
+            MMRenderError: As for `Renderer.render`; Ray's own error is its cause.
+        """
+        rendered: RenderedTokens = await _result(next(self._turn).render.remote(list(messages), options))
+        return self._with_decoder(rendered)
+
+    async def abridge_to_next_turn(
+        self,
+        previous_prompt_ids: TokenIds,
+        previous_completion_ids: TokenIds,
+        new_messages: Sequence[MessageLike],
+        *,
+        nowait: bool = False,
+        **options: Unpack[BridgeOptions],
+    ) -> RenderedTokens | None:
+        """Bridge in an actor; as `arender`."""
+        call = next(self._turn).bridge.remote(
+            previous_prompt_ids, previous_completion_ids, list(new_messages), options
+        )
+        bridged, reason = await _result(call)
+        self.renderer.set_outcome(reason)
+        return None if bridged is None else self._with_decoder(bridged)
+
+    def _with_decoder(self, rendered: RenderedTokens) -> RenderedTokens:
+        return replace(rendered, _decode=self.renderer.decode)
+
+    def close(self) -> None:
+        """End the actors. Idempotent."""
+        super().close()
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+
+async def _result(call: Any) -> Any:
+    """Await a call; an error of the renderer's is raised as itself."""
+    try:
+        return await asyncio.wrap_future(call.future())
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error

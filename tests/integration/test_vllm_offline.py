@@ -1,0 +1,71 @@
+"""`rendered.to_vllm_prompt()` against what vLLM's `LLM.generate` saw and sampled.
+
+Part of `make integration-vllm`.
+"""
+
+import json
+import pickle
+import subprocess
+
+import pytest
+from PIL import Image
+
+from integration.engine_server import environment_of, needs_tier
+from mmrender import generate
+from mmrender.client.local import LocalBackend
+
+pytestmark = [needs_tier("vllm"), pytest.mark.timeout(700)]
+
+SIZES = ((64, 40), (224, 224), (300, 97))
+
+
+def question(*sizes):
+    images = [{"type": "image", "image": Image.effect_mandelbrot(size, (-2, -1, 1, 1), 40)} for size in sizes]
+    return {"role": "user", "content": [*images, {"type": "text", "text": "<|image_pad|> Which?"}]}
+
+
+@pytest.fixture(scope="module")
+def renderings(renderer):
+    first = renderer.render([question(SIZES[1])], add_generation_prompt=True)
+    (stop,) = renderer.profile.end_ids
+    return [
+        renderer.render([question()], add_generation_prompt=True),
+        first,
+        renderer.render([question(*SIZES)], add_generation_prompt=True),
+        renderer.bridge_to_next_turn(
+            first.token_ids,
+            [*renderer.tokenizer.encode("That one."), stop],
+            [question(SIZES[0])],
+            previous_multi_modal_data=first.multi_modal_data,
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def seen(renderings, tiny_model, tmp_path_factory):
+    """vLLM's account of each prompt."""
+    folder = tmp_path_factory.mktemp("offline")
+    (folder / "prompts").write_bytes(pickle.dumps([rendered.to_vllm_prompt() for rendered in renderings]))
+    python = environment_of("MMRENDER_VLLM_ENV", ".venv-vllm")
+    command = [python, __file__.replace("test_", ""), tiny_model, folder / "prompts", folder / "answer"]
+    subprocess.run(list(map(str, command)), check=True, timeout=600)
+    return json.loads((folder / "answer").read_text())
+
+
+def test_the_engine_widens_to_our_tokens(renderings, seen):
+    assert [found["ids"] for found in seen] == [rendered.token_ids for rendered in renderings]
+
+
+async def test_the_engine_sees_our_pixels(renderer, renderings, seen, tiny_model):
+    """Greedy tokens equal those of Transformers on our own tensors."""
+    backend = LocalBackend(tiny_model)
+    for rendered, found in zip(renderings, seen, strict=True):
+        ours = await generate(
+            backend=backend,
+            model="tiny",
+            prompt_ids=rendered.token_ids,
+            multi_modal_data=rendered.multi_modal_data,
+            renderer=renderer,
+            sampling_params={"temperature": 0, "max_tokens": 8, "ignore_eos": True},
+        )
+        assert found["sampled"] == ours.completion_ids

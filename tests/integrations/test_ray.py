@@ -1,0 +1,166 @@
+"""`mmrender.integrations.ray` on a cluster of this machine.
+
+`RAY_CONVERSATIONS` sets how many conversations the longest test renders; 2,000 take some minutes.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from PIL import Image
+
+import mmrender
+from integrations.ray_cases import conversations, rendered
+from mmrender import Renderer, Trajectory, build_training_sample
+from mmrender.integrations.ray import RayRendererPool, ToSamples
+
+COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
+WORKERS = 4
+
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning", "ignore::ResourceWarning", "ignore::DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def cluster():
+    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 29)
+    yield
+    ray.shutdown()
+
+
+def state(sample):
+    """All that a sample holds, as bytes."""
+    return pickle.dumps((sample.token_ids, sample.loss_mask, sample.multi_modal_data, sample.sample_id), 5)
+
+
+def workers():
+    """Process ids of Ray's workers that run a task of ours."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in listed.splitlines() if "ray::_render_to_file" in line]
+
+
+def test_a_worker_and_the_driver_die_and_the_output_equals_the_serial_run(tiny_model, tmp_path):
+    shard = max(COUNT // 12, 1)
+    command = [sys.executable, str(Path(__file__).with_name("ray_cases.py")), str(tiny_model), str(tmp_path)]
+    driver = subprocess.Popen(
+        [*command, str(COUNT), str(shard), str(WORKERS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    done = 0
+    for line in driver.stdout:
+        done += line.startswith("shard")
+        if done == 3:
+            victims = workers()
+            for victim in victims[:1]:
+                os.kill(victim, signal.SIGKILL)
+        if done == 6:
+            driver.kill()
+            break
+    driver.wait()
+    files = len(list(tmp_path.glob("samples-*")))
+    assert 6 <= files < -(-COUNT // shard)
+    print(f"driver killed with {files} shards written, a worker before that: {victims[:1]}")
+    started = time.perf_counter()
+    found = list(rendered(str(tiny_model), str(tmp_path), COUNT, shard, WORKERS))
+    print(f"resumed: {time.perf_counter() - started:.1f} s for the rest")
+    renderer = Renderer.from_pretrained(tiny_model)
+    started = time.perf_counter()
+    serial = [
+        build_training_sample(renderer, messages, sample_id=str(index))
+        for index, messages in enumerate(conversations(COUNT))
+    ]
+    print(f"serial: {time.perf_counter() - started:.1f} s for all")
+    assert list(map(state, found)) == list(map(state, serial))
+    assert victims
+
+
+def test_the_store_holds_pixels_without_a_copy(cluster, tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model)
+    trajectory = Trajectory()
+    side, pictures = 512, 90
+    pixels = np.random.default_rng(0).integers(0, 255, (pictures, side, side, 3), np.uint8)
+    parts = [{"type": "image", "image": Image.fromarray(one)} for one in pixels]
+    prompt = renderer.render([{"role": "user", "content": parts}], add_generation_prompt=True)
+    trajectory.append(prompt.token_ids, [5, 6], logprobs=[-1, -1], multi_modal_data=prompt.multi_modal_data)
+    assert trajectory.nbytes > 64e6
+    held = ray.put(trajectory)
+
+    def addresses(value):
+        buffers = []
+        pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        raw = [buffer.raw() for buffer in buffers if buffer.raw().nbytes > 1 << 18]
+        assert all(one.readonly for one in raw)
+        return [np.frombuffer(one, np.uint8).ctypes.data for one in raw]
+
+    before = _own_memory()
+    first, second = ray.get(held), ray.get(held)
+    assert addresses(first) == addresses(second)
+    assert len(addresses(first)) == pictures
+    print(
+        f"ray.get of {trajectory.nbytes / 1e6:.0f} MB: {(_own_memory() - before) / 1e6:.1f} MB of own memory"
+    )
+    assert _own_memory() - before < 16e6
+    assert first.to_bytes() == trajectory.to_bytes()
+
+
+def _own_memory():
+    """Bytes of this process that it shares with none, in memory."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_a_pool_in_actors_gives_what_a_renderer_gives_and_survives_its_actors(cluster, tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model)
+    asked = [messages[:1] for messages in conversations(12)]
+    async with RayRendererPool(str(tiny_model), actors=2) as pool:
+        assert isinstance(pool, mmrender.RendererProtocol)
+        first = await asyncio.gather(*[pool.arender(one, add_generation_prompt=True) for one in asked])
+        victim = await asyncio.wrap_future(pool.actors[0].process_id.remote().future())
+        os.kill(victim, signal.SIGKILL)
+        again = await asyncio.gather(*[pool.arender(one, add_generation_prompt=True) for one in asked])
+        serial = [renderer.render(one, add_generation_prompt=True) for one in asked]
+        for found in (first, again):
+            assert [one.token_ids for one in found] == [one.token_ids for one in serial]
+            assert [one.multi_modal_data for one in found] == [one.multi_modal_data for one in serial]
+        assert first[0].decode() == serial[0].decode()
+        refused = await pool.abridge_to_next_turn(serial[0].token_ids, [5], [])
+        assert refused is None
+        assert pool.why_not_bridged == "the extension is empty"
+        with pytest.raises(mmrender.MessageError, match="has no source"):
+            await pool.arender([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_map_batches_renders_a_data_set(cluster, tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model)
+    texts = [
+        [{"role": "user", "content": f"{index}?"}, {"role": "assistant", "content": "Yes."}]
+        for index in range(40)
+    ]
+    data = ray.data.from_items(
+        [{"messages": messages, "group": index} for index, messages in enumerate(texts)]
+    )
+    rows = data.map_batches(
+        ToSamples,
+        fn_constructor_args=(str(tiny_model),),
+        batch_size=8,
+        compute=ray.data.ActorPoolStrategy(size=2),
+    ).take_all()
+    rows.sort(key=lambda row: row["group"])
+    assert [row["sample"].token_ids.tolist() for row in rows] == [
+        build_training_sample(renderer, messages).token_ids.tolist() for messages in texts
+    ]

@@ -1,0 +1,197 @@
+"""TRL's own trainers on mmrender's batches and rollouts."""
+
+import asyncio
+import base64
+import io
+
+import datasets
+import pytest
+import torch
+import trl
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
+
+from mmrender import Renderer, Trajectory, TrajectoryError, generate
+from mmrender.client.local import LocalBackend
+from mmrender.integrations.trl import Rollouts
+from mmrender.model.weights import load_model
+from mmrender.training import Collator, ModelFamily
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SETTINGS = {
+    "max_steps": 2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "learning_rate": 1e-2,
+}
+
+
+def picture(index):
+    return Image.new("RGB", (64 + 32 * (index % 3), 64), (40 * index % 255, 99, 199))
+
+
+def url(index):
+    buffer = io.BytesIO()
+    picture(index).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model):
+    return Renderer.from_pretrained(tiny_model)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sft_of_images_trains_with_rows_packed_or_not(renderer, tiny_model, tmp_path, packed):
+    rows = [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": url(index)}, {"type": "text", "text": "?"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": f"Answer {index}."}]},
+        ]
+        for index in range(8)
+    ]
+    arguments = trl.SFTConfig(
+        tmp_path,
+        per_device_train_batch_size=4,
+        remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+        **SETTINGS,
+    )
+    widths = []
+
+    class Seen(Collator):
+        def __call__(self, examples):
+            inputs = super().__call__(examples)
+            widths.append(inputs["input_ids"].shape)
+            return inputs
+
+    trainer = trl.SFTTrainer(
+        load_model(tiny_model, dtype="float32", device="cpu", purpose="a test"),
+        args=arguments,
+        data_collator=Seen(ModelFamily.from_config(tiny_model), 0, renderer, packed=packed),
+        train_dataset=datasets.Dataset.from_list([{"messages": row} for row in rows]),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert {shape[0] for shape in widths} == {1 if packed else 4}
+
+
+def played(renderer, backend, turns):
+    """A function that plays a prompt of one or two turns, of which the second asks about the same images."""
+
+    async def play(prompt):
+        trajectory = Trajectory()
+        ids, sidecar = None, None
+        for turn in range(turns):
+            said = await generate(
+                renderer=renderer,
+                backend=backend,
+                model="tiny",
+                messages=prompt if turn == 0 else None,
+                prompt_ids=ids,
+                multi_modal_data=sidecar,
+                sampling_params={"max_tokens": 6, "temperature": 1.0},
+            )
+            trajectory.append(
+                said.prompt_ids,
+                said.completion_ids,
+                logprobs=said.logprobs,
+                multi_modal_data=said.multi_modal_data,
+            )
+            bridged = renderer.bridge_to_next_turn(
+                said.prompt_ids,
+                said.completion_ids,
+                [{"role": "user", "content": "Again?"}],
+                previous_multi_modal_data=said.multi_modal_data,
+            )
+            ids, sidecar = bridged.token_ids, bridged.multi_modal_data
+        return trajectory
+
+    return play
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_grpo_trains_on_trajectories(renderer, tiny_model, tmp_path, turns):
+    model = load_model(tiny_model, dtype="float32", device="cpu", purpose="a test")
+    processor = AutoProcessor.from_pretrained(tiny_model)
+    data = datasets.Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": f"Which {index}?"}], "image": picture(index)}
+            for index in range(4)
+        ]
+    )
+    seen = []
+
+    def reward(completions, **kwargs):
+        return [float(index % 2) for index in range(len(completions))]
+
+    rollouts = Rollouts(played(renderer, LocalBackend(model), turns))
+
+    def watched(prompts, trainer):
+        seen.append(rollouts(prompts, trainer))
+        return seen[-1]
+
+    trainer = trl.GRPOTrainer(
+        model,
+        reward,
+        args=trl.GRPOConfig(
+            tmp_path,
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=64,
+            **SETTINGS,
+        ),
+        train_dataset=data,
+        processing_class=processor,
+        rollout_func=watched,
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.train()
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert any("visual" in name for name in changed)
+    for fields in seen:
+        for completion, mask, logprobs in zip(
+            fields["completion_ids"], fields["env_mask"], fields["logprobs"], strict=True
+        ):
+            assert len(completion) == len(mask) == len(logprobs)
+            assert (0 in mask) == (turns == 2)
+
+
+async def test_what_trl_cannot_train_on_is_refused_by_name(renderer):
+    image = {"type": "image", "image": picture(1)}
+    branched, empty = Trajectory(), Trajectory()
+    branched.append([1, 2], [3], logprobs=[-1])
+    branched.append([4, 5], [6], logprobs=[-1])
+    grown = renderer.render([{"role": "user", "content": [image]}])
+    late = Trajectory()
+    first = late.append([1, 2], [3], logprobs=[-1])
+    late.append(
+        [1, 2, 3, *grown.token_ids],
+        [9],
+        logprobs=[-1],
+        multi_modal_data=grown.multi_modal_data.shifted(3),
+        parent=first,
+    )
+    empty.append([1, 2])
+    for trajectory, problem in (
+        (branched, "one sequence"),
+        (empty, "one sequence"),
+        (late, "an image appears"),
+    ):
+
+        async def play(_, trajectory=trajectory):
+            return trajectory
+
+        rollouts = Rollouts(play)
+        with pytest.raises(TrajectoryError, match=problem):
+            await asyncio.to_thread(rollouts, ["?"], None)
