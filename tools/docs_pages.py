@@ -1,6 +1,6 @@
-"""MkDocs hook: one API page for each public module or subpackage, made from what the sources hold.
+"""MkDocs hook: API pages of the public names, and the page of errors, made from what the sources hold.
 
-Nothing is listed by hand, so no module can be forgotten. The sources are parsed, never imported.
+A public name is one that a package's `__init__.pyi` lists. The sources are parsed, never imported.
 """
 
 import ast
@@ -12,15 +12,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (ROOT / "mmrender", ROOT / "codecs" / "mmcodecs")
+STUBS = (ROOT / "mmrender", ROOT / "codecs" / "mmcodecs")
 
 
 @dataclass(frozen=True)
 class Page:
-    """One API page: a module, or a subpackage with its modules."""
+    """One API page: the public names of a package, by where they are defined."""
 
     name: str
-    modules: tuple[str, ...]
+    members: tuple[str, ...]
     summary: str
 
     @property
@@ -30,9 +30,11 @@ class Page:
 
     @property
     def markdown(self) -> str:
-        """The page: a directive for each module, which mkdocstrings fills."""
-        directives = [f"::: {module}\n" for module in self.modules]
-        return "\n".join([f"---\ntitle: {self.name}\n---\n", f"# {self.name}\n", *directives])
+        """The page: a directive for each name, which mkdocstrings fills."""
+        directives = [f"::: {member}\n" for member in self.members]
+        return "\n".join(
+            [f"---\ntitle: {self.name}\n---\n", f"# {self.name}\n", self.summary, "", *directives]
+        )
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -47,30 +49,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in pages():
         files.append(File.generated(config, page.uri, content=page.markdown))
     files.append(File.generated(config, "api/index.md", content=index()))
+    files.append(File.generated(config, "errors.md", content=errors_page()))
     return files
 
 
 def pages() -> Iterator[Page]:
-    """Yield the pages, those of each package in alphabetical order."""
-    for package in PACKAGES:
-        if package.name == "mmcodecs":
-            yield page_of(package, package.name)
-            continue
-        for path in sorted(package.iterdir(), key=lambda path: path.stem):
-            if not path.name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").is_file()):
-                yield page_of(path, f"{package.name}.{path.stem}")
+    """Yield the pages: `mmrender`, its packages in alphabetical order, and the codec."""
+    for root in STUBS:
+        for stub in sorted(root.glob("**/__init__.pyi")):
+            parts = stub.parent.relative_to(root.parent).parts
+            yield page_of(stub, ".".join(parts))
 
 
-def page_of(path: Path, name: str) -> Page:
-    """Describe the page of one module or package."""
-    if path.is_file():
-        return Page(name, (name,), summary_of(path))
-    submodules = [
-        ".".join((name, *module.relative_to(path).with_suffix("").parts))
-        for module in sorted(path.rglob("*.py"))
-        if not any(part.startswith("_") for part in module.relative_to(path).parts)
+def page_of(stub: Path, name: str) -> Page:
+    """Describe the page of one package."""
+    members = [
+        ".".join((name, node.module, alias.name))
+        for node in ast.parse(stub.read_text("utf-8")).body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+        if not alias.name.startswith("_") and not node.module.startswith("errors")
     ]
-    return Page(name, (name, *submodules), summary_of(path / "__init__.py"))
+    return Page(name, tuple(members), summary_of(stub.with_suffix(".py")))
 
 
 def summary_of(path: Path) -> str:
@@ -83,3 +83,30 @@ def index() -> str:
     """The overview: every page with the first line of its docstring."""
     rows = [f"| [`{page.name}`]({page.name}.md) | {page.summary} |" for page in pages()]
     return "\n".join(["# API", "", "| module | what it is |", "|---|---|", *rows, ""])
+
+
+def errors_page() -> str:
+    """The tree of errors as its module draws it, and each class with what it says of itself."""
+    lines = ["# Errors", ""]
+    for path, module in (
+        (ROOT / "mmrender" / "errors.py", "mmrender.errors"),
+        (ROOT / "codecs" / "mmcodecs" / "errors.py", "mmcodecs.errors"),
+    ):
+        tree = ast.parse(path.read_text("utf-8"))
+        lines += [
+            f"## `{module}`",
+            "",
+            ast.get_docstring(tree) or "",
+            "",
+            "| error | is a | when |",
+            "|---|---|---|",
+        ]
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
+                what = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split()).replace(
+                    "|", "\\|"
+                )
+                lines.append(f"| `{node.name}` | {bases} | {what} |")
+        lines.append("")
+    return "\n".join(lines)
