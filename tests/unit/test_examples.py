@@ -1,0 +1,64 @@
+"""The examples run: each is a program of at most 120 lines that a reader starts from."""
+
+import json
+import shutil
+import urllib.request
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from mmrender.testing.scripted_engine import ScriptedEngine
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LONGER = {"find_cell.py"}
+"""Games, whose rules take room."""
+
+
+@pytest.fixture
+def photo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(str(files("mmrender.testing").joinpath("data", "photo.jpg")), "photo.jpg")
+    return tmp_path / "photo.jpg"
+
+
+def test_examples_are_short():
+    lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert {name for name, count in lines.items() if count > 120} <= LONGER
+
+
+def test_a_worker_and_a_trainer(tiny_model, photo):
+    import worker_and_trainer
+
+    assert -2 < worker_and_trainer.main(str(tiny_model), str(photo)) < 2
+
+
+def test_fine_tuning_with_packing(tiny_model, photo):
+    import sft_packed
+
+    recorded = [
+        {"messages": [
+            {"role": "user", "content": [{"type": "image", "image": "photo.jpg"}, f"Question {number}?"]},
+            {"role": "assistant", "content": f"Answer {number}."},
+        ]}
+        for number in range(2)
+    ]  # fmt: skip
+    first, second = sft_packed.train(str(tiny_model), json.loads(json.dumps(recorded)))
+    assert second < first
+
+
+def test_an_audit_of_a_broken_set_up(tiny_model, tmp_path, capsys):
+    import audit_broken_setup
+
+    sound, unsound = audit_broken_setup.main(str(tiny_model), str(tmp_path / "audit.html"))
+    assert sound.ok
+    assert not unsound.ok
+    assert "encoded again" in (tmp_path / "audit.html").read_text("utf-8")
+
+
+def test_serving(renderer):
+    import serving
+
+    with serving.serving("tiny", [ScriptedEngine()], renderer) as server:
+        reply = urllib.request.urlopen(f"{server.url}/v1/models", timeout=20).read()
+    assert json.loads(reply)["data"][0]["id"] == "tiny"
