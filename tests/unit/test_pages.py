@@ -22,15 +22,19 @@ ELSEWHERE = {
     "docs/rollout.md": "below, with what it ends in",
     "docs/client.md": "test_client_page.py",
     "docs/training.md": "test_training_page.py",
-    **dict.fromkeys(
-        ["docs/use-renderers.md", "mmrender/integrations/renderers.py"], "make integration-renderers"
-    ),
-    "mmrender/integrations/transformers.py": "docs/use-transformers.md, the same",
 }
 """Pages whose code has more to show than that it runs, and what runs it."""
 
 LEFT_OUT = {"docs/vllm.md": "llm.generate", "mmrender/training/collator.py": "Trainer("}
 """Blocks that need a vLLM in this process, or accelerate; tests/integration and test_training_page.py run the like."""
+
+LIBRARIES = {
+    name
+    for name in PAGES
+    if name.startswith(("docs/use-", "mmrender/integrations/")) and name != "docs/use-transformers.md"
+}
+"""Pages of libraries that are not installed beside the tests; `make integration-*` tests what they show."""
+OWN = sorted(PAGES.keys() - ELSEWHERE.keys() - LIBRARIES)
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def run(tmp_path, monkeypatch, renderer, tiny_model):
     return lambda name, **given: Page(name, given).run(leave_out=LEFT_OUT.get(name, ""))
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".md") and name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".md")])
 def test_the_code_of_a_page_runs(name, run):
     run(name)
 
@@ -88,7 +92,7 @@ def test_the_code_of_the_audit_runs(run, renderer, tiny_model):
     assert run("docs/audit.md")["report"].ok
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".py") and name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".py")])
 def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path):
     """What goes before it is given: a docstring shows a call, not a program."""
     from torch.utils.data import DataLoader
