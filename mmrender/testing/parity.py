@@ -356,7 +356,8 @@ class ParityPair:
         if isinstance(theirs, Exception) and not isinstance(ours, Exception) and self._is_unjoined(messages):
             if report is not None:
                 report.unjoined += 1
-            return None if ours.text == text or is_replaced else _text_difference(ours.text, str(text))
+            text = str(_outcome(lambda: self.reference.text(given, **options)))
+            return _text_difference(ours.text, text) if ours.text != text else None
         if isinstance(ours, Exception) or isinstance(theirs, Exception) or isinstance(text, Exception):
             refused = theirs if isinstance(theirs, Exception) else text
             return _refusal(ours, refused, report)

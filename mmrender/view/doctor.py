@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmrender.errors import MMRenderError, PlaceholderError, ProcessorError, TemplateRefusedError
+from mmrender.media.processor import VideoProcessor
+from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 
@@ -130,7 +132,15 @@ def _images(renderer: Renderer) -> dict[str, Any]:
         "placeholders": dict(processor.placeholder),
         "an item depends on the number of images": processor.depends_on_image_count,
         "tokens of 1024\u00d71024": _found(lambda: processor.geometry(1024, 1024).num_tokens),
+        "videos": _videos(processor.videos),
     }
+
+
+def _videos(processor: VideoProcessor | None) -> str:
+    if processor is None:
+        return "none"
+    native = isinstance(processor, PatchVideoProcessor)
+    return f"{processor.name}, {'native' if native else 'of Transformers, with torchvision'}"
 
 
 def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
