@@ -140,7 +140,7 @@ def _videos(processor: VideoProcessor | None) -> str:
     if processor is None:
         return "none"
     native = isinstance(processor, PatchVideoProcessor)
-    return f"{processor.name}, {'native' if native else 'of Transformers, with torchvision'}"
+    return f"{processor.name}, {'native' if native else 'by Transformers with torchvision'}"
 
 
 def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:

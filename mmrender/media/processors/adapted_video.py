@@ -44,7 +44,7 @@ class AdaptedVideoProcessor(VideoProcessor):
     """
 
     def __init__(self, files: ProcessorFiles, *, trust_remote_code: bool = False) -> None:
-        self.name = files.video_processor_type or "the video processor"
+        self.name = str(files.video.get("video_processor_type") or "the model's own")
         self._files = files
         self._trusts = trust_remote_code
         self._lock = threading.RLock()
