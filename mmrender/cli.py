@@ -212,13 +212,16 @@ def doctor(
     Exit 1 if there are problems: something that cannot be rendered exactly, or is not known.
     """
     from mmrender.model.files import find_model
-    from mmrender.view.doctor import diagnose, findings_table
+    from mmrender.view.doctor import diagnose, findings_table, next_steps
 
     findings = diagnose(_load(model, image_backend), find_model(model).path)
     if as_json:
         sys.stdout.write(json.dumps(findings, indent=2) + "\n")
     else:
         _out.print(findings_table(findings))
+        _out.print("what to do", style="bold")
+        for step in next_steps(findings, model):
+            _out.print(f"  {step}", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if findings["problems"] else 0)
 
 

@@ -13,6 +13,7 @@ from mmrender.media.processor import VideoProcessor
 from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
+from mmrender.view.text import visible
 
 UNKNOWN = "unknown"
 """Begins a finding whose probe failed."""
@@ -207,6 +208,26 @@ def _bridge_over(renderer: Renderer, extension: MessageDict) -> str:
 _NO_ENTRIES = {"images": "none: a text-only model", "problems": "none"}
 
 
+_REMEDIES = {
+    "images": "Install the extra that it names, or put images into a role whose messages the template prints",
+    "roles": "Pass chat_template= with a template that prints users and the assistant",
+    "unattributed": "Leave these arguments out, or pass chat_template= with one that prints them plainly",
+    "stop tokens": "Name the stop token as eos_token_id in generation_config.json",
+}
+
+
+def next_steps(findings: dict[str, Any], model: str) -> list[str]:
+    """What to do about each problem, or what to do next where there is none."""
+    compare = f"Compare with Transformers to the last bit: mmrender parity {model} --cases 50"
+    if not findings["problems"]:
+        return [
+            compare,
+            f"Look at a conversation: mmrender view chat.json --model {model} --html tokens.html",
+        ]
+    named = [f"{name}: {_REMEDIES[name]}" for name in findings["problems"] if name in _REMEDIES]
+    return [*named, *([compare] if len(named) < len(findings["problems"]) else [])]
+
+
 def findings_table(findings: dict[str, Any]) -> Table:
     """The findings as a table, section by section."""
     table = Table(show_edge=False, show_header=False, pad_edge=False)
@@ -222,7 +243,7 @@ def findings_table(findings: dict[str, Any]) -> Table:
 
 def _shown(value: Any) -> str:
     if isinstance(value, str) and value.startswith((UNKNOWN, "no: ")):
-        return f"[{'red' if value.startswith(UNKNOWN) else 'yellow'}]{escape(value)}[/]"
+        return f"[{'red' if value.startswith(UNKNOWN) else 'yellow'}]{_safe(value)}[/]"
     if isinstance(value, bool):
         return "[green]yes[/]" if value else "[yellow]no[/]"
     if isinstance(value, dict):
@@ -230,4 +251,9 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple | list):
         shown = [item if isinstance(item, str) and item.isprintable() else repr(item) for item in value]
         return escape(", ".join(shown)) or "-"
-    return escape(str(value))
+    return _safe(str(value))
+
+
+def _safe(text: str) -> str:
+    """Text of a model's files for a terminal: neither markup nor control."""
+    return escape("\n".join(map(visible, text.splitlines())))

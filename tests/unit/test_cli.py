@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmrender import cli
+from mmrender import __version__, cli
 from mmrender.renderer import Renderer
 from mmrender.testing import parity as parity_module
 from mmrender.testing import reference
+from mmrender.trajectory import Trajectory, save_trajectories
 
 MESSAGES = [
     {"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What?"}]},
@@ -93,6 +94,9 @@ def test_doctor_fails_where_there_are_problems(run, tiny_model, tmp_path):
     status, out, _ = run("doctor", directory)
     assert status == 1
     assert "unknown: the template refuses" in out
+    assert out.rstrip().endswith(
+        f"Compare with Transformers to the last bit: mmrender parity {directory} --cases 50"
+    )
 
 
 def test_parity_of_an_honest_model(run, folder, tiny_model):
@@ -196,6 +200,42 @@ def test_an_error_is_one_line(run, folder, tiny_model, chat, arguments, line):
     (found,) = [each for each in err.splitlines() if each.strip()]
     assert (status, out) == (2, "")
     assert found.startswith(line)
+
+
+def test_version_and_completion(run):
+    assert run("--version")[:2] == (0, f"mmrender {__version__}\n")
+    assert "--show-completion" in run("--help")[1]
+
+
+def test_two_renderings_at_their_first_difference(run, folder, tiny_model, renderer):
+    """Exit 1 where they differ; ids of another tool are compared as they are."""
+    Path("same.json").write_text(json.dumps(MESSAGES))
+    Path("other.json").write_text(json.dumps([MESSAGES[0], {"role": "assistant", "content": "Blue."}]))
+    Path("ids.json").write_text(json.dumps({"token_ids": [1, 2]}))
+    options = ("-m", tiny_model, "--image-backend", "pil")
+    assert run("diff", "chat.json", "same.json", *options)[0] == 0
+    status, out, _ = run("diff", "chat.json", "other.json", *options, "--json")
+    found = json.loads(out)
+    assert status == 1
+    assert not found["equal"]
+    status, out, _ = run("diff", "chat.json", "other.json", *options)
+    assert f"{found['first_difference']} tokens are equal, then they differ" in out
+    assert "chat.json" in out
+    assert "Blue" in out
+    assert run("diff", "chat.json", "ids.json", *options, "--html", "diff.html")[0] == 1
+    assert Path("diff.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_a_page_of_a_conversation_and_of_trajectories(run, folder, tiny_model, renderer):
+    options = ("-m", tiny_model, "--image-backend", "pil", "--html", "page.html")
+    assert run("view", "chat.json", *options)[0] == 0
+    assert "data:image/jpeg" in Path("page.html").read_text("utf-8")
+    trajectory = Trajectory("island")
+    trajectory.append(renderer.render_ids([{"role": "user", "content": "hi"}]), [40])
+    save_trajectories("rollouts.mmr", [trajectory])
+    assert run("view", "rollouts.mmr", *options)[0] == 0
+    assert "branch 0" in Path("page.html").read_text("utf-8")
+    assert "--html tokens.html" in run("view", "rollouts.mmr", *options[:4])[2]
 
 
 def test_without_arguments_it_prints_help(run):

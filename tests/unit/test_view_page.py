@@ -17,6 +17,7 @@ from mmrender.trajectory import Trajectory
 from mmrender.view import Page
 from mmrender.view.data import Document, of_difference, shared_length
 from mmrender.view.pictures import token_grid
+from mmrender.view.terminal import token_strip
 from mmrender.view.text import token_texts, visible
 
 HOSTILE = (
@@ -100,6 +101,13 @@ def test_a_conversation_is_never_markup(renderer, rendered, trajectory):
             r"\son\w+=|\sstyle=|https?://", html.split("<script type")[0].split("</style>")[1]
         )
     assert "&lt;/script&gt;" in page._repr_html_()
+
+
+def test_a_terminal_gets_no_control_either(rendered):
+    shown = token_strip(rendered).plain
+    assert "␛[31m" in shown
+    assert "⟨U+202E⟩" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
 
 
 def test_a_rendering_is_shown_as_it_is(renderer, rendered):
