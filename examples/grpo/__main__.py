@@ -16,7 +16,6 @@ from grpo.worker import Worker
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.model.weights import load_model
-from mmrender.template.limits import TemplateLimits
 from mmrender.testing.tiny_model import build_tiny_model
 
 
@@ -48,7 +47,7 @@ async def run(config: Config) -> float:
         )
     model = load_model(directory, "float32", "cpu", purpose="the example")
     # The template is the tiny model's own: a loaded machine must not end the run.
-    renderer = Renderer.from_pretrained(directory, limits=TemplateLimits(max_seconds=600))
+    renderer = Renderer.from_pretrained(directory)
     backend = LocalBackend(model, tokenizer=renderer.tokenizer)
     trainer, worker = Trainer(config, model), Worker(config, renderer, backend=backend)
     if checkpoint.exists():

@@ -30,7 +30,6 @@ from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.model.weights import load_model
 from mmrender.shipping import Receiver, Sender
-from mmrender.template.limits import TemplateLimits
 from mmrender.testing.tiny_model import build_tiny_model
 
 _KEPT = 2
@@ -102,7 +101,7 @@ def publish(config: Config, trainer: Trainer) -> None:
 
 async def play(config: Config) -> None:
     """Play the games of each step against the server, and ship them."""
-    renderer = Renderer.from_pretrained(build(config), limits=TemplateLimits(max_seconds=600))
+    renderer = Renderer.from_pretrained(build(config))
     engine = HTTPEngine(VLLMBackend(), HTTPTransport(config.server), model="tiny")
     server = InferenceEngineClient([engine], renderer=renderer)
     worker = Worker(config, renderer, server, model="tiny")

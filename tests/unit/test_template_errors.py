@@ -95,7 +95,7 @@ def test_limits_can_be_raised_and_lowered():
     assert len(ChatTemplate(source).render(USER)) == 10_000
     for limits, what in (
         (TemplateLimits(max_steps=1000), "steps - expected at most 1,000 loop iterations"),
-        (TemplateLimits(max_seconds=0.0), "time - expected at most 0 s, got more"),
+        (TemplateLimits(max_seconds=0.0), "time - expected at most 0 s of processor time, got more"),
         (TemplateLimits(max_characters=9_999), "text - expected at most 9,999 characters, got 10,000"),
     ):
         with pytest.raises(TemplateLimitError) as error:
