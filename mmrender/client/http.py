@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import weakref
@@ -45,6 +46,8 @@ _UNTRUSTED: Final = (
 )
 _SLICE: Final = 256 << 10
 """Larger bodies are written in slices, so that other tasks have their turn."""
+_PIECE: Final = 64 << 10
+"""What is copied of a file where the socket is full."""
 
 
 class _Body(aiohttp.Payload):
@@ -59,8 +62,11 @@ class _Body(aiohttp.Payload):
 
     async def write(self, writer: Any) -> None:
         for piece in self._value:
-            if isinstance(piece, JSONText) and await _send_file(writer, piece):
-                continue
+            try:
+                if isinstance(piece, JSONText) and await _send_file(writer, piece):
+                    continue
+            except ConnectionError:
+                return  # the server closed it; its reply, if it sent one, is still to be read
             view = memoryview(joined([piece]))
             for start in range(0, max(1, len(view)), _SLICE):  # once at least: the headers go with it
                 await writer.write(view[start : start + _SLICE])
@@ -68,15 +74,27 @@ class _Body(aiohttp.Payload):
 
 
 async def _send_file(writer: Any, text: JSONText) -> bool:
-    """Send a text from its file; False, and nothing is sent, where it has none or the event loop cannot."""
+    """Send a text from its file; False, and nothing is sent, where it has none or the socket has TLS.
+
+    `loop.sendfile` would stop reading meanwhile, and so miss the reply of a server that refuses a long body.
+    """
     transport = writer.transport
     if text.file is None or transport is None or transport.get_extra_info("sslcontext") is not None:
         return False
+    sock, done = transport.get_extra_info("socket"), 0
+    transport.set_write_buffer_limits(0)  # so that `drain` waits until what was written has gone out
     try:
-        with open(text.file, "rb", buffering=0, closefd=False) as file:
-            await asyncio.get_running_loop().sendfile(transport, file, 0, len(text), fallback=False)
-    except (NotImplementedError, asyncio.SendfileNotAvailableError):
-        return False
+        while done < len(text):
+            await writer.drain()
+            try:
+                done += os.sendfile(sock.fileno(), text.file, done, len(text) - done)
+                await asyncio.sleep(0)
+            except BlockingIOError:  # the transport waits for the socket where it has something to write
+                piece = os.pread(text.file, min(_PIECE, len(text) - done), done)
+                await writer.write(piece)
+                done += len(piece)
+    finally:
+        transport.set_write_buffer_limits()
     return True
 
 

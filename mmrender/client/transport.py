@@ -52,13 +52,11 @@ class JSONText:
         self.file: int | None = None
         if len(data) < LONG_TEXT or not hasattr(os, "memfd_create"):
             return
-        with contextlib.suppress(OSError):  # of a process that may open no more files
-            self.file = os.memfd_create("mmrender")
-            weakref.finalize(self, os.close, self.file).atexit = False
-            if os.write(self.file, data) == len(data):
-                self._data = b""
-            else:
-                self.file = None
+        with contextlib.suppress(OSError):  # no more files, or no more memory for them
+            file = os.memfd_create("mmrender")
+            weakref.finalize(self, os.close, file).atexit = False
+            if os.write(file, data) == len(data):
+                self.file, self._data = file, b""
 
     def __len__(self) -> int:
         return self._size

@@ -388,18 +388,19 @@ async def test_what_is_no_json_is_refused_before_sending(server: StubServer) -> 
     assert hooks.names == ["request", "error"]  # what is not JSON never becomes a call
 
 
-@pytest.mark.parametrize("sending", ["files", "no files", "no sendfile"])
+@pytest.mark.parametrize("sending", ["files", "no files", "no memory", "full socket"])
 @with_server
 async def test_raw_members_go_out_as_they_are(
     server: StubServer, sending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError  # as uvloop does
+    def refuse(*_: Any) -> int:
+        raise BlockingIOError
 
-    if sending == "no files":
-        monkeypatch.setattr(os, "memfd_create", lambda _: os.open("/nowhere", os.O_RDONLY), raising=False)
-    elif sending == "no sendfile":
-        monkeypatch.setattr(asyncio.get_running_loop(), "sendfile", refuse)
+    if sending in ("no files", "no memory"):  # none can be opened, or none can be written
+        path = "/nowhere" if sending == "no files" else os.devnull
+        monkeypatch.setattr(os, "memfd_create", lambda _: os.open(path, os.O_RDONLY), raising=False)
+    elif sending == "full socket":
+        monkeypatch.setattr(os, "sendfile", refuse)
     texts = [b"QUJD" * count for count in (3, 200_000, 700_000, 600_000)]
     members = [JSONText(b'"%b"' % text) for text in texts]
     assert [member.data for member in members] == [b'"%b"' % text for text in texts]
@@ -411,6 +412,31 @@ async def test_raw_members_go_out_as_they_are(
         assert [msgspec.json.decode(reply.body) for reply in replies] == 3 * [
             {"a": 1, "images": given, "z": "end"}
         ]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("size", [LONG_TEXT // 2, 16 * LONG_TEXT])
+def test_a_server_that_refuses_a_body_before_it_has_come_is_heard(size: int, closes: bool) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
+        if closes:
+            writer.close()
+        await heard.wait()
+        writer.close()
+
+    async def check() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        transport = way(f"http://127.0.0.1:{port}", timeout=10.0)
+        with pytest.raises(EngineStatusError, match="413"):
+            await transport.request("POST", "/", json=JSONText(b"0" * size))
+        heard.set()
+        await transport.aclose()
+        server.close()
+
+    heard = asyncio.Event()
+    asyncio.run(check())
 
 
 def test_files_of_texts_close_with_them() -> None:
