@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.types import EngineRequest, FinishReason, OnTokens
-from mmrender.errors import EngineUnsupportedError, MMRenderError
+from mmrender.errors import EngineUnsupportedError
 from mmrender.spans import MultiModalData, mm_token_type_ids
 
 _PAD_SETTINGS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
@@ -33,7 +33,7 @@ class Completion:
         sampler: Chooses and holds its tokens.
         room: The most tokens that it may have.
         tell: Hears of each token.
-        done: Called at its end, with what failed or None.
+        done: Called at its end, with what failed or None; calls after the first count for nothing.
         stopped: Set to end it before its next token.
         versions: Name of the weights that sampled each token.
     """
@@ -60,7 +60,7 @@ class Completion:
         if self.finish_reason is None:
             try:
                 self.sampler.sample(logits)
-            except MMRenderError as error:
+            except Exception as error:  # noqa: BLE001 - the others go on
                 self.done(self, error)
                 return False
             self.versions.append(version)
@@ -105,7 +105,7 @@ def decode(model: Any, completions: Sequence[Completion], version: Callable[[], 
         if key not in prompts:
             try:
                 prompts[key] = _Prompt(ids, data, _media_arguments(model, data, len(ids)))
-            except MMRenderError as error:
+            except Exception as error:  # noqa: BLE001 - the others go on
                 completion.done(completion, error)
                 continue
         prompts[key].completions.append(completion)
@@ -113,7 +113,11 @@ def decode(model: Any, completions: Sequence[Completion], version: Callable[[], 
     for prompt in prompts.values():
         alike.setdefault(prompt.form, []).append(prompt)
     for group in alike.values():
-        _decode(model, group, version)
+        try:
+            _decode(model, group, version)
+        except Exception as error:  # noqa: BLE001 - other groups go on
+            for completion in itertools.chain.from_iterable(prompt.completions for prompt in group):
+                completion.done(completion, error)
 
 
 def _decode(model: Any, prompts: Sequence[_Prompt], version: Callable[[], str]) -> None:

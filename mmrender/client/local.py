@@ -29,7 +29,6 @@ from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
     InputError,
-    MMRenderError,
     PromptTooLongError,
     SamplingParameterError,
 )
@@ -285,7 +284,7 @@ class LocalBackend:
             for waiting in taken:
                 try:
                     completions.append(self._completion(waiting))
-                except MMRenderError as error:
+                except Exception as error:  # noqa: BLE001 - the others go on
                     waiting.fail(error)
             decode(self.model, completions, self._updated_version)
         except BaseException as error:  # noqa: BLE001 - whoever waits gets it

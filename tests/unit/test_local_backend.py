@@ -381,6 +381,30 @@ def test_logits_that_are_not_numbers_are_said_to_be(tiny_model, prompts):
         generate(backend, request(prompts["text"], max_tokens=2))
 
 
+def test_a_request_that_fails_leaves_others_alone(tiny_model, prompts):
+    def refuse(_, __, arguments):
+        if arguments["input_ids"].shape[1] == len(prompts["image"]):
+            raise RuntimeError("no images")
+
+    backend = LocalBackend(load_model(tiny_model, "float32", "cpu", purpose="a test"))
+    backend.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    good, image = request(prompts["text"], "good"), request(prompts["image"], "image")
+    unchecked = request(prompts["text"], "unchecked", temperature="hot")
+    unsampled = replace(request(prompts["text"], "unsampled"), forbidden_token_ids=[1 << 40])
+
+    async def together():
+        calls = [backend.generate(each) for each in (image, unchecked, unsampled, good)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    *failed, response = asyncio.run(together())
+    assert [type(error).__name__ for error in failed] == [
+        "RuntimeError",
+        "SamplingParameterError",
+        "IndexError",
+    ]
+    assert response == generate(LocalBackend(tiny_model), good)
+
+
 def test_requests_that_are_refused(backend, prompts, renderer):
     image = prompts["image"]
     shifted = image.multi_modal_data.shifted(1)
