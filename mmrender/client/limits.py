@@ -16,8 +16,8 @@ from mmrender.trajectory.engine_data import AllowedTokens
 
 FORBIDDING_BIAS: Final = -100.0
 """The most that `logit_bias` takes from a logit, in every engine."""
-_MOST_REPORTED: Final = 127
-"""Tokens whose log-probabilities vLLM reports for each position besides the sampled one's, at most."""
+_MOST_REPORTED: Final = 19
+"""Tokens whose log-probabilities vLLM reports besides the sampled one's without `--max-logprobs`."""
 
 
 class Limit(NamedTuple):
@@ -43,7 +43,7 @@ def limit_of(request: EngineRequest) -> Limit | None:
     """Return the limit of a request; None without one, or where the log-probabilities stay the engine's.
 
     They do under a grammar, whose mask engines do not report, where the caller asks for alternatives of its
-    own, and where the set is larger than what vLLM reports.
+    own, and where the set is larger than what vLLM reports by default.
     """
     params = request.sampling_params
     if any(params.get(name) for name in ("structured_outputs", "logprobs", "logprob_token_ids")):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import lt
 from typing import Any, NamedTuple
 
 import msgspec
@@ -182,6 +183,11 @@ def check_allowed(value: Any, completion_ids: npt.NDArray[Any], where: str) -> t
             got = str((span.start, span.stop))
             raise TrajectoryError(problem, where=f"{where}[{index}]", expected=expected, got=got)
         end = span.stop
+        # A token named twice would count twice in what a log-probability is normalised by.
+        if not all(map(lt, (-1, *span.token_ids), span.token_ids)):
+            expected = "token ids that rise from 0 on"
+            got = str(span.token_ids)[:100]
+            raise TrajectoryError(problem, where=f"{where}[{index}].token_ids", expected=expected, got=got)
         sampled = completion_ids[span.start : span.stop]
         fits = np.isin(sampled, span.token_ids) != span.forbids
         if not fits.all():

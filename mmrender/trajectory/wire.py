@@ -11,7 +11,7 @@ The form is a dict:
 
 It is linear in distinct content: an item, a token or a message is written once, however many steps, branches
 and trajectories show it. Readers leave out fields that they do not know, so a field can be added without
-another version.
+another version, unless it changes what others mean.
 
 Messages travel without the sources of their media by default, since the pixels travel in the items: encoded
 bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay.
@@ -37,6 +37,8 @@ from mmrender.trajectory.step import Step, check_ids, check_numbers
 
 FORMAT: Final = "mmrender.trees"
 VERSION: Final = 3
+LIMITED: Final = 4
+"""Version where a step holds `allowed`, without which its log-probabilities would be misread."""
 MediaSources: TypeAlias = Literal["drop", "keep"]
 """Whether messages keep the sources of their media, or hold None in their place."""
 
@@ -143,7 +145,7 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
     table = msgspec.msgpack.encode(Table(rows, list(writer.messages), sets))
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": LIMITED if sets else VERSION,
         "table": np.frombuffer(table, np.uint8),
         "items": items_to_wire(writer.items, share=share),
         "experts": writer.experts,
@@ -296,11 +298,11 @@ def read_records(wire: Any) -> list[Record]:
     """
     marks = [wire.get(key) for key in ("format", "version")] if isinstance(wire, Mapping) else None
     # Compared as text, since damaged data may hold anything here, arrays among them.
-    if str(marks) != str([FORMAT, VERSION]):
+    if str(marks) not in (str([FORMAT, VERSION]), str([FORMAT, LIMITED])):
         raise TrajectoryError(
             "the data does not hold trajectories that this release can read",
             where="wire",
-            expected=f"format {FORMAT!r}, version {VERSION}",
+            expected=f"format {FORMAT!r}, version {VERSION} or {LIMITED}",
             got=f"format {marks[0]!r}, version {marks[1]!r}"[:120] if marks else type(wire).__name__,
             remedy="Write and read with the same release of mmrender",
         )

@@ -120,6 +120,19 @@ def test_an_engines_raw_logprobs_are_renormalised(logits, allowed, forbidden, to
     assert renormalised(silent, limit) == replace(response, top_logprobs=None)
 
 
+@pytest.mark.parametrize("count", [0, 1, 18, 19, 20, 127, 500])
+@pytest.mark.parametrize("name", ["allowed", "forbidden"])
+def test_what_is_asked_of_a_server_is_within_its_default_bound(name, count):
+    allowed = {"allowed_token_ids": list(range(count))} if name == "allowed" else {}
+    forbidden = range(count) if name == "forbidden" else ()
+    request = EngineRequest("m", [1], {"max_tokens": 1, **allowed}, "r", forbidden_token_ids=forbidden)
+    limit = limit_of(request)
+    assert (limit is not None) == (0 < count < 20)
+    if limit is not None:
+        params = reporting(request, limit).sampling_params
+        assert len(params["logprob_token_ids"]) == params["logprobs"] <= 20  # vLLM's `--max-logprobs`
+
+
 @pytest.fixture(scope="module")
 def trainer(tiny_model):
     return TrainerModel.from_pretrained(tiny_model)
