@@ -1,7 +1,7 @@
 """Constraints that an engine samples under, and log-probabilities of what they leave over.
 
 vLLM reports log-probabilities of the raw logits, before `allowed_token_ids` and `logit_bias`. Given those of
-the tokens that are allowed, or of those that are forbidden, each is renormalised exactly.
+the tokens that are allowed, or of those that are forbidden, each is renormalised.
 """
 
 import math
@@ -18,6 +18,8 @@ FORBIDDING_BIAS: Final = -100.0
 """The most that `logit_bias` takes from a logit, in every engine."""
 _MOST_REPORTED: Final = 19
 """Tokens whose log-probabilities vLLM reports besides the sampled one's without `--max-logprobs`."""
+_MOST_FORBIDDEN: Final = math.log(0.999)
+"""Forbidden probability beyond which the rounding of float32 would show in the logarithm of the rest."""
 
 
 class Limit(NamedTuple):
@@ -67,8 +69,9 @@ def reporting(request: EngineRequest, limit: Limit) -> EngineRequest:
 def renormalised(response: EngineResponse, limit: Limit) -> EngineResponse:
     """Return the response with log-probabilities of what the limit leaves over.
 
-    A server that does not report those of the limit, as before vLLM 0.31, leaves the response as it is: its
-    log-probabilities are of all tokens, and `allowed` is empty.
+    It stays as it is, its log-probabilities of all tokens and `allowed` empty, where the server does not
+    report those of the limit, as before vLLM 0.31, or where what is forbidden leaves too little over to be
+    known from them.
     """
     reported = [dict(top) for top in response.top_logprobs or ()]
     plain = replace(response, top_logprobs=None)
@@ -77,7 +80,9 @@ def renormalised(response: EngineResponse, limit: Limit) -> EngineResponse:
     logprobs = []
     for raw, top in zip(response.logprobs, reported, strict=True):
         listed = float(np.logaddexp.reduce([top[token] for token in limit.token_ids]))
-        left = math.log1p(-math.exp(min(listed, -1e-6))) if limit.forbids else listed
+        if limit.forbids and listed > _MOST_FORBIDDEN:
+            return plain
+        left = math.log1p(-math.exp(listed)) if limit.forbids else listed
         logprobs.append(min(0.0, raw - left))
     allowed = (AllowedTokens(0, len(logprobs), *limit),) if logprobs else ()
     return replace(plain, logprobs=logprobs, allowed=allowed)

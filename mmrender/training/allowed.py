@@ -31,7 +31,8 @@ def limited_tokens(rows: Rows, device: Any) -> Iterator[LimitedTokens]:
         for segment in segments:
             for start, stop, token_ids, forbids in segment.allowed:
                 found = places.setdefault((token_ids, forbids), [])
-                found += [(row, segment.start + place) for place in range(start, stop)]
+                # The first token of a sample is predicted by none.
+                found += [(row, segment.start + place) for place in range(max(start, 1), stop)]
     for (token_ids, forbids), found in places.items():
         at = torch.tensor(found, device=device).reshape(-1, 2)
         yield LimitedTokens(at[:, 0], at[:, 1], token_ids, forbids)

@@ -18,6 +18,7 @@ from mmrender.training.fields import collate_fields, media_of
 from mmrender.training.positions import mrope_position_ids
 from mmrender.training.segments import Rows, Segment, token_numbers
 from mmrender.training.tensor_list import torch
+from mmrender.trajectory.engine_data import check_allowed
 from mmrender.trajectory.sample import TrainingSample
 
 Places: TypeAlias = list[tuple[int, Segment, TrainingSample]]
@@ -61,6 +62,7 @@ def collate(
             aligned to their tokens; an image's token lies outside the placeholders; a row is longer than
             `width`; a sample is in two rows; the family refuses the layout; or an option has no such value.
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
+        TrajectoryError: A token is not among those that it was chosen among.
     """
     if padding_side not in ("left", "right"):
         raise BatchError("rows are filled on the left or right", where="padding_side", got=repr(padding_side))
@@ -229,6 +231,7 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
         if values is not None and not np.isfinite(values).all():
             place = int(np.flatnonzero(~np.isfinite(values))[0])
             raise BatchError("a value is not finite", where=f"{name}.{key}[{place}]", got=str(values[place]))
+    check_allowed(sample.allowed, ids, f"{name}.allowed")
     experts = sample.routed_experts
     if experts is not None and (experts.start != 0 or experts.stop not in (len(ids) - 1, len(ids))):
         raise BatchError(

@@ -13,6 +13,7 @@ from mmrender.audit import TrainerModel, audit
 from mmrender.client.limits import limit_of, renormalised, reporting
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
+from mmrender.errors import TrajectoryError
 from mmrender.rollout.client import RendererClient
 from mmrender.training import collate, first_fit_decreasing, token_entropy, token_logprobs
 from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
@@ -91,6 +92,21 @@ def test_logprobs_and_entropies_are_of_what_was_allowed(tiny_family, samples, la
         torch.testing.assert_close(shard.token_logprobs(shard.take(whole)), expected)
 
 
+def test_what_was_allowed_holds_the_tokens_of_a_sample(tiny_family):
+    rng = np.random.default_rng(0)
+    tokens, zeros = np.array([3, 4, 5], np.int32), np.zeros(3, np.float32)
+    sample = TrainingSample(tokens, np.array([False, True, True]), zeros)
+    whole = AllowedTokens(0, 3, (3, 4, 5))
+    logits = torch.from_numpy(rng.normal(size=(1, 3, VOCAB)).astype(np.float32))
+    found = [
+        token_logprobs(logits, collate([replace(sample, allowed=(span,))], tiny_family, pad_token_id=0))
+        for span in (whole, whole._replace(start=1))
+    ]
+    assert torch.equal(*found)  # the first token, predicted by none, leaves the others alone
+    with pytest.raises(TrajectoryError, match="a token was sampled that was not allowed"):
+        collate([replace(sample, allowed=(AllowedTokens(1, 3, (4,)),))], tiny_family, pad_token_id=0)
+
+
 @given(
     st.lists(st.floats(-8, 8), min_size=VOCAB, max_size=VOCAB),
     st.none() | ids,
@@ -112,6 +128,9 @@ def test_an_engines_raw_logprobs_are_renormalised(logits, allowed, forbidden, to
     top = (tuple(dict.fromkeys((one, raw[one]) for one in [token, *asked]))[: len(asked)],)
     response = EngineResponse([token], [raw[token]], "stop", Usage(1, 1), top_logprobs=top)
     got = renormalised(response, limit)
+    if limit.forbids and np.exp(raw[left]).sum() < 1e-3:  # too little is left to be known from float32
+        assert got == replace(response, top_logprobs=None)
+        return
     assert got.logprobs == pytest.approx([raw[token] - np.logaddexp.reduce(raw[left])], abs=1e-6)
     assert [span.start for span in got.allowed] == [0]
     assert got.top_logprobs is None
