@@ -34,7 +34,7 @@ def limited_tokens(rows: Rows, device: Any) -> Iterator[LimitedTokens]:
                 # The first token of a sample is predicted by none.
                 found += [(row, segment.start + place) for place in range(max(start, 1), stop)]
     for (token_ids, forbids), found in places.items():
-        at = torch.tensor(found, device=device).reshape(-1, 2)
+        at = torch.tensor(found, dtype=torch.int64, device=device).reshape(-1, 2)
         yield LimitedTokens(at[:, 0], at[:, 1], token_ids, forbids)
 
 
