@@ -48,18 +48,31 @@ def encoded_video(
     container: str = "mp4",
     fps: int = 24,
     options: Mapping[str, str] | None = None,
+    stream_options: Mapping[str, str] | None = None,
+    cover: npt.NDArray[np.uint8] | None = None,
 ) -> bytes:
-    """Encode frames with PyAV, a key frame in every ten, with frames between that refer to later ones."""
+    """Encode frames with PyAV, a key frame in every ten, with frames between that refer to later ones.
+
+    A cover is a picture in a track before that of the frames.
+    """
     av = pytest.importorskip("av", reason="encoded videos need PyAV (extra `video`)")
     with (
         tempfile.NamedTemporaryFile() as handle,  # an index in front is written by reading what was written
         av.open(handle.name, "w", format=container, options=dict(options or {})) as file,
     ):
+        picture = None
+        if cover is not None:
+            picture = file.add_stream("mjpeg", rate=1)
+            picture.height, picture.width = cover.shape[:2]
+            picture.pix_fmt = "yuvj420p"
         stream = file.add_stream(codec, rate=fps)
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt, stream.gop_size = "yuv420p", 10
         if codec == "libx264":
-            stream.options = {"bf": "2"}
+            stream.options = {"bf": "2", **(stream_options or {})}
+        if picture is not None:
+            file.mux(picture.encode(av.VideoFrame.from_ndarray(cover, format="rgb24")))
+            file.mux(picture.encode())
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode())

@@ -101,9 +101,10 @@ class Decoder:
 
     def __init__(self, container: Any, policy: MediaPolicy, deadline: float) -> None:
         self._container, self._policy, self._deadline = container, policy, deadline
-        if not container.streams.video:
+        # The first may be a cover.
+        self._stream = container.streams.best("video")
+        if self._stream is None:
             raise MediaDecodeError("the file holds no video", expected="a video track", got="none")
-        self._stream = container.streams.video[0]
         context = self._stream.codec_context
         if context is None or context.codec.canonical_name not in CODECS:
             raise MediaDecodeError(
@@ -128,27 +129,39 @@ class Decoder:
         """Yield the frames of these numbers, which do not fall."""
         times, keys = self._packets.times, self._packets.keys
         decoded = self._decoded(0)
-        at, image = -1, None
+        at, image, has_sought = -1, None, False
         for index in wanted:
             if times is not None and index > at + 1:
                 key = bisect_right(keys, times[index]) - 1
                 if key >= 0 and (at < 0 or keys[key] > times[at]):
                     self._container.seek(keys[key], stream=self._stream, backward=True)
-                    decoded = self._decoded(None)
-            while at < index:
-                frame = next(decoded, None)
-                if frame is None:
-                    raise _short(f"{self._packets.number} frames", f"no frame {index}")
-                if times is None:
-                    at += 1
-                elif frame.pts is None or frame.pts >= times[index]:
-                    if frame.pts != times[index]:
-                        raise _short(f"a frame at {times[index]}", f"one at {frame.pts}")
-                    at = index
-                if at == index:
-                    image = self._image(frame)
+                    decoded, has_sought = self._decoded(None), True
+            if at < index:
+                try:
+                    image = self._frame(decoded, index, at)
+                except (MediaDecodeError, ValueError, EOFError):
+                    if not has_sought:
+                        raise
+                    # In an open group of pictures, frames after a key frame refer to those before it.
+                    keys, has_sought = [], False
+                    decoded = self._decoded(0)
+                    image = self._frame(decoded, index, -1)
+                at = index
             if image is not None:
                 yield image
+
+    def _frame(self, decoded: Iterator[Any], index: int, at: int) -> LoadedImage:
+        """Return the frame of a number, which is above `at`, that of the frame decoded last."""
+        times = self._packets.times
+        for frame in decoded:
+            at += 1
+            if times is None and at < index:
+                continue
+            if times is None or frame.pts == times[index]:
+                return self._image(frame)
+            if frame.pts is None or frame.pts > times[index]:
+                raise _short(f"a frame at {times[index]}", f"one at {frame.pts}")
+        raise _short(f"{self._packets.number} frames", f"no frame {index}")
 
     def _decoded(self, seek: int | None) -> Iterator[Any]:
         if seek is not None:

@@ -95,7 +95,9 @@ class Video:
                 wanted = [int(index) for index in choose(timeline)]
             timeline = replace(timeline, indices=tuple(wanted))
         images = self._frames(wanted)
-        first = next(images)
+        first = next(images, None)
+        if first is None:
+            raise MediaDecodeError("no frame of the video is sampled", expected="one or more", got="0")
         same = _alike(chain([first], images), first)
         return Frames(first.height, first.width, timeline, self._policy, same)
 

@@ -141,6 +141,31 @@ def test_frames_of_a_file_are_those_that_decoding_all_of_it_gives(codec: str, co
         np.testing.assert_array_equal(found, [every[index] for index in wanted])
 
 
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_frames_that_refer_to_others_before_their_key_frame_are_decoded(container: str) -> None:
+    groups = {"x264-params": "open-gop=1:keyint=8:min-keyint=8:bframes=3:b-adapt=0:scenecut=0"}
+    data = encoded_video(frames_of(40, 32, 48), container=container, stream_options=groups)
+    every = decoded_by_av(data)
+    for wanted in [[index] for index in range(40)] + [[3, 17, 18, 25, 39], [9, 9, 30]]:
+        with open_video(VideoPart(data), MediaPolicy(), WHERE) as video:
+            found = [image.array for image in video.sample(lambda _, wanted=wanted: wanted).images]  # type: ignore[misc]
+        np.testing.assert_array_equal(found, [every[index] for index in wanted])
+
+
+def test_a_cover_is_not_the_video() -> None:
+    data = encoded_video(frames_of(12, 32, 48), container="matroska", cover=frames_of(1, 8, 8)[0])
+    with open_video(VideoPart(data), MediaPolicy(), WHERE) as video:
+        assert (video.timeline.total, video.sample().height) == (12, 32)
+
+
+def test_a_processor_that_samples_nothing_is_named() -> None:
+    with (
+        pytest.raises(MediaDecodeError, match="no frame of the video is sampled"),
+        open_video(VideoPart(frames_of(3, 8, 8)), MediaPolicy(), WHERE) as video,
+    ):
+        video.sample(lambda _: [])
+
+
 @pytest.mark.parametrize(("codec", "container"), [("libx264", "mp4"), ("libvpx-vp9", "webm")])
 def test_a_file_that_is_cut_gives_all_of_its_frames_or_an_error(codec: str, container: str) -> None:
     options = {"movflags": "faststart"} if container == "mp4" else {}
