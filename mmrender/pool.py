@@ -65,7 +65,7 @@ class RendererPool:
         self._media_executor: ThreadPoolExecutor | None = None
         if self.media_threads and renderer.media is not None:
             self._media_executor = ThreadPoolExecutor(self.media_threads, "mmrender-media")
-            self._renderer = renderer.with_media(renderer.media.with_executor(self._media_executor))
+            self._renderer = renderer.with_executor(self._media_executor)
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def __reduce__(self) -> NoReturn:

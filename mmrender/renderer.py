@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
@@ -227,9 +228,10 @@ class Renderer:
             )
         return self._load, ()
 
-    def with_media(self, media: MediaResolver) -> "Renderer":
-        """Return a renderer that shares everything with this one but how media are loaded."""
+    def with_executor(self, executor: Executor) -> "Renderer":
+        """Return a renderer that shares everything with this one, and the loading of media with threads."""
         other = object.__new__(type(self))
+        media = None if self.media is None else self.media.with_executor(executor)
         other.__dict__ = {**self.__dict__, "media": media}
         return other
 
