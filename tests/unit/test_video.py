@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,16 @@ def test_a_cover_is_not_the_video() -> None:
     data = encoded_video(frames_of(12, 32, 48), container="matroska", cover=frames_of(1, 8, 8)[0])
     with open_video(VideoPart(data), MediaPolicy(), WHERE) as video:
         assert (video.timeline.total, video.sample().height) == (12, 32)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample_frames": True, "fps": 2.0}])
+def test_without_torch_a_video_asks_for_it_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    processor = video_processor(tmp_path, "Qwen2VLVideoProcessor", "Qwen2VLProcessor", {**SMALL, **options})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError, match="a video needs torch, which is not installed"):
+        item_of(processor, VideoPart(frames_of(30, 37, 53), fps=10.0))
 
 
 def test_a_processor_that_samples_nothing_is_named() -> None:

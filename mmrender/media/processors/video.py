@@ -12,11 +12,12 @@ end images have. Source: `video_processing_*.py` and `processing_*.py` of Transf
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from mmrender.errors import MediaError, ProcessorError
+from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
 from mmrender.media.frames import Frames, Timeline, Video
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
@@ -256,6 +257,8 @@ class PatchVideoProcessor(VideoProcessor):
 
 def _resized(frames: Frames, size: tuple[int, int]) -> Any:
     """Return the frames as read-only uint8 planes `(frames, 3, height, width)`."""
+    if (frames.height, frames.width) != size and find_spec("torch") is None:
+        raise _torch_missing()
     planes = np.empty((len(frames), 3, *size), np.uint8)
     last = None
     for index, image in enumerate(frames.images):
@@ -268,6 +271,12 @@ def _resized(frames: Frames, size: tuple[int, int]) -> Any:
         last = image
     planes.flags.writeable = False
     return planes
+
+
+def _torch_missing() -> MissingDependencyError:
+    return MissingDependencyError.of_extra(
+        "torch", "torch", "a video", otherwise="pass its frames as images, with image_backend='pil'"
+    )
 
 
 # --- which frames are sampled ---
@@ -317,7 +326,10 @@ def _choose_qwen2(processor: PatchVideoProcessor, timeline: Timeline) -> list[in
     if not 0 < count <= total:
         raise _too_short(count, total)
     # Steps are summed up in float32 there, whose rounding decides between two frames.
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise _torch_missing() from error
 
     return [int(index) for index in torch.arange(0, total, total / count).int()]
 
