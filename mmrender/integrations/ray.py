@@ -33,6 +33,11 @@ class ToSamples:
     """Renders a batch of conversations to training samples: the class that `ray.data` maps batches with.
 
     ```python
+    import ray
+    from mmrender.integrations.ray import ToSamples
+
+    messages = [{"role": "user", "content": "Moo?"}, {"role": "assistant", "content": "A cow."}]
+    dataset = ray.data.from_items([{"messages": messages}])
     samples = dataset.map_batches(
         ToSamples, fn_constructor_args=("MODEL",), batch_size=16, compute=ray.data.ActorPoolStrategy(size=4)
     )
@@ -85,9 +90,10 @@ def render_to_files(
     which Ray runs again; a driver that dies goes on, called again, with those that have no file yet.
 
     Args:
-        conversations: The data, equal in every call with this folder.
+        conversations: The data; it, the model and the options are equal in every call with this folder.
         model: Model directory or hub id, reachable from all machines.
-        folder: Where the shards are written, on a file system that all machines share.
+        folder: Where the shards are written, on a file system that all machines share. They are pickles,
+            which run code when they are read: nobody else may write there.
         shard_size: Conversations in a shard.
         in_flight: Tasks that are queued or run at a time.
         on_progress: Called with the number of shards done, and of all, whenever one is done.
@@ -102,14 +108,16 @@ def render_to_files(
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(conversations), shard_size)
-    paths = {start: root / f"samples-{start:09d}.pickle" for start in starts}
+    # The end is in the name, so that shards of another size are not taken for these.
+    stops = {start: min(start + shard_size, len(conversations)) for start in starts}
+    paths = {start: root / f"samples-{start:09d}-{stops[start]:09d}.pickle" for start in starts}
     left = [start for start in starts if not paths[start].exists()]
     running: dict[Any, int] = {}
     done = len(starts) - len(left)
     while left or running:
         while left and len(running) < in_flight:
             start = left.pop(0)
-            shard = list(conversations[start : start + shard_size])
+            shard = list(conversations[start : stops[start]])
             running[_task.remote(model, shard, start, str(paths[start]), options)] = start
         finished, _ = ray.wait(list(running), num_returns=1)
         for task in finished:

@@ -20,7 +20,7 @@ from PIL import Image
 import mmrender
 from integrations.ray_cases import conversations, rendered
 from mmrender import Renderer, Trajectory, build_training_sample
-from mmrender.integrations.ray import RayRendererPool, ToSamples
+from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
 
 COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
 WORKERS = 4
@@ -164,3 +164,13 @@ def test_map_batches_renders_a_data_set(cluster, tiny_model):
     assert [row["sample"].token_ids.tolist() for row in rows] == [
         build_training_sample(renderer, messages).token_ids.tolist() for messages in texts
     ]
+
+
+def test_shards_of_another_size_are_not_taken_for_these(cluster, tiny_model, tmp_path):
+    given = conversations(5, side=32)
+    every = [
+        [state(sample) for sample in render_to_files(given, str(tiny_model), tmp_path, shard_size=size)]
+        for size in (4, 2)
+    ]
+    assert every[0] == every[1]
+    assert len(every[0]) == 5
