@@ -1,9 +1,11 @@
 """mmrender behind the call of a Transformers processor: texts or messages in, a `BatchFeature` out.
 
 ```python
-processor = Processor.from_pretrained(model)
-inputs = processor(messages=messages, add_generation_prompt=True)
-model.generate(**inputs.to(model.device))
+from mmrender.integrations.transformers import Processor
+
+processor = Processor.from_pretrained("MODEL")
+messages = [{"role": "user", "content": "Which animal says moo?"}]
+inputs = processor(messages=messages, add_generation_prompt=True)  # for model.generate(**inputs)
 ```
 
 The outputs are those of the family's own processor. Messages keep what users write apart from what the
@@ -28,6 +30,9 @@ from mmrender.training.families import ModelFamily
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
+
+_OF_TOKENS = ("return_dict", "return_tensors", "padding")
+"""Options that have no effect on text, with a processor as here."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Processor:
         videos: Any = None,
         messages: Sequence[Any] | None = None,
         dtype: Any = None,
+        padding: bool | str = True,
+        return_tensors: str = "pt",
         **options: Any,
     ) -> BatchFeature:
         """Return the model's keyword arguments as torch tensors, one row for each text or conversation.
@@ -81,10 +88,13 @@ class Processor:
             videos: As `images`, for videos.
             messages: A conversation, or a list of them; in place of `text`.
             dtype: Of pixels, by torch; float32 by default.
+            padding: As of a processor; rows are padded to the longest, so only one row may do without.
+            return_tensors: As of a processor: `"pt"`.
             **options: For messages, those of `Renderer.render`.
 
         Raises:
-            InputError: There are both texts and messages, or neither, or options beside texts.
+            InputError: There are both texts and messages, or neither, or options beside texts; other padding
+                or tensors are asked for; the lists of sources are not as many as the rows.
             MMRenderError: As for `Renderer.render` and `Renderer.encode_text`.
         """
         if (text is None) == (messages is None) or (text is not None and options):
@@ -92,6 +102,10 @@ class Processor:
                 "a call takes either texts or messages",
                 where=next(iter(options), "text"),
                 expected="text=... with images=..., or messages=... with options of the template",
+            )
+        if return_tensors != "pt":
+            raise InputError(
+                "tensors are torch's", where="return_tensors", expected="'pt'", got=repr(return_tensors)
             )
         if messages is not None:
             rows = messages if _is_nested(messages) else [messages]
@@ -117,6 +131,10 @@ class Processor:
                     strict=True,
                 )
             ]
+        if padding not in (True, "longest") and (padding is not False or len(rendered) > 1):
+            raise InputError(
+                "rows are padded to the longest", where="padding", expected="True", got=repr(padding)
+            )
         return self._batch(rendered, dtype)
 
     def apply_chat_template(
@@ -124,13 +142,17 @@ class Processor:
     ) -> BatchFeature | str | list[str]:
         """Render a conversation or a list of them: to text, or as a call does.
 
-        `return_dict` and `return_tensors` may be given as to a processor's own, whose defaults here are True
-        and `"pt"`; other options are those of `Renderer.render`.
+        Where tokens are asked for, `return_dict` is True and `return_tensors` is `"pt"` and may be given as
+        to a processor's own; other options are those of `Renderer.render`.
+
+        Raises:
+            InputError: Tokens are asked for in another form.
         """
-        asked = ("return_dict", "return_tensors")
-        options = {name: value for name, value in options.items() if name not in asked}
         if tokenize:
+            if not options.pop("return_dict", True):
+                raise InputError("tokens come in a dict", where="return_dict", expected="True", got="False")
             return self(messages=conversation, **options)
+        options = {name: value for name, value in options.items() if name not in _OF_TOKENS}
         if not _is_nested(conversation):
             return str(self.renderer.render_text(conversation, **options))
         return [str(self.renderer.render_text(row, **options)) for row in conversation]
@@ -216,6 +238,8 @@ def _rows(sources: Any, rows: int) -> list[Any] | None:
     if sources is None:
         return [None] * rows
     given = list(sources) if isinstance(sources, list | tuple) else [sources]
-    if all(isinstance(one, list | tuple) for one in given):
-        return given
+    if given and all(isinstance(one, list | tuple) for one in given):
+        if len(given) == rows:
+            return given
+        raise InputError("sources do not fit the rows", expected=f"{rows} lists", got=f"{len(given)} lists")
     return [given] if rows == 1 else None

@@ -95,3 +95,21 @@ def test_a_call_takes_texts_or_messages(tiny_model):
             processor(**wrong)
     with pytest.raises(InputError, match="several conversations"):
         processor(picture(9, 9), messages=[conversation(), conversation()])
+
+
+def test_options_of_a_processor_are_read_or_refused(tiny_model):
+    processor = Processor.from_pretrained(str(tiny_model))
+    plain = processor(text="a")
+    for row in ({}, {"images": []}, {"padding": False}):
+        equal(processor(text="a", return_tensors="pt", **{"padding": True, **row}), plain)
+    wrong = [
+        {"return_tensors": "np"},
+        {"padding": "max_length"},
+        {"padding": False},
+        {"images": [[], [], []]},
+    ]
+    for options in wrong:
+        with pytest.raises(InputError):
+            processor(text=["a", "b"], **options)
+    with pytest.raises(InputError, match="tokens come in a dict"):
+        processor.apply_chat_template(conversation(), tokenize=True, return_dict=False)
