@@ -1,6 +1,11 @@
 """mmrender in `Dataset.map` of Hugging Face `datasets`.
 
 ```python
+from datasets import Dataset
+from mmrender.integrations.datasets import RenderRow
+
+messages = [{"role": "user", "content": "Moo?"}, {"role": "assistant", "content": "A cow."}]
+dataset = Dataset.from_list([{"messages": messages}])
 rendered = dataset.map(RenderRow("MODEL"), remove_columns=dataset.column_names)
 ```
 """
@@ -11,6 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from mmrender._version import __version__
 from mmrender.model.files import find_model
 from mmrender.renderer import Renderer
 from mmrender.training.samples import build_training_sample
@@ -24,8 +30,9 @@ class RenderRow:
     `chat_template_kwargs`. Images of an `Image()` column fill the image parts that have no source of their
     own, in order. Pixels are no column: they are made from the row's images with each batch, by `Collator`.
 
-    Its fingerprint, by which `datasets` finds what it has mapped before, follows the model's files and the
-    options, and nothing else: it is equal in every process, and another where a template has changed.
+    Its fingerprint, by which `datasets` finds what it has mapped before, follows the model's files, the
+    options and mmrender's release, and nothing else: it is equal in every process, and another where a
+    template has changed.
 
     Args:
         model: Model directory or hub id.
@@ -38,7 +45,7 @@ class RenderRow:
         self.load = dict(load or {})
         self.options = options
         found = find_model(self.model, revision=self.load.get("revision"))
-        digest = blake3()
+        digest = blake3(__version__.encode())
         for path in sorted(found.path.glob("*.json")) + sorted(found.path.rglob("*.jinja")):
             if not path.name.endswith(".index.json"):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())

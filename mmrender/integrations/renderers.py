@@ -2,9 +2,10 @@
 
 ```python
 from renderers import CustomRendererConfig, create_renderer
+from renderers.base import load_tokenizer
 
 config = CustomRendererConfig(import_path="mmrender.integrations.renderers.MMRenderer")
-renderer = create_renderer(tokenizer, config)
+renderer = create_renderer(load_tokenizer("MODEL"), config)
 ```
 
 Fields, methods and statuses are theirs, so their `build_training_sample` and other helpers work on it. What

@@ -1,14 +1,19 @@
 """mmrender's rollouts behind `rollout_func` of TRL's GRPOTrainer.
 
 ```python
+from mmrender import Renderer, Trajectory, generate
+from mmrender.integrations.trl import Rollouts
+
+renderer = Renderer.from_pretrained("MODEL")
+
 async def play(prompt):
-    turn = await generate(client=url, renderer=renderer, model=model, messages=prompt)
+    turn = await generate(client="http://localhost:8000", renderer=renderer, model="MODEL", messages=prompt)
     trajectory = Trajectory()
     trajectory.append(turn.prompt_ids, turn.completion_ids, logprobs=turn.logprobs,
                       multi_modal_data=turn.multi_modal_data)
     return trajectory
 
-GRPOTrainer(model, rewards, args=config, train_dataset=data, rollout_func=Rollouts(play))
+rollout_func = Rollouts(play)  # of GRPOTrainer
 ```
 """
 

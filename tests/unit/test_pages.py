@@ -1,6 +1,8 @@
 """What is shown is true: the code of the README, the guides and docstrings runs, in the order of its page."""
 
+import ast
 import asyncio
+import builtins
 import ssl
 from types import SimpleNamespace
 
@@ -132,6 +134,22 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
         given |= {"shard": batch.shard(rank=0, world_size=1, layout="ulysses"), "group": None}
         given["collator"] = training.Collator(family, pad_token_id=0)
     run(name, **given)
+
+
+@pytest.mark.parametrize("name", sorted(LIBRARIES))
+def test_the_code_of_a_library_defines_what_it_names(name):
+    defined, named = set(dir(builtins)), set()
+    for _, code in PAGES[name]:
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Name):
+                (named if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+            elif isinstance(node, ast.alias):
+                defined.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.arg):
+                defined.add(node.arg)
+    assert named <= defined
 
 
 def test_every_page_runs_somewhere():
