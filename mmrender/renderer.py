@@ -31,7 +31,7 @@ from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.rendering import Rendering, Unprinted, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
-from mmrender.template.chat import GIVEN
+from mmrender.template.chat import GIVEN, ToolImages
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.processes import TemplateProcesses
 from mmrender.template.text import Author, TracedStr
@@ -150,6 +150,7 @@ class Renderer:
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
         tool_call_grammar: str | None = None,
         unprinted: Unprinted = "error",
+        tool_images: ToolImages = "tool",
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         template_processes: TemplateProcesses | None = None,
@@ -170,6 +171,9 @@ class Renderer:
             content_special_tokens: As for `Renderer`: `"text"`, `"parse"` or `"error"`.
             tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.grammars.GRAMMARS`.
             unprinted: As for `Renderer`: `"error"` or `"allow"`.
+            tool_images: What becomes of an image in a tool result whose template writes none there: `"tool"`
+                leaves it to the template, which is an error; `"user"` moves it into a user turn of its own
+                after the results. Its tokens still belong to the tool's message.
             limits: Bounds on one run of the template.
             clock: Gives the time that the template's `strftime_now` formats.
             template_processes: Child processes with limits, in which the template is compiled and run.
@@ -180,6 +184,7 @@ class Renderer:
         Raises:
             ModelNotFoundError: There is no such directory or repository.
             TemplateError: There is no chat template, or it does not compile.
+            RenderError: An option is not one of its values.
             TokenizerError: `tokenizer.json` is missing or unusable.
             ProcessorError: The image settings cannot be used. Those of families that are not native are read
                 with the first image; `renderer.media.require_processor()` reads them at once.
@@ -196,6 +201,7 @@ class Renderer:
             clock=clock,
             processes=template_processes,
             profile_cache=profile_cache,
+            tool_images=tool_images,
         )
         processor = load_processor(
             model,

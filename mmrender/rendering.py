@@ -9,7 +9,7 @@ A conversation is often rendered again unchanged: for another sample of a group,
 same name (a URL, an open file) are never memoised.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
@@ -24,7 +24,7 @@ from mmrender.errors import (
     TemplateRuntimeError,
 )
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, VideoPart
 from mmrender.probing.templates import KnownTemplate
 from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.text import TracedStr, plain
@@ -232,6 +232,7 @@ class Rendering:
                 position,
                 "image" if isinstance(part, ImagePart) else "video",
                 part,
+                message.role,
             )
             for index, message in enumerate(messages)
             if type(message.content) is tuple
@@ -318,6 +319,7 @@ class _MediaPlace(NamedTuple):
     position: int
     modality: Modality
     part: ImagePart | VideoPart
+    role: Role
 
     def takes(self, found: Placeholder) -> bool:
         """Whether a placeholder may be that of this part."""
@@ -331,7 +333,7 @@ class _MediaPlace(NamedTuple):
 def _order(
     places: Sequence[_MediaPlace],
     placeholders: Sequence[Placeholder],
-    image_roles: Iterable[str],
+    image_roles: Collection[str],
     *,
     where: str,
 ) -> list[int]:
@@ -355,12 +357,15 @@ def _order(
     if len(places) > len(placeholders):
         dropped = places[free[0]]
         roles = ", ".join(image_roles) or "none"
+        remedy = f"Put it into a message of a role whose images the template writes (found: {roles})"
+        if dropped.role == "tool" and "user" in image_roles:
+            remedy += ', or open the model with tool_images="user", which does so'
         raise PlaceholderError(
             f"the chat template drops this {dropped.modality}",
             where=dropped.where,
             expected=f"{len(places)} placeholders, one for each media part",
             got=f"{len(placeholders)}",
-            remedy=f"Put it into a message of a role whose images the template writes (found: {roles})",
+            remedy=remedy,
         )
     extra = strangers[0]
     if len(placeholders) > len(places):

@@ -216,8 +216,9 @@ class SmallModel:
         )
 
     def renderer(self, **options: Any) -> Renderer:
-        """A renderer of this model, or with another `tokenizer`; `options` as for `Renderer`."""
+        """A renderer of this model, or with another `tokenizer`; `options` as for `Renderer` and its templates."""
         options.setdefault("memo_bytes", 0)
+        tool_images = options.pop("tool_images", "tool")
         tokenizer = options.pop("tokenizer", self.tokenizer)
         templates = TemplateSet(
             {"default": self.source},
@@ -225,6 +226,7 @@ class SmallModel:
             special_tokens=self.spec.variables,
             model_stop_ids=[self.tokenizer.added_ids[token] for token in self.spec.stop],
             clock=lambda: NOW,
+            tool_images=tool_images,
         )
         media = None
         if self.processor is not None:

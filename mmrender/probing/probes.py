@@ -24,7 +24,7 @@ from mmrender.messages import (
 )
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.spans import common_prefix
-from mmrender.template.chat import ChatTemplate, ViewForm
+from mmrender.template.chat import ChatTemplate, ToolImages, ViewForm
 from mmrender.template.text import TracedStr, plain
 
 WORD = "qwertz"
@@ -89,7 +89,10 @@ class ProbedTurn(NamedTuple):
 
 
 class Probes:
-    """Renders probes with one template and one set of template arguments; `form` is found where not given."""
+    """Renders probes with one template and one set of template arguments; `form` is found where not given.
+
+    `tool_images="user"` moves images out of tool results where the template writes none there.
+    """
 
     def __init__(
         self,
@@ -98,10 +101,12 @@ class Probes:
         arguments: Mapping[str, Any] | None = None,
         *,
         form: ViewForm | None = None,
+        tool_images: ToolImages = "tool",
     ) -> None:
         self.template = template
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
+        self._tool_images = tool_images
         self._opened: dict[str, list[str | None]] = {}
         if form is not None:
             self.form = form
@@ -182,6 +187,13 @@ class Probes:
     @cached_property
     def form(self) -> ViewForm:
         """Shapes that the template takes, each chosen by what it prints."""
+        form = self._form_of_messages()
+        if self._tool_images == "user" and not self.added_by_image("tool", form):
+            moved = replace(form, tool_images="user")
+            form = moved if self.added_by_image("tool", moved) else form
+        return form
+
+    def _form_of_messages(self) -> ViewForm:
         form = ViewForm()
         parts = [Message(role="user", content=(TextPart(f"{WORD}P"),))]
         shown = self.render(parts, form=form) or ""

@@ -12,18 +12,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from blake3 import blake3
 
 from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, digest_of_code
+from mmrender.errors import RenderError
 from mmrender.messages import Message
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.probes import Probes
 from mmrender.probing.profile import TemplateProfile, probe_template
-from mmrender.template.chat import ChatTemplate
+from mmrender.template.chat import ChatTemplate, ToolImages
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
 from mmrender.template.sources import choose_template, load_templates
@@ -85,7 +86,7 @@ def code_digest() -> str:
 class KnownTemplate:
     """One template with the template arguments that it reads, and the findings about it.
 
-    `model_stop_ids` are the stop tokens that the model's files name.
+    `model_stop_ids` are the stop tokens that the model's files name; `tool_images` is as for `Probes`.
     """
 
     template: ChatTemplate
@@ -93,11 +94,12 @@ class KnownTemplate:
     arguments: Mapping[str, Any]
     findings: Findings = field(default_factory=Findings)
     model_stop_ids: frozenset[int] = frozenset()
+    tool_images: ToolImages = "tool"
 
     @cached_property
     def profile(self) -> TemplateProfile:
         """The findings of all probes."""
-        probes = Probes(self.template, self.tokenizer, self.arguments)
+        probes = Probes(self.template, self.tokenizer, self.arguments, tool_images=self.tool_images)
         probe = partial(probe_template, probes, self.model_stop_ids)
         return self.findings.get_or_find("profile", TemplateProfile, probe)
 
@@ -156,8 +158,11 @@ class TemplateSet:
         clock: Gives the time that `strftime_now` formats.
         processes: Child processes that compile and run the templates; None runs them in this one.
         folder: Where findings are kept between processes, or None.
+        tool_images: `"user"` moves images out of tool results, into a user turn after them, for templates
+            that write none there.
 
     Raises:
+        RenderError: `tool_images` is neither of the two.
         TemplateError: There is no template to use, or one does not compile.
     """
 
@@ -173,7 +178,13 @@ class TemplateSet:
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         processes: TemplateProcesses | None = None,
         folder: Path | None = None,
+        tool_images: ToolImages = "tool",
     ) -> None:
+        if tool_images not in get_args(ToolImages):
+            raise RenderError(
+                "tool_images is not understood", expected="'tool' or 'user'", got=repr(tool_images)
+            )
+        self._tool_images: ToolImages = tool_images
         self._names = {
             tools: choose_template(sources, name=chosen, has_tools=tools) for tools in (False, True)
         }
@@ -201,6 +212,7 @@ class TemplateSet:
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
         processes: TemplateProcesses | None = None,
         profile_cache: bool = True,
+        tool_images: ToolImages = "tool",
     ) -> "TemplateSet":
         """Compile a model's templates, or `chat_template`: Jinja text, or the name of one of them.
 
@@ -219,6 +231,7 @@ class TemplateSet:
             clock=clock,
             processes=processes,
             folder=cache_folder(FOLDER) if profile_cache else None,
+            tool_images=tool_images,
         )
 
     @cached_property
@@ -274,7 +287,10 @@ class TemplateSet:
             "vocabulary": self._tokenizer.vocab_size,
             "stop_ids": sorted(self._model_stop_ids),
             "arguments": encoded,
+            "tool_images": self._tool_images,
         }
         is_kept = encoded is not None and not template.reads_clock
         findings = Findings(self._folder, facts if is_kept else None)
-        return KnownTemplate(template, self._tokenizer, arguments, findings, self._model_stop_ids)
+        return KnownTemplate(
+            template, self._tokenizer, arguments, findings, self._model_stop_ids, self._tool_images
+        )

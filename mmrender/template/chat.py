@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jinja2.meta
 from jinja2 import nodes
@@ -45,6 +45,9 @@ _TRACED_NAME = re.compile(
 _PLAIN_NAMES = {"TracedNull": "NoneType", "OwnedDict": "dict"}
 
 
+ToolImages: TypeAlias = Literal["tool", "user"]
+
+
 def _plain_name(match: re.Match[str]) -> str:
     name = match.group(1)
     return _PLAIN_NAMES.get(name, name.removeprefix("Traced").lower())
@@ -59,12 +62,14 @@ class ViewForm:
         arguments: How the arguments of a call are given: parsed, or as JSON text.
         image: How an image part names itself.
         content: Whether the template takes text and lists of parts, text only, or lists only.
+        tool_images: Whether images in tool results stay there, or follow in a user turn of their own.
     """
 
     none_content: Literal["none", "absent", "empty"] = "none"
     arguments: Literal["parsed", "json"] = "parsed"
     image: Literal["image", "image_url"] = "image"
     content: Literal["parts", "text", "list"] = "parts"
+    tool_images: ToolImages = "tool"
 
 
 class ChatTemplate:
@@ -166,7 +171,7 @@ class ChatTemplate:
             TemplateLimitError: It ran too long, recursed too deep or wrote too much.
         """
         form = form or ViewForm()
-        views = [_view(message, index, form) for index, message in enumerate(messages)]
+        views = _views(messages, form)
         prefill = None
         if continue_final_message:
             field = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -242,11 +247,12 @@ def _role_text(message: int, role: Role) -> TracedStr:
 def _content(
     content: str | tuple[Part, ...], index: int, role: Role, form: ViewForm
 ) -> TracedStr | list[dict[str, Any]]:
-    """Text, or a list of parts, as the template takes them."""
+    """Text, or a list of parts, as the template takes them; without media that follow in another turn."""
     if isinstance(content, str):
         text = TracedStr.whole(content, _origin(index, role, "content", "content"))
         return [{"type": "text", "text": text}] if form.content == "list" else text
     parts: list[dict[str, Any]] = []
+    moves = role == "tool" and form.tool_images == "user"
     for position, part in enumerate(content):
         path = f"content[{position}]"
         match part:
@@ -254,17 +260,25 @@ def _content(
                 origin = _origin(index, role, "content", f"{path}.text")
                 parts.append({"type": "text", "text": TracedStr.whole(written, origin)})
             case ImagePart() | VideoPart():
-                view = OwnedDict(type="image" if isinstance(part, ImagePart) else "video")
-                if form.image == "image_url" and isinstance(part, ImagePart):
-                    view.update(type="image_url", image_url={})
-                view._owner = _part_origin(index, role, position)
-                parts.append(view)
+                if not moves:
+                    parts.append(_media(part, index, role, position, form))
             case ThinkingPart(thinking=thinking):
                 origin = _origin(index, role, "reasoning", f"{path}.thinking")
                 parts.append({"type": "thinking", "thinking": TracedStr.whole(thinking, origin)})
-    if form.content == "text" and all(isinstance(part, TextPart) for part in content):
-        return TracedStr("").join([part["text"] for part in parts])
+    # What is left of a tool result is text, since templates without images there often take no parts.
+    moved = moves and len(parts) < len(content)
+    if (form.content == "text" or moved) and all(part["type"] == "text" for part in parts):
+        joined = TracedStr("").join([part["text"] for part in parts])
+        return [{"type": "text", "text": joined}] if form.content == "list" else joined
     return parts
+
+
+def _media(part: ImagePart | VideoPart, index: int, role: Role, position: int, form: ViewForm) -> OwnedDict:
+    view = OwnedDict(type="image" if isinstance(part, ImagePart) else "video")
+    if form.image == "image_url" and isinstance(part, ImagePart):
+        view.update(type="image_url", image_url={})
+    view._owner = _part_origin(index, role, position)
+    return view
 
 
 def _call(call: ToolCall, index: int, role: Role, path: str, form: ViewForm) -> dict[str, Any]:
@@ -283,6 +297,28 @@ def _call(call: ToolCall, index: int, role: Role, path: str, form: ViewForm) -> 
         "arguments": arguments,
     }
     return shown
+
+
+def _views(messages: Sequence[Message], form: ViewForm) -> list[OwnedDict]:
+    """The messages as the template takes them, and the user turns that media of tool results move to."""
+    if form.tool_images == "tool":
+        return [_view(message, index, form) for index, message in enumerate(messages)]
+    views: list[OwnedDict] = []
+    turn: OwnedDict | None = None
+    for index, message in enumerate(messages):
+        is_result = message.role == "tool"
+        if turn is not None and not is_result:
+            views.append(turn)
+            turn = None
+        if is_result and (media := list(message.media())):
+            if turn is None:
+                # No message of its own: it counts as the first result that it takes media from.
+                spoken = TracedStr.whole("user", _origin(index, "tool", "role", "role"))
+                turn = OwnedDict(role=spoken, content=[])
+                turn._owner = _origin(index, "tool", "scaffold", "")
+            turn["content"] += [_media(part, index, "tool", position, form) for position, part in media]
+        views.append(_view(message, index, form))
+    return views if turn is None else [*views, turn]
 
 
 def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:

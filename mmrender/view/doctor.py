@@ -67,6 +67,8 @@ def _template(renderer: Renderer) -> dict[str, Any]:
     )
     found["reads_documents"] = renderer.templates.find({}, has_tools=False).template.reads_documents
     form["content"] = _CONTENT[form["content"]]
+    if form["tool_images"] == "tool":
+        del form["tool_images"]  # image_roles says whether there are any
     return {**found, **{f"takes {key.replace('_', ' ')}": value for key, value in form.items()}}
 
 
