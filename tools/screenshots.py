@@ -175,7 +175,7 @@ def retokenized(renderer: Renderer) -> Page:
     sampled = [token for piece in pieces for token in renderer.tokenizer.encode(piece)]
     again = renderer.tokenizer.encode(renderer.decode(sampled))
     pair = [_sequence(prompt, ids) for ids in (sampled, again)]
-    names = ("what the model sampled", "the same text, encoded again")
+    names = ("sampled", "encoded again")
     return Page.of_difference(pair[0], pair[1], renderer=renderer, names=names)
 
 
@@ -212,12 +212,14 @@ def dropped(renderer: Renderer) -> Page:
     ]
     answer = [_part(terrain(5).resize((320, 320))), _part("The map.")]
     told = [[*before, {"role": role, "content": answer}] for role in ("tool", "user")]
-    text = renderer.render_text(told[0], chat_template=WITHOUT_TOOL_IMAGES, add_generation_prompt=True)
-    ids = renderer.tokenizer.encode(str(text))
-    shown = renderer.render(told[1], chat_template=WITHOUT_TOOL_IMAGES, add_generation_prompt=True)
-    sent = TrainingSample(np.array(ids, np.int32), np.zeros(len(ids), np.bool_))
-    names = ("from the tool: the picture is gone", "from the user: 100 tokens of picture")
-    return Page.of_difference(sent, shown, renderer=renderer, names=names)
+    options: Any = {"chat_template": WITHOUT_TOOL_IMAGES, "add_generation_prompt": True}
+    # mmrender refuses the tool's picture; these are the tokens that the template writes in spite of it.
+    left = [*before, {"role": "tool", "content": answer[1:]}]
+    sent, shown = renderer.render(left, **options), renderer.render(told[1], **options)
+    if renderer.tokenizer.encode(str(renderer.render_text(told[0], **options))) != sent.token_ids:
+        raise RuntimeError("the template writes something for the tool's picture")
+    names = ("from a tool", "from the user")
+    return Page.of_difference(sent, shown, names=names)
 
 
 def audited(model: Path) -> Page:
@@ -255,12 +257,16 @@ def _scores(trainer: TrainerModel, sample: TrainingSample) -> Any:
     return logprobs
 
 
-Act = Callable[[Any], None]
+Act = Callable[[Any], Any]
+"""What is done before the shutter; it may return the part of the page to photograph."""
 
 
-def shots(pages: dict[str, Path]) -> Iterable[tuple[str, Path, dict[str, Any], Act | None]]:
-    """Yield name, page, options of the browser's window and what is done before the shutter."""
+def shots(pages: dict[str, Path]) -> Iterable[tuple[str, Path, dict[str, Any], Act]]:
+    """Yield name, page, options of the browser's window and what is done in it."""
     wide, narrow = {"width": 1360, "height": 820}, {"width": 400, "height": 800}
+
+    def away(page: Any) -> None:
+        page.mouse.move(700, 1)
 
     def patch(page: Any) -> None:
         box = page.locator(".picture").first.bounding_box()
@@ -268,22 +274,34 @@ def shots(pages: dict[str, Path]) -> Iterable[tuple[str, Path, dict[str, Any], A
 
     def token(page: Any) -> None:
         page.locator(".t.sampled").nth(3).click()
+        away(page)
+
+    def answer(page: Any) -> None:
+        for key in ("Home", "]", "]"):
+            page.locator(".strip").press(key)
+        token(page)
 
     def numbers(page: Any) -> None:
         page.get_by_role("radio", name="Log-prob").click()
+        mark(page)
+
+    def mark(page: Any) -> None:
         page.locator(".marks button").first.click()
+        away(page)
 
     yield "light", pages["conversation"], {"viewport": wide}, patch
     yield "dark", pages["conversation"], {"viewport": wide, "color_scheme": "dark"}, token
-    yield "narrow", pages["conversation"], {"viewport": narrow}, token
+    yield "narrow", pages["conversation"], {"viewport": narrow}, answer
     yield "rollout", pages["rollout"], {"viewport": {"width": 1440, "height": 900}}, numbers
-    yield "diff", pages["retokenized"], {"viewport": {"width": 1360, "height": 620}}, None
-    yield "dropped", pages["dropped"], {"viewport": {"width": 1360, "height": 620}}, None
+    yield "diff", pages["retokenized"], {"viewport": {"width": 1360, "height": 560}}, away
+    small = {"viewport": {"width": 824, "height": 480}}
+    for name in ("retokenized", "dropped"):
+        yield name, pages[name], small, lambda page: page.locator("#panes")
     yield (
         "audit",
         pages["audit"],
         {"viewport": wide},
-        lambda page: page.locator(".marks button").first.click(),
+        mark,
     )
 
 
@@ -318,10 +336,9 @@ def main() -> None:
                     continue
                 page = browser.new_page(device_scale_factor=2, **options)
                 page.goto(path.resolve().as_uri())
-                if act is not None:
-                    act(page)
+                part = act(page) or page
                 page.wait_for_timeout(250)
-                _store(page.screenshot(), TARGET / f"{name}.webp")
+                _store(part.screenshot(), TARGET / f"{name}.webp")
                 page.close()
             browser.close()
 

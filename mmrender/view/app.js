@@ -136,16 +136,18 @@ function welcome() {
 function drawOutline() {
   const { sequence } = active;
   const parts = [];
-  if (data.marks.length) {
+  // Where two sequences are compared, a mark has a twin, to which both jump.
+  const marks = data.sideBySide ? data.marks.filter((mark) => mark.strip === 0) : data.marks;
+  if (marks.length) {
     const list = element("ul", { className: "marks" });
-    for (const mark of data.marks) {
+    for (const mark of marks) {
       const label = element("span", { textContent: mark.title });
-      if (sequences.length > 1) label.append(element("small", { textContent: sequences[mark.strip].name }));
+      if (sequences.length > 1 && !data.sideBySide) label.append(element("small", { textContent: sequences[mark.strip].name }));
       const button = element("button", { type: "button" }, label);
       button.addEventListener("click", () => jump(mark));
       list.append(element("li", {}, button));
     }
-    parts.push(element("h2", { textContent: data.marks.length === 1 ? "1 mark" : `${data.marks.length} marks` }), list);
+    parts.push(element("h2", { textContent: marks.length === 1 ? "1 mark" : `${marks.length} marks` }), list);
   }
   const list = element("ul");
   sequence.sections.slice(0, 2000).forEach((section, index) => {

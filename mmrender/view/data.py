@@ -240,7 +240,8 @@ def of_audit(document: Document, report: AuditReport) -> None:
         text = f"sampler {compared.sampler[first]:.4f}, trainer {compared.trainer[first]:.4f} nats"
         strip = strips[compared.sample.sample_id]
         title = f"first departure, {difference:+.4g} nats"
-        document.mark(strip, int(compared.positions[first]), title, text)
+        at = int(compared.positions[first])
+        document.mark(strip, at, *(words.replace("-", "\u2212") for words in (title, text)))
 
 
 def of_difference(document: Document) -> None:

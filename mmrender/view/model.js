@@ -143,7 +143,7 @@ const sequences = data.strips.map((raw, index) => new Sequence(raw, index));
 /** Classes 0 to 4 and -1 to -4 for a number, by what it measures; null where there is none. */
 const SCALES = {
   sampler: { label: "Log-prob", steps: ["p > 0.9", "> 0.5", "> 0.1", "> 0.01", "less"], bin: (value) => [-0.105, -0.693, -2.303, -4.605].filter((edge) => value < edge).length },
-  difference: { label: "Difference", steps: ["< 0.001", "< 0.01", "< 0.1", "< 1", "nats or more"], signed: true, bin: (value) => [1e-3, 1e-2, 1e-1, 1].filter((edge) => !(Math.abs(value) < edge)).length },
+  difference: { label: "Difference", steps: ["< 0.001", "< 0.01", "< 0.1", "< 1", "1 nat or more"], signed: true, bin: (value) => [1e-3, 1e-2, 1e-1, 1].filter((edge) => !(Math.abs(value) < edge)).length },
 };
 for (const [name, label] of [["advantage", "Advantage"], ["reward", "Reward"], ["weight", "Weight"]]) {
   const all = sequences.flatMap((sequence) => sequence.values[name] || []);

@@ -225,7 +225,7 @@ class Strip {
     const frames = element("div", { className: "frames" });
     const count = Math.max(1, item.pictures.length);
     for (let frame = 0; frame < count; frame++) {
-      const shown = picture(medium, PICTURE, { frame, most: count > 1 ? 180 : 300 });
+      const shown = picture(medium, PICTURE, { frame, most: Math.min(count > 1 ? 180 : 300, this.room * 0.46) });
       shown.dataset.frame = frame;
       frames.append(shown);
     }
@@ -235,7 +235,7 @@ class Strip {
     const tokens = medium.stop - medium.start;
     const about = element("div", { className: "about" },
       element("b", { textContent: `${item.modality} ${medium.position}` }),
-      element("div", { textContent: `${number(tokens)} tokens, ${medium.start}–${medium.stop - 1}` }),
+      element("div", { textContent: `${number(tokens)} tokens, ${medium.start}\u2060–\u2060${medium.stop - 1}` }),
       element("div", { textContent: [grid || tiles, `${item.width} × ${item.height} px`].filter(Boolean).join(", ") }),
       element("button", { type: "button", tabIndex: -1, textContent: open ? "Fold tokens" : "Show tokens", "aria-expanded": open }));
     about.lastChild.dataset.fold = place;

@@ -12,19 +12,19 @@ from mmrender.trajectory import TrainingSample, Trajectory
 from mmrender.view import Page
 from mmrender.view.text import visible
 
-SCROLL = """async ({pixels, seconds}) => {
+SCROLL = """async ({frames, pixels}) => {
   const strip = document.querySelector(".strip");
   const begin = performance.now();
-  let frames = 0, most = 0;
-  return await new Promise((done) => requestAnimationFrame(function frame(now) {
-    frames += 1;
-    const part = (performance.now() - begin) / 1000 / seconds;
-    strip.scrollTop = part * pixels;
+  let shown = 0, most = 0;
+  return await new Promise((done) => requestAnimationFrame(function frame() {
     most = Math.max(most, document.querySelectorAll(".t").length);
-    if (part < 1) requestAnimationFrame(frame);
-    else done({rate: frames / seconds, most, top: strip.scrollTop});
+    if (shown === frames) return done({rate: 1000 * frames / (performance.now() - begin), most, top: strip.scrollTop});
+    shown += 1;
+    strip.scrollTop += pixels;
+    requestAnimationFrame(frame);
   }));
 }"""
+"""Scrolls by as many pixels in each frame; gives the frames a second that came of it."""
 
 
 def current(tab):
@@ -53,10 +53,10 @@ def test_every_token_is_there_in_order_and_images_are_folded(opened, renderer, r
 
 
 def test_tokens_of_a_line_fit_into_it(opened, rendered):
-    """Lines are broken by measured widths; what the browser lays out is no wider."""
-    for width in (1360, 420):
+    """Lines are broken by measured widths; what the browser lays out is no wider, and so is what stands beside images."""
+    for width in (1360, 340):
         tab = opened(Page(rendered), viewport={"width": width, "height": 900})
-        over = tab.locator(".line-row").evaluate_all(
+        over = tab.locator(".line-row, .card, .card .about").evaluate_all(
             "all => all.map(one => one.scrollWidth - one.clientWidth)"
         )
         assert max(over) <= 0
@@ -186,16 +186,30 @@ def test_keys_reach_everything(opened, renderer, rendered):
 
 
 def test_a_hundred_thousand_tokens_scroll(opened, renderer, long_sample):
-    """Above 30 frames a second at some 250 lines a second, with a few hundred tokens in the document."""
+    """Above 30 frames a second at 240 lines a second, with a few hundred tokens in the document.
+
+    Asked of the processor time of the page's thread, a frame of which may take a thirtieth of a second: the
+    frames that come depend on what else the machine does, which says nothing of the page.
+    """
     tab = opened(Page(long_sample, renderer=renderer))
     tab.wait_for_selector(".t")
-    best = max(
-        (tab.evaluate(SCROLL, {"pixels": 18000, "seconds": 3}) for _ in range(3)), key=lambda one: one["rate"]
+    session = tab.context.new_cdp_session(tab)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def busy():
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+
+    before = busy()
+    found = tab.evaluate(SCROLL, {"frames": 90, "pixels": 200})
+    spent = (busy() - before) / 90
+    print(
+        f"{1e3 * spent:.1f} ms of processor time a frame, {found['rate']:.0f} frames a second, "
+        f"at most {found['most']} tokens in the document"
     )
-    print(f"{best['rate']:.0f} frames a second, at most {best['most']} tokens in the document")
-    assert best["top"] > 17000
-    assert best["rate"] > 30
-    assert best["most"] < 3000
+    assert found["top"] == 90 * 200
+    assert 0 < spent < 1 / 30
+    assert found["most"] < 3000
     tab.locator(".strip").press("End")
     assert ", token 99999, " in current(tab)
     tab.locator(".strip").press("Home")
