@@ -241,7 +241,7 @@ def of_audit(document: Document, report: AuditReport) -> None:
         strip = strips[compared.sample.sample_id]
         title = f"first departure, {difference:+.4g} nats"
         at = int(compared.positions[first])
-        document.mark(strip, at, *(words.replace("-", "\u2212") for words in (title, text)))
+        document.mark(strip, at, title.replace("-", "\u2212"), text.replace("-", "\u2212"))
 
 
 def of_difference(document: Document) -> None:
