@@ -267,7 +267,7 @@ def test_bodies_with_images_are_refused_where_the_worker_would_not_get_them(serv
     """The bound is what one message to a worker may have, and the worker's own answer does not say so."""
     rendered = renderer.render([user("Much.", picture(1, 256, 256))], add_generation_prompt=True)
     call = {"prompt_attribution": rendered, "sampling_params": {**GREEDY, "max_tokens": 1}}
-    with pytest.raises(EngineUnsupportedError, match="larger than the Dynamo frontend takes"):
+    with pytest.raises(EngineUnsupportedError, match="larger than the server's frontend takes"):
         ask(server, renderer, **call, backend=DynamoBackend(pixels="float32", max_image_bytes=10_000))
 
     async def padded(way, size):
