@@ -44,6 +44,7 @@ MMRenderError
 │   ├── ShippingSecurityError             no key where one is needed, or a wrong one
 │   ├── ShippingProtocolError             the peer sent what cannot be understood
 │   └── ShippingClosedError               this side was closed
+├── PluginError (ImportError)             an entry point of another package cannot be used
 └── MissingDependencyError (ImportError)  an extra is not installed
 ```
 
@@ -270,6 +271,10 @@ class ShippingProtocolError(ShippingError):
 
 class ShippingClosedError(ShippingError):
     """This side of the connection was closed."""
+
+
+class PluginError(MMRenderError, ImportError):
+    """What another package brings by an entry point cannot be used."""
 
 
 class MissingDependencyError(MMRenderError, ImportError):

@@ -117,3 +117,25 @@ def smolvlm(directory: Path) -> Path:
 ADAPTER_FAMILIES: dict[str, Callable[[Path], Path]] = {
     build.__name__: build for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm)
 }
+
+TOKENS = {
+    "gemma3": ("<start_of_image>", "<image_soft_token>"),
+    "pixtral": ("[IMG]", "[IMG]"),
+    "smolvlm": ("<image>", "<image>"),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else '<fake_token_around_image>PLACEHOLDER' }}"
+    "{% endfor %}{% endif %} </s>{% endfor %}"
+)
+
+
+def model(name: str, directory: Path, *, written: str | None = None) -> Path:
+    """A directory with a chat template that writes the placeholder, or another text."""
+    ADAPTER_FAMILIES[name](directory)
+    placeholder, feature = TOKENS[name]
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", written or placeholder))
+    added = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    (directory / "config.json").write_text(json.dumps({"image_token_id": ids[feature]}))
+    return directory

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from mmrender.parsing.literals import FUNCTION_GEMMA, GEMMA, JSON, PYTHON, Dialect
+from mmrender.plugins import load_plugins
 
 
 class Field(Enum):
@@ -179,3 +180,20 @@ _ALL = (
 
 GRAMMARS: dict[str, Grammar] = {grammar.name: grammar for grammar in _ALL}
 """Grammars by name."""
+
+GROUP = "mmrender.grammars"
+"""Entry points of other packages' grammars, each under its own name."""
+
+
+def provided_grammars() -> dict[str, Grammar]:
+    """Grammars of other packages, by name.
+
+    Raises:
+        PluginError: One of them cannot be used.
+    """
+    found = load_plugins(GROUP, _is_new, "a Grammar whose name is none of ours")
+    return {plugin.value.name: plugin.value for plugin in found.values()}
+
+
+def _is_new(value: object) -> bool:
+    return isinstance(value, Grammar) and value.name not in GRAMMARS

@@ -7,12 +7,12 @@ and none is chosen.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing.grammars import GRAMMARS, Grammar, Section
+from mmrender.parsing.grammars import GRAMMARS, Grammar, Section, provided_grammars
 from mmrender.parsing.parser import (
     After,
     Before,
@@ -129,20 +129,37 @@ class GrammarProver:
 
     def choose(self, name: str | None = None) -> GrammarChoice:
         """Choose a grammar by proof, or take the one that is named and say whether it is proved."""
-        if name is not None and name not in GRAMMARS:
-            known = " or ".join(GRAMMARS)
-            raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
-        named = GRAMMARS.get(name or "")
+        grammars = GRAMMARS
+        if name is not None and name not in grammars:
+            grammars = {**GRAMMARS, **provided_grammars()}
+            if name not in grammars:
+                known = " or ".join(grammars)
+                raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
+        named = grammars.get(name or "")
         if not any(_ARGUMENTS["digits"] in (probe.text or "") for probe in self._probed(None, _PROVE)):
             return GrammarChoice("named" if named is not None else "not_printed", named)
-        differences = {grammar.name: self._first_difference(grammar) for grammar in GRAMMARS.values()}
-        reasons = {name: difference for name, difference in differences.items() if difference is not None}
-        proved = tuple(name for name in GRAMMARS if name not in reasons)
+        reasons = self._differences(grammars)
+        if named is None and len(reasons) == len(grammars):
+            # What other packages bring is tried where none of ours reads the template back.
+            grammars = {**grammars, **provided_grammars()}
+            reasons = self._differences(grammars, reasons)
+        proved = tuple(name for name in grammars if name not in reasons)
         outcome: Outcome = "ambiguous" if len(proved) > 1 else "proved" if proved else "none"
-        chosen = named or (GRAMMARS[proved[0]] if len(proved) == 1 else None)
+        chosen = named or (grammars[proved[0]] if len(proved) == 1 else None)
         refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.text is None]
         outcome = "named" if named is not None else outcome
         return GrammarChoice(outcome, chosen, proved, reasons, tuple(dict.fromkeys(refused)))
+
+    def _differences(
+        self, grammars: Mapping[str, Grammar], known: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
+        """The first difference of each grammar that does not read back what was rendered."""
+        reasons = dict(known or {})
+        for name, grammar in grammars.items():
+            difference = None if name in reasons else self._first_difference(grammar)
+            if difference is not None:
+                reasons[name] = difference
+        return reasons
 
     def _probed(self, grammar: Grammar | None, texts: _Texts) -> list[_Probe]:
         """Render a set of probes, with call ids as the grammar writes them."""

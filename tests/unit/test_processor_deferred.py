@@ -8,34 +8,14 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from adapter_models import ADAPTER_FAMILIES
+from adapter_models import TOKENS, model
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.processors.transformers import _refusals_named
 from mmrender.renderer import Renderer
 
-TOKENS = {
-    "gemma3": ("<start_of_image>", "<image_soft_token>"),
-    "pixtral": ("[IMG]", "[IMG]"),
-    "smolvlm": ("<image>", "<image>"),
-}
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{{ p.text if p.type == 'text' else '<fake_token_around_image>PLACEHOLDER' }}"
-    "{% endfor %}{% endif %} </s>{% endfor %}"
-)
 PICTURE = Image.new("RGB", (64, 48), "red")
-
-
-def model(name: str, directory: Path, *, written: str | None = None) -> Path:
-    ADAPTER_FAMILIES[name](directory)
-    placeholder, feature = TOKENS[name]
-    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", written or placeholder))
-    added = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
-    ids = {token["content"]: token["id"] for token in added}
-    (directory / "config.json").write_text(json.dumps({"image_token_id": ids[feature]}))
-    return directory
 
 
 def opened(directory: Path, **options: object) -> Renderer:

@@ -1,4 +1,4 @@
-"""Choose the processor of a model directory: a native family if its rules are known, else the model's own.
+"""Choose the processor of a model directory: a native family's whose rules are known, a plugin's, or its own.
 
 To add a native family, write a module beside `qwen.py` with a subclass of `MediaProcessor` that has
 `from_files`, and name it in `NATIVE`. `tests/parity/test_processor_parity.py` compares it with the
@@ -8,17 +8,21 @@ reference.
 from contextlib import suppress
 from pathlib import Path
 
-from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
+from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
 from mmrender.media.processor import MediaProcessor, ProcessorFiles, VideoProcessor
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.model.files import ModelDir
+from mmrender.plugins import load_plugins
 from mmrender.probing.templates import KnownTemplate
 
 NATIVE = (PatchProcessor,)
 """Classes whose `from_files(files, backend)` gives a processor, or None for settings of another family."""
+
+GROUP = "mmrender.processors"
+"""Entry points of other packages' classes; each is as those of `NATIVE`, and sets `videos` itself."""
 
 
 def load_processor(
@@ -48,6 +52,7 @@ def load_processor(
         ProcessorError: The settings cannot be read, or no processor here equals what they describe.
         MissingDependencyError: The family needs a package that is not installed. (A native processor asks
             for torch with the first image that must be resampled.)
+        PluginError: A processor of another package cannot be used. None is looked for where one of ours fits.
     """
     if image_backend not in IMAGE_BACKENDS:
         raise ProcessorError(
@@ -60,6 +65,9 @@ def load_processor(
         return None
 
     def build() -> MediaProcessor:
+        provided = _provided(files, image_backend)
+        if provided is not None:
+            return provided
         # Imported here: native families need none of it, and it is the larger half of the package.
         from mmrender.media.processors.transformers import TransformersProcessor
 
@@ -93,3 +101,22 @@ def load_processor(
     except (MissingDependencyError, ProcessorError, MediaError) as error:
         error.at(str(files.directory))
         raise
+
+
+def _provided(files: ProcessorFiles, backend: ImageBackend) -> MediaProcessor | None:
+    """The processor of the first plugin that knows these settings."""
+    expected = "a subclass of MediaProcessor with from_files(files, backend)"
+    for plugin in load_plugins(GROUP, _is_family, expected).values():
+        try:
+            found: MediaProcessor | None = plugin.value.from_files(files, backend)
+        except MMRenderError:
+            raise
+        except Exception as error:
+            raise plugin.failed(error) from error
+        if found is not None:
+            return found
+    return None
+
+
+def _is_family(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, MediaProcessor) and hasattr(value, "from_files")

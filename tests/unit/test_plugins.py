@@ -1,0 +1,149 @@
+"""Processors and grammars that other packages bring by entry points."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from adapter_models import model
+from mmrender.errors import InputError, PluginError
+from mmrender.media.processors import registry
+from mmrender.media.processors.deferred import DeferredProcessor
+from mmrender.plugins import load_plugins
+from mmrender.renderer import Renderer
+from mmrender.view.doctor import diagnose
+from parsing_cases import TURN, case_with
+
+SAYS = TURN + """{{- '[call ' + c.name + ' with ' }}{{- c.arguments | tojson }}{{- ' end]' }}{%- endfor %}"""
+GRAMMAR = """
+from mmrender.parsing.grammars import Field, Grammar
+brackets = Grammar("brackets", call=("[call", Field.NAME, "with", Field.JSON, "end]"))
+taken = Grammar("json_tags", call=("[call", Field.OBJECT, "end]"))
+"""
+PROCESSOR = """
+import hashlib
+from mmrender.media.processor import Geometry, MediaProcessor, Prepared
+from mmrender.spans import Repeat
+from small_models import SmallItem
+
+class Two(MediaProcessor):
+    '''Two tokens for each image.'''
+    name, image_backend, settings_digest = "Two", "pil", b"two"
+    placeholder = {"image": "[IMG]"}
+    placeholder_tokens = frozenset({"[IMG]"})
+
+    @classmethod
+    def from_files(cls, files, backend):
+        if files.image.get("size") == "broken":
+            raise KeyError("size")
+        return cls() if files.image_processor_type == "PixtralImageProcessor" else None
+
+    def geometry(self, height, width, *, num_images=1):
+        return Geometry((1,), (Repeat("[IMG]", 2),))
+
+    def prepare(self, loaded, *, num_images=1):
+        pixels = loaded.array
+        identity = hashlib.sha256(pixels.tobytes()).hexdigest()
+        return Prepared(identity, lambda: SmallItem(pixels, identity, (Repeat("[IMG]", 2),)))
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Install a small package: its module, and its entry points by group."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    load_plugins.cache_clear()
+
+    def install(source: str, name: str = "extra_pack", **groups: dict[str, str]) -> None:
+        (folder / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        info = folder / f"{name}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        lines = [
+            f"[mmrender.{group}]\n" + "".join(f"{key} = {name}:{value}\n" for key, value in entries.items())
+            for group, entries in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+
+    yield install
+    load_plugins.cache_clear()
+
+
+def test_a_grammar_of_another_package_is_proved_and_reads(installed: Any) -> None:
+    assert str(case_with(SAYS).parser.choice).startswith("none")
+    installed(GRAMMAR, grammars={"brackets": "brackets"})
+    load_plugins.cache_clear()
+    case = case_with(SAYS)
+    assert str(case.parser.choice) == "brackets, proved"
+    found = case.parser.parse(case.tokenizer.encode('Well.[call look with {"at": [1, "x"]} end]'))
+    assert found.content == "Well."
+    assert [(call.name, call.arguments) for call in found.tool_calls] == [("look", {"at": [1, "x"]})]
+    assert str(case_with("{{- m.content }}", grammar="brackets").parser.choice).startswith("brackets, named")
+    with pytest.raises(InputError, match="or brackets, got 'braces'"):
+        case_with(SAYS, grammar="braces")
+
+
+def test_a_processor_of_another_package_comes_before_the_models_own(installed: Any, tmp_path: Path) -> None:
+    installed(PROCESSOR, processors={"two": "Two"})
+    renderer = Renderer.from_pretrained(model("pixtral", tmp_path / "pixtral"), image_backend="pil")
+    assert "extra_pack" not in sys.modules
+    assert isinstance(renderer.media.processor, DeferredProcessor)
+    parts = [{"type": "image", "image": Image.new("RGB", (8, 8))} for _ in range(2)]
+    rendered = renderer.render([{"role": "user", "content": parts}])
+    assert [place.length for place in rendered.multi_modal_data.mm_placeholders["image"]] == [2, 2]
+    assert type(renderer.media.processor).__name__ == "Two"
+
+
+def test_what_a_native_family_knows_asks_no_package(installed: Any, tiny_model: Path) -> None:
+    installed("raise RuntimeError", processors={"broken": "Broken"}, grammars={"broken": "broken"})
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    renderer.media.require_processor()
+    assert str(renderer.response_parser().choice).endswith("proved")
+
+
+BROKEN = [
+    ("import no_such_module", {}, "the plugin cannot be loaded", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ("Two = 3", {}, "the plugin is of another kind - expected a subclass of MediaProcessor with from_files(files, backend)", "3"),
+    (PROCESSOR, {"size": "broken"}, "the plugin failed", "KeyError: 'size'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "settings", "problem", "got"), BROKEN)
+def test_a_broken_processor_is_named_by_the_error_and_by_doctor(
+    source: str, settings: dict[str, str], problem: str, got: str, installed: Any, tmp_path: Path
+) -> None:
+    installed(source, processors={"two": "Two"})
+    files = SimpleNamespace(image=settings, image_processor_type="PixtralImageProcessor")
+    problem, _, expected = problem.partition(" - ")
+    where = "entry point 'two' (extra_pack:Two) of extra_pack 1.5 in mmrender.processors"
+    details = f"{expected}, got {got}" if expected else f"got {got}"
+    message = f"{where}: {problem} - {details}. Mend or uninstall that package"
+    for _ in range(2):
+        with pytest.raises(PluginError) as caught:
+            registry._provided(files, "pil")  # type: ignore[arg-type]
+        assert str(caught.value) == message
+    if not settings:
+        renderer = Renderer.from_pretrained(model("pixtral", tmp_path / "pixtral"), image_backend="pil")
+        assert where in diagnose(renderer)["problems"]["images"]
+
+
+def test_a_broken_grammar_is_named_and_so_are_two_of_one_name(installed: Any) -> None:
+    installed(GRAMMAR, grammars={"tags": "taken"})
+    with pytest.raises(
+        PluginError, match=r"'tags' \(extra_pack:taken\) of extra_pack 1.5.*none of ours, got Gram"
+    ):
+        case_with(SAYS)
+    load_plugins.cache_clear()
+    (Path(sys.path[0]) / "extra_pack-1.5.dist-info" / "entry_points.txt").write_text(
+        "[mmrender.grammars]\nx = extra_pack:brackets\n"
+    )
+    installed(GRAMMAR, "other_pack", grammars={"x": "brackets"})
+    with pytest.raises(PluginError, match="two plugins have one name"):
+        case_with(SAYS)
