@@ -12,10 +12,8 @@ import argparse
 import itertools
 import json
 import os
-import random
 import sys
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +25,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 from measure import Clock, Contender, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
 from render_contenders import NativePeer, Ours, Peer, Reference  # noqa: E402
 
+from mmrender.testing.bench import conversation  # noqa: E402
+
 MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
-WORDS = files("mmrender.testing").joinpath("data", "corpus.txt").read_text("utf-8").split()
 TURNS = (1, 4, 16, 64)
 LIMIT = "encoder"
 Messages = list[dict[str, Any]]
 Contenders = dict[str, Callable[[Messages], Any]]
-
-
-def conversation(turns: int, seed: int, *, system: bool) -> Messages:
-    source = random.Random(seed)
-    messages: Messages = []
-    if system:
-        messages.append({"role": "system", "content": " ".join(random.Random(0).choices(WORDS, k=600))})
-    for turn in range(turns):
-        messages.append({"role": "user", "content": " ".join(source.choices(WORDS, k=75))})
-        if turn < turns - 1:
-            messages.append({"role": "assistant", "content": " ".join(source.choices(WORDS, k=200))})
-    return messages
 
 
 class Fresh:

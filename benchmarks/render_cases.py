@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
 from PIL import Image
+
+from mmrender.testing.bench import make_image
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,6 @@ CASES = (
 )
 LARGE = (3840, 2160)
 _WORDS_USER, _WORDS_ASSISTANT = 75, 200
-
-
-def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Return noise over a gradient: neither constant, which flatters caches, nor unlike a photograph."""
-    rng = np.random.default_rng((width, height, seed))
-    ramp = np.linspace(0, 200, height * width * 3, dtype=np.float32).reshape(height, width, 3)
-    noise = rng.integers(0, 56, ramp.shape, dtype=np.uint8)
-    return Image.fromarray(ramp.astype(np.uint8) + noise)
 
 
 def make_conversation(case: Case) -> tuple[list[dict[str, Any]], list[Image.Image]]:

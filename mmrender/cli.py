@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -214,7 +216,9 @@ def doctor(
     from mmrender.model.files import find_model
     from mmrender.view.doctor import diagnose, findings_table, next_steps
 
-    findings = diagnose(_load(model, image_backend), find_model(model).path)
+    renderer = _load(model, image_backend)
+    with _log.status("probing"):
+        findings = diagnose(renderer, find_model(model).path)
     if as_json:
         sys.stdout.write(json.dumps(findings, indent=2) + "\n")
     else:
@@ -245,11 +249,9 @@ def parity(
     from mmrender.testing.conversations import load_pictures
     from mmrender.testing.parity import check_parity
 
-    if bridge and as_json:
-        remedy = "Leave out one of the two"
-        raise InputError("bridges are counted in a Markdown table alone", where="--json", remedy=remedy)
     if bridge:
-        return _bridge_parity(models, cases, seed, "pil" if image_backend == "both" else image_backend)
+        mode = "pil" if image_backend == "both" else image_backend
+        return _bridge_parity(models, cases, seed, mode, as_json=as_json)
 
     backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
     pictures = load_pictures(images) if images is not None else []
@@ -292,21 +294,24 @@ def parity(
     raise typer.Exit(1 if "differs" in outcomes else 2 if "not compared" in outcomes else 0)
 
 
-def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str) -> None:
-    """Print how bridges compare with full renderings, as Markdown; exit 1 where one is wrong."""
+def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str, *, as_json: bool) -> None:
+    """Print how bridges compare with full renderings, as Markdown or JSON; exit 1 where one is wrong."""
     from mmrender.testing.bridge_parity import check_bridge
 
     def print_row(*cells: object) -> None:
-        _out.print(f"| {' | '.join(map(str, cells))} |", markup=False, highlight=False, soft_wrap=True)
+        if not as_json:
+            _out.print(f"| {' | '.join(map(str, cells))} |", markup=False, highlight=False, soft_wrap=True)
 
     print_row(
         "model", "stable", "in text", "equal", "declined", "unstable", "declined", "wrong", "why declined"
     )
     print_row("---", *["--:"] * 7, "---")
-    mismatches = []
+    mismatches, counts = [], []
     for model in models:
+        renderer = _load(str(model), image_backend)
         with _log.status(f"bridging {model.name}"):
-            report = check_bridge(_load(str(model), image_backend), model.name, cases=cases, seed=seed)
+            report = check_bridge(renderer, model.name, cases=cases, seed=seed)
+        counts.append(report.counts())
         reasons = (report.declined + report.declined_unstable).most_common()
         print_row(
             report.model,
@@ -320,12 +325,56 @@ def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str
             "; ".join(f"{count} {why}" for why, count in reasons),
         )
         mismatches += [(report.model, mismatch) for mismatch in report.mismatches]
+    if as_json:
+        sys.stdout.write(json.dumps(counts, indent=1) + "\n")
+    printed = _log if as_json else _out
     for model_name, found in mismatches[:3]:
         heading = f"{model_name}, a completion {found.case.ending}: {found.what} differ"
-        _out.print(f"\n[red]{heading}[/]")
+        printed.print(f"\n[red]{heading}[/]")
         for name in ("bridge", "reference"):
-            _out.print(f"{name}:", repr(getattr(found, name)), markup=False, highlight=False)
+            printed.print(f"{name}:", repr(getattr(found, name)), markup=False, highlight=False)
     raise typer.Exit(1 if mismatches else 0)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="Model directory or hub id; a tiny one by default.", metavar="MODEL")
+    ] = None,
+    *,
+    image_backend: BackendOption = "pil",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each measurement.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure how long this machine takes to render, to bridge and to encode, in some ten seconds."""
+    from mmrender.testing.bench import measure
+    from mmrender.testing.timing import machine, shown_ms
+    from mmrender.testing.tiny_model import build_tiny_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = model or str(build_tiny_model(Path(scratch) / "tiny", weights=False))
+        renderer = _load(directory, image_backend)
+        figures = []
+        with _log.status("measuring") as status:
+            for figure in measure(renderer, rounds=rounds):
+                figures.append(figure)
+                status.update(f"measuring, {len(figures)} done")
+    here = {"mmrender": __version__, "model": model or "tiny", "image_backend": image_backend}
+    here |= machine(("numpy", "pillow", "tokenizers", "fastokens", "torch", "transformers"))
+    if as_json:
+        document = {"machine": here, "figures": [asdict(figure) for figure in figures]}
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        return
+    table = Table("milliseconds", show_edge=False, pad_edge=False)
+    table.add_column("here", justify="right")
+    table.add_column("copying its bytes", justify="right")
+    for figure in figures:
+        table.add_row(figure.name, shown_ms(figure.seconds), shown_ms(figure.copy_seconds))
+    _out.print(f"{here['cores']} cores of {here['cpu']}, Python {here['python']}", highlight=False)
+    _out.print(
+        f"mmrender {__version__}, model {here['model']}, image mode {image_backend}\n", highlight=False
+    )
+    _out.print(table)
 
 
 @app.command()

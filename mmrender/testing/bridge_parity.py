@@ -10,7 +10,7 @@ compared with the end of the rendering, from the first new message on.
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from PIL import Image
@@ -89,6 +89,12 @@ class BridgeReport:
         """Number of stable cases in which the bridge equals the rendering."""
         different = sum(mismatch.case.stability != "none" for mismatch in self.mismatches)
         return self.stable - different - self.declined.total()
+
+    def counts(self) -> dict[str, Any]:
+        """Return everything but the mismatches, which are counted, for JSON."""
+        names = [entry.name for entry in fields(self) if entry.name != "mismatches"]
+        counted = {"equal": self.equal, "wrong": len(self.mismatches)}
+        return {name: getattr(self, name) for name in names} | counted
 
 
 def check_bridge(

@@ -123,6 +123,26 @@ def test_parity_of_bridges(run, tiny_model):
     assert status == 0
     assert "why declined" in out
     assert "differ" not in out
+    status, out, _ = run("parity", tiny_model, "--bridge", "--cases", 5, "--json")
+    (counts,) = json.loads(out)
+    assert status == 0
+    assert counts["model"] == "tiny"
+    assert counts["wrong"] == 0
+    assert counts["equal"] > 0
+
+
+def test_bench_measures_everything(run, tiny_model, monkeypatch):
+    """Each figure once, and what bounds it; without an answer on how fast it is to be."""
+    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds, in a process with all that tests leave behind
+    status, out, _ = run("bench", tiny_model, "--rounds", 1, "--json")
+    document = json.loads(out)
+    assert status == 0
+    assert document["machine"]["cores"] > 0
+    names = [figure["name"].partition(",")[0] for figure in document["figures"]]
+    assert [names.count(each) for each in ("text", "bridge of a user's turn", "codec")] == [1, 1, 3]
+    assert len(names) == 9
+    assert all(figure["seconds"] > 0 for figure in document["figures"])
+    assert sum(figure["copy_seconds"] is not None for figure in document["figures"]) == 3
 
 
 def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
@@ -180,11 +200,6 @@ UNNAMED = "InputError: --model: the server's model is not named - expected the n
         (chat_about("/outside/red.png"), "render chat.json", BLOCKED),
         (chat_about("half.png"), "render chat.json", "MediaDecodeError: messages[0].content[0]: "),
         (None, "parity MODEL --images none", "InputError: none: no such folder"),
-        (
-            None,
-            "parity MODEL --bridge --json",
-            "InputError: --json: bridges are counted in a Markdown table alone",
-        ),
         (None, "demo --server http://127.0.0.1:1", UNNAMED),
     ],
 )
